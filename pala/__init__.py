@@ -1,0 +1,37 @@
+"""PALA: gossip actor-learners for deep reinforcement learning over MPI.
+
+    mpirun -np 4 python -m pala.train configs/pong.toml      # one policy, four gossiping A2C actor-learners
+    python -m pala.evaluate runs/pong-...                    # score it
+    python -m pala.plot runs/pong-...                        # see it
+
+From Python (each rank runs the same script): `pala.train(config, make_env=...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pala.config import Config, load_preset
+from pala.errors import PalaError
+
+if TYPE_CHECKING:
+    from pala.trainer import Result
+
+__version__ = "0.1.0"
+__all__ = ["Config", "PalaError", "load_preset", "train"]
+
+
+def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str | Path | None = None) -> Result:
+    """Train one policy on all ranks of MPI.COMM_WORLD. Collective: every rank calls it with the same arguments.
+
+    `make_env`: returns one fresh `gymnasium.Env`; wins over `config.env.id` and travels with cloudpickle to where a
+    process needs it. `resume`: the folder of an earlier run to go on with. Raises PalaError.
+    """
+    from pala.runtime import prepare
+
+    prepare(config.run.threads)
+    from pala import trainer
+
+    return trainer.train(config, make_env=make_env, resume=Path(resume) if resume is not None else None)

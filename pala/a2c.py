@@ -1,0 +1,111 @@
+"""Advantage actor-critic: the loss and one update.
+
+The forward passes made while acting are the ones that are differentiated: within a rollout the parameters do not
+change and the data is on-policy, so a second forward pass would compute the same numbers again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pala.config import A2CConfig
+from pala.networks import ActorCritic, FlatParameters
+from pala.rollout import advantages_and_returns
+
+
+@dataclass
+class Rollout:
+    """T steps of B environments, with the graph of the acting passes."""
+
+    policy_outputs: list[Tensor] = field(default_factory=list)  # T x [B, A], with graph
+    values: list[Tensor] = field(default_factory=list)  # T x [B], with graph
+    actions: list[Tensor] = field(default_factory=list)  # T x [B, ...]
+    rewards: list[Tensor] = field(default_factory=list)  # T x [B]; a time limit's bootstrap is already added
+    ended: list[Tensor] = field(default_factory=list)  # T x [B] float
+
+
+class Loss(NamedTuple):
+    """Means over the rollout; `total` is what is minimised."""
+
+    total: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+
+
+def a2c_loss(network: ActorCritic, rollout: Rollout, bootstrap_B: Tensor, config: A2CConfig) -> Loss:
+    """policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released settings).
+
+    policy = -mean(log pi(a) * advantage), value = mean((return - V)^2). `bootstrap_B`: V after the last step.
+    """
+    values_TB = torch.stack(rollout.values)
+    with torch.no_grad():
+        advantages_TB, returns_TB = advantages_and_returns(
+            torch.stack(rollout.rewards), torch.stack(rollout.ended), values_TB.detach(), bootstrap_B,
+            config.gamma, config.gae_lambda,
+        )  # fmt: skip
+    log_prob_TB, entropy_TB = network.distribution.log_prob_and_entropy(
+        torch.stack(rollout.policy_outputs), torch.stack(rollout.actions)
+    )
+    policy = -(log_prob_TB * advantages_TB).mean()
+    value = (returns_TB - values_TB).square().mean()
+    entropy = entropy_TB.mean()
+    total = policy + config.value_coefficient * value - config.entropy_coefficient * entropy
+    return Loss(total, policy, value, entropy)
+
+
+def rmsprop_(
+    parameters: Tensor, gradient: Tensor, mean_square: Tensor, learning_rate: float,
+    alpha: float, epsilon: float, epsilon_inside_root: bool,
+) -> None:  # fmt: skip
+    """One RMSprop step in place: v <- alpha v + (1 - alpha) g^2, then x <- x - lr g / denominator.
+
+    The denominator is sqrt(v) + epsilon as in PyTorch (and GALA), or sqrt(v + epsilon) as in TensorFlow.
+    """
+    mean_square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
+    denominator = (mean_square + epsilon).sqrt_() if epsilon_inside_root else mean_square.sqrt().add_(epsilon)
+    parameters.addcdiv_(gradient, denominator, value=-learning_rate)
+
+
+def clip_gradient_(gradient: Tensor, max_norm: float) -> float:
+    """Scale the flat gradient to at most `max_norm` (0: leave it); returns the norm before."""
+    norm = float(gradient.norm())
+    if max_norm > 0 and norm > max_norm:
+        gradient.mul_(max_norm / (norm + 1e-6))
+    return norm
+
+
+class UpdateResult(NamedTuple):
+    """What one update did. `applied` is False when the gradient was not finite and the step was left out."""
+
+    loss: Loss
+    gradient_norm: float
+    applied: bool
+
+
+class A2C:
+    """The optimiser's state and one update of a network's flat parameters."""
+
+    def __init__(self, network: ActorCritic, flat: FlatParameters, config: A2CConfig) -> None:
+        self._network, self._flat, self._config = network, flat, config
+        self.mean_square = torch.zeros_like(flat.data)
+
+    def update(self, rollout: Rollout, bootstrap_B: Tensor, learning_rate: float) -> UpdateResult:
+        """Differentiate the rollout and take one optimiser step, unless the gradient is not finite."""
+        config = self._config
+        loss = a2c_loss(self._network, rollout, bootstrap_B, config)
+        self._flat.gradient.zero_()
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        norm = clip_gradient_(self._flat.gradient, config.max_gradient_norm)
+        finite = math.isfinite(norm)
+        if finite:
+            rmsprop_(
+                self._flat.data, self._flat.gradient, self.mean_square, learning_rate,
+                config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,
+            )  # fmt: skip
+        return UpdateResult(Loss(*(term.detach() for term in loss)), norm, finite)

@@ -1,0 +1,268 @@
+"""The whole configuration: frozen dataclasses, one line a field with its meaning, unit and source.
+
+A configuration is made in three layers, the later over the earlier: the defaults below, a preset file (TOML,
+`configs/`), and dotted options on the command line (`--a2c.learning-rate 1e-3`). An unknown key or a value of the
+wrong type is a `PalaError` that names the file, the key and the nearest known key.
+
+Sources: [GALA] Assran et al. 2019, arXiv 1906.04585, and its released settings; [PALA] the PALA paper and its
+released settings; [A3C] Mnih et al. 2016, arXiv 1602.01783; [DQN] Mnih et al. 2015.
+"Steps" are agent decisions; one Atari step is `frame_skip` emulator frames. `local_` is one rank, `global_` all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pala.errors import PalaError, nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """What a rank plays."""
+
+    id: str = "ALE/Pong-v5"
+    """Gymnasium id. Ids that begin with `ALE/` get the Atari settings of this section; all others ignore them."""
+    num_envs: int = 16
+    """Environments a rank [GALA: 16]."""
+    vectorization: Literal["sync", "async"] = "sync"
+    """Other than Atari: step the environments in this process, or each in a (spawned) process of its own."""
+    clip_rewards: Literal["auto", "sign", "none"] = "auto"
+    """What the learner sees: the sign of each reward [DQN] or the reward itself. `auto`: sign for Atari, none for
+    others. Reported returns are never clipped."""
+    terminal_on_life_loss: bool = True
+    """Atari: a lost life ends the return in training, though the game goes on [GALA]. Reports count whole games."""
+    frame_skip: int = 4
+    """Atari: emulator frames a step, each with the same action; the last two are max-pooled [DQN]."""
+    frame_stack: int = 4
+    """Atari: frames an observation holds [DQN]."""
+    noop_max: int = 30
+    """Atari: an episode begins with up to this many no-ops [DQN]."""
+    repeat_action_probability: float = 0.0
+    """Atari: probability that the emulator repeats the last action ("sticky actions"). [GALA: 0]."""
+    full_action_space: bool = False
+    """Atari: all 18 actions instead of the game's own."""
+    max_episode_frames: int = 108_000
+    """Atari: emulator frames after which an episode is truncated (30 minutes of play) [DQN]."""
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """The actor-critic network. Image observations get GALA's convolutions, vectors an MLP."""
+
+    conv_channels: tuple[int, int, int] = (32, 64, 32)
+    """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32]."""
+    conv_hidden: int = 512
+    """Units of the linear layer behind the convolutions [GALA: 512]."""
+    mlp_hidden: tuple[int, ...] = (64, 64)
+    """Units of each hidden layer (tanh) for vector observations. Ours."""
+
+
+@dataclass(frozen=True)
+class A2CConfig:
+    """Advantage actor-critic [A3C], synchronous within a rank."""
+
+    rollout_steps: int = 5
+    """Steps of each environment between two updates [GALA: 5; PALA: 20]."""
+    gamma: float = 0.99
+    """Discount a step [GALA]."""
+    gae_lambda: float = 1.0
+    """Lambda of generalised advantage estimation (arXiv 1506.02438). 1 gives plain n-step returns [GALA]."""
+    learning_rate: float = 7e-4
+    """Step size of RMSprop [GALA: 7e-4]."""
+    learning_rate_decay: Literal["none", "linear"] = "none"
+    """`linear`: falls to 0 at the end of the budget of global steps [GALA: none]."""
+    rmsprop_alpha: float = 0.99
+    """Decay of the mean square an update [GALA]."""
+    rmsprop_epsilon: float = 1e-5
+    """Keeps the division finite [GALA: 1e-5]."""
+    rmsprop_epsilon_inside_root: bool = False
+    """False: g / (sqrt(v) + eps), as PyTorch and [GALA]. True: g / sqrt(v + eps), as TensorFlow."""
+    value_coefficient: float = 0.5
+    """Weight of the value loss, the mean squared advantage [GALA]."""
+    entropy_coefficient: float = 0.01
+    """Weight of the policy's entropy [GALA]."""
+    max_gradient_norm: float = 0.5
+    """The gradient's global L2 norm is clipped to this; 0 turns clipping off [GALA]."""
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """What the ranks tell each other."""
+
+    kind: Literal["gossip", "none"] = "gossip"
+    """`gossip`: PALA. `none`: independent learners, for comparison."""
+    topology: Literal["random", "ring", "exponential", "complete"] = "random"
+    """Who sends to whom: a new random peer each round; the next rank; the rank 1, 2, 4, … further on; everybody."""
+    mixing: Literal["uniform", "push_sum"] = "uniform"
+    """`uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`: weighted so that skipped messages do
+    not bias the mean (arXiv 1811.10792)."""
+    max_staleness: int = 10
+    """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
+    [GALA] calls it sync_freq."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where results go and how often."""
+
+    dir: str = "runs"
+    """Folder in which the run's own folder is made. An existing run is never written over."""
+    name: str = ""
+    """Name of the run's folder; empty: preset (or environment) and the time of the start."""
+    device: str = "auto"
+    """`cpu`, `cuda` (ranks of a node take its GPUs in turn), `cuda:0` (shared), or `auto`."""
+    threads: int = 0
+    """Threads a rank, for torch and Atari alike; 0: the cores of the node divided by its ranks."""
+    console: Literal["auto", "panel", "lines", "none"] = "auto"
+    """What rank 0 shows: a live panel on a terminal, lines in a log file."""
+    log_interval_s: float = 5.0
+    """Seconds between two records of the metrics, and two lines in a log file."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    checkpoint_interval_s: float = 120.0
+    """Seconds between two checkpoints of a rank."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """The evaluation at the end of training, and the defaults of `python -m pala.evaluate`."""
+
+    episodes: int = 30
+    """Whole episodes; 0 leaves the evaluation out."""
+    num_envs: int = 16
+    """Episodes played at the same time."""
+    greedy: bool = False
+    """The most probable action instead of a sampled one [PALA and GALA sample]."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run, but for the number of ranks, which is mpirun's."""
+
+    total_steps: int = 40_000_000
+    """Budget of environment steps over all ranks [GALA: 40 M]."""
+    seed: int = 1
+    """All random streams derive from (seed, rank, purpose)."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    a2c: A2CConfig = field(default_factory=A2CConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    @property
+    def steps_per_update(self) -> int:
+        """Environment steps of one rank between two updates."""
+        return self.env.num_envs * self.a2c.rollout_steps
+
+
+def load_preset(path: str | Path) -> Config:
+    """Read a TOML preset over the defaults. Raises PalaError that names the file and the key."""
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise PalaError(f"Preset '{path}' does not exist{nearest(str(path), siblings)}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PalaError(f"Preset '{path}' cannot be read: {error}.") from None
+    return from_table(table, source=f"Preset '{path}'")
+
+
+def from_table(table: dict[str, Any], source: str) -> Config:
+    """A checked Config from nested dictionaries (TOML or JSON)."""
+    config: Config = _build(Config, table, source, prefix="")
+    check(config, source)
+    return config
+
+
+def to_table(config: Config) -> dict[str, Any]:
+    """The configuration as nested dictionaries, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a2c": {"gamma": 1}} -> {"a2c.gamma": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "total_steps": (1, 1e15), "seed": (0, 2**63 - 1),
+    "env.num_envs": (1, 1e6), "env.frame_skip": (1, 1000), "env.frame_stack": (1, 1000), "env.noop_max": (0, 1e6),
+    "env.repeat_action_probability": (0, 1), "env.max_episode_frames": (1, 1e9),
+    "network.conv_hidden": (1, 1e6),
+    "a2c.rollout_steps": (1, 1e6), "a2c.gamma": (0, 1), "a2c.gae_lambda": (0, 1), "a2c.learning_rate": (0, 1e6),
+    "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
+    "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
+    "exchange.max_staleness": (0, 1e9),
+    "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
+    "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4),
+}  # fmt: skip
+
+
+def check(config: Config, source: str) -> None:
+    """Raise PalaError for a value outside its range."""
+    values = flatten(to_table(config))
+    for key, (low, high) in _RANGES.items():
+        if not low <= values[key] <= high:
+            raise PalaError(f"{source}: '{key}' is {values[key]!r} but must lie between {low:g} and {high:g}.")
+    for key in ("network.conv_channels", "network.mlp_hidden"):
+        if not all(width >= 1 for width in values[key]):
+            raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
+    name = config.run.name
+    if name in (".", "..") or "/" in name:
+        raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
+
+
+def _build(cls: Any, table: dict[str, Any], source: str, prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    unknown = [key for key in table if key not in hints]
+    if unknown:
+        known = flatten(to_table(Config()))
+        key = prefix + unknown[0]
+        guess = nearest(key, known) or nearest(key, [k for k in known if k.endswith("." + unknown[0])])
+        raise PalaError(f"{source}: unknown key '{key}'{guess or '; `--help` lists all keys.'}")
+    values = {key: _convert(value, hints[key], source, prefix + key) for key, value in table.items()}
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any, source: str, key: str) -> Any:
+    """`value` as the annotated type. An int is accepted for a float; nothing else is coerced."""
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, dict):
+            return _build(hint, value, source, key + ".")
+        raise PalaError(f"{source}: '{key}' is a section and needs a table, not {value!r}.")
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        choices = ", ".join(repr(a) for a in arguments)
+        raise PalaError(f"{source}: '{key}' is {value!r} but must be one of {choices}{nearest(str(value), arguments)}")
+    if origin is tuple and isinstance(value, (list, tuple)):
+        inner = arguments[0]
+        if arguments[-1] is not Ellipsis and len(value) != len(arguments):
+            raise PalaError(f"{source}: '{key}' needs {len(arguments)} values, not {value!r}.")
+        return tuple(_convert(item, inner, source, key) for item in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    wanted = hint.__name__ if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else str(hint)
+    raise PalaError(f"{source}: '{key}' is {value!r} ({type(value).__name__}) but must be of type {wanted}.")

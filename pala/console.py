@@ -1,0 +1,162 @@
+"""What rank 0 shows: a live panel on a terminal, one line every few seconds in a log file. Made from metrics files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pala.metrics import SECTIONS, RunView
+from pala.runtime import terminal_size
+
+
+def _number(value: float | None, form: str = "{:.1f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:d}:{minutes:02d}:{s:02d}"
+
+
+class Progress:
+    """The figures that the console shows, from the view of the run and the steps rank 0 knows of."""
+
+    def __init__(self, view: RunView, budget_steps: int) -> None:
+        self._view, self.budget_steps = view, budget_steps
+        self.global_steps = 0
+
+    def refresh(self, global_steps: int) -> None:
+        """Read the files; `global_steps` is what rank 0's exchange knows."""
+        self._view.refresh()
+        self.global_steps = min(global_steps, self.budget_steps)
+
+    def figures(self) -> dict[str, str]:
+        """Label -> text, in the order shown."""
+        view, speed = self._view, self._view.total("local_steps_per_s")
+        share = self.global_steps / self.budget_steps
+        eta = _duration((self.budget_steps - self.global_steps) / speed) if speed else "-"
+        relative = view.mean("consensus_distance_relative")
+        mixes, staleness = view.total("mixes"), max((r.get("staleness_updates") or 0 for r in view.last), default=0)
+        return {
+            "steps": f"{self.global_steps:,} of {self.budget_steps:,} ({share:.1%})",
+            "eta": eta,
+            "steps/s": f"{speed:,.0f}",
+            "return": f"{_number(view.mean_return, '{:.2f}')} (mean of the last 100 of {view.num_episodes} episodes)",
+            "consensus": f"{_number(view.mean('consensus_distance'), '{:.3f}')} ({_number(relative, '{:.2%}')})",
+            "staleness": f"{staleness} updates at most, {mixes:.0f} mixes",
+            "time": " ".join(f"{name} {_number(view.mean('time_' + name), '{:.0%}')}" for name in SECTIONS),
+        }
+
+
+class Lines:
+    """One line each time, without control characters."""
+
+    def show(self, figures: dict[str, str]) -> None:
+        print(" | ".join(f"{label} {text}" for label, text in figures.items()), flush=True)
+
+    def close(self) -> None:
+        """Nothing to restore."""
+
+
+class Panel:
+    """A panel that stays in place. `rich` draws it; no thread refreshes it."""
+
+    def __init__(self, title: str, size: tuple[int, int]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        # The launcher's terminal decides; this process may only have a pipe.
+        os.environ.setdefault("TERM", "xterm")
+        self._title = title
+        console = Console(file=sys.stdout, force_terminal=True, width=min(size[0], 100), height=size[1])
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live.start()
+
+    def show(self, figures: dict[str, str]) -> None:
+        from rich.panel import Panel as Box
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        for label, text in figures.items():
+            table.add_row(f"[bold]{label}[/bold]", text)
+        self._live.update(Box(table, title=self._title, title_align="left"), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        self._live.stop()
+
+
+def make_console(kind: str, title: str) -> Lines | Panel | None:
+    """`auto` takes a panel if the job's output reaches a terminal, else lines."""
+    size = terminal_size() if kind in ("auto", "panel") else None
+    if kind == "none":
+        return None
+    if kind == "panel" or (kind == "auto" and size is not None):
+        return Panel(title, size or (100, 40))
+    return Lines()
+
+
+class TensorBoard:
+    """Event files of the whole run, against global steps, written by rank 0."""
+
+    _TAGS: ClassVar[dict[str, str]] = {
+        "mean_return": "return/mean_of_last_100_episodes",
+        "loss_policy": "loss/policy", "loss_value": "loss/value", "entropy": "loss/entropy",
+        "gradient_norm": "update/gradient_norm", "learning_rate": "update/learning_rate",
+        "consensus_distance": "exchange/consensus_distance", "staleness_updates": "exchange/staleness_updates",
+    }  # fmt: skip
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+
+    def add(self, view: RunView, global_steps: int) -> None:
+        """One value for each tag: means over ranks of their last intervals."""
+        values: dict[str, float | None] = {tag: view.mean(key) for key, tag in self._TAGS.items()}
+        values[self._TAGS["mean_return"]] = view.mean_return
+        values["speed/global_steps_per_s"] = view.total("local_steps_per_s")
+        values |= {f"time/{name}": view.mean(f"time_{name}") for name in SECTIONS}
+        self._add({tag: value for tag, value in values.items() if value is not None}, global_steps)
+
+    def _add(self, values: dict[str, float], step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Flush the events."""
+        self._writer.close()
+
+
+class Reporter:
+    """Rank 0's eyes: reads all metrics files and feeds console and TensorBoard."""
+
+    def __init__(self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool) -> None:
+        self.view = RunView(run, ranks)
+        self._progress = Progress(self.view, budget_steps)
+        self._console = make_console(console, f"PALA  {run}  {ranks} rank{'s' if ranks > 1 else ''}")
+        self._tensorboard = TensorBoard(run / "tensorboard") if tensorboard else None
+
+    def report(self, global_steps: int) -> dict[str, Any]:
+        """Read what is new and show it."""
+        self._progress.refresh(global_steps)
+        figures = self._progress.figures()
+        if self._console is not None:
+            self._console.show(figures)
+        if self._tensorboard is not None:
+            self._tensorboard.add(self.view, global_steps)
+        return figures
+
+    def close(self) -> None:
+        """Give the terminal back and flush."""
+        if self._console is not None:
+            self._console.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()

@@ -1,0 +1,183 @@
+"""Vector environments and episode accounting.
+
+`Envs` steps `num_envs` environments together. Every row it returns is a true transition: environments reset in the
+same step in which an episode ends (autoreset mode SAME_STEP), so there is no row to be masked out of the loss, and
+the last observation of a truncated episode is handed over for bootstrapping.
+
+Three ends are told apart:
+- `terminated`: the return ends here and is not bootstrapped (a game over, or a lost life if so configured);
+- `truncated`: a time limit; the value of the last observation stands for the rest of the return;
+- an *episode* ends with the whole game; only then are its unclipped return and length reported.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from pala.config import EnvConfig
+from pala.errors import PalaError, nearest
+
+MakeEnv = Callable[[], gymnasium.Env]
+
+
+class Episode(NamedTuple):
+    """A whole episode: unclipped sum of rewards, length in steps, and which environment played it."""
+
+    episode_return: float
+    length_steps: int
+    env_index: int
+
+
+class Step(NamedTuple):
+    """What one step of all environments gave. B environments."""
+
+    observations: np.ndarray  # [B, *obs] after the step (after the reset where an episode ended)
+    rewards: np.ndarray  # [B] float32, clipped as configured
+    terminated: np.ndarray  # [B] bool
+    truncated: np.ndarray  # [B] bool, never together with terminated
+    final_observations: np.ndarray  # [truncated.sum(), *obs] last observations of the truncated ones
+    episodes: list[Episode]
+
+
+class Envs:
+    """`num_envs` environments behind one `reset` and one `step`."""
+
+    def __init__(self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool) -> None:
+        self._env = vector_env
+        self._clip = clip_rewards
+        self.num_envs = vector_env.num_envs
+        self.observation_space = vector_env.single_observation_space
+        self.action_space = vector_env.single_action_space
+        self._returns = np.zeros(self.num_envs, np.float64)
+        self._lengths = np.zeros(self.num_envs, np.int64)
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        """First observations [B, *obs]; `seeds` int32 [B], one an environment."""
+        observations, info = self._env.reset(seed=self._seed_argument(seeds))
+        self._returns[:] = 0
+        self._lengths[:] = 0
+        self._begin(info)
+        return observations
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Step all environments; `actions` [B] int64 or [B, A] float32."""
+        observations, rewards, terminated, truncated, info = self._env.step(actions)
+        truncated = truncated & ~terminated
+        ended = self._episode_ended(terminated, truncated, info)
+        self._returns += rewards
+        self._lengths += 1
+        episodes = [Episode(float(self._returns[i]), int(self._lengths[i]), int(i)) for i in np.flatnonzero(ended)]
+        self._returns[ended] = 0
+        self._lengths[ended] = 0
+        rewards = np.sign(rewards) if self._clip else rewards
+        final = self._final_observations(truncated, info)
+        return Step(observations, rewards.astype(np.float32), terminated, truncated, final, episodes)
+
+    def close(self) -> None:
+        """Free the environments and their threads or processes."""
+        self._env.close()
+
+    def _seed_argument(self, seeds: np.ndarray) -> Any:
+        return [int(s) for s in seeds]
+
+    def _begin(self, info: dict[str, Any]) -> None:
+        """Look at the reset's info."""
+
+    def _episode_ended(self, terminated: np.ndarray, truncated: np.ndarray, info: dict[str, Any]) -> np.ndarray:
+        del info
+        return terminated | truncated
+
+    def _final_observations(self, truncated: np.ndarray, info: dict[str, Any]) -> np.ndarray:
+        if not truncated.any():
+            return np.empty((0, *(self.observation_space.shape or ())), self.observation_space.dtype)
+        return np.stack(list(info["final_obs"][truncated]))
+
+
+class AtariEnvs(Envs):
+    """Atari on ale-py's own vector environment (C++ threads)."""
+
+    def __init__(self, rom: str, config: EnvConfig, num_threads: int) -> None:
+        from ale_py import AtariVectorEnv
+
+        vector_env = AtariVectorEnv(
+            rom,
+            num_envs=config.num_envs,
+            num_threads=min(num_threads, config.num_envs),
+            max_num_frames_per_episode=config.max_episode_frames,
+            repeat_action_probability=config.repeat_action_probability,
+            full_action_space=config.full_action_space,
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            stack_num=config.frame_stack,
+            frameskip=config.frame_skip,
+            noop_max=config.noop_max,
+            # `episodic_life` would reset the whole game at a lost life; this only reports it.
+            life_loss_info=config.terminal_on_life_loss,
+            reward_clipping=False,  # it would hide the true reward
+        )
+        super().__init__(vector_env, clip_rewards=config.clip_rewards != "none")
+        self._frames_before_episode = np.zeros(config.num_envs, np.int64)
+
+    def _seed_argument(self, seeds: np.ndarray) -> np.ndarray:
+        return seeds
+
+    def _begin(self, info: dict[str, Any]) -> None:
+        self._frames_before_episode = info["frame_number"] - info["episode_frame_number"]
+
+    def _episode_ended(self, terminated: np.ndarray, truncated: np.ndarray, info: dict[str, Any]) -> np.ndarray:
+        # A lost life is reported as a termination but the emulator goes on; a reset moves the episode's first frame.
+        frames_before = info["frame_number"] - info["episode_frame_number"]
+        ended: np.ndarray = frames_before != self._frames_before_episode
+        self._frames_before_episode = frames_before
+        return ended
+
+
+def make_envs(config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None) -> Envs:
+    """The environments of one rank. A `make_env` of the user's wins over `config.id`."""
+    if make_env is None and config.id.startswith("ALE/"):
+        return AtariEnvs(atari_rom(config.id), config, num_threads)
+    factory = make_env if make_env is not None else lambda: gymnasium.make(_checked_id(config.id))
+    if make_env is None:
+        _checked_id(config.id)
+    factories = [factory] * config.num_envs
+    vector_env: gymnasium.vector.VectorEnv
+    if config.vectorization == "async":
+        # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
+        vector_env = gymnasium.vector.AsyncVectorEnv(factories, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
+    else:
+        vector_env = gymnasium.vector.SyncVectorEnv(factories, autoreset_mode=AutoresetMode.SAME_STEP)
+    return Envs(vector_env, clip_rewards=config.clip_rewards == "sign")
+
+
+def atari_rom(env_id: str) -> str:
+    """`ALE/SpaceInvaders-v5` -> `space_invaders`, checked against the ROMs that ale-py brings."""
+    _checked_id(env_id)
+    rom = str(gymnasium.spec(env_id).kwargs["game"])
+    from ale_py import roms
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ale-py warns of a missing ROM; the sentence below says it
+        path = roms.get_rom_path(rom)
+    if path is None:
+        raise PalaError(f"The ROM of '{env_id}' ('{rom}') does not come with ale-py; reinstall ale-py.")
+    return rom
+
+
+def _checked_id(env_id: str) -> str:
+    try:
+        if env_id.startswith("ALE/"):
+            import ale_py
+
+            gymnasium.register_envs(ale_py)
+        gymnasium.spec(env_id)
+    except gymnasium.error.Error as error:
+        hint = nearest(env_id, gymnasium.registry)
+        raise PalaError(f"'env.id': no environment '{env_id}' is registered{hint or f' ({error}).'}") from None
+    except ImportError as error:
+        raise PalaError(f"'env.id' is '{env_id}', but its package cannot be imported: {error}.") from None
+    return env_id

@@ -1,0 +1,24 @@
+"""The one exception that is meant for the user."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PalaError(Exception):
+    """A mistake or a fault that the user can act on.
+
+    The message is a full sentence that names the file, key, rank or peer and says what to do.
+    `pala.train` and the other programs print it without a traceback and end with status 2.
+    """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+class CollectiveError(PalaError):
+    """A PalaError that every rank has raised together: one of them prints it, and none needs to be aborted."""

@@ -1,0 +1,36 @@
+"""The one seam in which the variants differ: what the ranks tell each other.
+
+Nothing in here knows of environments, networks or A2C; nothing outside knows what a peer is.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from mpi4py import MPI
+from torch import Tensor
+
+from pala.config import Config
+from pala.exchange.base import Exchange, ExchangeState
+from pala.exchange.gossip import Gossip
+from pala.exchange.none import NoExchange
+from pala.exchange.protocol import Stop
+from pala.runtime import Interrupt
+from pala.seeding import derive
+
+__all__ = ["Exchange", "ExchangeState", "Stop", "flat_checksum", "make_exchange"]
+
+
+def make_exchange(
+    comm: MPI.Comm, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
+) -> Exchange:
+    """The exchange that the configuration names, on a flat parameter vector. Collective."""
+    if config.exchange.kind == "none":
+        return NoExchange(comm, parameters, config.total_steps, start)
+    seed = int(derive(config.seed, 0, "topology")[0])
+    return Gossip(comm, parameters, signature, config.exchange, config.total_steps, seed, start, interrupt)
+
+
+def flat_checksum(parameters: Tensor) -> int:
+    """CRC-32 of the parameters' bytes."""
+    return zlib.crc32(parameters.detach().cpu().numpy().tobytes())

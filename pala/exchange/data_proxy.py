@@ -1,0 +1,172 @@
+"""The data proxy: the one place that calls MPI between start-up and the end of training.
+
+A thread that moves bytes for its rank. The learner hands it what to send and goes on at once; what arrives is handed to
+`on_message` on this thread. It never blocks inside MPI and never spins: it tests its requests, then sleeps, shorter
+while a transfer is under way (large messages move only when both sides call MPI) and longer while nothing happens.
+
+Every send is synchronous (`Issend`): it completes only when the peer has begun to receive, so that the non-blocking
+barrier at the end (Hoefler et al. 2010, NBX) proves that nothing is left in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from pala.errors import PalaError
+
+_MODEL_TAG, _CONTROL_TAG = 1, 2
+_BUSY_SLEEP_S, _LONGEST_SLEEP_S, _BACKOFF = 0.0005, 0.008, 1.5
+
+
+class Outgoing(Protocol):
+    """A block of bytes that may still be under way from a GPU."""
+
+    bytes: np.ndarray
+    pending: int
+
+    def ready(self) -> bool: ...
+
+
+class DataProxy(threading.Thread):
+    """Sends and receives for one rank of `comm`, which it duplicates. Starting and closing are collective."""
+
+    def __init__(self, comm: MPI.Comm, model_buffer: np.ndarray, control_bytes: int,
+                 on_message: Callable[[int, np.ndarray], None]) -> None:  # fmt: skip
+        """`model_buffer` (uint8) receives one model at a time; `on_message(source, bytes)` must be done with the
+        bytes when it returns."""
+        super().__init__(name="pala-data-proxy", daemon=True)
+        self.failure: BaseException | None = None
+        self.hurry = False  # the learner is waiting for a message
+        self._comm = comm.Dup()
+        self._on_message = on_message
+        self._outbox: deque[tuple[int, Outgoing]] = deque()
+        self._control_outbox: deque[tuple[int, np.ndarray]] = deque()
+        self._sends: list[tuple[MPI.Request, Outgoing | None]] = []
+        self._channels = [_Channel(_CONTROL_TAG, np.empty(control_bytes, np.uint8)), _Channel(_MODEL_TAG, model_buffer)]
+        self._wake = threading.Event()
+        self._closing = False
+
+    def send_model(self, peer: int, buffer: Outgoing) -> None:
+        """Send `buffer.bytes` to `peer`; `buffer.pending` falls by one when they have left. Any thread."""
+        buffer.pending += 1
+        self._outbox.append((peer, buffer))
+        self._wake.set()
+
+    def send_control(self, peer: int, data: np.ndarray) -> None:
+        """Send a small message to `peer`. Any thread."""
+        self._control_outbox.append((peer, data))
+        self._wake.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Receive what is still coming until every rank has closed. Collective.
+
+        Raises PalaError if the others have not closed after `timeout_s` seconds.
+        """
+        self._closing = True
+        self._wake.set()
+        self.join(timeout_s)
+        if self.is_alive():
+            raise PalaError(
+                f"Rank {self._comm.rank}: the other ranks did not end within {timeout_s:.0f} s of this one; the job "
+                "ends here. This rank's checkpoint is written."
+            )
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise in the caller's thread what ended this one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def run(self) -> None:
+        """The thread: poll and sleep until closed."""
+        try:
+            self._poll_until_closed()
+        except BaseException as error:  # raised again in the learner's thread
+            self.failure = error
+
+    def _poll_until_closed(self) -> None:
+        barrier: MPI.Request | None = None
+        sleep_s = _BUSY_SLEEP_S
+        while True:
+            moved = self._poll()
+            if self._closing and barrier is None and not (self._outbox or self._control_outbox or self._sends):
+                barrier = self._comm.Ibarrier()
+            if barrier is not None and barrier.Test():
+                self._comm.Free()
+                return
+            active = moved or self._sends or any(channel.request for channel in self._channels)
+            short = active or self.hurry or self._closing
+            sleep_s = _BUSY_SLEEP_S if short else min(sleep_s * _BACKOFF, _LONGEST_SLEEP_S)
+            self._wake.wait(sleep_s)
+            self._wake.clear()
+
+    def _poll(self) -> bool:
+        """One look at everything; True if something moved."""
+        moved = self._start_sends()
+        for channel in self._channels:
+            while (message := channel.receive(self._comm)) is not None:
+                moved = True
+                self._on_message(*message)
+        for request, buffer in self._sends[:]:
+            if request.Test():
+                self._sends.remove((request, buffer))
+                moved = True
+                if buffer is not None:
+                    buffer.pending -= 1
+        return moved
+
+    def _start_sends(self) -> bool:
+        started = False
+        while self._control_outbox:
+            peer, data = self._control_outbox.popleft()
+            self._sends.append((self._comm.Issend([data, MPI.BYTE], peer, _CONTROL_TAG), None))
+            started = True
+        while self._outbox and self._outbox[0][1].ready():
+            peer, buffer = self._outbox.popleft()
+            self._sends.append((self._comm.Issend([buffer.bytes, MPI.BYTE], peer, _MODEL_TAG), buffer))
+            started = True
+        return started
+
+
+class _Channel:
+    """Receives the messages of one tag, one at a time, from any rank."""
+
+    def __init__(self, tag: int, buffer: np.ndarray) -> None:
+        self._tag, self._buffer = tag, buffer
+        self.request: MPI.Request | None = None
+        self._source, self._data = -1, buffer
+
+    def receive(self, comm: MPI.Comm) -> tuple[int, np.ndarray] | None:
+        """(source, bytes) of a message that is complete, or None. Does not block."""
+        if self.request is None:
+            status = MPI.Status()
+            message = comm.Improbe(MPI.ANY_SOURCE, self._tag, status)
+            if message is None:
+                return None
+            count = status.Get_count(MPI.BYTE)
+            # A message of the wrong size is received all the same, so that it can be refused.
+            self._data = self._buffer[:count] if count <= len(self._buffer) else np.empty(count, np.uint8)
+            self._source = status.Get_source()
+            self.request = message.Irecv([self._data, MPI.BYTE])
+        if not self.request.Test():
+            return None
+        self.request = None
+        return self._source, self._data
+
+
+def wait_quietly(request: MPI.Request, timeout_s: float | None = None) -> None:
+    """Wait for a request without spinning a core. Raises PalaError after `timeout_s` seconds."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    sleep_s = 1e-4
+    while not request.Test():
+        if deadline is not None and time.monotonic() > deadline:
+            raise PalaError(f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here.")
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, 0.01)

@@ -1,0 +1,221 @@
+"""PALA's exchange: protocol, wire and data proxy put together. The only room that knows all three.
+
+Two threads meet here under one lock: the learner's, which counts updates, sends, waits and mixes between its updates,
+and the data proxy's, which brings messages. Each holds the lock for well under a millisecond.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pala.config import ExchangeConfig
+from pala.errors import PalaError
+from pala.exchange.base import Exchange, ExchangeState
+from pala.exchange.data_proxy import DataProxy, wait_quietly
+from pala.exchange.protocol import GossipProtocol, Stop
+from pala.exchange.wire import Kind, Message, ReceiveBuffer, Refusal, SendBuffer, Wire
+from pala.runtime import Interrupt, say
+
+_SEND_BUFFERS = 2
+_COMPLAIN_AFTER_S = 60.0
+
+
+class Gossip(Exchange):
+    """Sends this rank's model to a peer after each update and averages in what peers sent."""
+
+    def __init__(
+        self, comm: MPI.Comm, parameters: Tensor, signature: int, config: ExchangeConfig,
+        budget_steps: int, seed: int, start: ExchangeState, interrupt: Interrupt,
+    ) -> None:  # fmt: skip
+        """`parameters`: flat, mixed in place, touched only inside `after_update`. Collective."""
+        self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
+        self._protocol = GossipProtocol(
+            comm.rank, comm.size, topology=config.topology, mixing=config.mixing, max_staleness=config.max_staleness,
+            budget_steps=budget_steps, seed=seed, local_steps=start.local_steps, base_steps=start.base_steps,
+            round_=start.round, weight=start.weight,
+        )  # fmt: skip
+        self._wire = Wire(comm.size, parameters.numel(), signature)
+        self._inbox = ReceiveBuffer(self._wire, parameters.device)
+        self._send_buffers = [SendBuffer(self._wire, parameters.device) for _ in range(_SEND_BUFFERS)]
+        self._changed = threading.Condition()
+        self._proxy = DataProxy(comm, self._inbox.bytes, self._wire.control_bytes, self._on_message)
+        self._counts: Counter[str] = Counter()
+        self._refused_peers: set[int] = set()
+        self._distances: list[Tensor] = []
+        self._proxy.start()
+
+    # ---- the learner's thread ------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        return self._protocol.global_steps
+
+    @property
+    def stop(self) -> Stop:
+        self._proxy.raise_failure()
+        return self._protocol.stop
+
+    def stop_now(self, reason: Stop) -> None:
+        with self._changed:
+            self._protocol.stop_now(reason)
+            self._tell_stop()
+
+    def after_update(self, steps: int, healthy: bool) -> bool:
+        with self._changed:
+            self._protocol.update_finished(steps)
+            self._tell_stop()
+            if healthy:
+                self._send_owed()
+            if self._protocol.must_wait or not healthy:
+                self._wait(healthy)
+            self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._protocol.staleness)
+            return self._mix(healthy) or healthy
+
+    def close(self, timeout_s: float) -> None:
+        self._proxy.close(timeout_s)
+
+    def finish(self, timeout_s: float) -> Tensor:
+        self.close(timeout_s)
+        if (mix := self._protocol.take(everything=True)) is not None:
+            self._inbox.mix_into(self._parameters, mix.fraction)
+        final = self._parameters.detach().cpu()
+        finite = bool(final.isfinite().all())
+        if not finite:
+            say(f"[rank {self._comm.rank}] its parameters are not finite and have no part in the final average")
+        weight = np.array([self._protocol.weight if finite else 0.0], np.float64)
+        total = final * float(weight[0]) if finite else torch.zeros_like(final)
+        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, weight), timeout_s)
+        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, total.numpy()), timeout_s)
+        if weight[0] == 0:
+            raise PalaError(
+                "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning rate."
+            )
+        return total.div_(float(weight[0]))
+
+    def metrics(self) -> dict[str, Any]:
+        with self._changed:
+            counts, self._counts = self._counts, Counter()
+            distances, self._distances = self._distances, []
+            weight = self._protocol.weight
+        consensus = float(torch.stack(distances).mean()) if distances else None
+        return {"consensus_distance": consensus, "push_sum_weight": weight} | {key: counts[key] for key in _COUNTS}
+
+    def state(self) -> ExchangeState:
+        with self._changed:
+            p = self._protocol
+            return ExchangeState([int(s) for s in p.local_steps], p.base_steps, p.round, p.weight)
+
+    def _send_owed(self) -> None:
+        peers = self._protocol.sendable()
+        if not peers:
+            return
+        buffer = next((b for b in self._send_buffers if b.pending == 0), None)
+        if buffer is None:
+            self._counts["sends_without_buffer"] += 1
+            return
+        weight = self._protocol.sent(peers)
+        buffer.fill(self._message(Kind.MODEL, weight), self._parameters)
+        for peer in peers:
+            self._proxy.send_model(peer, buffer)
+        self._counts["models_sent"] += len(peers)
+
+    def _wait(self, healthy: bool) -> None:
+        """Until a mix is due, a peer's model can heal this rank, or training ends."""
+        begin, complained = time.perf_counter(), False
+        self._proxy.hurry = True
+        p = self._protocol
+        while (p.must_wait or (not healthy and not p.can_mix)) and p.stop is Stop.NONE and len(p.living) > 1:
+            self._changed.wait(0.1)
+            self._proxy.raise_failure()
+            if self._interrupt.signal is not None:
+                p.stop_now(Stop.SIGNAL)
+            if healthy:
+                self._send_owed()
+            if not complained and time.perf_counter() - begin > _COMPLAIN_AFTER_S:
+                complained = True
+                say(f"[rank {p.rank}] has waited {_COMPLAIN_AFTER_S:.0f} s for a model from a peer")
+        self._proxy.hurry = False
+        self.waited_s += time.perf_counter() - begin
+
+    def _mix(self, healthy: bool) -> bool:
+        """Mix what is due; True if something was."""
+        mix = self._protocol.take(healthy)
+        if mix is None:
+            return False
+        distance = self._inbox.mix_into(self._parameters, mix.fraction)
+        self._distances.append(distance)
+        self._counts["mixes"] += 1
+        self._counts["models_mixed"] += len(mix.senders)
+        for sender in mix.senders:
+            self._return_credit(sender)
+        return True
+
+    # ---- either thread, with the lock held -----------------------------------------------------------------------
+
+    def _message(self, kind: Kind, weight: float = 1.0) -> Message:
+        p = self._protocol
+        return Message(kind, p.rank, p.round, weight, p.stop, p.local_steps)
+
+    def _send_control(self, peer: int, kind: Kind) -> None:
+        data = np.zeros(self._wire.control_bytes, np.uint8)
+        self._wire.encode(self._message(kind), data)
+        self._proxy.send_control(peer, data)
+
+    def _return_credit(self, peer: int) -> None:
+        self._send_control(peer, Kind.CREDIT)
+
+    def _tell_stop(self) -> None:
+        for peer in self._protocol.tell_stop():
+            self._send_control(peer, Kind.STOP)
+
+    # ---- the data proxy's thread ---------------------------------------------------------------------------------
+
+    def _on_message(self, source: int, data: np.ndarray) -> None:
+        message = self._wire.decode(data)
+        refusal = message if isinstance(message, Refusal) else None
+        if isinstance(message, Message):
+            if message.sender != source:
+                refusal = Refusal(f"it says it comes from rank {message.sender}")
+            elif message.kind is Kind.MODEL:
+                refusal = self._inbox.check()
+        with self._changed:
+            if isinstance(message, Message) and message.sender == source:
+                self._protocol.news(message.local_steps, message.stop)
+            if refusal is not None:
+                self._refuse(source, message, refusal)
+            elif isinstance(message, Message):
+                self._accept(source, message)
+            self._tell_stop()
+            self._changed.notify_all()
+
+    def _accept(self, source: int, message: Message) -> None:
+        if message.kind is Kind.CREDIT:
+            self._protocol.credit_returned(source)
+        elif message.kind is Kind.MODEL:
+            self._inbox.add(self._protocol.model_received(source, message.weight))
+            self._counts["models_received"] += 1
+
+    def _refuse(self, source: int, message: Message | Refusal, refusal: Refusal) -> None:
+        self._counts["models_refused"] += 1
+        if source not in self._refused_peers:
+            self._refused_peers.add(source)
+            say(
+                f"[rank {self._comm.rank}] refused a model from rank {source}: {refusal.reason}. Later ones are counted only."
+            )
+        if isinstance(message, Message):
+            self._protocol.model_refused(message.weight)
+        self._return_credit(source)
+
+
+_COUNTS = (
+    "staleness_updates", "mixes", "models_sent", "models_received", "models_mixed", "models_refused",
+    "sends_without_buffer",
+)  # fmt: skip

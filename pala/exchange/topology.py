@@ -1,0 +1,59 @@
+"""Who sends to whom: pure functions of (rank, living ranks, round, seed). No MPI, no torch.
+
+All four graphs are regular: when every living rank is in the same round, every rank receives exactly as many models
+as it sends, so the mixing matrix is doubly stochastic and averaging keeps the mean.
+
+| topology | peers in a round | spread |
+|---|---|---|
+| `random` | one: all shift by the same random offset | variance halves a round, in expectation |
+| `ring` | one: the next rank | shrinks with cos(pi/n), slow for many ranks |
+| `exponential` | one: the rank 1, 2, 4, ... further on | exact mean after log2 n rounds if n is a power of two |
+| `complete` | everybody | exact mean after one round |
+
+In `random`, each peer is uniformly random, yet nobody receives two models in a round and nobody none.
+`exponential` is the one-peer exponential graph of Ying et al. 2021 (arXiv 2110.13363).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def out_peers(topology: str, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
+    """Ranks to which `rank` sends in its round `round_`. `living`: sorted ranks, `rank` among them."""
+    n, place = len(living), living.index(rank)
+    if n == 1:
+        return ()
+    if topology == "complete":
+        return tuple(peer for peer in living if peer != rank)
+    if topology == "random":
+        offset = 1 + _hash(seed, round_) % (n - 1)
+    elif topology == "ring":
+        offset = 1
+    elif topology == "exponential":
+        offset = 1 << (round_ % (n - 1).bit_length())
+    else:
+        raise ValueError(f"unknown topology {topology!r}")
+    return (living[(place + offset) % n],)
+
+
+def num_in_peers(topology: str, num_living: int) -> int:
+    """Models that complete one round of receiving."""
+    if num_living == 1:
+        return 0
+    return num_living - 1 if topology == "complete" else 1
+
+
+def broadcast_peers(rank: int, living: Sequence[int]) -> tuple[int, ...]:
+    """Whom to tell a piece of news so that, passed on once by everyone, it reaches all in log2 n hops."""
+    n, place = len(living), living.index(rank)
+    return tuple(living[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))
+
+
+def _hash(seed: int, round_: int) -> int:
+    """splitmix64 of (seed, round): cheap, stateless, equal on every rank."""
+    mask = (1 << 64) - 1
+    z = (seed * 0x9E3779B97F4A7C15 + round_ * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)

@@ -1,0 +1,175 @@
+"""Actor-critic networks, their action distributions, and flat parameter storage."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+from pala.config import NetworkConfig
+from pala.errors import PalaError
+
+
+class Categorical:
+    """Distribution over discrete actions, from logits [..., A]; actions are int64 [...]."""
+
+    def __init__(self, num_actions: int, first_action: int = 0) -> None:
+        self.num_outputs = num_actions
+        self.first_action = first_action
+
+    def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
+        """Actions [B] for logits [B, A], by exponential races: P(argmax p / e) = p. Unlike `multinomial`, logits that
+        are not finite give some action instead of an error (on a GPU, a dead context): the update deals with them."""
+        if greedy:
+            return logits.argmax(-1)
+        races = torch.empty_like(logits).exponential_(generator=generator)
+        return (logits.softmax(-1) / races).argmax(-1)
+
+    def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of `actions` and entropy, both [...]."""
+        log_p = logits.log_softmax(-1)
+        return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+    def to_env(self, actions: Tensor) -> Tensor:
+        """As the environment wants them."""
+        return actions + self.first_action if self.first_action else actions
+
+
+class Gaussian(nn.Module):
+    """Independent normal distributions over a box of actions, from means [..., A]; one learned log-deviation each."""
+
+    def __init__(self, space: gymnasium.spaces.Box) -> None:
+        super().__init__()
+        self.num_outputs = math.prod(space.shape)
+        self.log_std = nn.Parameter(torch.zeros(self.num_outputs))
+        self.low: Tensor
+        self.high: Tensor
+        self.register_buffer("low", torch.as_tensor(space.low), persistent=False)
+        self.register_buffer("high", torch.as_tensor(space.high), persistent=False)
+
+    def sample(self, mean: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
+        """Actions [B, A], not yet clipped to the box."""
+        if greedy:
+            return mean
+        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+        return mean + noise * self.log_std.exp()
+
+    def log_prob_and_entropy(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-density of the unclipped `actions` and entropy, both [...]."""
+        normal = torch.distributions.Normal(mean, self.log_std.exp(), validate_args=False)
+        return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
+
+    def to_env(self, actions: Tensor) -> Tensor:
+        """Clipped to the box and in its shape; finite whatever the network says."""
+        return actions.nan_to_num(0.0).reshape(-1, *self.low.shape).clamp(self.low, self.high)
+
+
+class ActorCritic(nn.Module):
+    """observation [B, ...] -> (policy outputs [B, A], values [B]).
+
+    Images (uint8 [C, H, W]) go through GALA's convolutions (Assran et al. 2019, released settings: 32 8x8/4, 64 4x4/2,
+    32 3x3/1, linear 512, ReLU), vectors through an MLP with tanh. Orthogonal initial weights, heads 0.01 and 1.
+    """
+
+    def __init__(
+        self, observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig
+    ) -> None:
+        super().__init__()
+        self.distribution = _distribution(action_space)
+        shape = observation_space.shape
+        if not isinstance(observation_space, gymnasium.spaces.Box) or shape is None or len(shape) not in (1, 3):
+            raise PalaError(f"Observations must be a Box of one or three dimensions, not {observation_space}.")
+        self.is_image = len(shape) == 3
+        if self.is_image:
+            self.trunk, features = _conv_trunk(shape, config), config.conv_hidden
+        else:
+            self.trunk, features = _mlp_trunk(shape[0], config.mlp_hidden)
+        self.policy_head = _orthogonal(nn.Linear(features, self.distribution.num_outputs), 0.01)
+        self.value_head = _orthogonal(nn.Linear(features, 1), 1.0)
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.trunk(self._prepare(observations))
+        return self.policy_head(features), self.value_head(features).squeeze(-1)
+
+    def _prepare(self, observations: Tensor) -> Tensor:
+        if self.is_image:
+            return observations.to(torch.float32, memory_format=torch.channels_last).mul_(1 / 255)
+        return observations.to(torch.float32)
+
+
+def _distribution(space: gymnasium.Space) -> Categorical | Gaussian:
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return Categorical(int(space.n), int(space.start))
+    if isinstance(space, gymnasium.spaces.Box):
+        return Gaussian(space)
+    raise PalaError(f"Actions must be Discrete or a Box, not {space}; wrap the environment.")
+
+
+def _orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _conv_trunk(shape: tuple[int, ...], config: NetworkConfig) -> nn.Sequential:
+    gain = nn.init.calculate_gain("relu")
+    channels, height, width = shape
+    layers: list[nn.Module] = []
+    for out, kernel, stride in zip(config.conv_channels, (8, 4, 3), (4, 2, 1), strict=True):
+        height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        layers += [_orthogonal(nn.Conv2d(channels, out, kernel, stride), gain), nn.ReLU()]
+        channels = out
+    if height < 1 or width < 1:
+        raise PalaError(f"Image observations {shape} are too small for the convolutions; 84 x 84 is usual.")
+    linear = _orthogonal(nn.Linear(channels * height * width, config.conv_hidden), gain)
+    return nn.Sequential(*layers, nn.Flatten(), linear, nn.ReLU())
+
+
+def _mlp_trunk(inputs: int, hidden: Iterable[int]) -> tuple[nn.Sequential, int]:
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [_orthogonal(nn.Linear(inputs, width), math.sqrt(2)), nn.Tanh()]
+        inputs = width
+    return nn.Sequential(*layers), inputs
+
+
+class FlatParameters:
+    """All parameters of a network in one contiguous float32 vector, and their gradients in another.
+
+    The network's parameters become views of `data` (convolutions in channels-last order, the layout in which they
+    are fastest), so a snapshot is one copy, averaging one operation and an optimiser step a few.
+    """
+
+    def __init__(self, network: nn.Module, device: torch.device) -> None:
+        network.to(device)
+        named = list(network.named_parameters())
+        total = sum(parameter.numel() for _, parameter in named)
+        self.data = torch.zeros(total, device=device)
+        self.gradient = torch.zeros(total, device=device)
+        self.signature = _signature(named)
+        offset = 0
+        for _, parameter in named:
+            end = offset + parameter.numel()
+            view = _shaped(self.data[offset:end], parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = _shaped(self.gradient[offset:end], parameter.shape)
+            offset = end
+
+
+def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
+    if len(shape) == 4:
+        out, channels, height, width = shape
+        return flat.view(out, height, width, channels).permute(0, 3, 1, 2)
+    return flat.view(shape)
+
+
+def _signature(named: list[tuple[str, nn.Parameter]]) -> int:
+    """64 bits that are equal for networks of the same names and shapes."""
+    layout = ";".join(f"{name}:{tuple(parameter.shape)}" for name, parameter in named)
+    return int.from_bytes(hashlib.sha256(layout.encode()).digest()[:8], "little")

