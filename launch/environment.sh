@@ -36,4 +36,6 @@ use_environment() {
     # Open MPI: allow containers that run as root, and more ranks than cores. MPICH needs neither.
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}
+    # Several jobs on one machine would all be bound to its first cores; the scheduler places ranks better.
+    export PRTE_MCA_hwloc_default_binding_policy=${PRTE_MCA_hwloc_default_binding_policy-none}
 }

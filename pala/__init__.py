@@ -32,6 +32,9 @@ def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str
     from pala.runtime import prepare
 
     prepare(config.run.threads)
+    from pala.ranks import start_mpi
+
+    start_mpi()
     from pala import trainer
 
     return trainer.train(config, make_env=make_env, resume=Path(resume) if resume is not None else None)

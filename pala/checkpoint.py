@@ -20,6 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from pala.errors import PalaError
+from pala.files import write_atomically
 from pala.runtime import say
 
 _FORMAT = 1
@@ -36,20 +37,6 @@ class RankState:
     mean_square: Tensor  # flat float32, RMSprop's
     random_states: dict[str, Tensor]  # generator name -> uint8
     counters: dict[str, Any]  # JSON: updates, time, the exchange's state
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a neighbour, flush to the disk, then rename: a reader sees the old file or the new one, whole."""
-    neighbour = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(neighbour, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(neighbour, path)
-    except OSError:
-        neighbour.unlink(missing_ok=True)
-        raise
 
 
 def _rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
@@ -100,8 +87,12 @@ def average(states: list[RankState]) -> RankState:
     """One state from many, for another number of ranks.
 
     Kept: the parameters, averaged with their push-sum weights; RMSprop's mean squares, averaged; all steps made.
-    Not kept: each rank's random streams.
+    Not kept: each rank's random streams. A rank whose parameters are not finite is left out; raises PalaError if
+    that leaves none.
     """
+    states = [state for state in states if bool(state.parameters.isfinite().all())]
+    if not states:
+        raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
     weights = [state.counters["weight"] for state in states]
     parameters = sum(w * state.parameters for w, state in zip(weights, states, strict=True))
     mean_square = sum(w * state.mean_square for w, state in zip(weights, states, strict=True))
@@ -141,13 +132,15 @@ def load_policy(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _pack(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
     crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
-    return safetensors_bytes(tensors, {"pala": json.dumps({"format": _FORMAT, "crc32": crcs} | header)})
+    text = json.dumps({"format": _FORMAT, "crc32": crcs} | header)
+    return safetensors_bytes(tensors, {"pala": text, "crc32": _text_crc(text)})
 
 
 def _unpack(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})["pala"])
+            metadata = file.metadata() or {}
+            header = json.loads(metadata["pala"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
         raise PalaError(f"Checkpoint '{path}' does not exist.") from None
@@ -155,7 +148,8 @@ def _unpack(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise PalaError(f"Checkpoint '{path}' cannot be read ({error}).") from None
     if header.get("format") != _FORMAT:
         raise PalaError(f"Checkpoint '{path}' has format {header.get('format')}; this version reads {_FORMAT}.")
-    if header.get("crc32") != {name: _crc(tensor) for name, tensor in tensors.items()}:
+    header_is_whole = metadata.get("crc32") == _text_crc(metadata["pala"])
+    if not header_is_whole or header.get("crc32") != {name: _crc(tensor) for name, tensor in tensors.items()}:
         raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
     return tensors, header
 
@@ -174,3 +168,7 @@ def _read_rank(path: Path) -> RankState:
 
 def _crc(tensor: Tensor) -> int:
     return zlib.crc32(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _text_crc(text: str) -> str:
+    return str(zlib.crc32(text.encode()))

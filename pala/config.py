@@ -174,7 +174,9 @@ def load_preset(path: str | Path) -> Config:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise PalaError(f"Preset '{path}' does not exist{nearest(str(path), siblings)}") from None
+        raise PalaError(
+            f"Preset '{path}' does not exist{nearest(str(path), siblings) or '; presets are in configs/.'}"
+        ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PalaError(f"Preset '{path}' cannot be read: {error}.") from None
     return from_table(table, source=f"Preset '{path}'")

@@ -77,13 +77,14 @@ class Panel:
         self._live.start()
 
     def show(self, figures: dict[str, str]) -> None:
+        from rich.markup import escape
         from rich.panel import Panel as Box
         from rich.table import Table
 
         table = Table.grid(padding=(0, 2))
         for label, text in figures.items():
             table.add_row(f"[bold]{label}[/bold]", text)
-        self._live.update(Box(table, title=self._title, title_align="left"), refresh=True)
+        self._live.update(Box(table, title=escape(self._title), title_align="left"), refresh=True)
 
     def close(self) -> None:
         """Leave the last state on the screen."""

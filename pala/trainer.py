@@ -7,11 +7,10 @@ waits for ever; an error later ends the job through `MPI_Abort` (`pala.train`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any, TypeVar
+from typing import Any
 
 import cloudpickle
 import torch
@@ -21,18 +20,19 @@ from torch import Tensor
 from pala import checkpoint, run_folder
 from pala.a2c import A2C
 from pala.checkpoint import RankState
-from pala.config import Config, flatten, to_table
+from pala.config import Config, to_table
 from pala.console import Reporter
 from pala.envs import Envs, MakeEnv, make_envs
 from pala.errors import CollectiveError, PalaError
 from pala.exchange import ExchangeState, Stop, flat_checksum, make_exchange
+from pala.files import write_atomically
 from pala.learner import Counters, Learner
 from pala.metrics import MetricsWriter, Record, metrics_path
 from pala.networks import ActorCritic, FlatParameters
+from pala.ranks import check_agreement, collectively
 from pala.runtime import Interrupt, Launch, say, threads_per_rank
 from pala.seeding import derive
 
-T = TypeVar("T")
 _PATIENCE_S = 300.0  # for the slowest rank at the end
 _PATIENCE_AFTER_SIGNAL_S = 10.0
 
@@ -47,60 +47,18 @@ class Result:
     signal: int | None  # number of the signal that stopped it
 
 
-def collectively(comm: MPI.Comm, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if any fails with PalaError or OSError, raise that on all. Collective."""
-    value, fault = None, None
-    try:
-        value = action()
-    except (PalaError, OSError) as error:
-        fault = str(error)
-    faults = [(rank, text) for rank, text in enumerate(comm.allgather(fault)) if text is not None]
-    if not faults:
-        return value  # type: ignore[return-value]
-    everybody = len(faults) == comm.size and len({text for _, text in faults}) == 1
-    rank, text = faults[0]
-    raise CollectiveError(text if everybody else f"Rank {rank}: {text}")
-
-
-def check_launcher(comm: MPI.Comm) -> None:
-    """Raise PalaError if the launcher started more ranks than this MPI sees (two MPIs are mixed)."""
-    size = Launch.detect().size
-    if size > 1 and comm.size == 1:
-        raise PalaError(
-            f"The launcher started {size} ranks, but MPI sees 1: mpirun and mpi4py use different MPI libraries "
-            f"(mpi4py has {MPI.Get_library_version().splitlines()[0][:40]}). Use the mpirun of the same environment."
-        )
-
-
-def check_agreement(comm: MPI.Comm, config: Config) -> None:
-    """Raise on all ranks if ranks were started with different configurations. Collective."""
-    mine = flatten(to_table(config))
-    first = comm.bcast(mine)
-    differing = [key for key in mine if mine[key] != first.get(key)]
-
-    def check() -> None:
-        if differing:
-            key = differing[0]
-            raise PalaError(
-                f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
-                f"{first.get(key)!r}. Start all ranks with the same preset and options."
-            )
-
-    collectively(comm, check)
-
-
 def train(
     config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
     facts: dict[str, Any] | None = None, comm: MPI.Comm = MPI.COMM_WORLD,
 ) -> Result:  # fmt: skip
     """Train on all ranks of `comm`. Collective."""
     with Interrupt().installed() as interrupt:
-        check_launcher(comm)
         check_agreement(comm, config)
         job = _Job(comm, config, make_env, interrupt)
         try:
-            job.prepare_folder(resume, preset or config.env.id.split("/")[-1])
             job.build(resume)
+            job.open_folder(resume, preset or config.env.id.split("/")[-1])
+            job.begin(resume)
             job.open_records(facts or {}, resume)
             return job.run()
         except CollectiveError:
@@ -120,27 +78,12 @@ class _Job:
 
     # ---- start-up: collective ------------------------------------------------------------------------------------
 
-    def prepare_folder(self, resume: Path | None, preset: str) -> None:
-        """Rank 0 makes the folders of the run and of this segment; all learn their names. Collective."""
-
-        def make() -> tuple[Path, Path | None, Path | None] | None:
-            if self.rank != 0:
-                return None
-            run = resume if resume is not None else run_folder.create(self.config, preset)
-            old = checkpoint.newest_segment(run) if resume is not None else None
-            segment = checkpoint.new_segment(run)
-            if self.make_env is not None:
-                checkpoint.write_atomically(run / "make_env.pkl", cloudpickle.dumps(self.make_env))
-            return run, old, segment
-
-        self.folder, self.old_segment, self.segment = self.comm.bcast(collectively(self.comm, make))
-        if self.make_env is None and (self.folder / "make_env.pkl").exists():
-            self.make_env = cloudpickle.loads((self.folder / "make_env.pkl").read_bytes())
-
     def build(self, resume: Path | None) -> None:
-        """Environments, network, optimiser; equal weights on all ranks, or those of the checkpoints. Collective."""
+        """Environments, network, optimiser. Collective."""
         torch.set_num_threads(self.threads)
         torch.set_flush_denormal(True)
+        if self.make_env is None and resume is not None and (resume / "make_env.pkl").exists():
+            self.make_env = cloudpickle.loads((resume / "make_env.pkl").read_bytes())
         self.envs: Envs = collectively(self.comm, lambda: make_envs(self.config.env, self.threads, self.make_env))
         self.device = collectively(self.comm, lambda: choose_device(self.config.run.device))
         torch.manual_seed(int(derive(self.config.seed, 0, "weights")[0]))
@@ -153,6 +96,24 @@ class _Job:
         self.generator = torch.Generator(self.device)
         self.counters = Counters()
         self.start = ExchangeState([0] * self.size, 0, 0, 1.0)
+
+    def open_folder(self, resume: Path | None, preset: str) -> None:
+        """Rank 0 makes the folders of the run and of this segment; all learn their names. Collective."""
+
+        def make() -> tuple[Path, Path | None, Path | None] | None:
+            if self.rank != 0:
+                return None
+            run = resume if resume is not None else run_folder.create(self.config, preset)
+            old = checkpoint.newest_segment(run) if resume is not None else None
+            segment = checkpoint.new_segment(run)
+            if self.make_env is not None:
+                write_atomically(run / "make_env.pkl", cloudpickle.dumps(self.make_env))
+            return run, old, segment
+
+        self.folder, self.old_segment, self.segment = self.comm.bcast(collectively(self.comm, make))
+
+    def begin(self, resume: Path | None) -> None:
+        """Equal weights on all ranks, or those of the checkpoints; a first checkpoint. Collective."""
         if resume is None:
             self._seed_streams(round_=0)
             self._share_first_weights()

@@ -208,7 +208,8 @@ class Gossip(Exchange):
         if source not in self._refused_peers:
             self._refused_peers.add(source)
             say(
-                f"[rank {self._comm.rank}] refused a model from rank {source}: {refusal.reason}. Later ones are counted only."
+                f"[rank {self._comm.rank}] refused a model from rank {source}: {refusal.reason}. "
+                "Later ones are only counted."
             )
         if isinstance(message, Message):
             self._protocol.model_refused(message.weight)

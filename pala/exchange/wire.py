@@ -2,7 +2,7 @@
 
 | bytes | content |
 |---|---|
-| 0-63 | header, little endian: magic `PALA`, version, kind, dtype, stop, sender, ranks, round, signature, weight, size |
+| 0-63 | header, little endian: magic `PALA`, version, kind, dtype, stop, sender, ranks, round, signature, weight, size|
 | 64-... | local steps of every rank, uint64, padded to a multiple of 64 bytes |
 | then | parameters, float32 (kind MODEL only) |
 

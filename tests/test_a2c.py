@@ -1,0 +1,252 @@
+"""The loss, the optimiser and the action distributions, each against a slow formula or torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+
+from pala.a2c import A2C, Rollout, a2c_loss, clip_gradient_, rmsprop_
+from pala.config import A2CConfig, NetworkConfig
+from pala.networks import ActorCritic, Categorical, FlatParameters, Gaussian
+
+torch.set_num_threads(1)  # a second thread only costs time on tensors this small
+STEPS, ENVS, ACTIONS = 3, 4, 5
+CPU = torch.device("cpu")
+SPACES = {
+    "vector": (Box(-1, 1, (3,)), Discrete(ACTIONS)),
+    "image": (Box(0, 255, (2, 36, 36), np.uint8), Discrete(ACTIONS)),
+    "box": (Box(-1, 1, (3,)), Box(-1, 1, (2,))),
+}
+
+
+def make_network(kind: str) -> ActorCritic:
+    torch.manual_seed(0)
+    network = ActorCritic(*SPACES[kind], NetworkConfig((4, 4, 4), 8, (8,)))
+    with torch.no_grad():
+        network.policy_head.weight.normal_()  # the first policy is too nearly uniform to show a mistake
+    return network
+
+
+def play(network: ActorCritic, kind: str) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
+    """(rollout through the network with an end inside, its observations [T, B, ...], V after the last step)."""
+    generator, rollout = torch.Generator().manual_seed(1), Rollout()
+    space = SPACES[kind][0]
+    space.seed(2)
+    observations = torch.from_numpy(np.stack([[space.sample() for _ in range(ENVS)] for _ in range(STEPS)]))
+    for t in range(STEPS):
+        output, value = network(observations[t])
+        rollout.policy_outputs.append(output)
+        rollout.values.append(value)
+        rollout.actions.append(network.distribution.sample(output.detach(), generator))
+        rollout.rewards.append(torch.randn(ENVS, generator=generator))
+        rollout.ended.append((torch.arange(ENVS) == t).float())
+    return rollout, observations, torch.randn(ENVS, generator=generator)
+
+
+def slow_loss(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig) -> tuple[float, float, float, float]:
+    """(total, policy, value, entropy), one sample at a time in Python's floats."""
+    policy = value_loss = entropy = 0.0
+    for b in range(ENVS):
+        following, advantage = float(bootstrap[b]), 0.0
+        for t in reversed(range(STEPS)):
+            weights = [math.exp(x) for x in rollout.policy_outputs[t][b].tolist()]
+            p = [w / sum(weights) for w in weights]
+            v, on = rollout.values[t][b].item(), 1 - float(rollout.ended[t][b])
+            delta = float(rollout.rewards[t][b]) + config.gamma * on * following - v
+            advantage = delta + config.gamma * config.gae_lambda * on * advantage
+            following = v
+            policy -= math.log(p[int(rollout.actions[t][b])]) * advantage
+            value_loss += advantage**2
+            entropy -= sum(q * math.log(q) for q in p)
+    policy, value_loss, entropy = (x / (STEPS * ENVS) for x in (policy, value_loss, entropy))
+    total = policy + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
+    return total, policy, value_loss, entropy
+
+
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
+def test_loss_is_the_mean_over_samples(gae_lambda):
+    config = A2CConfig(gamma=0.9, gae_lambda=gae_lambda, value_coefficient=0.3, entropy_coefficient=0.2)
+    network = make_network("vector")
+    rollout, _, bootstrap = play(network, "vector")
+    loss = [term.item() for term in a2c_loss(network, rollout, bootstrap, config)]
+    assert loss == pytest.approx(slow_loss(rollout, bootstrap, config), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_reused_passes_have_the_gradient_of_a_second_pass(kind):
+    """One backward pass through the acting passes equals one through a fresh pass over the stacked batch."""
+    network = make_network(kind)
+    flat = FlatParameters(network, CPU)
+    rollout, observations, bootstrap = play(network, kind)
+    gradients = []
+    for second_pass in (False, True):
+        if second_pass:
+            output, value = network(observations.flatten(0, 1))
+            rollout.policy_outputs = list(output.unflatten(0, (STEPS, ENVS)))
+            rollout.values = list(value.unflatten(0, (STEPS, ENVS)))
+        flat.gradient.zero_()
+        a2c_loss(network, rollout, bootstrap, A2CConfig()).total.backward()
+        gradients.append(flat.gradient.clone())
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+    assert gradients[0].norm() > 0.01
+
+
+def test_no_gradient_flows_through_the_targets():
+    """The policy term alone leaves the value head without a gradient."""
+    network = make_network("vector")
+    rollout, _, bootstrap = play(network, "vector")
+    a2c_loss(network, rollout, bootstrap, A2CConfig()).policy.backward()
+    assert network.value_head.weight.grad is None or not network.value_head.weight.grad.any()
+    assert network.policy_head.weight.grad.any()
+
+
+# ---- the optimiser ---------------------------------------------------------------------------------------------------
+
+
+def gradients_of_several_steps(count: int = 5, size: int = 7) -> torch.Tensor:
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(3)) * torch.logspace(-4, 1, size)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_rmsprop_is_the_scalar_formula(inside):
+    rate, alpha, epsilon = 0.01, 0.9, 1e-3
+    x, v = torch.ones(7), torch.full((7,), 0.5)
+    slow_x, slow_v = x.tolist(), v.tolist()
+    for gradient in gradients_of_several_steps():
+        rmsprop_(x, gradient, v, rate, alpha, epsilon, inside)
+        for i, g in enumerate(gradient.tolist()):
+            slow_v[i] = alpha * slow_v[i] + (1 - alpha) * g * g
+            slow_x[i] -= rate * g / (math.sqrt(slow_v[i] + epsilon) if inside else math.sqrt(slow_v[i]) + epsilon)
+    assert x.tolist() == pytest.approx(slow_x, rel=1e-5)
+    assert v.tolist() == pytest.approx(slow_v, rel=1e-5)
+
+
+def test_rmsprop_is_torchs():
+    x, v, parameter = torch.ones(7), torch.zeros(7), torch.nn.Parameter(torch.ones(7))
+    optimiser = torch.optim.RMSprop([parameter], lr=7e-4, alpha=0.99, eps=1e-5)
+    for gradient in gradients_of_several_steps():
+        rmsprop_(x, gradient, v, 7e-4, 0.99, 1e-5, epsilon_inside_root=False)
+        parameter.grad = gradient
+        optimiser.step()
+    torch.testing.assert_close(x, parameter.data)
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_clipping_is_torchs(scale):
+    gradient = torch.linspace(-1, 1, 9) * scale
+    parameter = torch.nn.Parameter(torch.zeros(9))
+    parameter.grad = gradient.clone()
+    norm = torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+    assert clip_gradient_(gradient, 0.5) == pytest.approx(float(norm))
+    torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_clipping_can_be_off():
+    gradient = torch.full((4,), 100.0)
+    assert clip_gradient_(gradient, 0.0) == 200.0
+    assert gradient.tolist() == [100.0] * 4
+
+
+def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
+    network, config = make_network("vector"), A2CConfig(max_gradient_norm=0.1)
+    flat = FlatParameters(network, CPU)
+    rollout, _, bootstrap = play(network, "vector")
+    total = a2c_loss(network, rollout, bootstrap, config).total
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(total, network.parameters(), retain_graph=True)])
+    before = flat.data.clone()
+    result = A2C(network, flat, config).update(rollout, bootstrap, learning_rate=0.01)
+    assert result.applied
+    assert result.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
+    gradient *= 0.1 / gradient.norm()
+    torch.testing.assert_close(flat.data, before - 0.01 * gradient / (0.1 * gradient.abs() + 1e-5), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 1e30], ids=["nan", "inf", "overflow"])
+def test_a_gradient_that_is_not_finite_is_not_applied(reward):
+    network = make_network("vector")
+    flat = FlatParameters(network, CPU)
+    a2c = A2C(network, flat, A2CConfig())
+    a2c.update(*play(network, "vector")[::2], learning_rate=0.01)
+    before, mean_square = flat.data.clone(), a2c.mean_square.clone()
+    rollout, _, bootstrap = play(network, "vector")
+    rollout.rewards[1][2] = reward
+    assert not a2c.update(rollout, bootstrap, learning_rate=0.01).applied
+    assert flat.data.equal(before)
+    assert a2c.mean_square.equal(mean_square)
+    assert a2c.update(*play(network, "vector")[::2], learning_rate=0.01).applied
+    assert flat.data.isfinite().all()
+    assert not flat.data.equal(before)
+
+
+# ---- the distributions -----------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([1.0, -2.0, 0.0, 2.5])
+
+
+def test_categorical_is_torchs():
+    logits = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(4))
+    actions = torch.arange(12).reshape(6, 2) % 4
+    log_prob, entropy = Categorical(4).log_prob_and_entropy(logits, actions)
+    expected = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(log_prob, expected.log_prob(actions))
+    torch.testing.assert_close(entropy, expected.entropy())
+
+
+def test_categorical_samples_as_often_as_softmax_says():
+    count = 40_000
+    samples = Categorical(4).sample(LOGITS.expand(count, 4), torch.Generator().manual_seed(5))
+    p = LOGITS.double().softmax(-1)
+    error = samples.bincount(minlength=4) / count - p
+    assert (error.abs() < 4 * (p * (1 - p) / count).sqrt()).all()
+
+
+def test_greedy_is_the_most_probable_action():
+    assert Categorical(4).sample(LOGITS[None], torch.Generator(), greedy=True).tolist() == [3]
+    mean = torch.tensor([[0.1, -0.2]])
+    assert Gaussian(Box(-1, 1, (2,))).sample(mean, torch.Generator(), greedy=True).equal(mean)
+
+
+def test_actions_begin_where_the_space_begins():
+    network = ActorCritic(Box(-1, 1, (3,)), Discrete(3, start=5), NetworkConfig(mlp_hidden=(4,)))
+    actions = network.distribution.sample(torch.zeros(200, 3), torch.Generator().manual_seed(6))
+    assert set(actions.tolist()) == {0, 1, 2}
+    assert network.distribution.to_env(actions).equal(actions + 5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_give_some_action(bad):
+    actions = Categorical(4).sample(torch.full((3, 4), bad), torch.Generator().manual_seed(7))
+    assert ((actions >= 0) & (actions < 4)).all()
+
+
+def test_gaussian_is_torchs():
+    distribution = Gaussian(Box(-1, 1, (3,)))
+    with torch.no_grad():
+        distribution.log_std.copy_(torch.tensor([-1.0, 0.0, 0.5]))
+    mean, actions = torch.randn(2, 5, 6, 3, generator=torch.Generator().manual_seed(8))
+    expected = torch.distributions.MultivariateNormal(mean, (2 * distribution.log_std).exp().diag())
+    log_prob, entropy = distribution.log_prob_and_entropy(mean, actions)
+    torch.testing.assert_close(log_prob, expected.log_prob(actions))
+    torch.testing.assert_close(entropy, expected.entropy())
+
+
+def test_gaussian_samples_have_its_mean_and_deviation():
+    distribution, count = Gaussian(Box(-1, 1, (2,))), 40_000
+    with torch.no_grad():
+        distribution.log_std.copy_(torch.tensor([-1.0, 0.7]))
+    mean, std = torch.tensor([3.0, -2.0]), distribution.log_std.exp()
+    samples = distribution.sample(mean.expand(count, 2), torch.Generator().manual_seed(9))
+    assert not samples.requires_grad
+    assert ((samples.mean(0) - mean).abs() < 4 * std / count**0.5).all()
+    assert ((samples.std(0) / std - 1).abs() < 4 / (2 * count) ** 0.5).all()
+
+
+def test_box_actions_are_clipped_shaped_and_finite():
+    space = Box(np.float32([[0, -1], [-2, -3]]), np.float32([[1, 1], [2, 3]]))
+    actions = Gaussian(space).to_env(torch.tensor([[9.0, -9, 1.5, 0.25], [math.nan, math.inf, -math.inf, 9]]))
+    assert actions.tolist() == [[[1, -1], [1.5, 0.25]], [[0, 1], [-2, 3]]]
+    assert all(space.contains(action) for action in actions.numpy())

@@ -1,0 +1,227 @@
+"""Checkpoints: read back bit for bit or refused with a sentence, and never half written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pala import checkpoint
+from pala.checkpoint import RankState, average, load_all, load_policy, load_rank, save_policy, save_rank
+from pala.errors import PalaError
+
+SIGNATURE = 2**64 - 3
+
+
+def make_state(
+    rank: int = 0, ranks: int = 1, fill: float | None = None, steps: int = 0, weight: float = 1.0
+) -> RankState:
+    generator = torch.Generator().manual_seed(rank)
+    parameters = torch.randn(6, generator=generator) if fill is None else torch.full((6,), fill)
+    counters = {
+        "updates": 7, "own_steps": steps, "time_s": 1.25, "base_steps": 1000, "round": 3, "weight": weight,
+        "local_steps": [steps if r == rank else 10 for r in range(ranks)],
+    }  # fmt: skip
+    return RankState(
+        rank, ranks, SIGNATURE, parameters, parameters.square(), {"actions": generator.get_state()[:8]}, counters
+    )
+
+
+def same(a: RankState, b: RankState) -> bool:
+    """Equal to the last bit, NaN included."""
+    names = sorted(a.random_states)
+    pairs = [(a.parameters, b.parameters), (a.mean_square, b.mean_square)]
+    pairs += [(a.random_states[name], b.random_states.get(name, torch.zeros(0))) for name in names]
+    alike = (a.rank, a.ranks, a.signature, a.counters, names) == (
+        b.rank, b.ranks, b.signature, b.counters, sorted(b.random_states),
+    )  # fmt: skip
+    return alike and all(x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes() for x, y in pairs)
+
+
+def file_of(folder: Path, rank: int = 0) -> Path:
+    return folder / f"rank-{rank:04d}.safetensors"
+
+
+def test_a_state_is_read_back_bit_for_bit(tmp_path):
+    state = make_state(rank=3, ranks=5)
+    state.parameters[:4] = torch.tensor([float("nan"), float("-inf"), -0.0, 1e-45])
+    save_rank(tmp_path, state)
+    assert same(load_rank(tmp_path, 3, SIGNATURE), state)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0003.safetensors"]
+
+
+def test_a_restored_generator_goes_on_where_it_was(tmp_path):
+    generator, state = torch.Generator().manual_seed(5), make_state()
+    torch.rand(3, generator=generator)
+    state.random_states = {"actions": generator.get_state()}
+    save_rank(tmp_path, state)
+    expected = torch.rand(3, generator=generator)
+    generator.set_state(load_rank(tmp_path, 0, SIGNATURE).random_states["actions"])
+    assert torch.rand(3, generator=generator).equal(expected)
+
+
+def test_nothing_is_pickled(tmp_path):
+    """A header of JSON, then the bytes of the tensors and nothing else."""
+    state = make_state()
+    save_rank(tmp_path, state)
+    data = file_of(tmp_path).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    tensors = [state.parameters, state.mean_square, *state.random_states.values()]
+    assert sorted(header) == ["__metadata__", "mean_square", "parameters", "random.actions"]
+    assert len(data) == 8 + length + sum(tensor.nbytes for tensor in tensors)
+    assert all(tensor.numpy().tobytes() in data for tensor in tensors)
+
+
+def disk_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_earlier_checkpoint(failing, tmp_path, monkeypatch):
+    save_rank(tmp_path, make_state(fill=1.0))
+    save_rank(tmp_path, make_state(fill=2.0))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, failing, disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        save_rank(tmp_path, make_state(fill=3.0))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    save_rank(tmp_path, make_state(fill=3.0))
+    assert load_rank(tmp_path, 0, SIGNATURE).parameters[0] == 3
+
+
+def test_a_crash_at_any_rename_leaves_a_checkpoint(tmp_path, monkeypatch):
+    """The process may die before each of the renames of a save; what is loaded is the old state or the new one."""
+    real, loaded = os.replace, []
+    for crash_at in range(4):
+        folder = tmp_path / str(crash_at)
+        folder.mkdir()
+        save_rank(folder, make_state(fill=1.0))
+        calls = iter(range(99))
+
+        def replace(source: Path, target: Path, calls=calls, crash_at=crash_at) -> None:
+            if next(calls) == crash_at:
+                raise KeyboardInterrupt
+            real(source, target)
+
+        monkeypatch.setattr(os, "replace", replace)
+        try:
+            save_rank(folder, make_state(fill=2.0))
+        except KeyboardInterrupt:
+            monkeypatch.setattr(os, "replace", real)
+        loaded.append(float(load_rank(folder, 0, SIGNATURE).parameters[0]))
+        monkeypatch.undo()
+    assert loaded == [1, 1, 1, 2]
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    """A damaged file is refused or, where the bit meant nothing, read as it was; never read as something else."""
+    state = make_state()
+    save_rank(tmp_path, state)
+    data = bytearray(file_of(tmp_path).read_bytes())
+    refused = 0
+    for bit in range(len(data) * 8):
+        data[bit // 8] ^= 1 << bit % 8
+        file_of(tmp_path).write_bytes(data)
+        data[bit // 8] ^= 1 << bit % 8
+        try:
+            read = load_rank(tmp_path, 0, SIGNATURE)
+        except PalaError:
+            refused += 1
+        else:
+            assert same(read, state), f"bit {bit % 8} of byte {bit // 8}"
+    assert refused > 0.9 * len(data) * 8
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 8, 100, -1])
+def test_a_truncated_file_is_refused(kept, tmp_path):
+    save_rank(tmp_path, make_state())
+    file_of(tmp_path).write_bytes(file_of(tmp_path).read_bytes()[:kept])
+    with pytest.raises(PalaError, match=r"rank-0000.safetensors' cannot be read"):
+        load_rank(tmp_path, 0, SIGNATURE)
+
+
+def test_a_damaged_file_falls_back_to_the_one_before(tmp_path, capsys):
+    save_rank(tmp_path, make_state(fill=1.0))
+    save_rank(tmp_path, make_state(fill=2.0))
+    assert load_rank(tmp_path, 0, SIGNATURE).parameters[0] == 2
+    assert capsys.readouterr().err == ""
+    data = bytearray(file_of(tmp_path).read_bytes())
+    data[-1] ^= 1
+    file_of(tmp_path).write_bytes(data)
+    assert load_rank(tmp_path, 0, SIGNATURE).parameters[0] == 1
+    said = capsys.readouterr().err
+    assert "[rank 0]" in said
+    assert "is damaged: a checksum does not fit. The one before it is used." in said
+
+
+def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(PalaError, match=r"rank-0000.safetensors' does not exist"):
+        load_rank(tmp_path, 0, SIGNATURE)
+    save_file({"parameters": torch.zeros(3)}, file_of(tmp_path))
+    with pytest.raises(PalaError, match="cannot be read"):
+        load_rank(tmp_path, 0, SIGNATURE)
+    save_policy(file_of(tmp_path), {"parameters": torch.zeros(3)}, {})
+    with pytest.raises(PalaError, match="lacks"):
+        load_rank(tmp_path, 0, SIGNATURE)
+    monkeypatch.setattr(checkpoint, "_FORMAT", 99)
+    save_rank(tmp_path, make_state())
+    monkeypatch.undo()
+    with pytest.raises(PalaError, match="has format 99; this version reads 1"):
+        load_policy(file_of(tmp_path))
+
+
+def test_another_network_is_refused(tmp_path):
+    save_rank(tmp_path, make_state())
+    with pytest.raises(PalaError, match=r"is of another network \(6 parameters\)"):
+        load_rank(tmp_path, 0, SIGNATURE - 1)
+
+
+def test_average_is_the_weighted_mean_and_counts_all_steps(tmp_path):
+    """Steps: 1000 of an earlier run, and of each rank what it says of itself (the others know less)."""
+    states = [make_state(rank, 3, steps=100 * (rank + 1), weight=weight) for rank, weight in enumerate((0.5, 1.5, 2.0))]
+    for state in states:
+        save_rank(tmp_path, state)
+    result = average(load_all(tmp_path, SIGNATURE))
+    for name in ("parameters", "mean_square"):
+        columns = zip(*(getattr(state, name).tolist() for state in states), strict=True)
+        expected = [(0.5 * a + 1.5 * b + 2.0 * c) / 4.0 for a, b, c in columns]
+        assert getattr(result, name).tolist() == pytest.approx(expected, abs=1e-6)
+    assert result.counters["base_steps"] == 1000 + 100 + 200 + 300
+    assert result.random_states == {}
+
+
+def test_load_all_wants_every_rank(tmp_path):
+    save_rank(tmp_path, make_state(0, 2))
+    with pytest.raises(PalaError, match=r"rank-0001.safetensors' does not exist"):
+        load_all(tmp_path, SIGNATURE)
+
+
+def test_the_newest_segment_is_the_last_with_a_checkpoint(tmp_path):
+    with pytest.raises(PalaError, match="has no checkpoint"):
+        checkpoint.newest_segment(tmp_path)
+    segments = [checkpoint.new_segment(tmp_path) for _ in range(3)]
+    assert [segment.name for segment in segments] == ["segment-000", "segment-001", "segment-002"]
+    for segment in segments[:2]:
+        save_rank(segment, make_state())
+    save_rank(segments[2], make_state(rank=1, ranks=2))  # rank 0 did not get that far
+    assert checkpoint.newest_segment(tmp_path) == segments[1]
+
+
+def test_a_policy_is_exported_with_its_header(tmp_path):
+    weight = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    header = {"config": {"a2c": {"gamma": 0.99}}, "global_steps": 123}
+    save_policy(tmp_path / "policy.safetensors", {"weight": weight, "bias": torch.ones(4)}, header)
+    named, read = load_policy(tmp_path / "policy.safetensors")
+    assert sorted(named) == ["bias", "weight"]
+    assert named["weight"].equal(weight)
+    assert named["weight"].is_contiguous()
+    assert header.items() <= read.items()
+    with pytest.raises(PalaError, match="does not exist"):
+        load_policy(tmp_path / "other.safetensors")

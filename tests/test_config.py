@@ -1,0 +1,141 @@
+"""The configuration: presets load, mistakes are named, and what is written can be read again."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pala.config
+from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig, from_table, load_preset, to_table
+from pala.errors import PalaError
+
+PRESETS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+
+
+def test_there_are_presets():
+    assert "pong" in [path.stem for path in PRESETS]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_loads_and_says_something(path):
+    assert load_preset(path) != Config() or path.stem == "pong"  # Pong is the default
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a2c]\ngama = 0.9", "unknown key 'a2c.gama'; did you mean 'a2c.gamma'?"),
+        ("gamma = 0.9", "unknown key 'gamma'; did you mean 'a2c.gamma'?"),
+        ("[a2c]\nnum_envs = 4", "unknown key 'a2c.num_envs'; did you mean 'env.num_envs'?"),
+        ("[exchnage]\nkind = 'none'", "unknown key 'exchnage'"),
+        ("qqqq = 1", "unknown key 'qqqq'; `--help` lists all keys."),
+        ("seed = 'one'", "'seed' is 'one' (str) but must be of type int."),
+        ("seed = 1.5", "'seed' is 1.5 (float) but must be of type int."),
+        ("seed = true", "'seed' is True (bool) but must be of type int."),
+        ("[a2c]\ngamma = true", "'a2c.gamma' is True (bool) but must be of type float."),
+        ("[a2c]\nrmsprop_epsilon_inside_root = 1", "(int) but must be of type bool."),
+        ("[env]\nid = 3", "'env.id' is 3 (int) but must be of type str."),
+        ("env = 'ALE/Pong-v5'", "'env' is a section and needs a table, not 'ALE/Pong-v5'."),
+        ("[exchange]\nkind = 'gosip'", "must be one of 'gossip', 'none'; did you mean 'gossip'?"),
+        ("[exchange]\nkind = ['gossip']", "must be one of 'gossip', 'none'"),
+        ("[network]\nconv_channels = [32, 64]", "'network.conv_channels' needs 3 values, not [32, 64]."),
+        ("[network]\nconv_channels = 32", "'network.conv_channels' is 32 (int) but must be of type tuple"),
+        ("[network]\nmlp_hidden = [64, 'x']", "'network.mlp_hidden' is 'x' (str) but must be of type int."),
+        ("[network]\nmlp_hidden = [0]", "every width must be at least 1."),
+        ("total_steps = 0", "'total_steps' is 0 but must lie between 1 and 1e+15."),
+        ("[a2c]\ngamma = 1.1", "'a2c.gamma' is 1.1 but must lie between 0 and 1."),
+        ("[a2c]\nlearning_rate = nan", "'a2c.learning_rate' is nan but must lie between"),
+        ("[a2c]\nlearning_rate = inf", "'a2c.learning_rate' is inf but must lie between"),
+        ("[env]\nnum_envs = -1", "'env.num_envs' is -1 but must lie between"),
+        ("[run]\nname = 'a/b'", "'run.name' is 'a/b' but must be a plain folder name"),
+        ("seed = ", "cannot be read"),
+        ("seed = 1\nseed = 2", "cannot be read"),
+    ],
+)
+def test_mistakes_are_named_with_the_file(text, words, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(PalaError) as caught:
+        load_preset(path)
+    assert str(caught.value).startswith(f"Preset '{path}'")
+    assert words in str(caught.value)
+
+
+def test_a_missing_preset_is_named_with_the_nearest(tmp_path):
+    (tmp_path / "pong.toml").touch()
+    with pytest.raises(PalaError, match=r"pnog.toml' does not exist; did you mean '.*/pong.toml'\?"):
+        load_preset(tmp_path / "pnog.toml")
+    with pytest.raises(PalaError, match="does not exist"):
+        load_preset(tmp_path / "nowhere" / "pong.toml")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", None], ids=["not text", "folder"])
+def test_what_is_no_text_file_is_named(content, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(PalaError, match="cannot be read"):
+        load_preset(path)
+
+
+def test_a_preset_wins_over_the_defaults_and_leaves_the_rest(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("total_steps = 1_000\n[a2c]\nlearning_rate = 1e-3\ngamma = 1\n[network]\nconv_channels = [1, 2, 3]")
+    config = load_preset(path)
+    assert config == Config(
+        total_steps=1000, a2c=A2CConfig(learning_rate=1e-3, gamma=1.0), network=NetworkConfig(conv_channels=(1, 2, 3))
+    )
+    assert type(config.a2c.gamma) is float
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    st.builds(
+        Config,
+        total_steps=st.integers(1, 10**15),
+        seed=st.integers(0, 2**63 - 1),
+        env=st.builds(EnvConfig, id=st.text(), num_envs=st.integers(1, 10**6), terminal_on_life_loss=st.booleans()),
+        network=st.builds(NetworkConfig, mlp_hidden=st.lists(st.integers(1, 999), max_size=4).map(tuple)),
+        a2c=st.builds(A2CConfig, gamma=st.floats(0, 1), learning_rate=st.floats(0, 1e6)),
+        run=st.builds(RunConfig, dir=st.text()),
+    )
+)
+def test_what_is_written_as_json_is_read_as_it_was(config):
+    assert from_table(json.loads(json.dumps(to_table(config))), "JSON") == config
+
+
+def test_the_default_is_in_range_and_frozen():
+    assert from_table({}, "nothing") == Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().a2c.gamma = 0.5  # type: ignore[misc]
+
+
+def test_every_range_is_of_a_number_and_every_number_has_one():
+    """A new numeric field cannot be forgotten."""
+    numbers = {key for key, value in pala.config.flatten(to_table(Config())).items() if type(value) in (int, float)}
+    assert set(pala.config._RANGES) == numbers
+    assert not any(math.isnan(bound) for pair in pala.config._RANGES.values() for bound in pair)
+
+
+def test_every_field_is_explained():
+    """A docstring behind each field: it is what `--help` prints."""
+    classes = [node for node in ast.parse(inspect.getsource(pala.config)).body if isinstance(node, ast.ClassDef)]
+    assert {"Config", "A2CConfig", "EnvConfig"} <= {node.name for node in classes}
+    for node in classes:
+        assert ast.get_docstring(node), node.name
+        for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign) and not _is_section(statement):
+                explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                assert explained, f"{node.name}.{ast.unparse(statement.target)}"
+
+
+def _is_section(field: ast.AnnAssign) -> bool:
+    """Sections are explained by their class."""
+    return ast.unparse(field.annotation).endswith("Config")

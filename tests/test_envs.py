@@ -1,0 +1,216 @@
+"""Environments: three kinds of end told apart, whole unclipped episodes reported, final observations handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import ale_py
+import gymnasium
+import numpy as np
+import pytest
+from ale_py import roms
+
+from pala.config import EnvConfig
+from pala.envs import Envs, Episode, Step, make_envs
+from pala.errors import PalaError
+
+
+def played(envs: Envs, seeds: list[int], actions: np.ndarray) -> list[Step]:
+    """The steps that `actions` [T, B] give."""
+    envs.reset(np.array(seeds, np.int32))
+    steps = [envs.step(action) for action in actions]
+    envs.close()
+    return steps
+
+
+def random_actions(steps: int, envs: int, count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, count, (steps, envs))
+
+
+# ---- Atari -----------------------------------------------------------------------------------------------------------
+
+
+def ordinary_game(rom: str, seed: int, actions: np.ndarray) -> Iterator[tuple[float, bool, bool, float, int]]:
+    """One bare emulator: (reward, a life is lost, the game is over, its return and length so far) of every step."""
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+    ale = ale_py.ALEInterface()
+    ale.setInt("random_seed", seed)
+    ale.setFloat("repeat_action_probability", 0.0)
+    ale.loadROM(roms.get_rom_path(rom))
+    choices = ale.getMinimalActionSet()
+
+    def start() -> tuple[int, float, int]:
+        ale.reset_game()
+        if ale_py.Action.FIRE in choices:
+            ale.act(ale_py.Action.FIRE)
+        return ale.lives(), 0.0, 0
+
+    lives, total, length = start()
+    for action in actions:
+        reward = sum(ale.act(choices[action]) for _ in range(4) if not ale.game_over())
+        total, length, over, lost = total + reward, length + 1, ale.game_over(), ale.lives() < lives
+        lives = ale.lives()
+        yield reward, lost, over, total, length
+        if over:
+            lives, total, length = start()
+
+
+@pytest.mark.parametrize(
+    ("game", "rom", "length", "life_loss"),
+    [
+        ("Breakout", "breakout", 500, True),
+        ("Breakout", "breakout", 500, False),
+        ("SpaceInvaders", "space_invaders", 450, True),
+        ("Pong", "pong", 800, True),
+    ],
+)
+def test_atari_is_the_ordinary_game(game, rom, length, life_loss):
+    """A lost life terminates, and the game goes on; whole games are reported unclipped; only the sign is learned."""
+    config = EnvConfig(f"ALE/{game}-v5", num_envs=2, noop_max=0, terminal_on_life_loss=life_loss)
+    envs = make_envs(config, num_threads=2)
+    actions, seeds = random_actions(length, 2, envs.action_space.n), [3, 4]
+    steps = played(envs, seeds, actions)
+    episodes = lives_lost = 0
+    for b in range(2):
+        reference = ordinary_game(rom, seeds[b], actions[:, b])
+        for step, (reward, lost, over, total, played_steps) in zip(steps, reference, strict=True):
+            assert step.rewards[b] == np.sign(reward)
+            assert step.terminated[b] == (over or (lost and life_loss))
+            assert [e for e in step.episodes if e.env_index == b] == [Episode(total, played_steps, b)] * over
+            episodes, lives_lost = episodes + over, lives_lost + (lost and not over)
+    assert episodes
+    assert lives_lost or game == "Pong"
+
+
+def test_atari_rewards_can_stay_unclipped():
+    config = EnvConfig("ALE/SpaceInvaders-v5", num_envs=1, noop_max=0, clip_rewards="none")
+    actions = random_actions(100, 1, 6)
+    rewards = [step.rewards[0] for step in played(make_envs(config), [3], actions)]
+    assert rewards == [reward for reward, *_ in ordinary_game("space_invaders", 3, actions[:, 0])]
+    assert max(rewards) > 1
+
+
+def test_atari_time_limit_truncates_and_hands_over_the_last_observation():
+    """The final observation is the one of a game without the limit, not that of the next game."""
+    actions = random_actions(25, 2, 6)
+    *_, free = played(make_envs(EnvConfig("ALE/Pong-v5", num_envs=2)), [3, 4], actions)
+    *before, limited = played(make_envs(EnvConfig("ALE/Pong-v5", num_envs=2, max_episode_frames=100)), [3, 4], actions)
+    assert not any(step.truncated.any() or step.episodes for step in before)
+    assert limited.truncated.tolist() == [True, True]
+    assert not limited.terminated.any()
+    assert [episode.length_steps for episode in limited.episodes] == [25, 25]
+    np.testing.assert_array_equal(limited.final_observations[:, :3], free.observations[:, :3])
+    # ale-py leaves the very last emulator frame out of the maximum of two: some pixels of the ball and paddles differ.
+    assert (limited.final_observations != free.observations).mean() < 0.005
+    assert (limited.observations[:, :3] != free.observations[:, :3]).any(axis=(1, 2, 3)).all()
+
+
+def test_atari_is_determined_by_its_seeds():
+    actions = random_actions(40, 3, 4)
+
+    def observations(seeds: list[int], threads: int) -> np.ndarray:
+        envs = make_envs(EnvConfig("ALE/Breakout-v5", num_envs=3), threads)
+        return np.stack([step.observations for step in played(envs, seeds, actions)], axis=1)
+
+    first, other = observations([1, 2, 3], threads=1), observations([1, 2, 4], threads=1)
+    np.testing.assert_array_equal(first, observations([1, 2, 3], threads=2))
+    np.testing.assert_array_equal(first[:2], other[:2])
+    assert not np.array_equal(first[2], other[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("ALE/Pnog-v5", "ALE/Pong-v5"),
+        ("ALE/Space_Invaders-v5", "ALE/SpaceInvaders-v5"),
+        ("Pong-v5", "Pong"),
+        ("CartPol-v1", "CartPole-v1"),
+        ("CartPole-v9", "CartPole-v1"),
+        ("not an id", ""),
+    ],
+)
+def test_unknown_ids_are_named_with_the_nearest(name, nearest):
+    with pytest.raises(PalaError, match=name) as caught:
+        make_envs(EnvConfig(name, num_envs=1))
+    assert nearest in str(caught.value)
+
+
+# ---- any environment -------------------------------------------------------------------------------------------------
+
+
+def counter(limit: int = 3) -> Callable[[], gymnasium.Env]:
+    """Makes environments [a number of the episode, steps]: action 2 terminates, `limit` steps truncate, reward 5a - 2.
+
+    The class is local, so that a process can only get it by cloudpickle.
+    """
+
+    class Counter(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        action_space = gymnasium.spaces.Discrete(3)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.state = np.array([self.np_random.random(), 0], np.float32)
+            return self.state.copy(), {}
+
+        def step(self, action):
+            self.state[1] += 1
+            return self.state.copy(), 5.0 * action - 2, bool(action == 2), bool(self.state[1] == limit), {}
+
+    return Counter
+
+
+def test_time_limit_truncates_and_hands_over_the_last_observation():
+    envs = make_envs(EnvConfig(num_envs=2), make_env=counter())
+    first = envs.reset(np.array([1, 2], np.int32))
+    for _ in range(2):
+        step = envs.step(np.array([0, 1]))
+        assert not step.truncated.any()
+        assert step.final_observations.shape == (0, 2)
+    step = envs.step(np.array([0, 1]))
+    assert step.truncated.tolist() == [True, True]
+    assert step.episodes == [Episode(-6.0, 3, 0), Episode(9.0, 3, 1)]
+    np.testing.assert_array_equal(step.final_observations, np.stack([first[:, 0], [3, 3]], axis=1))
+    assert step.observations[:, 1].tolist() == [0, 0]
+    assert (step.observations[:, 0] != first[:, 0]).all()
+
+
+def test_final_observations_are_those_of_the_truncated_only():
+    envs = make_envs(EnvConfig(num_envs=3), make_env=counter(limit=1))
+    first = envs.reset(np.array([1, 2, 3], np.int32))
+    step = envs.step(np.array([0, 2, 1]))  # the second meets both ends at once: it is terminated
+    assert step.terminated.tolist() == [False, True, False]
+    assert step.truncated.tolist() == [True, False, True]
+    np.testing.assert_array_equal(step.final_observations[:, 0], first[[0, 2], 0])
+    assert [episode.env_index for episode in step.episodes] == [0, 1, 2]
+
+
+def test_rewards_of_others_are_clipped_only_if_asked():
+    for choice, expected in (("auto", [-2, 3, 8]), ("none", [-2, 3, 8]), ("sign", [-1, 1, 1])):
+        envs = make_envs(EnvConfig(num_envs=3, clip_rewards=choice), make_env=counter(1))
+        (step,) = played(envs, [1, 2, 3], np.arange(3)[None])
+        assert step.rewards.tolist() == expected
+        assert step.rewards.dtype == np.float32
+        assert [episode.episode_return for episode in step.episodes] == [-2, 3, 8]
+
+
+def test_cartpole_falls():
+    steps = played(make_envs(EnvConfig("CartPole-v1", num_envs=2)), [1, 2], np.ones((12, 2), int))
+    fallen = next(step for step in steps if step.terminated[0])
+    assert not any(step.truncated.any() for step in steps)
+    assert 8 <= fallen.episodes[0].length_steps == fallen.episodes[0].episode_return <= 11
+    assert np.abs(fallen.observations[0]).max() <= 0.05
+
+
+def test_processes_give_what_this_process_gives():
+    actions = random_actions(12, 2, 3)
+    trajectories = [
+        played(make_envs(EnvConfig(num_envs=2, vectorization=kind), make_env=counter()), [5, 6], actions)
+        for kind in ("sync", "async")
+    ]
+    for here, there in zip(*trajectories, strict=True):
+        assert here.episodes == there.episodes
+        for a, b in zip(here[:5], there[:5], strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert any(step.truncated.any() for step in trajectories[0])
+    assert any(step.terminated.any() for step in trajectories[0])

@@ -1,0 +1,306 @@
+"""Evaluation: fair episodes, statistics, scores, which policy is loaded, and what is written."""
+
+from __future__ import annotations
+
+import csv
+import importlib.resources
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from pala import checkpoint, run_folder
+from pala import evaluate as evaluation_module
+from pala.checkpoint import RankState
+from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, to_table
+from pala.envs import Envs, Episode, Step, make_envs
+from pala.errors import PalaError
+from pala.evaluate import (
+    Evaluation,
+    evaluate,
+    human_normalised,
+    load_policy,
+    main,
+    play,
+    record_video,
+    reference_scores,
+)
+from pala.networks import ActorCritic, FlatParameters
+
+CARTPOLE = Config(
+    env=EnvConfig(id="CartPole-v1"),
+    network=NetworkConfig(mlp_hidden=(8,)),
+    evaluation=EvaluationConfig(episodes=3, num_envs=2),
+)
+PONG = Config(env=EnvConfig(id="ALE/Pong-v5", max_episode_frames=80))  # 20 steps
+
+
+class Sparkle(gymnasium.Env[np.ndarray, np.int64]):
+    """Five steps of reward 1; can draw itself in an odd size."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 - gymnasium's own way
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self._left = 5
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self._left -= 1
+        return np.zeros(2, np.float32), 1.0, self._left == 0, False, {}
+
+    def render(self) -> Any:
+        return np.full((101, 55, 3), 40 * self._left, np.uint8)
+
+
+class ShortAndLong:
+    """Stands for `Envs`: environment 0 has an episode of return 0 each step, environment 1 one of 10 each 10 steps."""
+
+    num_envs = 2
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        self._steps = 0
+        return np.zeros((2, 1))
+
+    def step(self, actions: np.ndarray) -> Step:
+        self._steps += 1
+        episodes = [Episode(0.0, 1, 0)] + ([Episode(10.0, 10, 1)] if self._steps % 10 == 0 else [])
+        nothing = np.zeros(2)
+        return Step(np.zeros((2, 1)), nothing, nothing, nothing, nothing, episodes)
+
+
+def network_of(config: Config) -> ActorCritic:
+    envs = make_envs(replace(config.env, num_envs=1))
+    try:
+        return ActorCritic(envs.observation_space, envs.action_space, config.network)
+    finally:
+        envs.close()
+
+
+def make_run(path: Path, config: Config, network: ActorCritic | None = None) -> Path:
+    """A completed run, with the policy of `network` or without one."""
+    path.mkdir()
+    run_folder.RunRecord(path, config, {"ranks": 2})
+    if network is not None:
+        header = {"config": to_table(config), "global_steps": 1234}
+        checkpoint.save_policy(path / "policy.safetensors", dict(network.state_dict()), header)
+    return path
+
+
+def save_rank(run: Path, rank: int, weight: float, flat: FlatParameters, ranks: int = 2) -> torch.Tensor:
+    """A checkpoint with random parameters, which are returned."""
+    folder = run / "checkpoints" / "segment-000"
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = torch.randn(len(flat.data))
+    counters = {"weight": weight, "local_steps": [100, 200], "base_steps": 7}
+    state = RankState(rank, ranks, flat.signature, parameters, torch.zeros_like(parameters), {}, counters)
+    checkpoint.save_rank(folder, state)
+    return parameters
+
+
+@pytest.fixture
+def cartpole_run(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    return make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE))
+
+
+def test_short_episodes_are_not_favoured() -> None:
+    played, steps = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=4)
+    assert sorted(episode.episode_return for episode in played) == [0, 0, 10, 10]
+    assert steps == 40
+
+
+def test_an_odd_number_of_episodes_is_shared_out() -> None:
+    played, _ = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=5)
+    assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]
+
+
+def test_statistics_and_repeatability(cartpole_run: Path) -> None:
+    first, second, other = (evaluate(cartpole_run, 6, 4, greedy=False, seed=s, threads=1) for s in (0, 0, 1))
+    assert first.returns == second.returns != other.returns
+    assert (first.episodes, first.num_envs, len(first.returns)) == (6, 4, 6)
+    assert first.mean_return == pytest.approx(np.mean(first.returns))
+    assert first.standard_error == pytest.approx(np.std(first.returns, ddof=1) / math.sqrt(6))
+    assert first.mean_length_steps == first.mean_return  # CartPole's reward is 1 a step
+    assert (first.policy, first.global_steps, first.human_normalised_score) == ("final", 1234, None)
+
+
+def test_greedy_actions_need_no_random_stream(cartpole_run: Path) -> None:
+    config = run_folder.config_of(cartpole_run)
+    policy = load_policy(cartpole_run, config, make_envs(replace(config.env, num_envs=1)))
+    observations = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+    assert (policy.actor(True, 0)(observations) == policy.actor(True, 1)(observations)).all()
+    assert (policy.actor(False, 0)(observations) != policy.actor(False, 1)(observations)).any()
+
+
+def test_one_episode_has_no_standard_error(cartpole_run: Path) -> None:
+    evaluation = evaluate(cartpole_run, 1, 16, greedy=True, seed=0, threads=1)
+    assert evaluation.standard_error is None
+    assert "over 1 episode, greedy actions" in str(evaluation)
+
+
+def test_atari_is_normalised_and_plays_whole_games(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", PONG, network_of(PONG))
+    evaluation = evaluate(run, 2, 2, greedy=False, seed=0, threads=1)
+    assert evaluation.mean_length_steps == 20
+    assert evaluation.human_normalised_score == pytest.approx((evaluation.mean_return + 20.7) / 35.3 * 100)
+    assert str(evaluation).startswith("Pong: mean return ")
+    assert "% human-normalised (dqn_zoo table), sampled actions, up to 30 no-ops" in str(evaluation)
+    assert (evaluation.frames_per_step, evaluation.random_score, evaluation.human_score) == (4, -20.7, 14.6)
+
+
+def test_the_table_of_scores() -> None:
+    text = importlib.resources.files("pala").joinpath("atari_scores.csv").read_text(encoding="utf-8")
+    games = [row["game"] for row in csv.DictReader(text.splitlines())]
+    assert len(set(games)) == len(games) == 57
+    assert reference_scores("pong") == (-20.7, 14.6)
+    assert reference_scores("tetris") is None
+    assert human_normalised(14.6, -20.7, 14.6) == 100
+    assert human_normalised(-20.7, -20.7, 14.6) == 0
+
+
+def test_without_a_policy_the_checkpoints_are_averaged(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", CARTPOLE)
+    flat = FlatParameters(network_of(CARTPOLE), torch.device("cpu"))
+    light, heavy = save_rank(run, 0, 0.5, flat), save_rank(run, 1, 1.5, flat)
+    policy = load_policy(run, CARTPOLE, make_envs(replace(CARTPOLE.env, num_envs=1)))
+    assert policy.source == "mean of checkpoints of 2 ranks"
+    assert policy.global_steps == 307
+    found = torch.cat([parameter.detach().reshape(-1) for parameter in policy.network.parameters()])
+    torch.testing.assert_close(found, (light + 3 * heavy) / 4)
+
+
+def test_no_policy_and_no_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", CARTPOLE)
+    with pytest.raises(PalaError, match="has no checkpoint"):
+        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+
+
+def test_a_policy_of_another_size(tmp_path: Path) -> None:
+    other = replace(CARTPOLE, network=NetworkConfig(mlp_hidden=(16,)))
+    run = make_run(tmp_path / "run", CARTPOLE, network_of(other))
+    with pytest.raises(PalaError, match=r"another network .*'policy_head.weight' should be \[2, 8\] and is \[2, 16\]"):
+        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+
+
+def test_a_policy_of_another_depth(tmp_path: Path) -> None:
+    other = replace(CARTPOLE, network=NetworkConfig(mlp_hidden=(8, 8)))
+    run = make_run(tmp_path / "run", CARTPOLE, network_of(other))
+    with pytest.raises(PalaError, match=r"should be missing and is \[8"):
+        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+
+
+def test_a_policy_that_is_not_finite(tmp_path: Path) -> None:
+    network = network_of(CARTPOLE)
+    with torch.no_grad():
+        next(network.parameters()).fill_(math.nan)
+    run = make_run(tmp_path / "run", CARTPOLE, network)
+    with pytest.raises(PalaError, match="not finite"):
+        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+
+
+def test_an_environment_made_in_python(tmp_path: Path) -> None:
+    config = Config(env=EnvConfig(id="ALE/Pong-v5"), network=NetworkConfig(mlp_hidden=(8,)))
+    network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
+    run = make_run(tmp_path / "run", config, network)
+    (run / "make_env.pkl").write_bytes(cloudpickle.dumps(Sparkle))
+    evaluation = evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
+    assert evaluation.returns == [5, 5, 5]
+    assert (evaluation.environment, evaluation.noop_max) == ("environment made in Python", None)
+    with pytest.raises(PalaError, match="draws no pictures"):
+        record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+    (run / "make_env.pkl").write_bytes(b"nonsense")
+    with pytest.raises(PalaError, match="cannot be loaded"):
+        evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
+
+
+def test_the_program_writes_json_and_keeps_earlier_results(
+    cartpole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation_module, "prepare", lambda threads: 1)
+    for seed in ("1", "2"):
+        monkeypatch.setattr("sys.argv", ["evaluate", str(cartpole_run), "--seed", seed])
+        main()
+    newest = json.loads((cartpole_run / "evaluation.json").read_text())
+    lines = [json.loads(line) for line in (cartpole_run / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["seed"] for line in lines] == [1, 2]
+    assert lines[-1] == newest
+    assert set(newest) == set(Evaluation.__dataclass_fields__)
+    assert (newest["episodes"], newest["num_envs"]) == (3, 2)  # the run's own settings
+    output = capsys.readouterr().out.splitlines()
+    assert len(output) == 2
+    assert output[1].startswith("CartPole-v1: mean return ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere"], "'nowhere' is not a run's folder"),
+        (["{run}", "--episodes", "0"], "'episodes' is 0 but must be at least 1."),
+        (["{run}", "--seed", "-1"], "'seed' is -1 but must be at least 0."),
+        (["{run}", "--episodes", "0", "--video", "film.avi"], "must have a name that ends in '.mp4'"),
+    ],
+)
+def test_errors_are_sentences(
+    arguments: list[str], sentence: str, cartpole_run: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(evaluation_module, "prepare", lambda threads: 1)
+    monkeypatch.setattr("sys.argv", ["evaluate", *(a.format(run=cartpole_run) for a in arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert captured.err.startswith("pala: error: ")
+    assert sentence in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("game", ["Sparkle", "Pong"])
+def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
+    imageio = pytest.importorskip("imageio.v2")
+    pytest.importorskip("imageio_ffmpeg")
+    config = PONG if game == "Pong" else CARTPOLE
+    if game == "Pong":
+        network = network_of(PONG)
+    else:
+        network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
+    run = make_run(tmp_path / "run", config, network)
+    if game == "Sparkle":
+        (run / "make_env.pkl").write_bytes(cloudpickle.dumps(lambda: Sparkle("rgb_array")))
+    sentence = record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+    steps, size, frames_per_s = (20, (320, 420), 15) if game == "Pong" else (5, (330, 606), 10)
+    assert f"an episode of {steps} steps" in sentence
+    with imageio.get_reader(tmp_path / "video.mp4") as reader:
+        assert reader.count_frames() == steps
+        assert reader.get_meta_data()["size"] == size
+        assert reader.get_meta_data()["fps"] == frames_per_s
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".mp4"] == ["video.mp4"]
+
+
+def test_the_video_is_of_the_game_that_the_policy_plays() -> None:
+    """The colour twin of an Atari ends, scores and looks like the environment that the policy sees."""
+    config = replace(PONG.env, num_envs=1, repeat_action_probability=0.25, max_episode_frames=2000)
+    seeds, rng = np.array([3], np.int32), np.random.default_rng(0)
+    envs, screen = make_envs(config), evaluation_module._atari_screen(config, seeds)
+    envs.reset(seeds)
+    screen(None)
+    for _ in range(100):
+        actions = rng.integers(6, size=1)
+        seen = envs.step(actions).observations[0, -1].astype(float)
+        red, green, blue = np.moveaxis(screen(actions).astype(float), -1, 0)
+        grey = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601, as ALE's grey palette
+        assert abs(grey.mean() - seen.mean()) < 1
+    envs.close()

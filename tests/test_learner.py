@@ -1,0 +1,269 @@
+"""The loop of one rank, on environments and networks whose every number is known."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from signal import SIGTERM
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pala.a2c import A2C, Rollout
+from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig
+from pala.envs import make_envs
+from pala.errors import PalaError
+from pala.exchange.base import ExchangeState
+from pala.exchange.none import NoExchange
+from pala.exchange.protocol import Stop
+from pala.learner import Counters, Learner
+from pala.metrics import SECTIONS, Record
+from pala.networks import ActorCritic, Categorical, FlatParameters
+from pala.runtime import Interrupt
+from pala.seeding import derive
+
+torch.set_num_threads(1)  # a second thread only costs time on tensors this small
+ENVS, STEPS = 2, 5
+BATCH = ENVS * STEPS
+
+
+class Clock(gymnasium.Env):
+    """Shows [steps of the episode, a random number]; each step pays 1; truncates after `limit` steps."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    limit = 3
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.look(), {}
+
+    def look(self) -> np.ndarray:
+        return np.array([self.steps, self.np_random.random()], np.float32)
+
+    def step(self, action):
+        self.steps += 1
+        return self.look(), self.pay(), False, self.steps == self.limit, {}
+
+    def pay(self) -> float:
+        return 1.0
+
+
+class Teller(nn.Module):
+    """V = 10 * steps of the episode, and every action is as good as another."""
+
+    distribution = Categorical(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([10.0]))
+
+    def forward(self, observations):
+        return self.scale * torch.zeros(len(observations), 2), self.scale * observations[:, 0]
+
+
+def configured(total_steps: int = 5 * BATCH, seed: int = 1, **a2c: object) -> Config:
+    """A record of the metrics and a checkpoint after every update."""
+    return Config(
+        total_steps, seed, EnvConfig(num_envs=ENVS), NetworkConfig(mlp_hidden=(8,)),
+        A2CConfig(rollout_steps=STEPS, **a2c), run=RunConfig(log_interval_s=0, checkpoint_interval_s=0),
+    )  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A learner in one process without peers, and what became of it."""
+
+    config: Config = field(default_factory=configured)
+    make_env: Callable[[], gymnasium.Env] = Clock
+    network: nn.Module | None = None
+    exchange_class: type[NoExchange] = NoExchange
+    counters: Counters = field(default_factory=Counters)
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    records: list[Record] = field(default_factory=list)
+    updates: list[tuple[Rollout, torch.Tensor, float]] = field(default_factory=list)
+    saves: int = 0
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.envs = make_envs(config.env, make_env=self.make_env)
+        torch.manual_seed(int(derive(config.seed, 0, "weights")[0]))
+        network = self.network or ActorCritic(self.envs.observation_space, self.envs.action_space, config.network)
+        self.flat = FlatParameters(network, torch.device("cpu"))
+        self.a2c = A2C(network, self.flat, config.a2c)
+        update = self.a2c.update
+        self.a2c.update = lambda *arguments: self.updates.append(arguments) or update(*arguments)
+        comm, start = SimpleNamespace(rank=0, size=1), ExchangeState([self.counters.local_steps], 0, 0, 1.0)
+        self.exchange = self.exchange_class(comm, self.flat.data, config.total_steps, start)
+        generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
+        self.learner = Learner(
+            config, 0, self.envs, network, self.flat, self.a2c, self.exchange, generator, self.counters, self.interrupt
+        )
+
+    def go(self) -> Stop:
+        seeds = derive(self.config.seed, 0, "environments", ENVS)
+        return self.learner.run(seeds, self.records.extend, self.save)
+
+    def save(self) -> None:
+        self.saves += 1
+
+    def of_type(self, name: str) -> list[Record]:
+        return [record for record in self.records if record["type"] == name]
+
+
+def test_a_time_limit_is_bootstrapped_with_the_final_observation():
+    """Episodes of 3 steps: the truncated step pays 1 + gamma * V(step 3), not V of the next episode's first."""
+    run = Run(configured(BATCH, gamma=0.9), network=Teller())
+    run.go()
+    (rollout, bootstrap, _), *_ = run.updates
+    for b in range(ENVS):
+        assert [float(r[b]) for r in rollout.rewards] == pytest.approx([1, 1, 1 + 0.9 * 30, 1, 1])
+        assert [float(e[b]) for e in rollout.ended] == [0, 0, 1, 0, 0]
+        assert [v[b].item() for v in rollout.values] == [0, 10, 20, 0, 10]
+    assert bootstrap.tolist() == [20, 20]
+
+
+def test_a_termination_is_not_bootstrapped():
+    class Ending(Clock):
+        def step(self, action):
+            *step, _, _ = super().step(action)
+            return (*step[:2], self.steps == self.limit, False, {})
+
+    run = Run(configured(BATCH), Ending, Teller())
+    run.go()
+    rollout = run.updates[0][0]
+    assert [float(r[0]) for r in rollout.rewards] == [1] * STEPS
+    assert [float(e[0]) for e in rollout.ended] == [0, 0, 1, 0, 0]
+
+
+def test_steps_updates_and_episodes_are_counted():
+    run = Run(configured(total_steps=4 * BATCH + 1))
+    assert run.go() is Stop.BUDGET
+    assert (run.counters.updates, run.counters.local_steps, run.exchange.global_steps) == (5, 5 * BATCH, 5 * BATCH)
+    *after_updates, last = run.of_type("interval")
+    assert [record["updates"] for record in after_updates] == [1, 2, 3, 4, 5]
+    assert [record["local_steps"] for record in after_updates] == [BATCH * n for n in range(1, 6)]
+    assert last["updates"] == 5
+    assert run.saves == 5
+    episodes = run.of_type("episode")
+    assert [record["local_steps"] for record in episodes] == [ENVS * 3 * (n // ENVS + 1) for n in range(len(episodes))]
+    assert len(episodes) == ENVS * (5 * STEPS // 3)
+    assert {(record["return"], record["length_steps"]) for record in episodes} == {(3.0, 3)}
+
+
+def test_a_resumed_rank_goes_on_counting():
+    run = Run(configured(5 * BATCH), counters=Counters(updates=3, local_steps=3 * BATCH, time_s=1000.0))
+    run.go()
+    assert len(run.updates) == 2
+    assert run.records[-1]["updates"] == 5
+    assert run.records[-1]["local_steps"] == 5 * BATCH
+    assert 1000 < run.records[-1]["time_s"] < 1060
+
+
+def test_time_is_split_into_parts_that_sum_to_one():
+    class Waiting(NoExchange):
+        def after_update(self, steps, healthy):
+            begin = time.perf_counter()
+            time.sleep(0.01)
+            self.waited_s += time.perf_counter() - begin
+            return super().after_update(steps, healthy)
+
+    run = Run(exchange_class=Waiting)
+    run.go()
+    *intervals, _ = run.of_type("interval")
+    for record in intervals:
+        fractions = {name: record[f"time_{name}"] for name in SECTIONS}
+        assert sum(fractions.values()) == pytest.approx(1, abs=1e-3)  # each is rounded to four places
+        assert all(0 <= fraction < 1 for fraction in fractions.values())
+        assert fractions["wait"] > fractions["exchange"]
+    assert all(sum(record[f"time_{name}"] for record in intervals) > 0 for name in SECTIONS)
+
+
+def poisoned(bad_steps: range) -> type[Clock]:
+    """A Clock whose pay is not a number in these of its steps."""
+
+    class Poisoned(Clock):
+        total = 0
+
+        def pay(self) -> float:
+            self.total += 1
+            return math.nan if self.total in bad_steps else 1.0
+
+    return Poisoned
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_said(capsys):
+    run = Run(make_env=poisoned(range(STEPS + 1, STEPS + 2)))
+    start, snapshots = run.flat.data.clone(), []
+    run.save = lambda: snapshots.append(run.flat.data.clone())
+    run.go()
+    assert capsys.readouterr().err.count("[rank 0] update 2: the loss or its gradient is not finite") == 1
+    assert [record["updates_skipped"] for record in run.of_type("interval")] == [0, 1, 0, 0, 0, 0]
+    changed = [not a.equal(b) for a, b in zip([start, *snapshots], snapshots, strict=False)]
+    assert changed == [True, False, True, True, True]
+    assert run.flat.data.isfinite().all()
+
+
+def test_rewards_that_are_never_finite_end_the_run():
+    with pytest.raises(PalaError, match=r"\[rank 0\] update 100: no finite gradient for 100 updates"):
+        Run(configured(10**6), poisoned(range(10**6))).go()
+
+
+def test_parameters_that_are_not_finite_without_a_peer_end_the_run():
+    run = Run()
+    run.flat.data[3] = math.nan
+    with pytest.raises(PalaError, match=r"\[rank 0\] update 1: the parameters are not finite and there is no peer"):
+        run.go()
+
+
+def test_parameters_that_peers_replaced_start_with_a_fresh_optimiser(capsys):
+    class Rescuing(NoExchange):
+        def after_update(self, steps, healthy):
+            super().after_update(steps, True)
+            if not healthy:
+                self._parameters.zero_()
+            return True
+
+    run = Run(configured(BATCH), exchange_class=Rescuing)
+    run.flat.data[3] = math.nan
+    run.a2c.mean_square.fill_(1.0)
+    assert run.go() is Stop.BUDGET
+    assert "[rank 0] update 1: the parameters were not finite either" in capsys.readouterr().err
+    assert not run.a2c.mean_square.any()
+
+
+@pytest.mark.parametrize(("decay", "expected"), [("linear", [8, 6, 4, 2]), ("none", [8, 8, 8, 8])])
+def test_learning_rate_falls_to_zero_at_the_end_of_the_budget(decay, expected):
+    run = Run(configured(4 * BATCH, learning_rate=8.0, learning_rate_decay=decay))
+    run.go()
+    assert [rate for *_, rate in run.updates] == pytest.approx(expected)
+    assert run.records[-1]["learning_rate"] == (0 if decay == "linear" else 8)
+
+
+def test_a_signal_ends_training_within_a_step():
+    interrupt = Interrupt()
+
+    class Signalling(Clock):
+        def pay(self) -> float:
+            interrupt.signal = SIGTERM
+            return 1.0
+
+    run = Run(make_env=Signalling, interrupt=interrupt)
+    assert run.go() is Stop.SIGNAL
+    assert run.updates == []
+    assert run.records[-1]["local_steps"] == 0
+
+
+def test_equal_seeds_give_equal_parameters_and_others_do_not():
+    first, second, other = (Run(configured(20 * BATCH, seed=seed)) for seed in (1, 1, 2))
+    for run in (first, second, other):
+        run.go()
+    assert first.flat.data.equal(second.flat.data)
+    assert not first.flat.data.equal(other.flat.data)

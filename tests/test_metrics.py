@@ -1,0 +1,331 @@
+"""Metrics files, and what is made of them: the view of a run, the console, TensorBoard."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pala import console
+from pala.console import Lines, Panel, Progress, Reporter, TensorBoard, make_console
+from pala.metrics import SECTIONS, MetricsWriter, Record, RunView, Stopwatch, Tail, metrics_path, read_rank, read_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "metrics").mkdir()
+    return tmp_path
+
+
+def write(run: Path, *records: Record, rank: int = 0) -> None:
+    MetricsWriter(metrics_path(run, rank), rank).write(list(records))
+
+
+def start(steps: int) -> Record:
+    return {"type": "start", "time_s": 0.0, "local_steps": steps}
+
+
+def episode(steps: int, time_s: float = 0.0, return_: float = 0.0) -> Record:
+    return {"type": "episode", "time_s": time_s, "local_steps": steps, "return": return_}
+
+
+def interval(**values: object) -> Record:
+    return {"type": "interval", "time_s": 0.0, "local_steps": 0} | values
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tail_reads_each_record_once(run):
+    tail = Tail(metrics_path(run, 0))
+    assert tail.read() == []
+    write(run, start(0), episode(1, return_=-0.1))
+    assert tail.read() == [start(0), episode(1, return_=-0.1)]
+    write(run, episode(2))
+    assert tail.read() == [episode(2)]
+    assert tail.read() == []
+
+
+def test_a_line_waits_for_its_end(run):
+    """Whatever the place at which a reader meets the file, it gets whole records and all of them."""
+    data = "".join(json.dumps(episode(n)) + "\n" for n in range(3)).encode()
+    for cut in range(len(data) + 1):
+        path = metrics_path(run, cut)
+        path.write_bytes(data[:cut])
+        tail = Tail(path)
+        first = tail.read()
+        assert len(first) == data[:cut].count(b"\n")
+        path.write_bytes(data)
+        assert first + tail.read() == [episode(n) for n in range(3)]
+
+
+def test_a_cut_line_costs_no_other_record(run):
+    """A rank was killed, or the disk was full, in the middle of a line; the run goes on behind it."""
+    write(run, episode(10))
+    with metrics_path(run, 0).open("a") as file:
+        file.write('{"type":"episode","lo')
+    write(run, start(10), episode(20))
+    assert read_rank(metrics_path(run, 0)) == [episode(10), start(10), episode(20)]
+
+
+def test_a_resumed_run_drops_what_was_lost(run):
+    write(run, start(0), episode(10), episode(20), episode(30))
+    write(run, start(20), episode(25), episode(40))  # crashed after 30, the checkpoint was made at 20
+    write(run, start(15), episode(16))  # and again, from an older one
+    assert read_rank(metrics_path(run, 0)) == [start(0), episode(10), start(15), episode(16)]
+
+
+def test_a_run_is_read_rank_by_rank(run):
+    for rank in (0, 1, 11, 2):
+        write(run, start(rank), rank=rank)
+    assert read_run(run) == [[start(0)], [start(1)], [start(2)], [start(11)]]
+
+
+def test_a_full_disk_is_said_once_and_training_goes_on(run, capsys):
+    path = metrics_path(run, 3)
+    path.symlink_to("/dev/full")
+    writer = MetricsWriter(path, 3)
+    for _ in range(3):
+        writer.write([start(0)])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "[rank 3]" in said
+    assert str(path) in said
+    path.unlink()
+    writer.write([start(1)])
+    assert read_rank(path) == [start(1)]
+    path.unlink()
+    path.symlink_to("/dev/full")
+    writer.write([start(2)])
+    assert "[rank 3]" in capsys.readouterr().err
+
+
+# ---- the view --------------------------------------------------------------------------------------------------------
+
+
+def test_the_mean_is_over_the_last_100_episodes_of_all_ranks(run):
+    """Two ranks end their episodes in turn; the view reads them in pieces."""
+    view, returns = RunView(run, ranks=2), [float(n * n % 97) for n in range(260)]
+    assert view.mean_return is None
+    for begin, end in ((0, 40), (40, 45), (45, 260)):
+        for rank in range(2):
+            mine = [episode(n, float(n), returns[n]) for n in range(begin, end) if n % 2 == rank]
+            write(run, *mine, rank=rank)
+        view.refresh()
+        recent = returns[max(0, end - 100) : end]
+        assert view.mean_return == pytest.approx(sum(recent) / len(recent))
+        assert view.num_episodes == end
+
+
+def test_the_view_keeps_each_ranks_last_interval(run):
+    view = RunView(run, ranks=3)
+    assert view.mean("entropy") is None
+    assert view.total("mixes") == 0
+    write(run, interval(entropy=9.0, mixes=9), interval(entropy=1.0, mixes=2), rank=0)
+    write(run, interval(entropy=2.0, mixes=None), rank=1)
+    write(run, start(0), rank=2)
+    view.refresh()
+    assert view.mean("entropy") == 1.5
+    assert view.total("mixes") == 2
+
+
+def test_the_stopwatchs_fractions_sum_to_one():
+    watch = Stopwatch()
+    for name in ("environment", "update", "environment", "exchange"):
+        with watch.section(name):
+            time.sleep(0.005)
+    time.sleep(0.005)
+    watch.move(0.004, "exchange", "wait")
+    seconds, fractions = watch.split()
+    assert tuple(fractions) == SECTIONS
+    assert sum(fractions.values()) == pytest.approx(1)
+    assert seconds >= 0.025
+    assert fractions["environment"] * seconds >= 0.01
+    assert fractions["wait"] * seconds == pytest.approx(0.004)
+    assert fractions["other"] * seconds >= 0.005
+    assert fractions["inference"] == 0
+
+
+def test_a_split_begins_again():
+    watch = Stopwatch()
+    with watch.section("update"):
+        time.sleep(0.002)
+    watch.split()
+    time.sleep(0.001)
+    assert watch.split()[1]["other"] == 1
+
+
+def test_a_section_counts_when_it_fails():
+    watch = Stopwatch()
+    with pytest.raises(ZeroDivisionError), watch.section("update"):
+        raise ZeroDivisionError
+    assert watch.split()[1]["update"] > 0
+
+
+# ---- the console -----------------------------------------------------------------------------------------------------
+
+EXAMPLE = interval(
+    local_steps_per_s=500.0, mixes=6, staleness_updates=4, consensus_distance=0.25, consensus_distance_relative=0.01,
+    loss_policy=-0.5, loss_value=0.75, entropy=1.5, gradient_norm=2.0, learning_rate=7e-4,
+    **{f"time_{name}": share for name, share in zip(SECTIONS, (0.4, 0.3, 0.2, 0.05, 0.03, 0.02), strict=True)},
+)  # fmt: skip
+
+
+def figures(run: Path) -> dict[str, str]:
+    write(run, episode(1, 1.0, -20.0), EXAMPLE, rank=0)
+    write(run, episode(1, 2.0, -15.0), EXAMPLE | {"staleness_updates": 9}, rank=1)
+    progress = Progress(RunView(run, ranks=2), budget_steps=4_000_000)
+    progress.refresh(global_steps=400_000)
+    return progress.figures()
+
+
+def test_figures_say_how_the_run_goes(run):
+    assert figures(run) == {
+        "steps": "400,000 of 4,000,000 (10.0%)",
+        "eta": "1:00:00",
+        "steps/s": "1,000",
+        "return": "-17.50 (mean of the last 100 of 2 episodes)",
+        "consensus": "0.250 (1.00%)",
+        "staleness": "9 updates at most, 12 mixes",
+        "time": "environment 40% inference 30% update 20% exchange 5% wait 3% other 2%",
+    }
+
+
+def test_figures_of_nothing_are_dashes(run):
+    progress = Progress(RunView(run, ranks=2), budget_steps=100)
+    progress.refresh(global_steps=120)
+    shown = progress.figures()
+    assert shown["steps"] == "100 of 100 (100.0%)"
+    assert (shown["eta"], shown["consensus"]) == ("-", "- (-)")
+
+
+def test_lines_are_plain(run, capsys):
+    lines = Lines()
+    for _ in range(2):
+        lines.show(figures(run))
+    lines.close()
+    first, second, end = capsys.readouterr().out.split("\n")
+    assert first.startswith("steps 400,000 of 4,000,000 (10.0%) | eta 1:00:00 |")
+    assert first.isprintable()
+    assert second.isprintable()
+    assert end == ""
+
+
+def test_the_panel_stays_in_place(run, capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    panel, shown = Panel("PALA  runs/[lr=1e-3]  2 ranks", (90, 30)), figures(run)
+    for _ in range(2):
+        panel.show(shown)
+    panel.close()
+    out = capsys.readouterr().out
+    assert "\x1b[1A" in out  # up, over the panel drawn before
+    assert "\x1b[2K" not in out[out.rindex("╰") :]  # the last one is left on the screen
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out).replace("\r", "\n")
+    assert max(len(line) for line in text.split("\n")) <= 90
+    assert "PALA  runs/[lr=1e-3]  2 ranks" in text
+    for label, value in shown.items():
+        assert re.search(rf"{label} +{re.escape(value.split(',')[0])}", text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "shown"),
+    [
+        ("auto", None, Lines),
+        ("auto", (80, 24), Panel),
+        ("lines", (80, 24), Lines),
+        ("panel", None, Panel),
+        ("none", (80, 24), type(None)),
+    ],
+)
+def test_the_console_is_a_panel_where_there_is_a_terminal(kind, size, shown, monkeypatch):
+    monkeypatch.setattr(console, "terminal_size", lambda: size)
+    made = make_console(kind, "title")
+    assert type(made) is shown
+    if made is not None:
+        made.close()
+
+
+def test_tensorboard_reads_what_was_written(run):
+    figures(run)
+    view, board = RunView(run, ranks=2), TensorBoard(run / "tensorboard")
+    board.add(view, 1000)
+    view.refresh()
+    board.add(view, 2000)
+    board.close()
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    values = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert values.pop("speed/global_steps_per_s") == [(1000, 0), (2000, 1000)]
+    assert {tag: pytest.approx(value) for tag, [(_, value)] in values.items()} == {
+        "return/mean_of_last_100_episodes": -17.5,
+        "loss/policy": -0.5, "loss/value": 0.75, "loss/entropy": 1.5,
+        "update/gradient_norm": 2.0, "update/learning_rate": 7e-4,
+        "exchange/consensus_distance": 0.25, "exchange/staleness_updates": 6.5,
+        "time/environment": 0.4, "time/inference": 0.3, "time/update": 0.2,
+        "time/exchange": 0.05, "time/wait": 0.03, "time/other": 0.02,
+    }  # fmt: skip
+
+
+def test_the_reporter_feeds_both(run, capsys):
+    figures(run)
+    reporter = Reporter(run, ranks=2, budget_steps=4_000_000, console="lines", tensorboard=True)
+    reporter.report(global_steps=400_000)
+    reporter.close()
+    assert capsys.readouterr().out.startswith("steps 400,000 of 4,000,000")
+    assert EventAccumulator(str(run / "tensorboard")).Reload().Scalars("loss/policy")[0].step == 400_000
+
+
+# ---- the terminal ----------------------------------------------------------------------------------------------------
+
+ASK = "import sys; from pala.runtime import terminal_size; sys.stderr.write(str(terminal_size()))"
+
+
+def terminal_seen(stdout: int, *launcher: str) -> str:
+    """What a rank, started by `launcher`, says of the terminal when the job's output goes to `stdout`."""
+    done = subprocess.run(
+        [*launcher, sys.executable, "-c", ASK], stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE,
+        text=True, timeout=30, check=True, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    return done.stderr
+
+
+@pytest.fixture
+def terminal():
+    """A pseudo-terminal of 81 columns and 25 lines."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 81, 0, 0))
+    yield slave
+    os.close(master)
+    os.close(slave)
+
+
+def launcher(folder: Path, script: str) -> str:
+    """An executable whose process is called mpirun."""
+    path = folder / "mpirun"
+    path.write_text(script)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_terminal_is_seen_and_a_pipe_or_file_is_none(terminal, tmp_path):
+    assert terminal_seen(terminal) == "(81, 25)"
+    assert terminal_seen(subprocess.PIPE) == "None"
+    with (tmp_path / "log").open("w") as file:
+        assert terminal_seen(file.fileno()) == "None"
+
+
+def test_the_launchers_output_decides(terminal, tmp_path):
+    """A rank on a pipe under a launcher on a terminal (MPICH), and the other way round (Open MPI)."""
+    assert terminal_seen(terminal, launcher(tmp_path, '#!/bin/sh\n"$@" | cat\n')) == "(81, 25)"
+    on_terminal = "import pty, subprocess, sys; subprocess.run(sys.argv[1:], stdout=pty.openpty()[1], check=True)"
+    assert terminal_seen(subprocess.PIPE, launcher(tmp_path, f"#!{sys.executable}\n{on_terminal}\n")) == "None"

@@ -1,0 +1,341 @@
+"""Real ranks under real MPI: `mpirun -np N python -m pala.train`, as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CARTPOLE, LAUNCHERS, Launcher, processes_in, record_of, wait_for
+
+from pala.checkpoint import load_policy, load_rank
+from pala.metrics import read_run
+from pala.networks import ActorCritic, FlatParameters
+from pala.run_folder import config_of
+
+pytestmark = pytest.mark.mpi
+
+
+def parameters_of(run: Path, rank: int, segment: str = "segment-000") -> torch.Tensor:
+    """A rank's parameters in its newest checkpoint."""
+    import gymnasium
+
+    env = gymnasium.make("CartPole-v1")
+    network = ActorCritic(env.observation_space, env.action_space, config_of(run).network)
+    signature = FlatParameters(network, torch.device("cpu")).signature
+    return load_rank(run / "checkpoints" / segment, rank, signature).parameters
+
+
+def last_intervals(run: Path) -> list[dict]:
+    """The last interval record of each rank."""
+    return [[r for r in records if r["type"] == "interval"][-1] for records in read_run(run)]
+
+
+def total(run: Path, key: str) -> int:
+    """Sum of a count over all intervals of all ranks."""
+    return sum(r[key] for records in read_run(run) for r in records if r["type"] == "interval")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_train_one_policy(mpi: Launcher, ranks: int, tmp_path: Path) -> None:
+    job = mpi.train(ranks, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", cwd=tmp_path)
+    assert job.status == 0, job.output
+    run, record = tmp_path / "runs" / "r", record_of(tmp_path / "runs" / "r")
+    segment = record["segments"][0]
+    assert record["completed"] and segment["ranks"] == ranks and len(segment["hosts"]) == ranks
+    assert ("Open MPI" if mpi.name == "openmpi" else "MPICH") in segment["mpi"]
+    local = [record["local_steps"] for record in last_intervals(run)]
+    assert len(local) == ranks and sum(local) >= 6000
+    assert segment["global_steps"] >= 6000
+    if ranks > 1:
+        assert total(run, "models_mixed") > 10 * ranks
+        assert total(run, "models_refused") == 0
+    named, header = load_policy(run / "policy.safetensors")
+    assert header["global_steps"] >= 6000 and all(bool(t.isfinite().all()) for t in named.values())
+    assert "\x1b" not in job.output, "control characters in a log"
+
+
+@pytest.mark.parametrize("topology", ["random", "ring", "exponential", "complete"])
+def test_every_topology_and_mixing_under_mpi(any_mpi: Launcher, topology: str, tmp_path: Path) -> None:
+    for mixing in ("uniform", "push_sum"):
+        job = any_mpi.train(
+            3, *CARTPOLE, "--total-steps", "4000", "--run.name", mixing, "--exchange.topology", topology,
+            "--exchange.mixing", mixing, "--exchange.max-staleness", "2", cwd=tmp_path,
+        )  # fmt: skip
+        assert job.status == 0, job.output
+        run = tmp_path / "runs" / mixing
+        assert total(run, "models_mixed") > 0
+        worst = max(r["staleness_updates"] for records in read_run(run) for r in records if r["type"] == "interval")
+        assert worst <= 3  # max_staleness + the update after which it waits
+
+
+def test_complete_uniform_lockstep_is_the_exact_average(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Then all ranks have equal parameters after every mix, though each learns from its own environments."""
+    job = any_mpi.train(
+        3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", "--exchange.topology", "complete",
+        "--exchange.max-staleness", "0", cwd=tmp_path,
+    )  # fmt: skip
+    assert job.status == 0, job.output
+    run = tmp_path / "runs" / "r"
+    norms = [r["consensus_distance_relative"] for records in read_run(run) for r in records if r["type"] == "interval"]
+    # A model and the average of the others differ by one update only; independent learners drift far apart.
+    assert max(n for n in norms if n is not None) < 0.05
+
+
+def test_exchange_none_leaves_ranks_apart(any_mpi: Launcher, tmp_path: Path) -> None:
+    job = any_mpi.train(
+        2, *CARTPOLE, "--total-steps", "2000", "--run.name", "r", "--exchange.kind", "none", cwd=tmp_path
+    )
+    assert job.status == 0, job.output
+    run = tmp_path / "runs" / "r"
+    first, second = parameters_of(run, 0), parameters_of(run, 1)
+    assert (first - second).norm() > 0.1
+    assert [r["local_steps"] for r in last_intervals(run)] == [1000, 1000]
+
+
+def test_one_gossiping_rank_equals_no_exchange_bit_for_bit(any_mpi: Launcher, tmp_path: Path) -> None:
+    for kind in ("gossip", "none"):
+        job = any_mpi.train(
+            1, *CARTPOLE, "--total-steps", "2000", "--run.name", kind, "--exchange.kind", kind, cwd=tmp_path
+        )
+        assert job.status == 0, job.output
+    assert torch.equal(parameters_of(tmp_path / "runs/gossip", 0), parameters_of(tmp_path / "runs/none", 0))
+
+
+def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
+    import subprocess
+
+    done = subprocess.run(
+        [any_mpi.folder / "python", "-m", "pala.train", *CARTPOLE, "--total-steps", "500"],
+        cwd=tmp_path, env=any_mpi.environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "completed after" in done.stdout
+
+
+def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) -> None:
+    source = (
+        "import pala.train as cli, pala.envs, gymnasium\n"
+        "from mpi4py import MPI\n"
+        "class Env(gymnasium.Wrapper):\n"
+        "    steps = 0\n"
+        "    def step(self, action):\n"
+        "        self.steps += 1\n"
+        "        if MPI.COMM_WORLD.rank == 1 and self.steps == 500:\n"
+        "            raise RuntimeError('the planted fault')\n"
+        "        return super().step(action)\n"
+        "make = gymnasium.make\n"
+        "gymnasium.make = lambda *a, **k: Env(make(*a, **k))\n"
+        f"import sys; sys.argv[1:] = {[*CARTPOLE, '--total-steps', '10000000']!r}\n"
+        "cli.main()\n"
+    )
+    begin = time.monotonic()
+    job = mpi.script(3, source, tmp_path)
+    assert time.monotonic() - begin < 40
+    assert job.status != 0
+    assert "rank 1 failed" in job.output and "the planted fault" in job.output
+    assert not processes_in(tmp_path / "script.py")
+
+
+POISON = """
+import sys, torch
+import pala.train as cli
+from pala import learner
+share = learner.Learner._share
+def poisoned(self, result):
+    if self._rank == 1 and self.counters.updates in range(40, 200, 10):
+        self._flat.data.fill_(float("nan"))
+    share(self, result)
+learner.Learner._share = poisoned
+sys.argv[1:] = {arguments!r}
+cli.main()
+"""
+
+
+def test_nan_on_one_rank_is_refused_reported_and_healed(mpi: Launcher, tmp_path: Path) -> None:
+    arguments = [*CARTPOLE, "--total-steps", "12000", "--run.name", "r"]
+    job = mpi.script(3, POISON.format(arguments=arguments), tmp_path)
+    assert job.status == 0, job.output
+    assert re.search(r"\[rank [02]\] refused a model from rank 1: it holds NaN", job.output)
+    assert "[rank 1] update 41: the parameters were not finite either; they are replaced" in job.output
+    run = tmp_path / "runs" / "r"
+    assert all(bool(parameters_of(run, rank).isfinite().all()) for rank in range(3))
+    assert total(run, "models_refused") >= 1
+
+
+def test_nan_without_peers_ends_with_a_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
+    arguments = [*CARTPOLE, "--total-steps", "12000", "--run.name", "r", "--exchange.kind", "none"]
+    job = any_mpi.script(2, POISON.format(arguments=arguments), tmp_path)
+    assert job.status != 0
+    assert "[rank 1] update 41: the parameters are not finite and there is no peer to recover from" in job.output
+    assert "Traceback" not in job.output
+
+
+def test_ranks_with_different_configurations_are_told(mpi: Launcher, tmp_path: Path) -> None:
+    python = str(mpi.folder / "python")
+    one = ["-np", "1", python, "-m", "pala.train", *CARTPOLE, "--total-steps", "1000"]
+    job = mpi.start(*one, ":", *one, "--a2c.gamma", "0.5", cwd=tmp_path).wait()
+    assert job.status != 0
+    assert "Rank 1: this rank was started with another configuration than rank 0: 'a2c.gamma' is 0.5" in job.output
+    assert "Traceback" not in job.output and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["missing.toml"], "Preset 'missing.toml' does not exist"),
+        (["bad.toml"], "unknown key 'a2c.learning_rat'; did you mean 'a2c.learning_rate'?"),
+        (["--env.id", "ALE/Pogn-v5"], "did you mean 'ALE/Pong-v5'?"),
+        (["--resume", "nowhere"], "'nowhere' is not a run's folder"),
+        (["--run.device", "cuda"], "sees no CUDA device"),
+    ],
+)
+def test_user_mistakes_are_one_sentence(any_mpi: Launcher, arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    if arguments[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    (tmp_path / "bad.toml").write_text("[a2c]\nlearning_rat = 1e-3\n")
+    job = any_mpi.train(2, *arguments, cwd=tmp_path)
+    assert job.status == 2 and "Traceback" not in job.output
+    assert job.output.count(sentence) == 1, job.output
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_cleanly_and_resume_goes_on(mpi: Launcher, number: int, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    job = mpi.start_train(2, *CARTPOLE, "--total-steps", "100000000", "--run.name", "r", cwd=tmp_path)
+    wait_for(lambda: (run / "metrics/rank-0001.jsonl").exists() and last_intervals_exist(run), what="training")
+    begin = time.monotonic()
+    job.process.send_signal(number)
+    job.wait(30)
+    assert time.monotonic() - begin < 10
+    wait_for(lambda: not processes_in(run), 5, "the end of all ranks")
+    assert record_of(run)["segments"][0]["status"] == "stopped" and not record_of(run)["completed"]
+    before = sum(r["local_steps"] for r in last_intervals(run))
+    budget = before + 4000
+    job = mpi.train(2, "--resume", str(run), "--total-steps", str(budget), cwd=tmp_path)
+    assert job.status == 0, job.output
+    record = record_of(run)
+    assert record["completed"] and [s["resumed"] for s in record["segments"]] == [False, True]
+    assert budget <= sum(r["local_steps"] for r in last_intervals(run)) < budget + 4000
+
+
+def last_intervals_exist(run: Path) -> bool:
+    """True when every rank has made a record."""
+    return all(any(r["type"] == "interval" for r in records) for records in read_run(run))
+
+
+def test_resume_with_another_number_of_ranks(any_mpi: Launcher, tmp_path: Path) -> None:
+    assert any_mpi.train(3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", cwd=tmp_path).status == 0
+    run = tmp_path / "runs" / "r"
+    done = record_of(run)["segments"][0]["global_steps"]
+    job = any_mpi.train(2, "--resume", str(run), "--total-steps", str(done + 1000), cwd=tmp_path)
+    assert job.status == 0, job.output
+    assert "had 3 ranks and now has 2" in job.output
+    assert done + 1000 <= record_of(run)["segments"][1]["global_steps"] < done + 3000
+
+
+def test_an_existing_run_is_never_written_over(any_mpi: Launcher, tmp_path: Path) -> None:
+    arguments = [*CARTPOLE, "--total-steps", "500", "--run.name", "r"]
+    assert any_mpi.train(1, *arguments, cwd=tmp_path).status == 0
+    before = (tmp_path / "runs/r/run.json").read_bytes()
+    job = any_mpi.train(1, *arguments, cwd=tmp_path)
+    assert job.status == 2 and "exists already" in job.output
+    assert (tmp_path / "runs/r/run.json").read_bytes() == before
+
+
+def test_a_disk_without_room_fails_at_the_start(any_mpi: Launcher, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for a full disk: the first checkpoint cannot be written."""
+    python = str(any_mpi.folder / "python")
+    command = ["bash", "-c", 'ulimit -f 4; exec "$@"', "-", python, "-m", "pala.train", *CARTPOLE]
+    job = any_mpi.start("-np", "2", *command, "--total-steps", "1000", "--run.console", "none", cwd=tmp_path).wait()
+    assert job.status != 0 and "Traceback" not in job.output
+    assert "File too large" in job.output
+
+
+def test_damaged_checkpoints(any_mpi: Launcher, tmp_path: Path) -> None:
+    """The one before is used; without it, a sentence names the file, on all ranks, without a hang."""
+    assert any_mpi.train(2, *CARTPOLE, "--total-steps", "1000", "--run.name", "r", cwd=tmp_path).status == 0
+    segment = tmp_path / "runs/r/checkpoints/segment-000"
+    newest = segment / "rank-0001.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    job = any_mpi.train(2, "--resume", "runs/r", "--total-steps", "2000", cwd=tmp_path)
+    assert job.status == 0 and "The one before it is used." in job.output, job.output
+    for file in (tmp_path / "runs/r/checkpoints/segment-001").glob("rank-0001*"):
+        file.write_bytes(b"nonsense")
+    job = any_mpi.train(2, "--resume", "runs/r", "--total-steps", "3000", cwd=tmp_path)
+    assert job.status == 2 and "Traceback" not in job.output
+    assert re.search(r"Rank 1: Checkpoint '.*rank-0001.safetensors' cannot be read", job.output)
+
+
+def test_a_checkpoint_of_another_network(any_mpi: Launcher, tmp_path: Path) -> None:
+    assert any_mpi.train(2, *CARTPOLE, "--total-steps", "500", "--run.name", "r", cwd=tmp_path).status == 0
+    job = any_mpi.train(2, "--resume", "runs/r", "--network.mlp-hidden", "8", cwd=tmp_path)
+    assert job.status == 2 and "is of another network" in job.output
+
+
+def test_mpirun_of_another_mpi_is_named(tmp_path: Path) -> None:
+    if len(LAUNCHERS) < 2:
+        pytest.skip("needs Open MPI and MPICH: ./launch/test.sh installs both")
+    openmpi, mpich = LAUNCHERS
+    mixed = Launcher("mixed", openmpi.folder)
+    job = mixed.start("-np", "2", str(mpich.folder / "python"), "-m", "pala.train", *CARTPOLE, cwd=tmp_path).wait()
+    assert job.status != 0
+    assert "use different MPI libraries" in job.output
+
+
+SCRIPT_WITH_FACTORY = """
+import gymnasium, pala
+from pala.config import Config, EnvConfig, EvaluationConfig, RunConfig
+limit = 37
+def make_env():
+    return gymnasium.make("CartPole-v1", max_episode_steps=limit)
+config = Config(total_steps=2000, env=EnvConfig(num_envs=2, vectorization="{vectorization}"),
+                run=RunConfig(name="r", console="none"), evaluation=EvaluationConfig(episodes=4))
+if __name__ == "__main__":
+    result = pala.train(config, make_env=make_env)
+    assert result.status == "completed"
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 0:
+        from pala.evaluate import evaluate, save
+        save(result.run, evaluate(result.run, 4, 2, False, 1, 1))
+"""
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_a_users_own_environment_from_python(any_mpi: Launcher, vectorization: str, tmp_path: Path) -> None:
+    job = any_mpi.script(2, SCRIPT_WITH_FACTORY.format(vectorization=vectorization), tmp_path)
+    assert job.status == 0, job.output
+    run = tmp_path / "runs" / "r"
+    lengths = [r["length_steps"] for records in read_run(run) for r in records if r["type"] == "episode"]
+    assert lengths and max(lengths) <= 37
+    assert (run / "evaluation.json").exists()
+
+
+@pytest.mark.slow
+def test_two_gossiping_ranks_learn_cartpole(mpi: Launcher, tmp_path: Path) -> None:
+    job = mpi.train(
+        2, *CARTPOLE, "--env.num-envs", "8", "--total-steps", "120000", "--run.name", "r", "--a2c.learning-rate",
+        "2e-3", "--a2c.learning-rate-decay", "linear", cwd=tmp_path,
+    )  # fmt: skip
+    assert job.status == 0, job.output
+    episodes = sorted(
+        (r["time_s"], r["return"]) for rs in read_run(tmp_path / "runs/r") for r in rs if r["type"] == "episode"
+    )
+    first, last = [r for _, r in episodes[:50]], [r for _, r in episodes[-50:]]
+    assert sum(first) / 50 < 40
+    assert sum(last) / 50 > 150
+
+
+def test_continuous_actions(any_mpi: Launcher, tmp_path: Path) -> None:
+    job = any_mpi.train(
+        2, *CARTPOLE, "--env.id", "Pendulum-v1", "--total-steps", "4000", "--run.name", "r", cwd=tmp_path
+    )
+    assert job.status == 0, job.output
+    lengths = [
+        r["length_steps"] for records in read_run(tmp_path / "runs/r") for r in records if r["type"] == "episode"
+    ]
+    assert set(lengths) == {200}

@@ -1,0 +1,145 @@
+"""Plots: running means, quartiles, groups of seeds, labels, and the picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pala import run_folder
+from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
+from pala.errors import PalaError
+from pala.metrics import MetricsWriter, Record, metrics_path
+from pala.plot import Curve, _draw_many, _draw_one, _grouped, curve_of, main, mean_of, plot, read, running_mean
+
+pytest.importorskip("matplotlib")
+CONFIG = Config(env=EnvConfig(id="ALE/Pong-v5"))
+RING = ExchangeConfig(topology="ring")
+NONE = ExchangeConfig(kind="none")
+
+
+def make_run(path: Path, config: Config = CONFIG, ranks: int = 2, episodes: int = 40, end_s: float = 600) -> Path:
+    """A run whose returns are its seed and whose ranks report in turn."""
+    (path / "metrics").mkdir(parents=True)
+    run_folder.RunRecord(path, config, {"ranks": ranks})
+    for rank in range(ranks):
+        records: list[Record] = []
+        for i in range(rank, episodes, ranks):
+            stamp: Record = {"time_s": end_s * i / episodes, "local_steps": 100 * i, "global_steps": 100 * ranks * i}
+            records.append({"type": "episode", "return": float(config.seed), "length_steps": 100} | stamp)
+            distance = None if i == rank or config.exchange.kind == "none" else 1.0
+            records.append({"type": "interval", "consensus_distance": distance} | stamp)
+        MetricsWriter(metrics_path(path, rank), rank).write(records)
+    return path
+
+
+def test_running_mean_grows_to_its_window() -> None:
+    assert running_mean(np.array([1.0, 2.0, 3.0, 4.0]), 2).tolist() == [1.0, 1.5, 2.5, 3.5]
+
+
+def test_a_curve_is_in_the_order_of_its_axis_and_thin() -> None:
+    curve = curve_of(np.array([3.0, 1.0, 2.0]), np.array([30.0, 10.0, 20.0]), window=2)
+    assert curve.x.tolist() == [1, 2, 3]
+    assert curve.y.tolist() == [10, 15, 25]
+    assert curve.low.tolist() == [10, 12.5, 22.5]
+    assert curve.high.tolist() == [10, 17.5, 27.5]
+    assert len(curve_of(np.arange(10_000.0), np.zeros(10_000), 100).x) <= 500
+
+
+def test_the_mean_of_curves_covers_what_they_share() -> None:
+    curves = [Curve(x, y, y, y) for x, y in ((np.array([0.0, 10.0]), np.zeros(2)), (np.array([5.0, 20.0]), np.ones(2)))]
+    mean = mean_of(curves)
+    assert (mean.x[0], mean.x[-1]) == (5, 10)
+    assert (set(mean.y), set(mean.low), set(mean.high)) == ({0.5}, {0.0}, {1.0})
+    assert len(mean_of([curves[0], Curve(np.array([11.0, 12.0]), np.ones(2), np.ones(2), np.ones(2))]).x) == 0
+
+
+def test_all_ranks_are_read(tmp_path: Path) -> None:
+    run = read(make_run(tmp_path / "a", ranks=2, episodes=40))
+    assert len(run.returns) == 40
+    assert len(run.distances) == 38
+    assert run.is_atari
+
+
+def test_one_run_makes_a_picture(tmp_path: Path) -> None:
+    path = plot([make_run(tmp_path / "a")])
+    assert path == tmp_path / "a" / "learning_curve.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+
+
+def test_the_panel_of_distances_is_for_gossip(tmp_path: Path) -> None:
+    gossip = _draw_one(read(make_run(tmp_path / "a")), 100)
+    alone = _draw_one(read(make_run(tmp_path / "b", replace(CONFIG, exchange=NONE))), 100)
+    assert [len(figure.axes) for figure in (gossip, alone)] == [3, 2]
+    assert gossip.axes[0].get_xlabel() == "environment steps of all ranks (1 step = 4 frames)"
+    assert gossip.axes[1].get_xlabel() == "wall-clock time (minutes)"
+    assert np.asarray(gossip.axes[1].lines[0].get_xdata())[-1] == pytest.approx(9.75)
+
+
+def test_seeds_are_merged_and_settings_told_apart(tmp_path: Path) -> None:
+    seeds = [make_run(tmp_path / f"s{s}", replace(CONFIG, seed=s)) for s in (1, 2, 6)]
+    ring = make_run(tmp_path / "ring", replace(CONFIG, exchange=RING))
+    groups = _grouped([read(path) for path in (*seeds, ring)], "preset")
+    assert {label: len(runs) for label, runs in groups.items()} == {
+        "topology random (mean and range of 3 seeds)": 3, "topology ring": 1,
+    }  # fmt: skip
+    figure = _draw_many(groups, 100)
+    mean = next(line for line in figure.axes[0].lines if str(line.get_label()).startswith("topology random"))
+    assert set(np.asarray(mean.get_ydata())) == {3.0}
+    path = plot([*seeds, ring], tmp_path / "all.png")
+    assert path.stat().st_size > 20_000
+
+
+def test_labels(tmp_path: Path) -> None:
+    def labels(*configs: Config, group_by: str = "preset") -> list[str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        runs = [read(make_run(folder / f"run-{i}", config)) for i, config in enumerate(configs)]
+        return list(_grouped(runs, "preset" if group_by == "preset" else "none"))
+
+    faster = replace(CONFIG, a2c=A2CConfig(learning_rate=1e-3))
+    assert labels(CONFIG, faster) == ["learning rate 0.0007", "learning rate 0.001"]
+    assert labels(CONFIG, replace(CONFIG, exchange=NONE)) == ["exchange gossip", "exchange none"]
+    assert labels(CONFIG, replace(CONFIG, seed=2), group_by="none") == ["seed 1", "seed 2"]
+    assert labels(CONFIG, CONFIG, group_by="none") == ["run-0", "run-1"]
+    assert labels(CONFIG, CONFIG) == ["run-0 (mean and range of 2 runs)"]
+    assert labels(CONFIG, Config(env=EnvConfig(id="CartPole-v1"))) == ["Pong-v5", "CartPole-v1"]
+    everything = Config(total_steps=1, env=EnvConfig(num_envs=1), a2c=A2CConfig(rollout_steps=1, gamma=0.5))
+    assert labels(CONFIG, everything) == ["run-0", "run-1"]
+
+
+def test_the_number_of_ranks_tells_runs_apart(tmp_path: Path) -> None:
+    runs = [read(make_run(tmp_path / str(ranks), ranks=ranks)) for ranks in (1, 4)]
+    assert list(_grouped(runs, "preset")) == ["1 rank", "4 ranks"]
+
+
+def test_errors_are_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, empty = make_run(tmp_path / "a"), make_run(tmp_path / "b", episodes=0)
+    with pytest.raises(PalaError, match="has no whole episode yet"):
+        plot([run, empty], tmp_path / "x.png")
+    with pytest.raises(PalaError, match="at least one run"):
+        plot([])
+    with pytest.raises(PalaError, match="'smooth' is 0"):
+        plot([run], smooth=0)
+    with pytest.raises(PalaError, match="cannot be written"):
+        plot([run], tmp_path / "x.nonsense")
+    monkeypatch.setattr("sys.argv", ["plot", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert "is not a run's folder" in capsys.readouterr().err
+
+
+def test_the_program_names_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["plot", *runs, "--group-by", "none", "--title", "Two"])
+    main()
+    assert capsys.readouterr().out.strip() == "learning_curves.png"
+    assert (tmp_path / "learning_curves.png").stat().st_size > 20_000

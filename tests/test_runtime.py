@@ -1,0 +1,123 @@
+"""The process of a rank: its share of the cores, what the launcher says, signals, and random streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pala.runtime import Interrupt, Launch, say, threads_per_rank
+from pala.seeding import derive, stream
+
+
+@pytest.mark.parametrize(
+    ("bound", "cores", "local_size", "threads"),
+    [
+        (8, 8, 1, 8),  # one rank has the host
+        (8, 8, 3, 2),  # ranks that are not bound share it
+        (2, 8, 4, 2),  # each bound to its share
+        (1, 8, 2, 1),  # bound to less
+        (2, 2, 5, 1),  # more ranks than cores
+        (1, None, 1, 1),  # a host that does not say
+    ],
+)
+def test_threads_are_a_ranks_share_of_the_cores(bound, cores, local_size, threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound)))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert threads_per_rank(local_size) == threads
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, Launch(0, 1, 1)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            Launch(5, 8, 4),
+        ),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, Launch(3, 4, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch(1, 2, 2)),  # srun: perhaps all on this host
+        ({"PMI_RANK": "", "PMI_SIZE": "what"}, Launch(0, 1, 1)),
+    ],
+)
+def test_the_launcher_is_read_from_the_environment(environment, launch, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "MPI_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Launch.detect() == launch
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_noted_and_the_handlers_come_back(number):
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with Interrupt().installed() as interrupt:
+        assert interrupt.signal is None
+        signal.raise_signal(number)
+        assert interrupt.signal is number
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_handlers_come_back_after_an_error():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), Interrupt().installed():
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread_leaves_the_handlers_alone():
+    before, inside = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with Interrupt().installed():
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [before]
+
+
+def test_prepare_sizes_thread_pools_before_they_load_and_initialises_nothing():
+    """In a process of its own: numpy, torch and MPI must not be there yet, and a user's own setting stays."""
+    code = (
+        "import os, sys; os.environ['MKL_NUM_THREADS'] = '7'; from pala.runtime import prepare\n"
+        "loaded = {'numpy', 'torch', 'mpi4py.MPI'} & set(sys.modules)\n"
+        "print(prepare(3), os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'], sorted(loaded))"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=clean,
+        cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert done.stdout == "3 3 7 []\n"
+
+
+def test_what_is_said_is_one_line(capsys):
+    say("one")
+    say("two\n")
+    assert capsys.readouterr().err == "one\ntwo\n"
+
+
+def test_streams_differ_by_seed_rank_and_purpose_only():
+    keys = list(product((0, 1, 2**62), (0, 1, 500), ("actions", "environments", "")))
+    draws = {stream(*key).random(4).tobytes() for key in keys}
+    assert len(draws) == len(keys)
+    assert draws == {stream(*key).random(4).tobytes() for key in keys}
+
+
+def test_derived_seeds_are_int32_and_unlike():
+    seeds = derive(1, 0, "environments", 1000)
+    assert seeds.dtype == np.int32
+    assert seeds.min() >= 0
+    assert len(set(seeds.tolist())) == 1000
+    assert set(seeds.tolist()).isdisjoint(derive(1, 1, "environments", 1000).tolist())
+    np.testing.assert_array_equal(seeds, derive(1, 0, "environments", 1000))
+    np.testing.assert_array_equal(seeds[:3], derive(1, 0, "environments", 3))
