@@ -29,12 +29,10 @@ def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str
     `make_env`: returns one fresh `gymnasium.Env`; wins over `config.env.id` and travels with cloudpickle to where a
     process needs it. `resume`: the folder of an earlier run to go on with. Raises PalaError.
     """
+    from pala.ranks import cores_per_rank, start_mpi
     from pala.runtime import prepare
 
-    prepare(config.run.threads)
-    from pala.ranks import start_mpi
-
-    start_mpi()
+    prepare(config.run.threads or cores_per_rank(start_mpi()))
     from pala import trainer
 
     return trainer.train(config, make_env=make_env, resume=Path(resume) if resume is not None else None)

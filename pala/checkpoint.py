@@ -90,6 +90,7 @@ def average(states: list[RankState]) -> RankState:
     Not kept: each rank's random streams. A rank whose parameters are not finite is left out; raises PalaError if
     that leaves none.
     """
+    known = np.max([state.counters["local_steps"] for state in states], axis=0)
     states = [state for state in states if bool(state.parameters.isfinite().all())]
     if not states:
         raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
@@ -97,7 +98,6 @@ def average(states: list[RankState]) -> RankState:
     parameters = sum(w * state.parameters for w, state in zip(weights, states, strict=True))
     mean_square = sum(w * state.mean_square for w, state in zip(weights, states, strict=True))
     assert isinstance(parameters, Tensor) and isinstance(mean_square, Tensor)
-    known = np.max([state.counters["local_steps"] for state in states], axis=0)
     counters = dict(states[0].counters)
     counters["base_steps"] = states[0].counters["base_steps"] + int(known.sum())
     total = sum(weights)
@@ -105,11 +105,22 @@ def average(states: list[RankState]) -> RankState:
 
 
 def newest_segment(run: Path) -> Path:
-    """The folder of the newest segment in which rank 0 has saved. Raises PalaError if there is none."""
+    """The folder of the newest segment in which every rank has saved. Raises PalaError if there is none."""
     for folder in sorted((run / "checkpoints").glob("segment-*"), reverse=True):
-        if any(_rank_path(folder, 0, previous).exists() for previous in (False, True)):
+        files = [_rank_path(folder, 0, previous) for previous in (False, True)]
+        ranks = next((_ranks_of(file) for file in files if file.exists()), 0)
+        if ranks and all(
+            any(_rank_path(folder, rank, previous).exists() for previous in (False, True)) for rank in range(ranks)
+        ):
             return folder
     raise PalaError(f"Run '{run}' has no checkpoint in '{run / 'checkpoints'}'.")
+
+
+def _ranks_of(path: Path) -> int:
+    try:
+        return _read_rank(path).ranks
+    except PalaError:
+        return 1  # damaged: `load_rank` falls back or says so
 
 
 def new_segment(run: Path) -> Path:

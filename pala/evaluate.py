@@ -515,7 +515,8 @@ def _parse(arguments: list[str]) -> Command:
     """The command line over the run's settings; prepares the process before torch is imported. Raises PalaError."""
     prog = "python -m pala.evaluate"
     first = tyro.cli(Command, args=arguments, prog=prog)
-    threads = prepare(first.threads)
+    threads = first.threads or len(os.sched_getaffinity(0))
+    prepare(threads)
     from pala import run_folder
 
     settings = run_folder.config_of(first.run).evaluation

@@ -13,7 +13,7 @@ import mpi4py
 
 from pala.config import Config, flatten, to_table
 from pala.errors import CollectiveError, PalaError
-from pala.runtime import Launch
+from pala.runtime import Launch, share_of_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,6 +47,16 @@ def _mixed(ranks: int, library: str) -> str:
         f"The launcher started {ranks} ranks, but mpirun and mpi4py use different MPI libraries (mpi4py has "
         f"{library}). Use the mpirun of the same environment."
     )
+
+
+def cores_per_rank(comm: MPI.Comm) -> int:
+    """Threads that this rank may use. Collective."""
+    from mpi4py import MPI
+
+    mine = set(os.sched_getaffinity(0))
+    ranks = comm.allgather((MPI.Get_processor_name(), mine))
+    host = MPI.Get_processor_name()
+    return share_of_cores(mine, [cores for name, cores in ranks if name == host])
 
 
 def collectively(comm: MPI.Comm, action: Callable[[], T]) -> T:

@@ -24,7 +24,7 @@ import tyro
 
 from pala.config import Config, check, load_preset
 from pala.errors import CollectiveError, PalaError
-from pala.ranks import collectively, start_mpi
+from pala.ranks import collectively, cores_per_rank, start_mpi
 from pala.runtime import Launch, prepare, say
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ def _value_of(option: str, arguments: list[str]) -> Path | None:
 
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
-    prepare()
     from pala.run_folder import provenance
 
     facts = provenance() if Launch.detect().rank == 0 else {}
@@ -90,6 +89,7 @@ def main() -> None:
     rank = comm.rank
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
+        prepare(command.config.run.threads or cores_per_rank(comm))
         from pala import trainer
 
         preset = command.preset.stem if command.preset else ""

@@ -29,8 +29,8 @@ from pala.files import write_atomically
 from pala.learner import Counters, Learner
 from pala.metrics import MetricsWriter, Record, metrics_path
 from pala.networks import ActorCritic, FlatParameters
-from pala.ranks import check_agreement, collectively
-from pala.runtime import Interrupt, Launch, say, threads_per_rank
+from pala.ranks import check_agreement, collectively, cores_per_rank
+from pala.runtime import Interrupt, process_age_s, say
 from pala.seeding import derive
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
@@ -72,7 +72,7 @@ class _Job:
     def __init__(self, comm: MPI.Comm, config: Config, make_env: MakeEnv | None, interrupt: Interrupt) -> None:
         self.comm, self.config, self.make_env, self.interrupt = comm, config, make_env, interrupt
         self.rank, self.size = comm.rank, comm.size
-        self.threads = config.run.threads or threads_per_rank(Launch.detect().local_size)
+        self.threads = config.run.threads or cores_per_rank(comm)
         self.record: run_folder.RunRecord | None = None
         self.reporter: Reporter | None = None
 
@@ -207,6 +207,8 @@ class _Job:
             self.config, self.rank, self.envs, self.network, self.flat, self.a2c, self.exchange, self.generator,
             self.counters, self.interrupt,
         )  # fmt: skip
+        if self.record is not None:
+            self.record.note(message_bytes=self.exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self.learner.run(self.env_seeds, self._on_interval, self._save_or_say)
         self.save()
         global_steps = self.exchange.global_steps

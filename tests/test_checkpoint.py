@@ -197,6 +197,16 @@ def test_average_is_the_weighted_mean_and_counts_all_steps(tmp_path):
     assert result.random_states == {}
 
 
+def test_average_leaves_out_ranks_that_are_not_finite():
+    poisoned = [make_state(rank, 3, fill=float("nan")) for rank in range(3)]
+    healthy = make_state(1, 3, fill=2.0, steps=100)
+    result = average([poisoned[0], healthy, poisoned[2]])
+    assert (result.parameters == 2).all()
+    assert result.counters["base_steps"] == 1000 + 10 + 100 + 10
+    with pytest.raises(PalaError, match="not finite"):
+        average(poisoned)
+
+
 def test_load_all_wants_every_rank(tmp_path):
     save_rank(tmp_path, make_state(0, 2))
     with pytest.raises(PalaError, match=r"rank-0001.safetensors' does not exist"):

@@ -229,7 +229,7 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
 def test_the_program_writes_json_and_keeps_earlier_results(
     cartpole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation_module, "prepare", lambda threads: 1)
+    monkeypatch.setattr(evaluation_module, "prepare", lambda threads: None)
     for seed in ("1", "2"):
         monkeypatch.setattr("sys.argv", ["evaluate", str(cartpole_run), "--seed", seed])
         main()
@@ -257,7 +257,7 @@ def test_errors_are_sentences(
     arguments: list[str], sentence: str, cartpole_run: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(evaluation_module, "prepare", lambda threads: 1)
+    monkeypatch.setattr(evaluation_module, "prepare", lambda threads: None)
     monkeypatch.setattr("sys.argv", ["evaluate", *(a.format(run=cartpole_run) for a in arguments)])
     with pytest.raises(SystemExit) as exit_:
         main()

@@ -247,6 +247,24 @@ def test_learning_rate_falls_to_zero_at_the_end_of_the_budget(decay, expected):
     assert run.records[-1]["learning_rate"] == (0 if decay == "linear" else 8)
 
 
+def test_continuous_actions_reach_the_environment_inside_the_box():
+    taken = []
+
+    class Steered(Clock):
+        action_space = gymnasium.spaces.Box(-0.5, 0.25, (2, 1))
+
+        def step(self, action):
+            taken.append(action)
+            return super().step(action)
+
+    run = Run(make_env=Steered)
+    before = run.flat.data.clone()
+    assert run.go() is Stop.BUDGET
+    assert all(Steered.action_space.contains(action) for action in taken)
+    assert len(np.unique(taken)) > 10  # not the bounds alone
+    assert not run.flat.data.equal(before)
+
+
 def test_a_signal_ends_training_within_a_step():
     interrupt = Interrupt()
 

@@ -32,12 +32,12 @@ def write(run: Path, *records: Record, rank: int = 0) -> None:
     MetricsWriter(metrics_path(run, rank), rank).write(list(records))
 
 
-def start(steps: int) -> Record:
-    return {"type": "start", "time_s": 0.0, "local_steps": steps}
+def start(steps: int, time_s: float | None = None) -> Record:
+    return {"type": "start", "time_s": float(steps) if time_s is None else time_s, "local_steps": steps}
 
 
-def episode(steps: int, time_s: float = 0.0, return_: float = 0.0) -> Record:
-    return {"type": "episode", "time_s": time_s, "local_steps": steps, "return": return_}
+def episode(steps: int, time_s: float | None = None, return_: float = 0.0) -> Record:
+    return start(steps, time_s) | {"type": "episode", "return": return_}
 
 
 def interval(**values: object) -> Record:
@@ -84,6 +84,13 @@ def test_a_resumed_run_drops_what_was_lost(run):
     write(run, start(20), episode(25), episode(40))  # crashed after 30, the checkpoint was made at 20
     write(run, start(15), episode(16))  # and again, from an older one
     assert read_rank(metrics_path(run, 0)) == [start(0), episode(10), start(15), episode(16)]
+
+
+def test_a_run_resumed_with_other_ranks_drops_nothing_before_its_start(run):
+    """Then each rank counts its own steps from 0 again, but time goes on."""
+    records = [start(0), episode(10), start(0, time_s=12.0), episode(5, time_s=17.0)]
+    write(run, *records)
+    assert read_rank(metrics_path(run, 0)) == records
 
 
 def test_a_run_is_read_rank_by_rank(run):

@@ -13,38 +13,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pala.runtime import Interrupt, Launch, say, threads_per_rank
+from pala.runtime import Interrupt, Launch, say, share_of_cores
 from pala.seeding import derive, stream
 
 
 @pytest.mark.parametrize(
-    ("bound", "cores", "local_size", "threads"),
+    ("ranks", "threads"),
     [
-        (8, 8, 1, 8),  # one rank has the host
-        (8, 8, 3, 2),  # ranks that are not bound share it
-        (2, 8, 4, 2),  # each bound to its share
-        (1, 8, 2, 1),  # bound to less
-        (2, 2, 5, 1),  # more ranks than cores
-        (1, None, 1, 1),  # a host that does not say
+        ([range(8)], [8]),  # one rank has the host
+        ([range(8)] * 3, [2, 2, 2]),  # ranks that are not bound share it
+        ([range(4)] * 4, [1, 1, 1, 1]),  # or the part of it that the job may use
+        ([range(2), range(2, 4)], [2, 2]),  # each bound to its share
+        ([range(1), range(1, 2)], [1, 1]),
+        ([range(2)] * 5, [1] * 5),  # more ranks than cores
+        ([range(4), range(4), range(4, 8)], [2, 2, 4]),
     ],
 )
-def test_threads_are_a_ranks_share_of_the_cores(bound, cores, local_size, threads, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound)))
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert threads_per_rank(local_size) == threads
+def test_threads_are_a_ranks_share_of_the_cores(ranks, threads):
+    sets = [set(cores) for cores in ranks]
+    assert [share_of_cores(mine, sets) for mine in sets] == threads
 
 
 @pytest.mark.parametrize(
     ("environment", "launch"),
     [
-        ({}, Launch(0, 1, 1)),
+        ({}, Launch(0, 1)),
         (
-            {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-            Launch(5, 8, 4),
+            {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"},
+            Launch(5, 8),
         ),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, Launch(3, 4, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch(1, 2, 2)),  # srun: perhaps all on this host
-        ({"PMI_RANK": "", "PMI_SIZE": "what"}, Launch(0, 1, 1)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Launch(3, 4)),
+        ({"PMI_RANK": "", "PMI_SIZE": "what"}, Launch(0, 1)),
     ],
 )
 def test_the_launcher_is_read_from_the_environment(environment, launch, monkeypatch):
@@ -97,7 +96,7 @@ def test_prepare_sizes_thread_pools_before_they_load_and_initialises_nothing():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=clean,
         cwd=Path(__file__).parent.parent,
     )  # fmt: skip
-    assert done.stdout == "3 3 7 []\n"
+    assert done.stdout == "None 3 7 []\n"
 
 
 def test_what_is_said_is_one_line(capsys):

@@ -23,6 +23,7 @@ class Exchange(abc.ABC):
     """Between two updates, the learner's parameters pass through here."""
 
     waited_s = 0.0  # time in which the learner could not go on
+    message_bytes = 0  # of one model on the wire
 
     @property
     @abc.abstractmethod

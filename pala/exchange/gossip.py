@@ -43,6 +43,7 @@ class Gossip(Exchange):
             round_=start.round, weight=start.weight,
         )  # fmt: skip
         self._wire = Wire(comm.size, parameters.numel(), signature)
+        self.message_bytes = self._wire.model_bytes
         self._inbox = ReceiveBuffer(self._wire, parameters.device)
         self._send_buffers = [SendBuffer(self._wire, parameters.device) for _ in range(_SEND_BUFFERS)]
         self._changed = threading.Condition()

@@ -11,6 +11,13 @@ After each update, a rank
 2. *mixes* if it has a full round of models in its inbox (one, or one from every living peer in the complete graph);
 3. *waits* first if it made more than `max_staleness` updates since its last mix.
 
+A model can be lost with a peer that dies, or be refused; then all can come to wait for each other. So a rank that has
+waited for long (`waited_long`) sends its model once more, to the next round's peers.
+
+With `max_staleness` 0 each update needs a model that another update gave. If debts were dropped, or two models mixed
+for one that is sent, there would soon be fewer models than ranks and most ranks would always be waiting. So there a debt
+stays until it is paid, and a rank that mixed k rounds at once owes its model for k rounds.
+
 Mixing. `uniform`: x <- (x + sum of k models) / (1 + k), the rule of GALA and PALA. `push_sum`: each model carries a
 weight; a sender keeps one part of its weight and gives the others away; a receiver takes the weighted mean and adds
 the weights. The sum of all weights, those in flight included, is the number of ranks.
@@ -64,8 +71,10 @@ class GossipProtocol:
         self.stop = Stop.NONE
         self.lock = ProcessLock()
         self.living = list(range(size))
-        self._owed: tuple[int, ...] = ()
+        self._owed: list[int] = []
+        self._rounds_due = 1
         self._inbox: dict[int, float] = {}
+        self._num_refused = 0  # since the last mix
         self._stop_told = False
         self._check_budget()
 
@@ -75,8 +84,12 @@ class GossipProtocol:
         """This rank made one update from `steps` environment steps."""
         self.local_steps[self.rank] += np.uint64(steps)
         self.staleness += len(self.living) > 1
-        self._owed = graph.out_peers(self.topology, self.rank, self.living, self.round, self.seed)
-        self.round += 1
+        if self.max_staleness > 0:
+            self._owed.clear()
+        for _ in range(self._rounds_due):
+            self._owed += self._next_peers()
+        del self._owed[: -self.size]  # more debts than ranks are never needed
+        self._rounds_due = 1
         self._check_budget()
 
     def model_received(self, sender: int, weight: float) -> float:
@@ -86,7 +99,8 @@ class GossipProtocol:
         return self._inbox[sender]
 
     def model_refused(self, weight: float) -> None:
-        """A model was thrown away. Its push-sum weight stays with this rank, so that none is lost."""
+        """A model was thrown away. It counts in its round; its push-sum weight stays with this rank: none is lost."""
+        self._num_refused += 1
         if self.push_sum:
             self.weight += weight
 
@@ -99,7 +113,8 @@ class GossipProtocol:
         if peer in self.living:
             self.living.remove(peer)
             self.lock.release(peer)
-            self._owed = tuple(p for p in self._owed if p != peer)
+            self._owed = [p for p in self._owed if p != peer]
+            self._stop_told = False  # whom the dead peer should have told must hear it from others
 
     def news(self, local_steps: np.ndarray, stop: Stop) -> None:
         """What a message says of everyone's steps and of the end. uint64 [size]."""
@@ -107,6 +122,11 @@ class GossipProtocol:
         if self.stop is Stop.NONE and stop is not Stop.NONE:
             self.stop = stop
         self._check_budget()
+
+    def waited_long(self) -> None:
+        """Time passed while this rank waited; a model may have been lost. It owes its own to the next round's peers."""
+        if self.must_wait:
+            self._owed += [p for p in self._next_peers() if p not in self._owed and self.lock.is_free(p)]
 
     def stop_now(self, reason: Stop) -> None:
         """This rank ends training, and will tell the others."""
@@ -126,32 +146,40 @@ class GossipProtocol:
         too_stale = self.staleness > self.max_staleness
         return too_stale and len(self.living) > 1 and self.stop is Stop.NONE and not self.can_mix
 
+    @property
+    def must_wait_to_heal(self) -> bool:
+        """The same of a rank whose own model is not finite: any model from a peer will do."""
+        return len(self.living) > 1 and self.stop is Stop.NONE and not self._inbox
+
     def sendable(self) -> tuple[int, ...]:
         """Peers that are owed a model and whose lock is free."""
         if self.stop is not Stop.NONE:
             return ()
-        return tuple(peer for peer in self._owed if self.lock.is_free(peer))
+        return tuple(dict.fromkeys(peer for peer in self._owed if self.lock.is_free(peer)))
 
     def sent(self, peers: tuple[int, ...]) -> float:
         """The model goes to `peers` now; returns the push-sum weight that each copy carries (1 if uniform)."""
         for peer in peers:
             self.lock.acquire(peer)
-        self._owed = tuple(peer for peer in self._owed if peer not in peers)
+            self._owed.remove(peer)
         if not self.push_sum:
             return 1.0
         self.weight /= len(peers) + 1
         return self.weight
 
     def take(self, healthy: bool = True, everything: bool = False) -> Mix | None:
-        """The mix that is due, or None. An unhealthy rank (not finite) gives its own model no part in it.
+        """The mix that is due, or None. An unhealthy rank (not finite) takes any model, and its own has no part in it.
 
         `everything`: at the end, whatever has come.
         """
-        if not self._inbox or not (self.can_mix or everything):
+        if not self._inbox or not (self.can_mix or everything or not healthy):
             return None
+        if self.max_staleness == 0:
+            self._rounds_due = max(1, self._num_come // max(1, self._models_a_round))
         senders, received = tuple(self._inbox), sum(self._inbox.values())
         own = self.weight if self.push_sum else 1.0
         self._inbox.clear()
+        self._num_refused = 0
         self.staleness = 0
         if self.push_sum:
             self.weight += received
@@ -166,8 +194,22 @@ class GossipProtocol:
 
     @property
     def can_mix(self) -> bool:
-        """True if a full round of models is in the inbox."""
-        return 0 < graph.num_in_peers(self.topology, len(self.living)) <= len(self._inbox)
+        """True if a full round of models has come, and at least one could be accepted."""
+        return len(self._inbox) > 0 and 0 < self._models_a_round <= self._num_come
+
+    @property
+    def _num_come(self) -> int:
+        """Models that came since the last mix, the refused included."""
+        return len(self._inbox) + self._num_refused
+
+    @property
+    def _models_a_round(self) -> int:
+        return graph.num_in_peers(self.topology, len(self.living))
+
+    def _next_peers(self) -> tuple[int, ...]:
+        """Begin a new round of sending."""
+        self.round += 1
+        return graph.out_peers(self.topology, self.rank, self.living, self.round - 1, self.seed)
 
     def _check_budget(self) -> None:
         if self.stop is Stop.NONE and self.global_steps >= self.budget_steps:

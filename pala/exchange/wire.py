@@ -160,28 +160,33 @@ class ReceiveBuffer:
     def add(self, weight: float) -> None:
         """Add the checked model to the weighted sum."""
         if self._stream is None:
-            self._sum.add_(self._staged, alpha=weight)
+            self._add(weight)
         else:
             with torch.cuda.stream(self._stream):
-                self._sum.add_(self._staged, alpha=weight)
+                self._add(weight)
         self._total_weight += weight
+
+    def _add(self, weight: float) -> None:
+        if self._total_weight == 0:  # overwrites what an earlier mix left: no pass to clear it
+            torch.mul(self._staged, weight, out=self._sum)
+        else:
+            self._sum.add_(self._staged, alpha=weight)
 
     def mix_into(self, parameters: Tensor, fraction: float) -> Tensor:
         """parameters <- (1 - fraction) parameters + fraction * mean, in place; empties the sum.
 
         Returns the distance |mean - parameters| before the mix (L2, scalar, on the device).
         """
+        total, self._total_weight = self._total_weight, 0.0
         if self._stream is not None:
             torch.cuda.current_stream(parameters.device).wait_stream(self._stream)
         if fraction == 1.0:  # also right when the own parameters are NaN
-            parameters.copy_(self._sum.div_(self._total_weight))
+            torch.div(self._sum, total, out=parameters)
             distance = torch.zeros((), device=parameters.device)
         else:
-            difference = self._sum.div_(self._total_weight).sub_(parameters)
-            distance = difference.norm()
-            parameters.add_(difference, alpha=fraction)
-        self._sum.zero_()
-        self._total_weight = 0.0
+            difference = self._sum.sub_(parameters, alpha=total)  # total * (mean - parameters)
+            distance = difference.norm() / total
+            parameters.add_(difference, alpha=fraction / total)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(parameters.device))
         return distance
