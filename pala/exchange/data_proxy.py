@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -22,7 +22,7 @@ from mpi4py import MPI
 from pala.errors import PalaError
 
 _MODEL_TAG, _CONTROL_TAG = 1, 2
-_BUSY_SLEEP_S, _LONGEST_SLEEP_S, _BACKOFF = 0.0005, 0.008, 1.5
+_HURRY_SLEEP_S, _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S, _BACKOFF = 0.0003, 0.002, 0.016, 1.5
 
 
 class Outgoing(Protocol):
@@ -34,22 +34,36 @@ class Outgoing(Protocol):
     def ready(self) -> bool: ...
 
 
+class Incoming(Protocol):
+    """Where the next model is to be received."""
+
+    @property
+    def bytes(self) -> np.ndarray: ...
+
+
+class _Receive(NamedTuple):
+    """A message that is arriving."""
+
+    request: MPI.Request
+    source: int
+    tag: int
+    data: np.ndarray
+
+
 class DataProxy(threading.Thread):
     """Sends and receives for one rank of `comm`, which it duplicates. Starting and closing are collective."""
 
-    def __init__(self, comm: MPI.Comm, model_buffer: np.ndarray, control_bytes: int,
-                 on_message: Callable[[int, np.ndarray], None]) -> None:  # fmt: skip
-        """`model_buffer` (uint8) receives one model at a time; `on_message(source, bytes)` must be done with the
-        bytes when it returns."""
+    def __init__(self, comm: MPI.Comm, incoming: Incoming, on_message: Callable[[int, np.ndarray], None]) -> None:
+        """Each model is received into what `incoming.bytes` then is; `on_message(source, bytes)` deals with it."""
         super().__init__(name="pala-data-proxy", daemon=True)
         self.failure: BaseException | None = None
         self.hurry = False  # the learner is waiting for a message
         self._comm = comm.Dup()
-        self._on_message = on_message
+        self._incoming, self._on_message = incoming, on_message
         self._outbox: deque[tuple[int, Outgoing]] = deque()
         self._control_outbox: deque[tuple[int, np.ndarray]] = deque()
         self._sends: list[tuple[MPI.Request, Outgoing | None]] = []
-        self._channels = [_Channel(_CONTROL_TAG, np.empty(control_bytes, np.uint8)), _Channel(_MODEL_TAG, model_buffer)]
+        self._receives: list[_Receive] = []  # at most one model
         self._wake = threading.Event()
         self._closing = False
 
@@ -93,7 +107,7 @@ class DataProxy(threading.Thread):
 
     def _poll_until_closed(self) -> None:
         barrier: MPI.Request | None = None
-        sleep_s = _BUSY_SLEEP_S
+        sleep_s = _SHORTEST_SLEEP_S
         while True:
             moved = self._poll()
             if self._closing and barrier is None and not (self._outbox or self._control_outbox or self._sends):
@@ -101,26 +115,48 @@ class DataProxy(threading.Thread):
             if barrier is not None and barrier.Test():
                 self._comm.Free()
                 return
-            active = moved or self._sends or any(channel.request for channel in self._channels)
-            short = active or self.hurry or self._closing
-            sleep_s = _BUSY_SLEEP_S if short else min(sleep_s * _BACKOFF, _LONGEST_SLEEP_S)
+            sleep_s = _SHORTEST_SLEEP_S if moved else min(sleep_s * _BACKOFF, _LONGEST_SLEEP_S)
+            if self.hurry or self._closing:
+                sleep_s = _HURRY_SLEEP_S
             self._wake.wait(sleep_s)
             self._wake.clear()
 
     def _poll(self) -> bool:
         """One look at everything; True if something moved."""
         moved = self._start_sends()
-        for channel in self._channels:
-            while (message := channel.receive(self._comm)) is not None:
-                moved = True
-                self._on_message(*message)
-        for request, buffer in self._sends[:]:
+        while self._start_receive() or self._complete_receives():
+            moved = True
+        for send in self._sends[:]:
+            request, buffer = send
             if request.Test():
-                self._sends.remove((request, buffer))
+                self._sends.remove(send)
                 moved = True
                 if buffer is not None:
                     buffer.pending -= 1
         return moved
+
+    def _start_receive(self) -> bool:
+        """Begin to receive a message that has come; one model at a time."""
+        receiving_model = any(receive.tag == _MODEL_TAG for receive in self._receives)
+        status = MPI.Status()
+        message = self._comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG if receiving_model else MPI.ANY_TAG, status)
+        if message is None:
+            return False
+        tag, count = status.Get_tag(), status.Get_count(MPI.BYTE)
+        # A message of the wrong size is received all the same, so that it can be refused.
+        fits = tag == _MODEL_TAG and count <= len(self._incoming.bytes)
+        data = self._incoming.bytes[:count] if fits else np.empty(count, np.uint8)
+        self._receives.append(_Receive(message.Irecv([data, MPI.BYTE]), status.Get_source(), tag, data))
+        return True
+
+    def _complete_receives(self) -> bool:
+        completed = False
+        for receive in self._receives[:]:
+            if receive.request.Test():
+                self._receives.remove(receive)
+                self._on_message(receive.source, receive.data)
+                completed = True
+        return completed
 
     def _start_sends(self) -> bool:
         started = False
@@ -133,32 +169,6 @@ class DataProxy(threading.Thread):
             self._sends.append((self._comm.Issend([buffer.bytes, MPI.BYTE], peer, _MODEL_TAG), buffer))
             started = True
         return started
-
-
-class _Channel:
-    """Receives the messages of one tag, one at a time, from any rank."""
-
-    def __init__(self, tag: int, buffer: np.ndarray) -> None:
-        self._tag, self._buffer = tag, buffer
-        self.request: MPI.Request | None = None
-        self._source, self._data = -1, buffer
-
-    def receive(self, comm: MPI.Comm) -> tuple[int, np.ndarray] | None:
-        """(source, bytes) of a message that is complete, or None. Does not block."""
-        if self.request is None:
-            status = MPI.Status()
-            message = comm.Improbe(MPI.ANY_SOURCE, self._tag, status)
-            if message is None:
-                return None
-            count = status.Get_count(MPI.BYTE)
-            # A message of the wrong size is received all the same, so that it can be refused.
-            self._data = self._buffer[:count] if count <= len(self._buffer) else np.empty(count, np.uint8)
-            self._source = status.Get_source()
-            self.request = message.Irecv([self._data, MPI.BYTE])
-        if not self.request.Test():
-            return None
-        self.request = None
-        return self._source, self._data
 
 
 def wait_quietly(request: MPI.Request, timeout_s: float | None = None) -> None:

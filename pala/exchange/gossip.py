@@ -25,7 +25,8 @@ from pala.exchange.wire import Kind, Message, ReceiveBuffer, Refusal, SendBuffer
 from pala.runtime import Interrupt, say
 
 _SEND_BUFFERS = 2
-_COMPLAIN_AFTER_S = 60.0
+_SEND_AGAIN_AFTER_S, _COMPLAIN_AFTER_S = 2.0, 60.0
+_MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
 class Gossip(Exchange):
@@ -47,7 +48,7 @@ class Gossip(Exchange):
         self._inbox = ReceiveBuffer(self._wire, parameters.device)
         self._send_buffers = [SendBuffer(self._wire, parameters.device) for _ in range(_SEND_BUFFERS)]
         self._changed = threading.Condition()
-        self._proxy = DataProxy(comm, self._inbox.bytes, self._wire.control_bytes, self._on_message)
+        self._proxy = DataProxy(comm, self._inbox, self._on_message)
         self._counts: Counter[str] = Counter()
         self._refused_peers: set[int] = set()
         self._distances: list[Tensor] = []
@@ -75,8 +76,7 @@ class Gossip(Exchange):
             self._tell_stop()
             if healthy:
                 self._send_owed()
-            if self._protocol.must_wait or not healthy:
-                self._wait(healthy)
+            self._wait(healthy)
             self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._protocol.staleness)
             return self._mix(healthy) or healthy
 
@@ -130,19 +130,24 @@ class Gossip(Exchange):
 
     def _wait(self, healthy: bool) -> None:
         """Until a mix is due, a peer's model can heal this rank, or training ends."""
-        begin, complained = time.perf_counter(), False
-        self._proxy.hurry = True
+        begin = time.perf_counter()
+        again, complain = begin + _SEND_AGAIN_AFTER_S, begin + _COMPLAIN_AFTER_S
         p = self._protocol
-        while (p.must_wait or (not healthy and not p.can_mix)) and p.stop is Stop.NONE and len(p.living) > 1:
+        self._proxy.hurry = True
+        while p.must_wait if healthy else p.must_wait_to_heal:
             self._changed.wait(0.1)
             self._proxy.raise_failure()
             if self._interrupt.signal is not None:
                 p.stop_now(Stop.SIGNAL)
+            now = time.perf_counter()
+            if now >= again:
+                p.waited_long()
+                again = now + _SEND_AGAIN_AFTER_S
             if healthy:
                 self._send_owed()
-            if not complained and time.perf_counter() - begin > _COMPLAIN_AFTER_S:
-                complained = True
-                say(f"[rank {p.rank}] has waited {_COMPLAIN_AFTER_S:.0f} s for a model from a peer")
+            if now >= complain:
+                say(f"[rank {p.rank}] has waited {now - begin:.0f} s for a model from a peer")
+                complain = now + _COMPLAIN_AFTER_S
         self._proxy.hurry = False
         self.waited_s += time.perf_counter() - begin
 
@@ -151,8 +156,10 @@ class Gossip(Exchange):
         mix = self._protocol.take(healthy)
         if mix is None:
             return False
-        distance = self._inbox.mix_into(self._parameters, mix.fraction)
-        self._distances.append(distance)
+        measure = self._counts["mixes"] % _MIXES_A_MEASUREMENT == 0
+        distance = self._inbox.mix_into(self._parameters, mix.fraction, measure)
+        if distance is not None and healthy:
+            self._distances.append(distance)
         self._counts["mixes"] += 1
         self._counts["models_mixed"] += len(mix.senders)
         for sender in mix.senders:

@@ -15,8 +15,8 @@ A model can be lost with a peer that dies, or be refused; then all can come to w
 waited for long (`waited_long`) sends its model once more, to the next round's peers.
 
 With `max_staleness` 0 each update needs a model that another update gave. If debts were dropped, or two models mixed
-for one that is sent, there would soon be fewer models than ranks and most ranks would always be waiting. So there a debt
-stays until it is paid, and a rank that mixed k rounds at once owes its model for k rounds.
+for one that is sent, there would soon be fewer models than ranks, and most ranks would always be waiting. So there a
+debt stays until it is paid, and a rank that mixed k rounds at once owes its model for k rounds.
 
 Mixing. `uniform`: x <- (x + sum of k models) / (1 + k), the rule of GALA and PALA. `push_sum`: each model carries a
 weight; a sender keeps one part of its weight and gives the others away; a receiver takes the weighted mean and adds

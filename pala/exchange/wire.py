@@ -130,26 +130,33 @@ class SendBuffer:
 class ReceiveBuffer:
     """One incoming model, and the weighted sum of those accepted since the last mix.
 
-    The sum keeps memory independent of the number of ranks. On a GPU, staging is pinned and the sum lives on the
-    receiver's own device, whatever device the sender had.
+    The sum keeps memory independent of the number of ranks. The first model since a mix is not added but becomes the
+    sum, by swapping places with the used-up one. On a GPU, staging is pinned and the sum lives on the receiver's own
+    device, whatever device the sender had.
     """
 
     def __init__(self, wire: Wire, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self._block = torch.empty(wire.model_bytes, dtype=torch.uint8, pin_memory=cuda)
-        self.bytes: np.ndarray = self._block.numpy()
-        self._payload = self._block[wire.control_bytes :].view(torch.float32)
-        self._staged = torch.empty(wire.num_parameters, device=device) if cuda else self._payload
+        self._control_bytes = wire.control_bytes
+        blocks = [torch.empty(wire.model_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(1 if cuda else 2)]
+        self._block, self._spare = blocks[0], blocks[-1]
         self._stream = torch.cuda.Stream(device) if cuda else None
-        self._sum = torch.zeros(wire.num_parameters, device=device)
-        self._total_weight = 0.0
+        payloads = [block[wire.control_bytes :].view(torch.float32) for block in blocks]
+        on_device = [torch.empty(wire.num_parameters, device=device) for _ in range(2)] if cuda else payloads
+        self._staged, self._sum = on_device  # what came last; scale * sum is the weighted sum
+        self._scale, self._total_weight = 1.0, 0.0
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """Where the next model is to be received."""
+        return self._block.numpy()
 
     def check(self) -> Refusal | None:
         """Refuse parameters with NaN or infinity. One pass: a sum is finite only if every term is, or overflows."""
         if self._stream is None:
             return self._check()
         with torch.cuda.stream(self._stream):
-            self._staged.copy_(self._payload, non_blocking=True)
+            self._staged.copy_(self._block[self._control_bytes :].view(torch.float32), non_blocking=True)
             return self._check()  # reads the result, and so waits for this stream alone
 
     def _check(self) -> Refusal | None:
@@ -159,7 +166,11 @@ class ReceiveBuffer:
 
     def add(self, weight: float) -> None:
         """Add the checked model to the weighted sum."""
-        if self._stream is None:
+        if self._total_weight == 0:
+            self._staged, self._sum = self._sum, self._staged
+            self._block, self._spare = self._spare, self._block
+            self._scale = weight
+        elif self._stream is None:
             self._add(weight)
         else:
             with torch.cuda.stream(self._stream):
@@ -167,26 +178,24 @@ class ReceiveBuffer:
         self._total_weight += weight
 
     def _add(self, weight: float) -> None:
-        if self._total_weight == 0:  # overwrites what an earlier mix left: no pass to clear it
-            torch.mul(self._staged, weight, out=self._sum)
-        else:
-            self._sum.add_(self._staged, alpha=weight)
+        self._sum.mul_(self._scale).add_(self._staged, alpha=weight)
+        self._scale = 1.0
 
-    def mix_into(self, parameters: Tensor, fraction: float) -> Tensor:
+    def mix_into(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
         """parameters <- (1 - fraction) parameters + fraction * mean, in place; empties the sum.
 
-        Returns the distance |mean - parameters| before the mix (L2, scalar, on the device).
+        If `measure`, returns the distance |mean - parameters| before the mix (L2, scalar, on the device).
         """
-        total, self._total_weight = self._total_weight, 0.0
         if self._stream is not None:
             torch.cuda.current_stream(parameters.device).wait_stream(self._stream)
-        if fraction == 1.0:  # also right when the own parameters are NaN
-            torch.div(self._sum, total, out=parameters)
-            distance = torch.zeros((), device=parameters.device)
+        if self._scale != self._total_weight:  # more than one model
+            self._sum.mul_(self._scale / self._total_weight)
+        distance = (self._sum - parameters).norm() if measure else None
+        if fraction == 1.0:  # lerp would keep the NaN of a rank that is to be healed
+            parameters.copy_(self._sum)
         else:
-            difference = self._sum.sub_(parameters, alpha=total)  # total * (mean - parameters)
-            distance = difference.norm() / total
-            parameters.add_(difference, alpha=fraction / total)
+            parameters.lerp_(self._sum, fraction)
+        self._total_weight = 0.0
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(parameters.device))
         return distance
