@@ -83,8 +83,10 @@ def test_counters_of_any_number_of_ranks_fit_before_the_parameters(ranks: int) -
 def test_parameters_arrive_bit_for_bit() -> None:
     parameters = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
     parameters[:4] = torch.tensor([0.0, -0.0, 1e-45, 3.4e38])
+    data = encoded(message(), parameters)
+    assert data[wire().control_bytes :].tobytes() == parameters.numpy().tobytes()
     into = ReceiveBuffer(wire(), CPU)
-    assert receive(into, encoded(message(), parameters)) is None
+    assert receive(into, data) is None
     into.add(1.0)
     mixed = torch.zeros(PARAMETERS)
     into.mix_into(mixed, 1.0)
@@ -234,6 +236,34 @@ def test_the_sum_is_empty_after_a_mix(device: torch.device) -> None:
         into.add(0.5)
         into.mix_into(parameters, 0.5)
     assert torch.allclose(parameters, torch.tensor(2.75, device=device))  # ((0 + 1)/2 + 5)/2
+
+
+@devices
+def test_any_sequence_of_models_refusals_and_mixes_follows_the_formula(device: torch.device) -> None:
+    random = np.random.default_rng(0)
+    own = random.normal(size=PARAMETERS)
+    parameters = torch.from_numpy(own.astype(np.float32)).to(device)
+    into, models, weights = ReceiveBuffer(wire(), device), [], []
+    for _ in range(400):
+        action = random.integers(4)
+        model = random.normal(size=PARAMETERS).astype(np.float32)
+        if action == 0:
+            model[random.integers(PARAMETERS)] = random.choice([np.nan, np.inf])
+            assert receive(into, encoded(message(), torch.from_numpy(model))) is not None
+        elif action < 3:
+            weight = float(random.choice([1.0, 0.5, 0.25, random.uniform(0.01, 2)]))
+            assert receive(into, encoded(message(), torch.from_numpy(model))) is None
+            into.add(weight)
+            models.append(model)
+            weights.append(weight)
+        elif models:
+            fraction = float(random.choice([1.0, random.uniform(0.05, 0.95)]))
+            mean = np.average(models, axis=0, weights=weights)
+            distance = into.mix_into(parameters, fraction, measure=bool(random.integers(2)))
+            assert distance is None or float(distance) == pytest.approx(np.linalg.norm(mean - own), rel=1e-4)
+            own = (1 - fraction) * own + fraction * mean
+            np.testing.assert_allclose(parameters.cpu().numpy(), own, atol=1e-5)
+            models, weights = [], []
 
 
 @devices
