@@ -148,6 +148,11 @@ class Gossip(Exchange):
             if now >= complain:
                 say(f"[rank {p.rank}] has waited {now - begin:.0f} s for a model from a peer")
                 complain = now + _COMPLAIN_AFTER_S
+                if not healthy:
+                    raise PalaError(
+                        f"[rank {p.rank}] its parameters are not finite and no peer has sent finite ones for "
+                        f"{_COMPLAIN_AFTER_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
+                    )
         self._proxy.hurry = False
         self.waited_s += time.perf_counter() - begin
 
@@ -219,7 +224,7 @@ class Gossip(Exchange):
                 f"[rank {self._comm.rank}] refused a model from rank {source}: {refusal.reason}. "
                 "Later ones are only counted."
             )
-        if isinstance(message, Message):
+        if isinstance(message, Message) and message.kind is Kind.MODEL:
             self._protocol.model_refused(message.weight)
         self._return_credit(source)
 
