@@ -16,14 +16,13 @@ numpy, torch and what imports them are imported inside the functions, because `p
 from __future__ import annotations
 
 import csv
-import importlib
 import importlib.resources
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,13 +41,9 @@ if TYPE_CHECKING:
     from pala.networks import ActorCritic
 
     Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
-    Screen = Callable[[np.ndarray | None], np.ndarray]  # actions (None: before the first) -> RGB uint8 [H, W, 3]
 
 SCORE_TABLE = "dqn_zoo random/human scores, 57 games"
 _PROGRESS_S = 30.0
-_MOST_VIDEO_STEPS = 20_000
-_LEAST_VIDEO_WIDTH = 320  # pixels
-_ATARI_FRAMES_PER_S = 60
 
 
 @dataclass(frozen=True)
@@ -85,11 +80,9 @@ class Evaluation:
 
     def __str__(self) -> str:
         """The one line for people."""
-        error = "" if self.standard_error is None else f" ± {_short(self.standard_error)} (standard error)"
-        plural = "s" if self.episodes > 1 else ""
-        parts = [
-            f"{self.environment}: mean return {_short(self.mean_return)}{error} over {self.episodes} episode{plural}"
-        ]
+        error = "" if self.standard_error is None else f" ± {short_number(self.standard_error)} (standard error)"
+        episodes = f"{self.episodes} episode{'s' if self.episodes > 1 else ''}"
+        parts = [f"{self.environment}: mean return {short_number(self.mean_return)}{error} over {episodes}"]
         if self.human_normalised_score is not None:
             parts.append(f"{self.human_normalised_score:.1f} % human-normalised (dqn_zoo table)")
         parts.append("greedy actions" if self.greedy else "sampled actions")
@@ -101,7 +94,7 @@ class Evaluation:
         return f"{', '.join(parts)}; {policy} after {self.global_steps:,} steps"
 
 
-def _short(value: float) -> str:
+def short_number(value: float) -> str:
     """Enough digits to tell returns apart."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 1 or size == 0 else f"{value:.3g}"
@@ -192,7 +185,7 @@ def load_make_env(run: Path) -> MakeEnv | None:
     return make_env
 
 
-def _whole_games(env: EnvConfig, num_envs: int) -> EnvConfig:
+def whole_games(env: EnvConfig, num_envs: int) -> EnvConfig:
     """The training environment, but a lost life ends nothing and no reward is clipped."""
     return replace(env, num_envs=num_envs, terminal_on_life_loss=False, clip_rewards="none")
 
@@ -253,10 +246,10 @@ def evaluate(run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, t
     from pala.seeding import derive
 
     config = run_folder.config_of(run)
-    _check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
+    check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
     torch.set_num_threads(threads)
     make_env = load_make_env(run)
-    envs = make_envs(_whole_games(config.env, min(num_envs, episodes)), threads, make_env)
+    envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env)
     try:
         policy = load_policy(run, config, envs)
         act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
@@ -278,7 +271,8 @@ def evaluate(run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, t
     )
 
 
-def _check_numbers(**values: tuple[int, int]) -> None:
+def check_numbers(**values: tuple[int, int]) -> None:
+    """Raise PalaError for a named (value, least value) that is too small."""
     for name, (value, least) in values.items():
         if value < least:
             raise PalaError(f"'{name}' is {value} but must be at least {least}.")
@@ -342,152 +336,6 @@ def save(run: Path, evaluation: Evaluation) -> None:
         raise PalaError(f"The evaluation cannot be written to '{run}': {error}.") from None
 
 
-# ---- the video -------------------------------------------------------------------------------------------------------
-
-
-def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int) -> str:
-    """Write one whole episode as an MP4 file, a picture a step; returns a sentence that says what was played.
-
-    At most 20,000 steps are recorded. Raises PalaError.
-    """
-    import torch
-
-    from pala import run_folder
-    from pala.seeding import derive
-
-    _check_numbers(seed=(seed, 0), threads=(threads, 1))
-    if file.suffix != ".mp4":
-        raise PalaError(f"Video '{file}' must have a name that ends in '.mp4'.")
-    torch.set_num_threads(threads)
-    config = run_folder.config_of(run)
-    seeds = derive(seed, 0, "video environment")
-    envs, screen, frames_per_s = _stage(_whole_games(config.env, 1), load_make_env(run), seeds, threads)
-    try:
-        act = load_policy(run, config, envs).actor(greedy, int(derive(seed, 0, "video actions")[0]))
-        ended: list[Episode] = []
-        steps = _write_video(file, frames_per_s, _film(envs, act, screen, seeds, ended))
-    finally:
-        envs.close()
-    if not ended:
-        return f"Video '{file}': the first {steps:,} steps of an episode; the rest is cut."
-    return f"Video '{file}': an episode of {ended[0].length_steps:,} steps, return {_short(ended[0].episode_return)}."
-
-
-def _film(envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list[Episode]) -> Iterator[np.ndarray]:
-    """The pictures of one episode; it is put into `ended` if it ends within the limit."""
-    observations = envs.reset(seeds)
-    yield screen(None)
-    for _ in range(_MOST_VIDEO_STEPS):
-        actions = act(observations)
-        step = envs.step(actions)
-        observations = step.observations
-        if step.episodes:  # the environment has begun anew: there is no picture of the last moment
-            ended += step.episodes
-            return
-        yield screen(actions)
-
-
-def _stage(env: EnvConfig, make_env: MakeEnv | None, seeds: np.ndarray, threads: int) -> tuple[Envs, Screen, float]:
-    """One environment for the policy, what it is seen with, and pictures a second."""
-    from pala.envs import make_envs
-
-    if make_env is None and env.id.startswith("ALE/"):
-        return make_envs(env, threads), _atari_screen(env, seeds), _ATARI_FRAMES_PER_S / env.frame_skip
-    rendered = _rendered_env(env, make_env)
-    envs = make_envs(replace(env, vectorization="sync"), threads, lambda: rendered)
-    return envs, _screen_of(rendered), float(rendered.metadata.get("render_fps") or 30)
-
-
-def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
-    """A twin in colour of the policy's own Atari, which cannot render: it gets the same seed and the same actions.
-
-    Unlike `gymnasium.make` with `AtariPreprocessing`, which begins an episode without pressing FIRE and draws its
-    no-ops and sticky actions otherwise, it shows just what the policy saw, the last two frames max-pooled.
-    """
-    import numpy as np
-    from ale_py import AtariVectorEnv
-    from gymnasium.vector import AutoresetMode
-
-    from pala.envs import atari_rom
-
-    twin = AtariVectorEnv(
-        atari_rom(env.id), num_envs=1, num_threads=1, max_num_frames_per_episode=env.max_episode_frames,
-        repeat_action_probability=env.repeat_action_probability, full_action_space=env.full_action_space,
-        autoreset_mode=AutoresetMode.SAME_STEP, frameskip=env.frame_skip, noop_max=env.noop_max, reward_clipping=False,
-        img_height=210, img_width=160, grayscale=False, stack_num=1,
-    )  # fmt: skip
-
-    def screen(actions: np.ndarray | None) -> np.ndarray:
-        observations = twin.reset(seed=seeds)[0] if actions is None else twin.step(actions)[0]
-        return np.asarray(observations[0, 0])
-
-    return screen
-
-
-def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
-    """An environment that draws pictures. Raises PalaError if it cannot."""
-    import gymnasium
-
-    if make_env is None:
-        try:
-            return gymnasium.make(env.id, render_mode="rgb_array")
-        except (gymnasium.error.Error, ImportError) as error:
-            raise PalaError(f"'{env.id}' cannot be drawn for a video: {error}.") from None
-    made = make_env()
-    if getattr(made, "render_mode", None) != "rgb_array":
-        made.close()
-        raise PalaError(
-            "The run's environment was made in Python and draws no pictures, so there can be no video; let its factory "
-            'use `render_mode="rgb_array"`.'
-        )
-    return made
-
-
-def _screen_of(rendered: Any) -> Screen:
-    import gymnasium
-    import numpy as np
-
-    def screen(actions: np.ndarray | None) -> np.ndarray:
-        del actions
-        try:
-            picture = rendered.render()
-        except (gymnasium.error.Error, ImportError) as error:
-            raise PalaError(f"The environment cannot be drawn for a video: {error}.") from None
-        if not isinstance(picture, np.ndarray) or picture.ndim != 3:
-            raise PalaError("The environment cannot be drawn for a video: its `render()` gives no RGB picture.")
-        return picture
-
-    return screen
-
-
-def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]) -> int:
-    """Encode the pictures (H.264); returns how many steps lie between them. Raises PalaError."""
-    try:
-        imageio = importlib.import_module("imageio.v2")
-        importlib.import_module("imageio_ffmpeg")  # the encoder
-    except ImportError as error:
-        raise PalaError(f"A video needs more packages ({error}): `pip install imageio imageio-ffmpeg`.") from None
-    neighbour = file.with_name(f".{file.stem}.{os.getpid()}.mp4")
-    steps = 0
-    try:
-        with imageio.get_writer(neighbour, fps=frames_per_s, codec="libx264", quality=8, macro_block_size=2) as writer:
-            for steps, picture in enumerate(pictures):  # noqa: B007 - the last number is the result
-                writer.append_data(_enlarged(picture))
-        os.replace(neighbour, file)
-    except OSError as error:
-        raise PalaError(f"Video '{file}' cannot be written: {error}.") from None
-    finally:
-        neighbour.unlink(missing_ok=True)
-    return steps
-
-
-def _enlarged(picture: np.ndarray) -> np.ndarray:
-    """A whole multiple of the picture, at least 320 wide, with even sides as H.264 wants them."""
-    factor = -(-_LEAST_VIDEO_WIDTH // picture.shape[1])
-    large = picture.repeat(factor, axis=0).repeat(factor, axis=1)
-    return large[: large.shape[0] // 2 * 2, : large.shape[1] // 2 * 2]
-
-
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
@@ -534,6 +382,8 @@ def main() -> None:
             print(evaluation, flush=True)
             save(command.run, evaluation)
         if command.video is not None:
+            from pala.video import record_video
+
             print(record_video(command.run, command.video, *common))
     except PalaError as error:
         say(f"pala: error: {error}")

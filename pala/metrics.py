@@ -126,8 +126,8 @@ class RunView:
         return sum(values) / len(values) if values else None
 
     def total(self, key: str) -> float:
-        """Sum of a key of the ranks' last intervals."""
-        return sum(record.get(key) or 0 for record in self.last)
+        """Sum over all ranks of a key of their last intervals; a rank that has none yet counts as the others' mean."""
+        return (self.mean(key) or 0) * len(self.last)
 
 
 SECTIONS = ("environment", "inference", "update", "exchange", "wait", "other")

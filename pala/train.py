@@ -11,6 +11,7 @@ Results go to a new folder in `runs/`. `--help` explains every option.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -103,8 +104,11 @@ def main() -> None:
         comm.Abort(2)
     except KeyboardInterrupt:
         comm.Abort(130)
-    except Exception:
-        say(f"pala: rank {rank} failed; the job ends.\n{traceback.format_exc()}")
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            say(f"pala: error: rank {rank}: {error}. What was written before is kept: make room, then `--resume`.")
+        else:
+            say(f"pala: rank {rank} failed; the job ends.\n{traceback.format_exc()}")
         comm.Abort(1)
     from mpi4py import MPI
 

@@ -61,7 +61,7 @@ def train(
             job.begin(resume)
             job.open_records(facts or {}, resume)
             return job.run()
-        except CollectiveError:
+        except BaseException:
             job.record_end("failed")
             raise
 

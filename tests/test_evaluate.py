@@ -29,10 +29,10 @@ from pala.evaluate import (
     load_policy,
     main,
     play,
-    record_video,
     reference_scores,
 )
 from pala.networks import ActorCritic, FlatParameters
+from pala.video import _atari_screen, record_video
 
 CARTPOLE = Config(
     env=EnvConfig(id="CartPole-v1"),
@@ -151,7 +151,7 @@ def test_one_episode_has_no_standard_error(cartpole_run: Path) -> None:
     assert "over 1 episode, greedy actions" in str(evaluation)
 
 
-def test_atari_is_normalised_and_plays_whole_games(tmp_path: Path) -> None:
+def test_atari_is_normalised_and_playswhole_games(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", PONG, network_of(PONG))
     evaluation = evaluate(run, 2, 2, greedy=False, seed=0, threads=1)
     assert evaluation.mean_length_steps == 20
@@ -294,7 +294,7 @@ def test_the_video_is_of_the_game_that_the_policy_plays() -> None:
     """The colour twin of an Atari ends, scores and looks like the environment that the policy sees."""
     config = replace(PONG.env, num_envs=1, repeat_action_probability=0.25, max_episode_frames=2000)
     seeds, rng = np.array([3], np.int32), np.random.default_rng(0)
-    envs, screen = make_envs(config), evaluation_module._atari_screen(config, seeds)
+    envs, screen = make_envs(config), _atari_screen(config, seeds)
     envs.reset(seeds)
     screen(None)
     for _ in range(100):

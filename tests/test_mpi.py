@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -106,8 +109,6 @@ def test_one_gossiping_rank_equals_no_exchange_bit_for_bit(any_mpi: Launcher, tm
 
 
 def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
-    import subprocess
-
     done = subprocess.run(
         [any_mpi.folder / "python", "-m", "pala.train", *CARTPOLE, "--total-steps", "500"],
         cwd=tmp_path, env=any_mpi.environment(), capture_output=True, text=True, timeout=60,
@@ -254,6 +255,38 @@ def test_a_disk_without_room_fails_at_the_start(any_mpi: Launcher, tmp_path: Pat
     job = any_mpi.start("-np", "2", *command, "--total-steps", "1000", "--run.console", "none", cwd=tmp_path).wait()
     assert job.status != 0 and "Traceback" not in job.output
     assert "File too large" in job.output
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    disk = tmp_path / "runs"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a small disk here: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(any_mpi: Launcher, small_disk: Path, tmp_path: Path) -> None:
+    run = small_disk / "r"
+    job = any_mpi.start_train(
+        2, *CARTPOLE, "--total-steps", "100000000", "--run.name", "r", "--run.checkpoint-interval-s", "1", cwd=tmp_path
+    )
+    checkpoint = run / "checkpoints/segment-000/rank-0001.previous.safetensors"
+    wait_for(checkpoint.exists, what="the second checkpoint")
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb") as filler:
+        while True:
+            filler.write(b"x" * 4096)
+            filler.flush()
+    time.sleep(3)
+    job.process.send_signal(signal.SIGTERM)
+    job.wait(30)
+    assert job.status != 0 and "Traceback" not in job.output, job.output
+    assert "no checkpoint could be written" in job.output and "No space left on device" in job.output
+    (small_disk / "filler").unlink()
+    assert any_mpi.train(2, "--resume", str(run), "--total-steps", "1000", cwd=tmp_path).status == 0
 
 
 def test_damaged_checkpoints(any_mpi: Launcher, tmp_path: Path) -> None:

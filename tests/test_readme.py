@@ -1,0 +1,82 @@
+"""The README's commands, as written, but for fewer steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Launcher, record_of
+
+README = (REPOSITORY / "README.md").read_text()
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+def commands(begin: str) -> list[str]:
+    """The indented lines of the README that begin so, without their comments."""
+    found = re.findall(rf"^    ({re.escape(begin)}.*?)\s*(?:#.*)?$", README, re.MULTILINE)
+    assert found, f"the README has no command that begins with {begin!r}"
+    return found
+
+
+def run(command: str, launcher: Launcher, **extra: str) -> str:
+    """Run one in the repository, with a shell; returns its output."""
+    environment = {k: v for k, v in launcher.environment().items() if not k.startswith(("OMPI_", "PRTE_"))}
+    if not command.startswith("./launch"):
+        environment = launcher.environment()
+    done = subprocess.run(
+        command, shell=True, cwd=REPOSITORY, env=environment | extra, text=True, timeout=240,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
+    """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are."""
+    assert "./launch/test.sh" in commands("./launch/")
+    for command in commands("./launch/train.sh"):
+        few = f" --total-steps 3000 --run.dir {tmp_path} --evaluation.episodes 2 --env.max-episode-frames 2000"
+        output = run(command + few, any_mpi)
+        folder = re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)
+        assert folder is not None, output
+        made = Path(folder[1])
+        assert "evaluation: " in output and f"learning curve: {made / 'learning_curve.png'}" in output
+        assert record_of(made)["completed"]
+        assert record_of(made)["segments"][0]["ranks"] == (4 if "-n 4" in command else 2)
+        assert (made / "evaluation.json").exists() and (made / "policy.safetensors").exists()
+        assert (made / "learning_curve.png").stat().st_size > 5000
+
+
+def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Train, evaluate with a video, plot, resume."""
+    name = "pong-20260101-120000"
+    train, resume = commands("mpirun -np 4 python -m pala.train")
+    few = " --env.max-episode-frames 2000 --evaluation.episodes 0"
+    run(f"{train} --total-steps 2000 --run.dir {tmp_path} --run.name {name} {few}", any_mpi)
+    evaluate = commands("python -m pala.evaluate")[0].replace("--episodes 100", "--episodes 4")
+    output = run(evaluate.replace("runs/", f"{tmp_path}/").replace("pong.mp4", f"{tmp_path}/pong.mp4"), any_mpi)
+    assert "human-normalised" in output and (tmp_path / "pong.mp4").stat().st_size > 10_000
+    plot = commands("python -m pala.plot")[0]
+    run(plot.replace("runs/", f"{tmp_path}/").replace("pong.png", f"{tmp_path}/pong.png"), any_mpi)
+    assert (tmp_path / "pong.png").stat().st_size > 5000
+    run(f"{resume.replace('runs/', f'{tmp_path}/')} --total-steps 6000 {few}", any_mpi)
+    assert len(record_of(tmp_path / name)["segments"]) == 2
+
+
+def test_the_python_example(any_mpi: Launcher, tmp_path: Path) -> None:
+    """The script with a factory of the user's own, under mpirun."""
+    (tmp_path / "my_preset.toml").write_text("total_steps = 3000\n[env]\nnum_envs = 4\n[run]\nname = 'r'\n")
+    source = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert source is not None
+    job = any_mpi.script(2, source[1], tmp_path)
+    assert job.status == 0, job.output
+    assert record_of(tmp_path / "runs" / "r")["completed"]
+
+
+def test_every_preset_that_the_readme_names_exists() -> None:
+    for name in re.findall(r"configs/[\w./]+\.toml", README):
+        assert (REPOSITORY / name).exists(), name
+    assert os.access(REPOSITORY / "launch" / "train.sh", os.X_OK)
