@@ -18,7 +18,7 @@ install_once() {
     echo "Installing into $venv (once; a minute or two) ..." >&2
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
-    [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv" ||
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "${PYTHON:-python3}" -m venv --clear "$venv" ||
         fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$repository/constraints.txt" "$@" ||
         fail "pip could not install PALA's packages into $venv; see its message above."

@@ -27,12 +27,24 @@ def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str
     """Train one policy on all ranks of MPI.COMM_WORLD. Collective: every rank calls it with the same arguments.
 
     `make_env`: returns one fresh `gymnasium.Env`; wins over `config.env.id` and travels with cloudpickle to where a
-    process needs it. `resume`: the folder of an earlier run to go on with. Raises PalaError.
+    process needs it. `resume`: the folder of an earlier run to go on with. Raises PalaError for a mistake that
+    all ranks see. With several ranks, any other error ends the whole job with its traceback, because the other ranks
+    would wait for this one for ever.
     """
-    from pala.ranks import cores_per_rank, start_mpi
+    from pala.errors import CollectiveError
+    from pala.ranks import abort, cores_per_rank, start_mpi
     from pala.runtime import prepare
 
-    prepare(config.run.threads or cores_per_rank(start_mpi()))
-    from pala import trainer
+    comm = start_mpi()
+    try:
+        cores = cores_per_rank(comm)
+        prepare(config.run.threads or cores)
+        from pala import trainer
 
-    return trainer.train(config, make_env=make_env, resume=Path(resume) if resume is not None else None)
+        return trainer.train(config, make_env=make_env, resume=Path(resume) if resume is not None else None)
+    except CollectiveError:
+        raise  # on every rank
+    except BaseException as error:
+        if comm.size > 1:
+            abort(comm, error)  # the other ranks would wait for ever
+        raise

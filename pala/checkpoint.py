@@ -83,15 +83,15 @@ def load_all(folder: Path, signature: int) -> list[RankState]:
     return [first, *(load_rank(folder, rank, signature) for rank in range(1, first.ranks))]
 
 
-def average(states: list[RankState]) -> RankState:
+def average(states: list[RankState], independent: bool = False) -> RankState:
     """One state from many, for another number of ranks.
 
     Kept: the parameters, averaged with their push-sum weights; RMSprop's mean squares, averaged; all steps made.
     Not kept: each rank's random streams. A rank whose parameters are not finite is left out; raises PalaError if
-    that leaves none.
+    that leaves none. Of `independent` learners (exchange `none`), whose average means nothing, rank 0's are taken.
     """
     known = np.max([state.counters["local_steps"] for state in states], axis=0)
-    states = [state for state in states if bool(state.parameters.isfinite().all())]
+    states = [state for state in states[: 1 if independent else None] if bool(state.parameters.isfinite().all())]
     if not states:
         raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
     weights = [state.counters["weight"] for state in states]
@@ -106,7 +106,7 @@ def average(states: list[RankState]) -> RankState:
 
 def newest_segment(run: Path) -> Path:
     """The folder of the newest segment in which every rank has saved. Raises PalaError if there is none."""
-    for folder in sorted((run / "checkpoints").glob("segment-*"), reverse=True):
+    for folder in sorted((run / "checkpoints").glob("segment-*"), key=_segment_number, reverse=True):
         files = [_rank_path(folder, 0, previous) for previous in (False, True)]
         ranks = next((_ranks_of(file) for file in files if file.exists()), 0)
         if ranks and all(
@@ -114,6 +114,11 @@ def newest_segment(run: Path) -> Path:
         ):
             return folder
     raise PalaError(f"Run '{run}' has no checkpoint in '{run / 'checkpoints'}'.")
+
+
+def _segment_number(folder: Path) -> int:
+    number = folder.name.removeprefix("segment-")
+    return int(number) if number.isdigit() else -1
 
 
 def _ranks_of(path: Path) -> int:
@@ -125,7 +130,7 @@ def _ranks_of(path: Path) -> int:
 
 def new_segment(run: Path) -> Path:
     """Make the folder of a new segment. Only one rank may do so."""
-    number = len(list((run / "checkpoints").glob("segment-*")))
+    number = 1 + max((_segment_number(folder) for folder in (run / "checkpoints").glob("segment-*")), default=-1)
     folder = run / "checkpoints" / f"segment-{number:03d}"
     folder.mkdir(parents=True)
     return folder

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pala.metrics import SECTIONS, RunView
-from pala.runtime import terminal_size
+from pala.runtime import say, terminal_size
 
 
 def _number(value: float | None, form: str = "{:.1f}") -> str:
@@ -36,7 +37,7 @@ class Progress:
 
     def figures(self) -> dict[str, str]:
         """Label -> text, in the order shown."""
-        view, speed = self._view, self._view.total("local_steps_per_s")
+        view, speed = self._view, self._view.global_steps_per_s
         share = self.global_steps / self.budget_steps
         eta = _duration((self.budget_steps - self.global_steps) / speed) if speed else "-"
         relative = view.mean("consensus_distance_relative")
@@ -120,7 +121,7 @@ class TensorBoard:
         """One value for each tag: means over ranks of their last intervals."""
         values: dict[str, float | None] = {tag: view.mean(key) for key, tag in self._TAGS.items()}
         values[self._TAGS["mean_return"]] = view.mean_return
-        values["speed/global_steps_per_s"] = view.total("local_steps_per_s")
+        values["speed/global_steps_per_s"] = view.global_steps_per_s
         values |= {f"time/{name}": view.mean(f"time_{name}") for name in SECTIONS}
         self._add({tag: value for tag, value in values.items() if value is not None}, global_steps)
 
@@ -151,13 +152,21 @@ class Reporter:
         figures = self._progress.figures()
         if self._console is not None:
             self._console.show(figures)
-        if self._tensorboard is not None:
-            self._tensorboard.add(self.view, global_steps)
+        self._to_tensorboard(lambda board: board.add(self.view, global_steps))
         return figures
 
     def close(self) -> None:
         """Give the terminal back and flush."""
         if self._console is not None:
             self._console.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._to_tensorboard(lambda board: board.close())
+
+    def _to_tensorboard(self, action: Callable[[TensorBoard], None]) -> None:
+        """Its files are a copy of the metrics: if they cannot be written, training goes on without them."""
+        if self._tensorboard is None:
+            return
+        try:
+            action(self._tensorboard)
+        except OSError as error:
+            say(f"TensorBoard's files cannot be written any more: {error}. Training goes on.")
+            self._tensorboard = None

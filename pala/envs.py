@@ -12,6 +12,8 @@ Three ends are told apart:
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -142,16 +144,26 @@ def make_envs(config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None 
     if make_env is None and config.id.startswith("ALE/"):
         return AtariEnvs(atari_rom(config.id), config, num_threads)
     factory = make_env if make_env is not None else lambda: gymnasium.make(_checked_id(config.id))
-    if make_env is None:
-        _checked_id(config.id)
-    factories = [factory] * config.num_envs
-    vector_env: gymnasium.vector.VectorEnv
-    if config.vectorization == "async":
-        # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
-        vector_env = gymnasium.vector.AsyncVectorEnv(factories, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
-    else:
-        vector_env = gymnasium.vector.SyncVectorEnv(factories, autoreset_mode=AutoresetMode.SAME_STEP)
-    return Envs(vector_env, clip_rewards=config.clip_rewards == "sign")
+    try:
+        return Envs(_vector_env(factory, config), clip_rewards=config.clip_rewards == "sign")
+    except gymnasium.error.Error as error:
+        raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
+
+
+def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:
+    if config.vectorization == "sync":
+        return gymnasium.vector.SyncVectorEnv([factory] * config.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    def in_worker() -> gymnasium.Env:
+        if multiprocessing.parent_process() is not None:  # the rank itself deals with signals and closes its workers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+        return factory()
+
+    # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
+    return gymnasium.vector.AsyncVectorEnv(
+        [in_worker] * config.num_envs, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP
+    )
 
 
 def atari_rom(env_id: str) -> str:

@@ -37,7 +37,7 @@ from pala.runtime import prepare, say
 if TYPE_CHECKING:
     import numpy as np
 
-    from pala.envs import Envs, Episode, MakeEnv
+    from pala.envs import Envs, Episode
     from pala.networks import ActorCritic
 
     Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
@@ -130,26 +130,29 @@ class Policy:
 
 
 def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
-    """A run's final policy or, without one, the weighted mean of its ranks' newest checkpoints. Raises PalaError."""
+    """A completed run's final policy, or the weighted mean of its ranks' newest checkpoints (of independent learners:
+    rank 0's). Raises PalaError."""
     import torch
 
-    from pala import checkpoint
+    from pala import checkpoint, run_folder
     from pala.networks import ActorCritic, FlatParameters
 
     network = ActorCritic(envs.observation_space, envs.action_space, config.network)
     flat = FlatParameters(network, torch.device("cpu"))
     file = run / "policy.safetensors"
-    if file.exists():
+    if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy
         named, header = checkpoint.load_policy(file)
         _check_layout(file, dict(network.state_dict()), named)
         network.load_state_dict(named)
         policy = Policy(network, header["global_steps"], "final", header.get("environment"))
     else:
         states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature)
-        mean = checkpoint.average(states)
+        independent = config.exchange.kind == "none"
+        mean = checkpoint.average(states, independent)
         flat.data.copy_(mean.parameters)
         ranks = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
-        policy = Policy(network, mean.counters["base_steps"], f"mean of checkpoints of {ranks}")
+        source = f"checkpoint of rank 0 of {ranks}" if independent else f"mean of checkpoints of {ranks}"
+        policy = Policy(network, mean.counters["base_steps"], source)
     if not flat.data.isfinite().all():
         raise PalaError(f"The policy of run '{run}' ({policy.source}) has parameters that are not finite numbers.")
     return policy
@@ -165,24 +168,7 @@ def _check_layout(file: Path, wanted: dict[str, Any], found: dict[str, Any]) -> 
             )
 
 
-# ---- the environment -------------------------------------------------------------------------------------------------
-
-
-def load_make_env(run: Path) -> MakeEnv | None:
-    """The environment factory that a run was trained with from Python, if it was. Runs its code. Raises PalaError."""
-    file = run / "make_env.pkl"
-    if not file.exists():
-        return None
-    import cloudpickle
-
-    try:
-        make_env: MakeEnv = cloudpickle.loads(file.read_bytes())
-    except Exception as error:  # it is the user's code: anything may happen
-        raise PalaError(
-            f"The environment of the run, '{file}', cannot be loaded ({type(error).__name__}: {error}); start from "
-            "where the modules that it was made with can be imported."
-        ) from error
-    return make_env
+# ---- playing ---------------------------------------------------------------------------------------------------------
 
 
 def whole_games(env: EnvConfig, num_envs: int) -> EnvConfig:
@@ -243,6 +229,7 @@ def evaluate(run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, t
 
     from pala import run_folder
     from pala.envs import make_envs
+    from pala.run_folder import load_make_env
     from pala.seeding import derive
 
     config = run_folder.config_of(run)

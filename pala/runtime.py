@@ -37,7 +37,7 @@ def _environment_int(*names: str) -> int | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (Open MPI, MPICH or Slurm) says in the environment, before MPI itself is asked."""
+    """What the launcher (of Open MPI, or one that speaks PMI) says in the environment, before MPI itself is asked."""
 
     rank: int
     size: int

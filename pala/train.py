@@ -11,13 +11,11 @@ Results go to a new folder in `runs/`. `--help` explains every option.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import sys
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +23,7 @@ import tyro
 
 from pala.config import Config, check, load_preset
 from pala.errors import CollectiveError, PalaError
-from pala.ranks import collectively, cores_per_rank, start_mpi
+from pala.ranks import abort, collectively, cores_per_rank, start_mpi
 from pala.runtime import Launch, prepare, say
 
 if TYPE_CHECKING:
@@ -45,36 +43,28 @@ class Command:
 
 def parse(arguments: list[str]) -> Command:
     """The command line over the preset or the resumed run over the defaults. Raises PalaError."""
-    preset = next((Path(a) for a in arguments[:1] if not a.startswith("-")), None)
-    resume = _value_of("--resume", arguments)
-    if preset is not None and resume is not None:
-        raise PalaError(f"Give a preset or `--resume`, not both: '{resume}' brings its own settings.")
+    first = _read_command(arguments, Command())  # to find the preset or the run, whose settings are the defaults
+    if first.preset is not None and first.resume is not None:
+        raise PalaError(f"Give a preset or `--resume`, not both: '{first.resume}' brings its own settings.")
     from pala.run_folder import config_of
 
-    config = config_of(resume) if resume else load_preset(preset) if preset else Config()
+    config = config_of(first.resume) if first.resume else load_preset(first.preset) if first.preset else Config()
+    command = _read_command(arguments, replace(first, config=config))
+    check(command.config, source="Command line")
+    return command
+
+
+def _read_command(arguments: list[str], default: Command) -> Command:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            command = tyro.cli(
-                Command, args=arguments, default=Command(preset, resume, config), prog="python -m pala.train"
-            )
+            return tyro.cli(Command, args=arguments, default=default, prog="python -m pala.train")
     except SystemExit as exit_:
         if not exit_.code:  # --help
             if Launch.detect().rank == 0:
                 print(printed.getvalue(), end="")
             raise
         raise PalaError(f"the command line was not understood.\n{printed.getvalue()}") from None
-    check(command.config, source="Command line")
-    return command
-
-
-def _value_of(option: str, arguments: list[str]) -> Path | None:
-    for place, argument in enumerate(arguments):
-        if argument == option and place + 1 < len(arguments):
-            return Path(arguments[place + 1])
-        if argument.startswith(option + "="):
-            return Path(argument.removeprefix(option + "="))
-    return None
 
 
 def main() -> None:
@@ -90,7 +80,8 @@ def main() -> None:
     rank = comm.rank
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
-        prepare(command.config.run.threads or cores_per_rank(comm))
+        cores = cores_per_rank(comm)
+        prepare(command.config.run.threads or cores)
         from pala import trainer
 
         preset = command.preset.stem if command.preset else ""
@@ -99,17 +90,8 @@ def main() -> None:
         if rank == 0:
             say(f"pala: error: {error}")
         sys.exit(2)
-    except PalaError as error:
-        say(f"pala: error: {error}")
-        comm.Abort(2)
-    except KeyboardInterrupt:
-        comm.Abort(130)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            say(f"pala: error: rank {rank}: {error}. What was written before is kept: make room, then `--resume`.")
-        else:
-            say(f"pala: rank {rank} failed; the job ends.\n{traceback.format_exc()}")
-        comm.Abort(1)
+    except (Exception, KeyboardInterrupt) as error:
+        abort(comm, error)
     from mpi4py import MPI
 
     MPI.Finalize()
@@ -132,8 +114,11 @@ def _conclude(result: Result, config: Config) -> None:
     for what, action in last_words:
         try:
             print(f"      {what}: {action()}", flush=True)
-        except PalaError as error:
+        except (PalaError, OSError) as error:
             print(f"      {what}: {error}", flush=True)
+        except KeyboardInterrupt:
+            print(f"      {what}: interrupted; `python -m pala.evaluate {result.run}` makes up for it", flush=True)
+            sys.exit(130)
 
 
 def _evaluate(run: Path, config: Config) -> str:

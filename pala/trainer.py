@@ -7,9 +7,10 @@ waits for ever; an error later ends the job through `MPI_Abort` (`pala.train`).
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGTERM, Signals
 from typing import Any
 
 import cloudpickle
@@ -34,7 +35,6 @@ from pala.runtime import Interrupt, process_age_s, say
 from pala.seeding import derive
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
-_PATIENCE_AFTER_SIGNAL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ def train(
             job.begin(resume)
             job.open_records(facts or {}, resume)
             return job.run()
+        except CollectiveError:
+            job.abandon()
+            raise
         except BaseException:
             job.record_end("failed")
             raise
@@ -72,7 +75,8 @@ class _Job:
     def __init__(self, comm: MPI.Comm, config: Config, make_env: MakeEnv | None, interrupt: Interrupt) -> None:
         self.comm, self.config, self.make_env, self.interrupt = comm, config, make_env, interrupt
         self.rank, self.size = comm.rank, comm.size
-        self.threads = config.run.threads or cores_per_rank(comm)
+        cores = cores_per_rank(comm)
+        self.threads = config.run.threads or cores
         self.record: run_folder.RunRecord | None = None
         self.reporter: Reporter | None = None
 
@@ -82,8 +86,8 @@ class _Job:
         """Environments, network, optimiser. Collective."""
         torch.set_num_threads(self.threads)
         torch.set_flush_denormal(True)
-        if self.make_env is None and resume is not None and (resume / "make_env.pkl").exists():
-            self.make_env = cloudpickle.loads((resume / "make_env.pkl").read_bytes())
+        if self.make_env is None and resume is not None:
+            self.make_env = collectively(self.comm, lambda: run_folder.load_make_env(resume))
         self.envs: Envs = collectively(self.comm, lambda: make_envs(self.config.env, self.threads, self.make_env))
         self.device = collectively(self.comm, lambda: choose_device(self.config.run.device))
         torch.manual_seed(int(derive(self.config.seed, 0, "weights")[0]))
@@ -149,15 +153,21 @@ class _Job:
             if self.rank == 0:
                 say(
                     f"The run had {ranks} ranks and now has {self.size}: every rank starts from the average of their "
-                    "parameters and of RMSprop's mean squares; the steps made count; random streams are new."
+                    "parameters and of RMSprop's mean squares (independent learners: from rank 0's); the steps made "
+                    "count; random streams are new."
                 )
-            state = checkpoint.average(collectively(self.comm, lambda: checkpoint.load_all(old, self.flat.signature)))
+            states = collectively(self.comm, lambda: checkpoint.load_all(old, self.flat.signature))
+            state = checkpoint.average(states, independent=self.config.exchange.kind == "none")
         self.flat.data.copy_(state.parameters)
         self.a2c.mean_square.copy_(state.mean_square)
         self._seed_streams(round_=1)
         self._restore_counters(state, same_ranks=ranks == self.size)
-        if "actions" in state.random_states and ranks == self.size:
-            self.generator.set_state(state.random_states["actions"])
+        saved = state.random_states.get("actions")
+        if saved is not None and ranks == self.size:
+            if saved.numel() == self.generator.get_state().numel():
+                self.generator.set_state(saved)
+            elif self.rank == 0:
+                say("The checkpoint is of another kind of device: the random streams of actions are new.")
 
     def _restore_counters(self, state: RankState, same_ranks: bool) -> None:
         """Collective: push-sum weights are scaled so that their sum is the number of ranks again."""
@@ -211,20 +221,25 @@ class _Job:
             self.record.note(message_bytes=self.exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self.learner.run(self.env_seeds, self._on_interval, self._save_or_say)
         self.save()
-        global_steps = self.exchange.global_steps
-        if stop is Stop.BUDGET:
-            final = self.exchange.finish(_PATIENCE_S)
-            if self.rank == 0:
-                self._export(final, global_steps)
-        status = "completed" if stop is Stop.BUDGET else "stopped"
-        signal = self.interrupt.signal or (SIGTERM if stop is Stop.SIGNAL else None)  # a peer's signal stops all
-        if stop is Stop.SIGNAL and self.rank == 0:
-            say(f"[rank 0] {signal and signal.name}: checkpoint written to '{self.segment}'.")
-        self.record_end(status, global_steps=global_steps, signal=signal and signal.name)
         if stop is Stop.SIGNAL:
-            self.exchange.close(_PATIENCE_AFTER_SIGNAL_S)
+            self._record_stop()  # at once: after a signal the launcher may not give much time
+        if self.exchange.close(_PATIENCE_S) is Stop.BUDGET:
+            self._export(self.exchange.final_parameters(_PATIENCE_S))
+            self.record_end("completed", global_steps=self.exchange.global_steps)
+        elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
+            stop = Stop.SIGNAL
+            self._record_stop()
         self.envs.close()
-        return Result(self.folder, status, global_steps, None if stop is Stop.BUDGET else signal)
+        status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal())
+        return Result(self.folder, status, self.exchange.global_steps, signal)
+
+    def _signal(self) -> Signals:
+        return self.interrupt.signal or SIGTERM  # a peer's signal stops all
+
+    def _record_stop(self) -> None:
+        if self.rank == 0:
+            say(f"[rank 0] {self._signal().name}: checkpoint written to '{self.segment}'.")
+        self.record_end("stopped", global_steps=self.exchange.global_steps, signal=self._signal().name)
 
     def _on_interval(self, records: list[Record]) -> None:
         self.metrics.write(records)
@@ -253,10 +268,21 @@ class _Job:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def _export(self, final: Tensor, global_steps: int) -> None:
+    def _export(self, final: Tensor) -> None:
+        """Write the final policy. Rank 0 only; others do nothing."""
+        if self.rank != 0:
+            return
         self.flat.data.copy_(final)
-        header = {"config": to_table(self.config), "global_steps": global_steps, "ranks": self.size}
+        header = {"config": to_table(self.config), "global_steps": self.exchange.global_steps, "ranks": self.size}
         checkpoint.save_policy(self.folder / "policy.safetensors", dict(self.network.state_dict()), header)
+
+    def abandon(self) -> None:
+        """Every rank failed to start: free the environments; rank 0 takes away what it made for this start."""
+        if hasattr(self, "envs"):
+            self.envs.close()
+        if self.rank == 0 and hasattr(self, "segment") and self.record is None:
+            shutil.rmtree(self.segment if self.old_segment is not None else self.folder, ignore_errors=True)
+        self.record_end("failed")
 
     def record_end(self, status: str, **facts: Any) -> None:
         """Close console and TensorBoard, and say in run.json how it ended. Rank 0 only; others do nothing."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pala.config import EnvConfig
 from pala.errors import PalaError
-from pala.evaluate import check_numbers, load_make_env, load_policy, short_number, whole_games
+from pala.evaluate import check_numbers, load_policy, short_number, whole_games
+from pala.run_folder import load_make_env
 
 if TYPE_CHECKING:
     import numpy as np

@@ -139,16 +139,15 @@ def wait_for(condition, timeout_s: float = 60, what: str = "the condition") -> N
         time.sleep(0.05)
 
 
-def processes_in(run: Path) -> list[int]:
-    """Processes of ours whose command line names this folder (orphans, after a job has ended)."""
+def processes_in(folder: Path) -> list[int]:
+    """Processes whose working directory is this folder: after its job has ended, orphans."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+        if entry.name.isdigit():
             try:
-                command = (entry / "cmdline").read_bytes().decode(errors="replace")
                 state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if (entry / "cwd").readlink() == folder.resolve() and state != "Z":
+                    found.append(int(entry.name))
             except OSError:
                 continue
-            if str(run) in command and state != "Z":
-                found.append(int(entry.name))
     return found

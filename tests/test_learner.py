@@ -101,7 +101,7 @@ class Run:
         update = self.a2c.update
         self.a2c.update = lambda *arguments: self.updates.append(arguments) or update(*arguments)
         comm, start = SimpleNamespace(rank=0, size=1), ExchangeState([self.counters.local_steps], 0, 0, 1.0)
-        self.exchange = self.exchange_class(comm, self.flat.data, config.total_steps, start)
+        self.exchange = self.exchange_class(comm, self.flat.data, config.total_steps, start, self.interrupt)
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
         self.learner = Learner(
             config, 0, self.envs, network, self.flat, self.a2c, self.exchange, generator, self.counters, self.interrupt

@@ -32,8 +32,9 @@ def write(run: Path, *records: Record, rank: int = 0) -> None:
     MetricsWriter(metrics_path(run, rank), rank).write(list(records))
 
 
-def start(steps: int, time_s: float | None = None) -> Record:
-    return {"type": "start", "time_s": float(steps) if time_s is None else time_s, "local_steps": steps}
+def start(steps: int, time_s: float | None = None, segment="segment-000") -> Record:
+    time_s = float(steps) if time_s is None else time_s
+    return {"type": "start", "time_s": time_s, "local_steps": steps, "segment": segment}
 
 
 def episode(steps: int, time_s: float | None = None, return_: float = 0.0) -> Record:
@@ -97,6 +98,16 @@ def test_a_run_is_read_rank_by_rank(run):
     for rank in (0, 1, 11, 2):
         write(run, start(rank), rank=rank)
     assert read_run(run) == [[start(0)], [start(1)], [start(2)], [start(11)]]
+
+
+def test_of_ranks_that_are_gone_only_what_the_newest_segment_began_from(run):
+    """Three ranks, resumed with two from a checkpoint at 12 s: what rank 2 did later is lost."""
+    for rank in range(3):
+        write(run, start(0), episode(10), episode(20), rank=rank)
+    for rank in range(2):
+        write(run, start(0, 12.0, "segment-001"), rank=rank)
+    kept = [[r["time_s"] for r in records] for records in read_run(run)]
+    assert kept == [[0.0, 10.0, 12.0], [0.0, 10.0, 12.0], [0.0, 10.0]]
 
 
 def test_a_full_disk_is_said_once_and_training_goes_on(run, capsys):

@@ -138,7 +138,7 @@ def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) ->
     assert time.monotonic() - begin < 40
     assert job.status != 0
     assert "rank 1 failed" in job.output and "the planted fault" in job.output
-    assert not processes_in(tmp_path / "script.py")
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
 
 
 POISON = """
@@ -188,6 +188,7 @@ def test_ranks_with_different_configurations_are_told(mpi: Launcher, tmp_path: P
     ("arguments", "sentence"),
     [
         (["missing.toml"], "Preset 'missing.toml' does not exist"),
+        (["--run.name", "x", "bad.toml"], "unknown key 'a2c.learning_rat'"),
         (["bad.toml"], "unknown key 'a2c.learning_rat'; did you mean 'a2c.learning_rate'?"),
         (["--env.id", "ALE/Pogn-v5"], "did you mean 'ALE/Pong-v5'?"),
         (["--resume", "nowhere"], "'nowhere' is not a run's folder"),
@@ -209,11 +210,12 @@ def test_a_signal_ends_cleanly_and_resume_goes_on(mpi: Launcher, number: int, tm
     run = tmp_path / "runs" / "r"
     job = mpi.start_train(2, *CARTPOLE, "--total-steps", "100000000", "--run.name", "r", cwd=tmp_path)
     wait_for(lambda: (run / "metrics/rank-0001.jsonl").exists() and last_intervals_exist(run), what="training")
+    assert len(processes_in(tmp_path)) >= 2
     begin = time.monotonic()
     job.process.send_signal(number)
     job.wait(30)
     assert time.monotonic() - begin < 10
-    wait_for(lambda: not processes_in(run), 5, "the end of all ranks")
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
     assert record_of(run)["segments"][0]["status"] == "stopped" and not record_of(run)["completed"]
     before = sum(r["local_steps"] for r in last_intervals(run))
     budget = before + 4000
@@ -336,6 +338,25 @@ if __name__ == "__main__":
         from pala.evaluate import evaluate, save
         save(result.run, evaluate(result.run, 4, 2, False, 1, 1))
 """
+
+
+def test_an_exception_in_a_users_own_environment_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Also without `python -m pala.train`: the script calls `pala.train`, and rank 1 alone raises."""
+    source = SCRIPT_WITH_FACTORY.format(vectorization="sync").replace(
+        "def make_env():",
+        "class Faulty(gymnasium.Wrapper):\n"
+        "    def step(self, action):\n"
+        "        from mpi4py import MPI\n"
+        "        if MPI.COMM_WORLD.rank == 1:\n"
+        "            raise RuntimeError('the planted fault')\n"
+        "        return super().step(action)\n"
+        "def make_env():\n"
+        "    return Faulty(gymnasium.make('CartPole-v1'))\n"
+        "def unused():",
+    )
+    job = any_mpi.script(2, source, tmp_path)
+    assert job.status != 0
+    assert "rank 1 failed" in job.output and "the planted fault" in job.output
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])

@@ -26,7 +26,7 @@ def make_exchange(
 ) -> Exchange:
     """The exchange that the configuration names, on a flat parameter vector. Collective."""
     if config.exchange.kind == "none":
-        return NoExchange(comm, parameters, config.total_steps, start)
+        return NoExchange(comm, parameters, config.total_steps, start, interrupt)
     seed = int(derive(config.seed, 0, "topology")[0])
     return Gossip(comm, parameters, signature, config.exchange, config.total_steps, seed, start, interrupt)
 

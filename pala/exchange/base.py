@@ -48,13 +48,16 @@ class Exchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, timeout_s: float) -> Tensor:
-        """The final policy's flat parameters, equal on all ranks. Collective; the last call. Raises as `close`."""
+    def close(self, timeout_s: float) -> Stop:
+        """End the exchange: nothing is in flight after it, and all ranks agree on why training ended. Collective.
+
+        From here on `state` and `global_steps` are exact. Raises PalaError when peers do not close within
+        `timeout_s` seconds, or 10 s after a signal.
+        """
 
     @abc.abstractmethod
-    def close(self, timeout_s: float) -> None:
-        """End without a final policy, after a signal. Collective; the last call. Raises PalaError when peers do not
-        close within `timeout_s` seconds."""
+    def final_parameters(self, timeout_s: float) -> Tensor:
+        """The final policy's flat parameters, equal on all ranks, on the host. Collective; after `close`."""
 
     @abc.abstractmethod
     def metrics(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import numpy as np
 from mpi4py import MPI
 
 from pala.errors import PalaError
+from pala.exchange.protocol import Stop
+from pala.runtime import Interrupt
 
 _MODEL_TAG, _CONTROL_TAG = 1, 2
 _HURRY_SLEEP_S, _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S, _BACKOFF = 0.0003, 0.002, 0.016, 1.5
@@ -171,12 +173,29 @@ class DataProxy(threading.Thread):
         return started
 
 
-def wait_quietly(request: MPI.Request, timeout_s: float | None = None) -> None:
-    """Wait for a request without spinning a core. Raises PalaError after `timeout_s` seconds."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    sleep_s = 1e-4
+_PATIENCE_AFTER_SIGNAL_S = 10.0
+
+
+def wait_quietly(request: MPI.Request, timeout_s: float | None, interrupt: Interrupt) -> None:
+    """Wait for a request without spinning a core; after a signal, not for long. Raises PalaError when time is up."""
+    begin, sleep_s = time.monotonic(), 1e-4
+    signalled_at: float | None = None
     while not request.Test():
-        if deadline is not None and time.monotonic() > deadline:
+        now = time.monotonic()
+        if interrupt.signal is not None and signalled_at is None:
+            signalled_at = now
+        if timeout_s is not None and now > begin + timeout_s:
             raise PalaError(f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here.")
+        if signalled_at is not None and now > signalled_at + _PATIENCE_AFTER_SIGNAL_S:
+            raise PalaError("The other ranks did not end after the signal; this one's checkpoint is written.")
         time.sleep(sleep_s)
         sleep_s = min(2 * sleep_s, 0.01)
+
+
+def agree_on_end(
+    comm: MPI.Comm, stop: Stop, local_steps: int, timeout_s: float | None, interrupt: Interrupt
+) -> tuple[Stop, list[int]]:
+    """(why training ends: SIGNAL if it does for any rank, local steps of every rank, exactly). Collective."""
+    mine, table = np.array([stop, local_steps], np.int64), np.empty((comm.size, 2), np.int64)
+    wait_quietly(comm.Iallgather(mine, table), timeout_s, interrupt)
+    return Stop(int(table[:, 0].max())), [int(steps) for steps in table[:, 1]]

@@ -19,12 +19,13 @@ from torch import Tensor
 from pala.config import ExchangeConfig
 from pala.errors import PalaError
 from pala.exchange.base import Exchange, ExchangeState
-from pala.exchange.data_proxy import DataProxy, wait_quietly
+from pala.exchange.data_proxy import DataProxy, agree_on_end, wait_quietly
 from pala.exchange.protocol import GossipProtocol, Stop
 from pala.exchange.wire import Kind, Message, ReceiveBuffer, Refusal, SendBuffer, Wire
 from pala.runtime import Interrupt, say
 
 _SEND_BUFFERS = 2
+_PATIENCE_AFTER_SIGNAL_S = 10.0
 _SEND_AGAIN_AFTER_S, _COMPLAIN_AFTER_S = 2.0, 60.0
 _MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
@@ -80,21 +81,26 @@ class Gossip(Exchange):
             self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._protocol.staleness)
             return self._mix(healthy) or healthy
 
-    def close(self, timeout_s: float) -> None:
-        self._proxy.close(timeout_s)
-
-    def finish(self, timeout_s: float) -> Tensor:
-        self.close(timeout_s)
-        if (mix := self._protocol.take(everything=True)) is not None:
+    def close(self, timeout_s: float) -> Stop:
+        with self._changed:
+            self._tell_stop()  # after the barrier that the proxy closes with, nothing may be sent
+        self._proxy.close(timeout_s if self._interrupt.signal is None else _PATIENCE_AFTER_SIGNAL_S)
+        p = self._protocol
+        if (mix := p.take(everything=True)) is not None:
             self._inbox.mix_into(self._parameters, mix.fraction)
+        stop, steps = agree_on_end(self._comm, p.stop, int(p.local_steps[p.rank]), timeout_s, self._interrupt)
+        p.news(np.array(steps, np.uint64), stop)
+        return stop
+
+    def final_parameters(self, timeout_s: float) -> Tensor:
         final = self._parameters.detach().cpu()
         finite = bool(final.isfinite().all())
         if not finite:
             say(f"[rank {self._comm.rank}] its parameters are not finite and have no part in the final average")
         weight = np.array([self._protocol.weight if finite else 0.0], np.float64)
         total = final * float(weight[0]) if finite else torch.zeros_like(final)
-        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, weight), timeout_s)
-        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, total.numpy()), timeout_s)
+        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, weight), timeout_s, self._interrupt)
+        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, total.numpy()), timeout_s, self._interrupt)
         if weight[0] == 0:
             raise PalaError(
                 "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning rate."
@@ -139,6 +145,7 @@ class Gossip(Exchange):
             self._proxy.raise_failure()
             if self._interrupt.signal is not None:
                 p.stop_now(Stop.SIGNAL)
+                self._tell_stop()
             now = time.perf_counter()
             if now >= again:
                 p.waited_long()
@@ -226,7 +233,8 @@ class Gossip(Exchange):
             )
         if isinstance(message, Message) and message.kind is Kind.MODEL:
             self._protocol.model_refused(message.weight)
-        self._return_credit(source)
+        if self._protocol.stop is Stop.NONE:  # later nobody needs a credit, and this rank may have closed
+            self._return_credit(source)
 
 
 _COUNTS = (

@@ -9,15 +9,19 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pala.exchange.base import Exchange, ExchangeState
-from pala.exchange.data_proxy import wait_quietly
+from pala.exchange.data_proxy import agree_on_end, wait_quietly
 from pala.exchange.protocol import Stop
+from pala.runtime import Interrupt
 
 
 class NoExchange(Exchange):
     """Every rank makes an equal share of the budget. The final policy is rank 0's; nothing is averaged."""
 
-    def __init__(self, comm: MPI.Comm, parameters: Tensor, budget_steps: int, start: ExchangeState) -> None:
-        self._comm, self._parameters, self._start = comm, parameters, start
+    def __init__(
+        self, comm: MPI.Comm, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
+    ) -> None:
+        self._comm, self._parameters, self._start, self._interrupt = comm, parameters, start, interrupt
+        self._final_steps: list[int] | None = None
         self._local_steps = start.local_steps[comm.rank]
         self._share = math.ceil((budget_steps - start.base_steps) / comm.size)
         self._stop = Stop.NONE
@@ -25,7 +29,9 @@ class NoExchange(Exchange):
 
     @property
     def global_steps(self) -> int:
-        """An estimate: what there would be if all ranks were as fast as this one."""
+        """An estimate until the end: what there would be if all ranks were as fast as this one."""
+        if self._final_steps is not None:
+            return self._start.base_steps + sum(self._final_steps)
         return self._start.base_steps + self._local_steps * self._comm.size
 
     @property
@@ -42,13 +48,15 @@ class NoExchange(Exchange):
         self._check_budget()
         return healthy
 
-    def finish(self, timeout_s: float) -> Tensor:
-        final = self._parameters.detach().cpu().clone()
-        wait_quietly(self._comm.Ibcast(final.numpy(), root=0), timeout_s)
-        return final
+    def close(self, timeout_s: float) -> Stop:
+        """Ranks of unlike speed end at unlike times: waits for the slowest without a limit, but for a signal."""
+        stop, self._final_steps = agree_on_end(self._comm, self._stop, self._local_steps, None, self._interrupt)
+        return stop
 
-    def close(self, timeout_s: float) -> None:
-        """Nothing is under way."""
+    def final_parameters(self, timeout_s: float) -> Tensor:
+        final = self._parameters.detach().cpu().clone()
+        wait_quietly(self._comm.Ibcast(final.numpy(), root=0), timeout_s, self._interrupt)
+        return final
 
     def metrics(self) -> dict[str, Any]:
         return {}
