@@ -65,7 +65,7 @@ class NetworkConfig:
     conv_hidden: int = 512
     """Units of the linear layer behind the convolutions [GALA: 512]."""
     mlp_hidden: tuple[int, ...] = (64, 64)
-    """Units of each hidden layer (tanh) for vector observations. Ours."""
+    """Units of each hidden layer (tanh) for vector observations, policy and value apart. Ours."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class ActorCritic(nn.Module):
     """observation [B, ...] -> (policy outputs [B, A], values [B]).
 
     Images (uint8 [C, H, W]) go through GALA's convolutions (Assran et al. 2019, released settings: 32 8x8/4, 64 4x4/2,
-    32 3x3/1, linear 512, ReLU), vectors through an MLP with tanh. Orthogonal initial weights, heads 0.01 and 1.
+    32 3x3/1, linear 512, ReLU), shared by policy and value; vectors go through an MLP with tanh for each of the
+    two, since unscaled values would swamp a trunk that they shared. Orthogonal initial weights, heads 0.01 and 1.
     """
 
     def __init__(
@@ -90,12 +91,15 @@ class ActorCritic(nn.Module):
             self.trunk, features = _conv_trunk(shape, config), config.conv_hidden
         else:
             self.trunk, features = _mlp_trunk(shape[0], config.mlp_hidden)
+            self.value_trunk, _ = _mlp_trunk(shape[0], config.mlp_hidden)
         self.policy_head = _orthogonal(nn.Linear(features, self.distribution.num_outputs), 0.01)
         self.value_head = _orthogonal(nn.Linear(features, 1), 1.0)
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.trunk(self._prepare(observations))
-        return self.policy_head(features), self.value_head(features).squeeze(-1)
+        observations = self._prepare(observations)
+        features = self.trunk(observations)
+        value_features = features if self.is_image else self.value_trunk(observations)
+        return self.policy_head(features), self.value_head(value_features).squeeze(-1)
 
     def _prepare(self, observations: Tensor) -> Tensor:
         if self.is_image:
