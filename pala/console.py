@@ -78,6 +78,7 @@ class Panel:
         self._live.start()
 
     def show(self, figures: dict[str, str]) -> None:
+        from rich.console import Group
         from rich.markup import escape
         from rich.panel import Panel as Box
         from rich.table import Table
@@ -85,7 +86,9 @@ class Panel:
         table = Table.grid(padding=(0, 2))
         for label, text in figures.items():
             table.add_row(f"[bold]{label}[/bold]", text)
-        self._live.update(Box(table, title=escape(self._title), title_align="left"), refresh=True)
+        box = Box(table, title=escape(self._title), title_align="left")
+        # Launchers pass on whole lines: an empty last one, which needs no end, keeps the lower border from lagging.
+        self._live.update(Group(box, ""), refresh=True)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
