@@ -247,7 +247,10 @@ class _Job:
             self.reporter.report(self.exchange.global_steps)
 
     def save(self) -> None:
-        """This rank's checkpoint. Not collective. Raises OSError."""
+        """This rank's checkpoint, unless its parameters are not finite. Not collective. Raises OSError."""
+        if not bool(self.flat.data.isfinite().all()):
+            say(f"[rank {self.rank}] its parameters are not finite: the checkpoint before is kept.")
+            return
         exchange = self.exchange.state() if hasattr(self, "exchange") else self.start
         counters = {
             "updates": self.counters.updates, "own_steps": self.counters.local_steps, "time_s": self.counters.time_s,
