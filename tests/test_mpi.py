@@ -76,8 +76,8 @@ def test_every_topology_and_mixing_under_mpi(any_mpi: Launcher, topology: str, t
         assert worst <= 3  # max_staleness + the update after which it waits
 
 
-def test_complete_uniform_lockstep_is_the_exact_average(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Then all ranks have equal parameters after every mix, though each learns from its own environments."""
+def test_complete_uniform_lockstep_keeps_models_close(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Under MPI models then stay close; that the average is exact is tested in test_protocol, without float noise."""
     job = any_mpi.train(
         3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", "--exchange.topology", "complete",
         "--exchange.max-staleness", "0", cwd=tmp_path,
