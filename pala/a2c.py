@@ -1,8 +1,4 @@
-"""Advantage actor-critic: the loss and one update.
-
-The forward passes made while acting are the ones that are differentiated: within a rollout the parameters do not
-change and the data is on-policy, so a second forward pass would compute the same numbers again.
-"""
+"""Advantage actor-critic: the loss and one update."""
 
 from __future__ import annotations
 
@@ -14,16 +10,17 @@ import torch
 from torch import Tensor
 
 from pala.config import A2CConfig
-from pala.networks import ActorCritic, FlatParameters
+from pala.networks import Categorical, FlatParameters, Gaussian
 from pala.rollout import advantages_and_returns
+from pala.tape import Tape
 
 
 @dataclass
 class Rollout:
-    """T steps of B environments, with the graph of the acting passes."""
+    """T steps of B environments."""
 
-    policy_outputs: list[Tensor] = field(default_factory=list)  # T x [B, A], with graph
-    values: list[Tensor] = field(default_factory=list)  # T x [B], with graph
+    policy_outputs: list[Tensor] = field(default_factory=list)  # T x [B, A]
+    values: list[Tensor] = field(default_factory=list)  # T x [B]
     actions: list[Tensor] = field(default_factory=list)  # T x [B, ...]
     rewards: list[Tensor] = field(default_factory=list)  # T x [B]; a time limit's bootstrap is already added
     ended: list[Tensor] = field(default_factory=list)  # T x [B] float
@@ -38,20 +35,21 @@ class Loss(NamedTuple):
     entropy: Tensor
 
 
-def a2c_loss(network: ActorCritic, rollout: Rollout, bootstrap_B: Tensor, config: A2CConfig) -> Loss:
+def a2c_loss(
+    distribution: Categorical | Gaussian, policy_TBA: Tensor, values_TB: Tensor, rollout: Rollout,
+    bootstrap_B: Tensor, config: A2CConfig,
+) -> Loss:  # fmt: skip
     """policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released settings).
 
-    policy = -mean(log pi(a) * advantage), value = mean((return - V)^2). `bootstrap_B`: V after the last step.
+    policy = -mean(log pi(a) * advantage), value = mean((return - V)^2). The rollout's network outputs are given apart
+    (stacked: policy outputs [T, B, A], values [T, B]), to be differentiated by. `bootstrap_B`: V after the last step.
     """
-    values_TB = torch.stack(rollout.values)
     with torch.no_grad():
         advantages_TB, returns_TB = advantages_and_returns(
-            torch.stack(rollout.rewards), torch.stack(rollout.ended), values_TB.detach(), bootstrap_B,
+            torch.stack(rollout.rewards), torch.stack(rollout.ended), values_TB, bootstrap_B,
             config.gamma, config.gae_lambda,
         )  # fmt: skip
-    log_prob_TB, entropy_TB = network.distribution.log_prob_and_entropy(
-        torch.stack(rollout.policy_outputs), torch.stack(rollout.actions)
-    )
+    log_prob_TB, entropy_TB = distribution.log_prob_and_entropy(policy_TBA, torch.stack(rollout.actions))
     policy = -(log_prob_TB * advantages_TB).mean()
     value = (returns_TB - values_TB).square().mean()
     entropy = entropy_TB.mean()
@@ -68,8 +66,14 @@ def rmsprop_(
     The denominator is sqrt(v) + epsilon as in PyTorch (and GALA), or sqrt(v + epsilon) as in TensorFlow.
     """
     mean_square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
-    denominator = (mean_square + epsilon).sqrt_() if epsilon_inside_root else mean_square.sqrt().add_(epsilon)
+    if epsilon_inside_root:
+        denominator = (mean_square + epsilon).sqrt_()
+    else:
+        denominator = (mean_square + _ABOVE_ZERO).sqrt_().add_(epsilon)
     parameters.addcdiv_(gradient, denominator, value=-learning_rate)
+
+
+_ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
 
 
 def clip_gradient_(gradient: Tensor, max_norm: float) -> float:
@@ -91,16 +95,14 @@ class UpdateResult(NamedTuple):
 class A2C:
     """The optimiser's state and one update of a network's flat parameters."""
 
-    def __init__(self, network: ActorCritic, flat: FlatParameters, config: A2CConfig) -> None:
-        self._network, self._flat, self._config = network, flat, config
+    def __init__(self, tape: Tape, flat: FlatParameters, config: A2CConfig) -> None:
+        self._tape, self._flat, self._config = tape, flat, config
         self.mean_square = torch.zeros_like(flat.data)
 
     def update(self, rollout: Rollout, bootstrap_B: Tensor, learning_rate: float) -> UpdateResult:
         """Differentiate the rollout and take one optimiser step, unless the gradient is not finite."""
         config = self._config
-        loss = a2c_loss(self._network, rollout, bootstrap_B, config)
-        self._flat.gradient.zero_()
-        loss.total.backward()  # type: ignore[no-untyped-call]
+        loss = self._differentiate(rollout, bootstrap_B)
         norm = clip_gradient_(self._flat.gradient, config.max_gradient_norm)
         finite = math.isfinite(norm)
         if finite:
@@ -109,3 +111,14 @@ class A2C:
                 config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,
             )  # fmt: skip
         return UpdateResult(Loss(*(term.detach() for term in loss)), norm, finite)
+
+    def _differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
+        """The loss, and its gradient in `flat.gradient`: autograd down to the network's outputs, then the tape."""
+        policy_TBA = torch.stack(rollout.policy_outputs).requires_grad_()
+        values_TB = torch.stack(rollout.values).requires_grad_()
+        loss = a2c_loss(self._tape.distribution, policy_TBA, values_TB, rollout, bootstrap_B, self._config)
+        self._flat.gradient.zero_()
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        assert policy_TBA.grad is not None and values_TB.grad is not None
+        self._tape.backward(policy_TBA.grad, values_TB.grad)
+        return loss

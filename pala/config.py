@@ -66,6 +66,12 @@ class NetworkConfig:
     """Units of the linear layer behind the convolutions [GALA: 512]."""
     mlp_hidden: tuple[int, ...] = (64, 64)
     """Units of each hidden layer (tanh) for vector observations, policy and value apart. Ours."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and of the weights they meet, in training; parameters, optimiser and evaluation are float32.
+    bfloat16 is faster where the processor or GPU has its instructions. Ours."""
+    passes: Literal["auto", "autograd"] = "auto"
+    """How forward and backward passes are made: `auto` uses the hand-written ones where there are some (images);
+    `autograd` leaves all to torch. Equal but for rounding."""
 
 
 @dataclass(frozen=True)

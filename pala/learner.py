@@ -24,8 +24,9 @@ from pala.errors import PalaError
 from pala.exchange.base import Exchange
 from pala.exchange.protocol import Stop
 from pala.metrics import Record, Stopwatch
-from pala.networks import ActorCritic, FlatParameters
+from pala.networks import FlatParameters
 from pala.runtime import Interrupt, say
+from pala.tape import Tape
 
 _MOST_SKIPPED_UPDATES = 100
 
@@ -43,10 +44,10 @@ class Learner:
     """One actor-learner."""
 
     def __init__(
-        self, config: Config, rank: int, envs: Envs, network: ActorCritic, flat: FlatParameters, a2c: A2C,
+        self, config: Config, rank: int, envs: Envs, tape: Tape, flat: FlatParameters, a2c: A2C,
         exchange: Exchange, generator: torch.Generator, counters: Counters, interrupt: Interrupt,
     ) -> None:  # fmt: skip
-        self._config, self._rank, self._envs, self._network, self._flat = config, rank, envs, network, flat
+        self._config, self._rank, self._envs, self._tape, self._flat = config, rank, envs, tape, flat
         self._a2c, self._exchange, self._generator = a2c, exchange, generator
         self.counters, self._interrupt = counters, interrupt
         self._device = flat.data.device
@@ -83,11 +84,13 @@ class Learner:
 
     def _play(self) -> tuple[Rollout, Tensor]:
         """`rollout_steps` steps of all environments, and V after the last one [B]."""
-        rollout, distribution = Rollout(), self._network.distribution
+        rollout, distribution = Rollout(), self._tape.distribution
+        with self._watch.section("inference"):
+            self._tape.begin()
         for t in range(self._config.a2c.rollout_steps):
             with self._watch.section("inference"):
-                policy_output, value = self._network(self._observations)
-                actions = distribution.sample(policy_output.detach(), self._generator)
+                policy_output, value = self._tape.forward(self._observations)
+                actions = distribution.sample(policy_output, self._generator)
                 env_actions = distribution.to_env(actions).cpu().numpy()
             with self._watch.section("environment"):
                 step = self._envs.step(env_actions)
@@ -103,15 +106,14 @@ class Learner:
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | what)
             if self._interrupt.signal is not None:
                 break
-        with self._watch.section("inference"), torch.no_grad():
-            return rollout, self._network(self._observations)[1]
+        with self._watch.section("inference"):
+            return rollout, self._tape.value(self._observations)
 
     def _rewards(self, rewards: np.ndarray, truncated: np.ndarray, final_observations: np.ndarray) -> Tensor:
         """Rewards [B]; where a time limit cut the episode, with the discounted value of what would have followed."""
         rewards_B = self._to_device(rewards)
         if truncated.any():
-            with torch.no_grad():
-                value = self._network(self._to_device(final_observations))[1]
+            value = self._tape.value(self._to_device(final_observations))
             rewards_B[self._to_device(truncated)] += self._config.a2c.gamma * value
         return rewards_B
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 
 import gymnasium
@@ -74,6 +75,7 @@ class ActorCritic(nn.Module):
     Images (uint8 [C, H, W]) go through GALA's convolutions (Assran et al. 2019, released settings: 32 8x8/4, 64 4x4/2,
     32 3x3/1, linear 512, ReLU), shared by policy and value; vectors go through an MLP with tanh for each of the
     two, since unscaled values would swamp a trunk that they shared. Orthogonal initial weights, heads 0.01 and 1.
+    The linear layer takes the last convolution's outputs in the order height, width, channels: as they lie in memory.
     """
 
     def __init__(
@@ -103,8 +105,14 @@ class ActorCritic(nn.Module):
 
     def _prepare(self, observations: Tensor) -> Tensor:
         if self.is_image:
-            return observations.to(torch.float32, memory_format=torch.channels_last).mul_(1 / 255)
+            return channels_last(observations).to(torch.float32).mul_(1 / 255)
         return observations.to(torch.float32)
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """The same images [B, C, H, W] in channels-last memory order. For bytes, a stack of the channels is three times
+    as fast as `to(memory_format=...)`."""
+    return torch.stack(images.unbind(1), -1).permute(0, 3, 1, 2)
 
 
 def _distribution(space: gymnasium.Space) -> Categorical | Gaussian:
@@ -125,15 +133,25 @@ def _orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> nn.Module:
 def _conv_trunk(shape: tuple[int, ...], config: NetworkConfig) -> nn.Sequential:
     gain = nn.init.calculate_gain("relu")
     channels, height, width = shape
-    layers: list[nn.Module] = []
-    for out, kernel, stride in zip(config.conv_channels, (8, 4, 3), (4, 2, 1), strict=True):
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for i, (out, kernel, stride) in enumerate(zip(config.conv_channels, (8, 4, 3), (4, 2, 1), strict=True), 1):
         height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-        layers += [_orthogonal(nn.Conv2d(channels, out, kernel, stride), gain), nn.ReLU()]
+        layers[f"conv{i}"] = _orthogonal(nn.Conv2d(channels, out, kernel, stride), gain)
+        layers[f"relu{i}"] = nn.ReLU()
         channels = out
     if height < 1 or width < 1:
         raise PalaError(f"Image observations {shape} are too small for the convolutions; 84 x 84 is usual.")
-    linear = _orthogonal(nn.Linear(channels * height * width, config.conv_hidden), gain)
-    return nn.Sequential(*layers, nn.Flatten(), linear, nn.ReLU())
+    layers["flatten"] = _FlattenChannelsLast()
+    layers["linear"] = _orthogonal(nn.Linear(height * width * channels, config.conv_hidden), gain)
+    layers["relu"] = nn.ReLU()
+    return nn.Sequential(layers)
+
+
+class _FlattenChannelsLast(nn.Module):
+    """[B, C, H, W] -> [B, H W C]: a view of what channels-last convolutions give."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.permute(0, 2, 3, 1).flatten(1)
 
 
 def _mlp_trunk(inputs: int, hidden: Iterable[int]) -> tuple[nn.Sequential, int]:

@@ -33,6 +33,7 @@ from pala.networks import ActorCritic, FlatParameters
 from pala.ranks import check_agreement, collectively, cores_per_rank
 from pala.runtime import Interrupt, process_age_s, say
 from pala.seeding import derive
+from pala.tape import make_tape
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
 
@@ -96,7 +97,10 @@ class _Job:
             lambda: ActorCritic(self.envs.observation_space, self.envs.action_space, self.config.network),
         )
         self.flat = FlatParameters(self.network, self.device)
-        self.a2c = A2C(self.network, self.flat, self.config.a2c)
+        self.tape = make_tape(
+            self.network, self.config.network, self.config.a2c.rollout_steps, self.config.env.num_envs
+        )
+        self.a2c = A2C(self.tape, self.flat, self.config.a2c)
         self.generator = torch.Generator(self.device)
         self.counters = Counters()
         self.start = ExchangeState([0] * self.size, 0, 0, 1.0)
@@ -214,7 +218,7 @@ class _Job:
             self.comm, self.flat.data, self.flat.signature, self.config, self.start, self.interrupt
         )
         self.learner = Learner(
-            self.config, self.rank, self.envs, self.network, self.flat, self.a2c, self.exchange, self.generator,
+            self.config, self.rank, self.envs, self.tape, self.flat, self.a2c, self.exchange, self.generator,
             self.counters, self.interrupt,
         )  # fmt: skip
         if self.record is not None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from pala.a2c import A2C, Rollout, a2c_loss, clip_gradient_, rmsprop_
+from pala.a2c import A2C, Loss, Rollout, a2c_loss, clip_gradient_, rmsprop_
 from pala.config import A2CConfig, NetworkConfig
 from pala.networks import ActorCritic, Categorical, FlatParameters, Gaussian
+from pala.tape import AutogradTape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 STEPS, ENVS, ACTIONS = 3, 4, 5
@@ -31,17 +32,18 @@ def make_network(kind: str) -> ActorCritic:
     return network
 
 
-def play(network: ActorCritic, kind: str) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
+def play(tape: AutogradTape, kind: str) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
     """(rollout through the network with an end inside, its observations [T, B, ...], V after the last step)."""
     generator, rollout = torch.Generator().manual_seed(1), Rollout()
+    tape.begin()
     space = SPACES[kind][0]
     space.seed(2)
     observations = torch.from_numpy(np.stack([[space.sample() for _ in range(ENVS)] for _ in range(STEPS)]))
     for t in range(STEPS):
-        output, value = network(observations[t])
+        output, value = tape.forward(observations[t])
         rollout.policy_outputs.append(output)
         rollout.values.append(value)
-        rollout.actions.append(network.distribution.sample(output.detach(), generator))
+        rollout.actions.append(tape.distribution.sample(output, generator))
         rollout.rewards.append(torch.randn(ENVS, generator=generator))
         rollout.ended.append((torch.arange(ENVS) == t).float())
     return rollout, observations, torch.randn(ENVS, generator=generator)
@@ -67,41 +69,44 @@ def slow_loss(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig) -> t
     return total, policy, value_loss, entropy
 
 
+def loss_of(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig, outputs=None, values=None) -> Loss:
+    outputs = torch.stack(rollout.policy_outputs) if outputs is None else outputs
+    values = torch.stack(rollout.values) if values is None else values
+    return a2c_loss(Categorical(ACTIONS), outputs, values, rollout, bootstrap, config)
+
+
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
 def test_loss_is_the_mean_over_samples(gae_lambda):
     config = A2CConfig(gamma=0.9, gae_lambda=gae_lambda, value_coefficient=0.3, entropy_coefficient=0.2)
-    network = make_network("vector")
-    rollout, _, bootstrap = play(network, "vector")
-    loss = [term.item() for term in a2c_loss(network, rollout, bootstrap, config)]
+    rollout, _, bootstrap = play(AutogradTape(make_network("vector")), "vector")
+    loss = [term.item() for term in loss_of(rollout, bootstrap, config)]
     assert loss == pytest.approx(slow_loss(rollout, bootstrap, config), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", SPACES)
 def test_reused_passes_have_the_gradient_of_a_second_pass(kind):
-    """One backward pass through the acting passes equals one through a fresh pass over the stacked batch."""
+    """What an update differentiates, the acting passes, against a fresh pass over the stacked batch."""
     network = make_network(kind)
     flat = FlatParameters(network, CPU)
-    rollout, observations, bootstrap = play(network, kind)
-    gradients = []
-    for second_pass in (False, True):
-        if second_pass:
-            output, value = network(observations.flatten(0, 1))
-            rollout.policy_outputs = list(output.unflatten(0, (STEPS, ENVS)))
-            rollout.values = list(value.unflatten(0, (STEPS, ENVS)))
-        flat.gradient.zero_()
-        a2c_loss(network, rollout, bootstrap, A2CConfig()).total.backward()
-        gradients.append(flat.gradient.clone())
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-    assert gradients[0].norm() > 0.01
+    tape = AutogradTape(network)
+    rollout, observations, bootstrap = play(tape, kind)
+    A2C(tape, flat, A2CConfig(max_gradient_norm=0)).update(rollout, bootstrap, learning_rate=0.0)
+    output, value = network(observations.flatten(0, 1))
+    outputs = [tensor.unflatten(0, (STEPS, ENVS)) for tensor in (output, value)]
+    loss = a2c_loss(network.distribution, *outputs, rollout, bootstrap, A2CConfig())
+    expected = torch.autograd.grad(loss.total, list(network.parameters()))
+    for parameter, gradient in zip(network.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    assert flat.gradient.norm() > 0.01
 
 
 def test_no_gradient_flows_through_the_targets():
-    """The policy term alone leaves the value head without a gradient."""
-    network = make_network("vector")
-    rollout, _, bootstrap = play(network, "vector")
-    a2c_loss(network, rollout, bootstrap, A2CConfig()).policy.backward()
-    assert network.value_head.weight.grad is None or not network.value_head.weight.grad.any()
-    assert network.policy_head.weight.grad.any()
+    """The policy term alone has no gradient by the values."""
+    rollout, _, bootstrap = play(AutogradTape(make_network("vector")), "vector")
+    outputs, values = (torch.stack(x).requires_grad_() for x in (rollout.policy_outputs, rollout.values))
+    loss_of(rollout, bootstrap, A2CConfig(), outputs, values).policy.backward()
+    assert values.grad is None
+    assert outputs.grad.any()
 
 
 # ---- the optimiser ---------------------------------------------------------------------------------------------------
@@ -154,11 +159,12 @@ def test_clipping_can_be_off():
 def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
     network, config = make_network("vector"), A2CConfig(max_gradient_norm=0.1)
     flat = FlatParameters(network, CPU)
-    rollout, _, bootstrap = play(network, "vector")
-    total = a2c_loss(network, rollout, bootstrap, config).total
+    tape = AutogradTape(network)
+    rollout, observations, bootstrap = play(tape, "vector")
+    total = loss_of(rollout, bootstrap, config, *map(torch.stack, zip(*map(network, observations), strict=True))).total
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(total, network.parameters(), retain_graph=True)])
     before = flat.data.clone()
-    result = A2C(network, flat, config).update(rollout, bootstrap, learning_rate=0.01)
+    result = A2C(tape, flat, config).update(rollout, bootstrap, learning_rate=0.01)
     assert result.applied
     assert result.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
     gradient *= 0.1 / gradient.norm()
@@ -169,15 +175,16 @@ def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
 def test_a_gradient_that_is_not_finite_is_not_applied(reward):
     network = make_network("vector")
     flat = FlatParameters(network, CPU)
-    a2c = A2C(network, flat, A2CConfig())
-    a2c.update(*play(network, "vector")[::2], learning_rate=0.01)
+    tape = AutogradTape(network)
+    a2c = A2C(tape, flat, A2CConfig())
+    a2c.update(*play(tape, "vector")[::2], learning_rate=0.01)
     before, mean_square = flat.data.clone(), a2c.mean_square.clone()
-    rollout, _, bootstrap = play(network, "vector")
+    rollout, _, bootstrap = play(tape, "vector")
     rollout.rewards[1][2] = reward
     assert not a2c.update(rollout, bootstrap, learning_rate=0.01).applied
     assert flat.data.equal(before)
     assert a2c.mean_square.equal(mean_square)
-    assert a2c.update(*play(network, "vector")[::2], learning_rate=0.01).applied
+    assert a2c.update(*play(tape, "vector")[::2], learning_rate=0.01).applied
     assert flat.data.isfinite().all()
     assert not flat.data.equal(before)
 

@@ -27,6 +27,7 @@ from pala.metrics import SECTIONS, Record
 from pala.networks import ActorCritic, Categorical, FlatParameters
 from pala.runtime import Interrupt
 from pala.seeding import derive
+from pala.tape import AutogradTape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 ENVS, STEPS = 2, 5
@@ -97,14 +98,15 @@ class Run:
         torch.manual_seed(int(derive(config.seed, 0, "weights")[0]))
         network = self.network or ActorCritic(self.envs.observation_space, self.envs.action_space, config.network)
         self.flat = FlatParameters(network, torch.device("cpu"))
-        self.a2c = A2C(network, self.flat, config.a2c)
+        tape = AutogradTape(network)
+        self.a2c = A2C(tape, self.flat, config.a2c)
         update = self.a2c.update
         self.a2c.update = lambda *arguments: self.updates.append(arguments) or update(*arguments)
         comm, start = SimpleNamespace(rank=0, size=1), ExchangeState([self.counters.local_steps], 0, 0, 1.0)
         self.exchange = self.exchange_class(comm, self.flat.data, config.total_steps, start, self.interrupt)
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
         self.learner = Learner(
-            config, 0, self.envs, network, self.flat, self.a2c, self.exchange, generator, self.counters, self.interrupt
+            config, 0, self.envs, tape, self.flat, self.a2c, self.exchange, generator, self.counters, self.interrupt
         )
 
     def go(self) -> Stop:

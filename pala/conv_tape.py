@@ -1,0 +1,122 @@
+"""The convolutional network's passes written out: the fast path. Equal to the plain network and autograd to rounding.
+
+What it saves: activations lie in buffers of the whole rollout, so that the backward pass runs once over all steps
+instead of once a step; no graph is built; the division by 255 is in the first layer's weights; policy and value heads
+are one matrix. In bfloat16 the weights are cast once a rollout, while the parameters, their gradient and the optimiser
+stay float32.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pala.networks import ActorCritic, channels_last
+from pala.tape import Tape
+
+_PIXEL = 1 / 255
+
+
+class ConvTape(Tape):
+    """Convolutions, a linear layer, two heads: `ActorCritic` for images.
+
+    | buffer | shape |
+    |---|---|
+    | inputs of each convolution, and the last one's outputs | [T B, channels, height, width], channels-last |
+    | hidden, the linear layer's outputs | [T B, features] |
+    """
+
+    def __init__(self, network: ActorCritic, precision: str, max_passes: int, num_envs: int) -> None:
+        """Room for `max_passes` passes of `num_envs` observations."""
+        self.distribution = network.distribution
+        self._convolutions = [layer for layer in network.trunk if isinstance(layer, nn.Conv2d)]
+        self._linear = cast(nn.Linear, network.trunk.linear)
+        self._policy_head, self._value_head = cast(nn.Linear, network.policy_head), cast(nn.Linear, network.value_head)
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self._max_passes, self._num_envs, self._passes = max_passes, num_envs, 0
+        self._buffers: list[Tensor] = []  # made at the first pass, which shows the shapes
+        self._weights: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self._passes = 0
+        layers: list[nn.Conv2d | nn.Linear] = [*self._convolutions, self._linear]
+        self._weights = [(self._cast(layer.weight), self._cast(layer.bias)) for layer in layers]
+        self._weights[0] = (self._cast(layers[0].weight * _PIXEL), self._weights[0][1])
+        heads = (self._policy_head, self._value_head)
+        weight, bias = torch.cat([head.weight for head in heads]), torch.cat([head.bias for head in heads])
+        self._weights.append((self._cast(weight), self._cast(bias)))
+
+    def _cast(self, parameter: Tensor | None) -> Tensor:
+        assert parameter is not None
+        return parameter.detach().to(self._dtype)
+
+    @torch.no_grad()
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        images = channels_last(observations)
+        if not self._buffers:
+            self._buffers = [self._buffer_for(images), *map(self._buffer_for, self._compute(images.to(self._dtype))[0])]
+        inputs, *buffers = (buffer.unflatten(0, (-1, self._num_envs))[self._passes] for buffer in self._buffers)
+        activations, outputs = self._compute(inputs.copy_(images))
+        for buffer, activation in zip(buffers, activations, strict=True):
+            buffer.copy_(activation)
+        self._passes += 1
+        return outputs[:, :-1].float(), outputs[:, -1].float()
+
+    def _buffer_for(self, activation: Tensor) -> Tensor:
+        """Of the same layout for all passes."""
+        buffer = activation.new_empty(self._max_passes * self._num_envs, *activation.shape[1:], dtype=self._dtype)
+        return buffer.contiguous(memory_format=torch.channels_last) if activation.dim() == 4 else buffer
+
+    @torch.no_grad()
+    def value(self, observations: Tensor) -> Tensor:
+        return self._compute(channels_last(observations).to(self._dtype))[1][:, -1].float()
+
+    def _compute(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
+        """(the outputs of convolutions and linear layer, the heads' outputs [B, A + 1])."""
+        *convolutions, linear, heads = self._weights
+        activations = []
+        for layer, (weight, bias) in zip(self._convolutions, convolutions, strict=True):
+            images = functional.conv2d(images, weight, bias, layer.stride).relu_()
+            activations.append(images)
+        activations.append(functional.linear(_rows(images), *linear).relu_())
+        return activations, functional.linear(activations[-1], *heads)
+
+    @torch.no_grad()
+    def backward(self, policy_gradient_TBA: Tensor, value_gradient_TB: Tensor) -> None:
+        *images, hidden = (buffer[: self._passes * self._num_envs] for buffer in self._buffers)
+        *convolutions, (linear, _), (heads, _) = self._weights
+        gradient = torch.cat([policy_gradient_TBA.flatten(0, 1), value_gradient_TB.reshape(-1, 1)], 1)
+        num_actions = gradient.shape[1] - 1
+        gradient = gradient.to(self._dtype)
+        for head, columns in ((self._policy_head, slice(num_actions)), (self._value_head, slice(num_actions, None))):
+            _write(head, gradient[:, columns].t() @ hidden, gradient[:, columns].sum(0))
+        gradient = _through_relu_(gradient @ heads, hidden)
+        _write(self._linear, gradient.t() @ _rows(images[-1]), gradient.sum(0))
+        shape = images[-1].shape
+        gradient = (gradient @ linear).unflatten(1, (*shape[2:], shape[1])).permute(0, 3, 1, 2)
+        for i in reversed(range(len(convolutions))):
+            gradient = _through_relu_(gradient, images[i + 1])
+            layer, weight = self._convolutions[i], convolutions[i][0]
+            gradient, by_weight, by_bias = torch.ops.aten.convolution_backward(
+                gradient, images[i], weight, [layer.out_channels], layer.stride, (0, 0), (1, 1), False, (0, 0), 1,
+                (i > 0, True, True),
+            )  # fmt: skip
+            _write(layer, by_weight if i > 0 else by_weight.float() * _PIXEL, by_bias)
+
+
+def _rows(images: Tensor) -> Tensor:
+    """[B, C, H, W], channels-last -> [B, H W C], a view."""
+    return images.permute(0, 2, 3, 1).flatten(1)
+
+
+def _through_relu_(gradient: Tensor, outputs: Tensor) -> Tensor:
+    return torch.ops.aten.threshold_backward.grad_input(gradient, outputs, 0, grad_input=gradient)
+
+
+def _write(layer: nn.Module, by_weight: Tensor, by_bias: Tensor) -> None:
+    for parameter, gradient in ((layer.weight, by_weight), (layer.bias, by_bias)):
+        parameter.grad.copy_(gradient)  # type: ignore[operator,union-attr]

@@ -1,0 +1,78 @@
+"""The network's forward passes while acting, kept for one backward pass.
+
+Within a rollout the parameters do not change and the data is on-policy, so the acting passes are the ones that are
+differentiated: a second forward pass would compute the same numbers again.
+"""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+from torch import Tensor, nn
+
+from pala.config import NetworkConfig
+from pala.networks import ActorCritic, Categorical, Gaussian
+
+
+class Tape(abc.ABC):
+    """`begin`, then `forward` a step, then `backward` once."""
+
+    distribution: Categorical | Gaussian
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """A new rollout: forget the passes; the parameters may have changed."""
+
+    @abc.abstractmethod
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """(policy outputs [B, A], values [B]) of `observations` [B, ...], without graph; the pass is kept."""
+
+    @abc.abstractmethod
+    def value(self, observations: Tensor) -> Tensor:
+        """Values [B] for bootstrapping; the pass is not kept. B is free."""
+
+    @abc.abstractmethod
+    def backward(self, policy_gradient_TBA: Tensor, value_gradient_TB: Tensor) -> None:
+        """From the loss's gradient by the outputs of all kept passes, write its gradient by the network's parameters
+        to their `.grad`, which must be zero before."""
+
+
+class AutogradTape(Tape):
+    """Any network on any device, differentiated by autograd; in bfloat16 where autocast puts it."""
+
+    def __init__(self, network: nn.Module, precision: str = "float32") -> None:
+        self._network = network
+        self.distribution = network.distribution  # type: ignore[assignment]
+        device = next(network.parameters()).device
+        # The cache of cast weights would outlive an update.
+        self._precision = torch.autocast(device.type, torch.bfloat16, precision == "bfloat16", cache_enabled=False)
+        self.begin()
+
+    def begin(self) -> None:
+        self._policy_outputs: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        with self._precision:
+            policy_output, value = self._network(observations)
+        self._policy_outputs.append(policy_output.float())
+        self._values.append(value.float())
+        return self._policy_outputs[-1].detach(), self._values[-1].detach()
+
+    def value(self, observations: Tensor) -> Tensor:
+        with torch.no_grad(), self._precision:
+            return self._network(observations)[1].float()
+
+    def backward(self, policy_gradient_TBA: Tensor, value_gradient_TB: Tensor) -> None:
+        outputs = [torch.stack(self._policy_outputs), torch.stack(self._values)]
+        torch.autograd.backward(outputs, [policy_gradient_TBA, value_gradient_TB])
+
+
+def make_tape(network: ActorCritic, config: NetworkConfig, max_passes: int, num_envs: int) -> Tape:
+    """The fastest tape for this network, with room for `max_passes` passes of `num_envs` observations."""
+    if network.is_image and config.passes == "auto":
+        from pala.conv_tape import ConvTape
+
+        return ConvTape(network, config.precision, max_passes, num_envs)
+    return AutogradTape(network, config.precision)
