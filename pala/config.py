@@ -69,9 +69,9 @@ class NetworkConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of activations and of the weights they meet, in training; parameters, optimiser and evaluation are float32.
     bfloat16 is faster where the processor or GPU has its instructions. Ours."""
-    passes: Literal["auto", "autograd"] = "auto"
+    passes: Literal["auto", "autograd", "cuda_graph"] = "auto"
     """How forward and backward passes are made: `auto` uses the hand-written ones where there are some (images);
-    `autograd` leaves all to torch. Equal but for rounding."""
+    `autograd` leaves all to torch; `cuda_graph` replays the hand-written ones. Equal but for rounding."""
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,13 @@ class ConvTape(Tape):
         self._linear = cast(nn.Linear, network.trunk.linear)
         self._policy_head, self._value_head = cast(nn.Linear, network.policy_head), cast(nn.Linear, network.value_head)
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self._max_passes, self._num_envs, self._passes = max_passes, num_envs, 0
+        self._max_passes, self._num_envs, self.kept = max_passes, num_envs, 0
         self._buffers: list[Tensor] = []  # made at the first pass, which shows the shapes
         self._weights: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def begin(self) -> None:
-        self._passes = 0
+        self.kept = 0
         layers: list[nn.Conv2d | nn.Linear] = [*self._convolutions, self._linear]
         self._weights = [(self._cast(layer.weight), self._cast(layer.bias)) for layer in layers]
         self._weights[0] = (self._cast(layers[0].weight * _PIXEL), self._weights[0][1])
@@ -59,11 +59,11 @@ class ConvTape(Tape):
         images = channels_last(observations)
         if not self._buffers:
             self._buffers = [self._buffer_for(images), *map(self._buffer_for, self._compute(images.to(self._dtype))[0])]
-        inputs, *buffers = (buffer.unflatten(0, (-1, self._num_envs))[self._passes] for buffer in self._buffers)
+        inputs, *buffers = (buffer.unflatten(0, (-1, self._num_envs))[self.kept] for buffer in self._buffers)
         activations, outputs = self._compute(inputs.copy_(images))
         for buffer, activation in zip(buffers, activations, strict=True):
             buffer.copy_(activation)
-        self._passes += 1
+        self.kept += 1
         return outputs[:, :-1].float(), outputs[:, -1].float()
 
     def _buffer_for(self, activation: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class ConvTape(Tape):
 
     @torch.no_grad()
     def backward(self, policy_gradient_TBA: Tensor, value_gradient_TB: Tensor) -> None:
-        *images, hidden = (buffer[: self._passes * self._num_envs] for buffer in self._buffers)
+        *images, hidden = (buffer[: self.kept * self._num_envs] for buffer in self._buffers)
         *convolutions, (linear, _), (heads, _) = self._weights
         gradient = torch.cat([policy_gradient_TBA.flatten(0, 1), value_gradient_TB.reshape(-1, 1)], 1)
         num_actions = gradient.shape[1] - 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pala.config import NetworkConfig
+from pala.errors import PalaError
 from pala.networks import ActorCritic, Categorical, Gaussian
 
 
@@ -69,10 +70,20 @@ class AutogradTape(Tape):
         torch.autograd.backward(outputs, [policy_gradient_TBA, value_gradient_TB])
 
 
-def make_tape(network: ActorCritic, config: NetworkConfig, max_passes: int, num_envs: int) -> Tape:
-    """The fastest tape for this network, with room for `max_passes` passes of `num_envs` observations."""
-    if network.is_image and config.passes == "auto":
-        from pala.conv_tape import ConvTape
+def make_tape(network: ActorCritic, config: NetworkConfig, max_passes: int, observations: Tensor) -> Tape:
+    """The tape that `config.passes` asks for, with room for `max_passes` passes of as many `observations` [B, ...].
 
-        return ConvTape(network, config.precision, max_passes, num_envs)
-    return AutogradTape(network, config.precision)
+    Raises PalaError if CUDA graphs are asked for where there can be none.
+    """
+    written_out = network.is_image and config.passes != "autograd"
+    if config.passes == "cuda_graph" and not (written_out and observations.is_cuda):
+        raise PalaError(
+            "'network.passes' is 'cuda_graph', which needs image observations and a CUDA device; use 'auto'."
+        )
+    if not written_out:
+        return AutogradTape(network, config.precision)
+    from pala.conv_tape import ConvTape
+    from pala.graphed_tape import GraphedTape
+
+    tape = ConvTape(network, config.precision, max_passes, len(observations))
+    return GraphedTape(tape, observations, max_passes) if config.passes == "cuda_graph" else tape

@@ -33,7 +33,7 @@ from pala.networks import ActorCritic, FlatParameters
 from pala.ranks import check_agreement, collectively, cores_per_rank
 from pala.runtime import Interrupt, process_age_s, say
 from pala.seeding import derive
-from pala.tape import make_tape
+from pala.tape import Tape, make_tape
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
 
@@ -97,13 +97,16 @@ class _Job:
             lambda: ActorCritic(self.envs.observation_space, self.envs.action_space, self.config.network),
         )
         self.flat = FlatParameters(self.network, self.device)
-        self.tape = make_tape(
-            self.network, self.config.network, self.config.a2c.rollout_steps, self.config.env.num_envs
-        )
+        self.tape = collectively(self.comm, self._make_tape)
         self.a2c = A2C(self.tape, self.flat, self.config.a2c)
         self.generator = torch.Generator(self.device)
         self.counters = Counters()
         self.start = ExchangeState([0] * self.size, 0, 0, 1.0)
+
+    def _make_tape(self) -> Tape:
+        space = self.envs.observation_space
+        observations = torch.zeros(self.envs.num_envs, *(space.shape or ()), dtype=torch.uint8, device=self.device)
+        return make_tape(self.network, self.config.network, self.config.a2c.rollout_steps, observations)
 
     def open_folder(self, resume: Path | None, preset: str) -> None:
         """Rank 0 makes the folders of the run and of this segment; all learn their names. Collective."""

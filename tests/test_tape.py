@@ -9,6 +9,8 @@ from gymnasium.spaces import Box, Discrete
 
 from pala.config import NetworkConfig
 from pala.conv_tape import ConvTape
+from pala.errors import PalaError
+from pala.graphed_tape import GraphedTape, cuda_graph
 from pala.networks import ActorCritic, FlatParameters, channels_last
 from pala.tape import AutogradTape, Tape, make_tape
 
@@ -120,9 +122,31 @@ def test_channels_last_is_the_same_images_in_another_order():
     assert turned.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_the_fast_tape_is_for_images_and_can_be_turned_off():
-    image, _ = make_network()
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graphed_tape_is_the_tape_it_was_made_from(device):
+    """On a CPU the graphs are replaced by calls: what is copied where is tested, the capture itself is not."""
+    network, flat = make_network(device=device)
+    tape = ConvTape(network, "float32", STEPS, ENVS)
+    capture = cuda_graph if device == "cuda" else lambda function: function
+    graphed = GraphedTape(tape, torch.zeros_like(frames(device=device)[0]), STEPS, capture)
+    for seed in (1, 2):
+        flat.data.mul_(1.05)
+        observations = frames(device=device, seed=seed)
+        for got, expected in zip(
+            run(graphed, flat, observations), run(AutogradTape(network), flat, observations), strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.norm()))
+        values = [graphed.value(batch) for batch in (observations[0], observations[1], observations[1][:2])]
+        expected = [AutogradTape(network).value(batch) for batch in (observations[0], observations[1])]
+        torch.testing.assert_close(torch.cat(values), torch.cat([*expected, expected[1][:2]]), rtol=1e-4, atol=1e-5)
+
+
+def test_each_tape_is_for_what_it_can_do():
+    (image, _), observations = make_network(), frames()[0]
     vector = ActorCritic(Box(-1, 1, (3,)), Discrete(2), NetworkConfig())
-    assert isinstance(make_tape(image, NetworkConfig(), STEPS, ENVS), ConvTape)
-    assert isinstance(make_tape(image, NetworkConfig(passes="autograd"), STEPS, ENVS), AutogradTape)
-    assert isinstance(make_tape(vector, NetworkConfig(precision="bfloat16"), STEPS, ENVS), AutogradTape)
+    assert isinstance(make_tape(image, NetworkConfig(), STEPS, observations), ConvTape)
+    assert isinstance(make_tape(image, NetworkConfig(passes="autograd"), STEPS, observations), AutogradTape)
+    assert isinstance(make_tape(vector, NetworkConfig(precision="bfloat16"), STEPS, observations), AutogradTape)
+    for network in (image, vector):
+        with pytest.raises(PalaError, match=r"'network.passes' is 'cuda_graph'"):
+            make_tape(network, NetworkConfig(passes="cuda_graph"), STEPS, observations)
