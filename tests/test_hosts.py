@@ -86,7 +86,6 @@ def test_a_killed_host_leaves_nothing(possible: Launcher, tmp_path: Path) -> Non
         hosts.kill(1)
         assert not virtual_hosts.processes_in(network) and hosts.pids(1) == []
         job.wait(30)  # Open MPI ends the job; its exit status is then 0 all the same
-        assert "lost" in job.output or "terminate the job" in job.output
     assert not record_of(tmp_path / "runs/r")["completed"]
     assert not processes_in(tmp_path)
 
