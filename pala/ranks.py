@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -56,10 +57,23 @@ def _mixed(ranks: int, library: str) -> str:
     )
 
 
+def meet(comm: MPI.Comm) -> None:
+    """Wait asleep until every rank is here. Collective.
+
+    Ranks load torch at different speeds, and MPI's blocking collectives spin: where ranks share cores, those that wait
+    would take the time of those that are waited for.
+    """
+    here, sleep_s = comm.Ibarrier(), 1e-4
+    while not here.Test():
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, 0.01)
+
+
 def cores_per_rank(comm: MPI.Comm) -> int:
     """Threads that this rank may use. Collective."""
     from mpi4py import MPI
 
+    meet(comm)
     mine = set(os.sched_getaffinity(0))
     ranks = comm.allgather((MPI.Get_processor_name(), mine))
     host = MPI.Get_processor_name()
@@ -86,6 +100,7 @@ def collectively(comm: MPI.Comm, action: Callable[[], T]) -> T:
         value = action()
     except (PalaError, OSError) as error:
         fault = str(error)
+    meet(comm)
     faults = [(rank, text) for rank, text in enumerate(comm.allgather(fault)) if text is not None]
     if not faults:
         return value  # type: ignore[return-value]
@@ -97,6 +112,7 @@ def collectively(comm: MPI.Comm, action: Callable[[], T]) -> T:
 def check_agreement(comm: MPI.Comm, config: Config) -> None:
     """Raise on all ranks if ranks were started with different configurations. Collective."""
     mine = flatten(to_table(config))
+    meet(comm)
     first = comm.bcast(mine)
     differing = [key for key in mine if mine[key] != first.get(key)]
 

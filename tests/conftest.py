@@ -57,9 +57,11 @@ class Launcher:
         }
 
     def start(self, *mpirun_arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
+        return self.start_command([str(self.folder / "mpirun"), *mpirun_arguments], cwd=cwd, env=env)
+
+    def start_command(self, command: list[str], cwd: Path, env: dict[str, str] | None = None) -> Job:
         process = subprocess.Popen(
-            [str(self.folder / "mpirun"), *mpirun_arguments],
-            cwd=cwd, env=self.environment() | (env or {}), text=True, start_new_session=True,
+            command, cwd=cwd, env=self.environment() | (env or {}), text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         job = Job(process)

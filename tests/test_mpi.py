@@ -61,6 +61,26 @@ def test_ranks_train_one_policy(mpi: Launcher, ranks: int, tmp_path: Path) -> No
     assert "\x1b" not in job.output, "control characters in a log"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_more_ranks_than_cores(mpi: Launcher, tmp_path: Path) -> None:
+    """64 ranks start, gossip and end. Nearly all of the time goes into loading torch 64 times."""
+    ranks = 64
+    job = mpi.start_train(
+        ranks, *CARTPOLE, "--env.num-envs", "2", "--network.mlp-hidden", "4", "--total-steps", "20000",
+        "--run.name", "r", cwd=tmp_path,
+    ).wait(800)  # fmt: skip
+    assert job.status == 0, job.output
+    run = tmp_path / "runs" / "r"
+    segment = record_of(run)["segments"][0]
+    assert segment["ranks"] == ranks and segment["threads_per_rank"] == 1
+    assert sum(r["local_steps"] for r in last_intervals(run)) == segment["global_steps"] >= 20000
+    for records in read_run(run):
+        assert sum(r["models_mixed"] for r in records if r["type"] == "interval") > 0
+    assert total(run, "models_refused") == 0
+    wait_for(lambda: not processes_in(tmp_path), 60, "the end of all ranks")
+
+
 @pytest.mark.parametrize("topology", ["random", "ring", "exponential", "complete"])
 @pytest.mark.slow
 def test_every_topology_and_mixing_under_mpi(any_mpi: Launcher, topology: str, tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""Several hosts with real TCP between them: virtual hosts of this machine (`launch/virtual_hosts.py`)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import virtual_hosts
+from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, record_of, wait_for
+from virtual_hosts import VirtualHosts, VirtualHostsError
+
+from pala.metrics import read_run
+
+pytestmark = pytest.mark.mpi
+
+SCRIPT = REPOSITORY / "launch" / "virtual_hosts.py"
+
+
+@functools.cache
+def why_not() -> str | None:
+    return virtual_hosts.why_not()
+
+
+@pytest.fixture
+def possible(any_mpi: Launcher) -> Iterator[Launcher]:
+    """Open MPI where there can be virtual hosts; afterwards, no interface more than before."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    before = sorted(Path("/sys/class/net").iterdir())
+    yield any_mpi
+    assert sorted(Path("/sys/class/net").iterdir()) == before
+
+
+def start_train(hosts: VirtualHosts, launcher: Launcher, *arguments: str, cwd: Path) -> Job:
+    command, environment = hosts.mpirun(
+        [str(launcher.folder / "python"), "-m", "pala.train", *CARTPOLE, "--run.name", "r", *arguments],
+        mpirun=str(launcher.folder / "mpirun"),
+    )
+    return launcher.start_command(command, cwd=cwd, env=environment)
+
+
+@pytest.mark.parametrize("rate", [None, pytest.param("100mbit", marks=pytest.mark.slow)])
+def test_two_hosts_gossip_over_tcp(possible: Launcher, rate: str | None, tmp_path: Path) -> None:
+    with VirtualHosts(2, rate) as hosts:
+        networks = [hosts.network(host) for host in range(2)]
+        job = start_train(hosts, possible, "--total-steps", "8000", cwd=tmp_path).wait()
+        assert job.status == 0, job.output
+        assert bytes_sent(hosts, 0) > 100_000 and bytes_sent(hosts, 1) > 100_000
+    assert not any(virtual_hosts.processes_in(network) for network in networks)
+    assert not processes_in(tmp_path)
+    record, ranks = record_of(tmp_path / "runs/r"), read_run(tmp_path / "runs/r")
+    assert record["completed"]
+    segment = record["segments"][0]
+    assert segment["hosts"] == ["vhost0", "vhost1"]
+    assert segment["threads_per_rank"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    for records in ranks:
+        intervals = [r for r in records if r["type"] == "interval"]
+        assert sum(r["models_mixed"] for r in intervals) > 0
+        assert sum(r["models_refused"] for r in intervals) == 0
+
+
+def wait_for_training(job: Job, folder: Path) -> None:
+    metrics = folder / "runs/r/metrics/rank-0001.jsonl"
+    wait_for(lambda: metrics.exists() or job.process.poll() is not None, what="training")
+    assert metrics.exists(), job.wait().output
+
+
+def bytes_sent(hosts: VirtualHosts, host: int) -> int:
+    table = subprocess.run([*hosts.inside(host), "cat", "/proc/self/net/dev"], capture_output=True, text=True).stdout
+    return int(re.search(r"eth0:(.*)", table)[1].split()[8])
+
+
+def test_a_killed_host_leaves_nothing(possible: Launcher, tmp_path: Path) -> None:
+    with VirtualHosts(2) as hosts:
+        job = start_train(hosts, possible, "--total-steps", "100000000", cwd=tmp_path)
+        wait_for_training(job, tmp_path)
+        network = hosts.network(1)
+        assert len(hosts.pids(1)) >= 2  # Open MPI's daemon and a rank
+        hosts.kill(1)
+        assert not virtual_hosts.processes_in(network) and hosts.pids(1) == []
+        job.wait(30)  # Open MPI ends the job; its exit status is then 0 all the same
+    assert not record_of(tmp_path / "runs/r")["completed"]
+    assert not processes_in(tmp_path)
+
+
+def test_links_can_be_cut_and_mended(possible: Launcher) -> None:
+    with VirtualHosts(2) as hosts:
+        carrier = [*hosts.inside(1), "ip", "-oneline", "link", "show", "eth0"]
+        for up in (False, True):
+            hosts.set_link(1, up)
+            wait_for(lambda up=up: ("NO-CARRIER" in subprocess.check_output(carrier, text=True)) != up, 5, "the link")
+
+
+def test_the_command_passes_signals_on_and_ends_its_hosts(possible: Launcher, tmp_path: Path) -> None:
+    python = str(possible.folder / "python")
+    train = [python, "-m", "pala.train", *CARTPOLE, "--total-steps", "100000000", "--run.name", "r"]
+    job = possible.start_command([python, str(SCRIPT), "--hosts", "2", "--", *train], cwd=tmp_path)
+    wait_for_training(job, tmp_path)
+    job.process.send_signal(signal.SIGTERM)
+    job.wait(30)
+    assert "checkpoint written to" in job.output
+    assert record_of(tmp_path / "runs/r")["segments"][0]["status"] == "stopped"
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all processes")  # ranks, daemons, holders
+
+
+def test_the_end_of_the_process_is_the_end_of_its_hosts(possible: Launcher, tmp_path: Path) -> None:
+    """Even when it is killed and can clean nothing up."""
+    source = "import sys, time\nfrom virtual_hosts import VirtualHosts\nwith VirtualHosts(2):\n"
+    source += "    print('ready', flush=True)\n    time.sleep(60)\n"
+    job = subprocess.Popen(
+        [sys.executable, "-c", source], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent), "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert job.stdout is not None and job.stdout.readline() == "ready\n"
+    assert len(processes_in(tmp_path)) == 4  # itself, two hosts, the switch
+    job.kill()
+    job.communicate()
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all holders")
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = virtual_hosts.why_not()
+    assert reason is not None and "need hostname, ip, nsenter" in reason and "install iproute2" in reason
+    done = subprocess.run([sys.executable, SCRIPT, "--", "true"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and reason in done.stderr
+
+
+@pytest.mark.parametrize(("hosts", "rate"), [(0, None), (2, "fast"), (2, "0mbit")])
+def test_impossible_hosts_are_refused(hosts: int, rate: str | None) -> None:
+    with pytest.raises(VirtualHostsError):
+        VirtualHosts(hosts, rate)
