@@ -236,7 +236,8 @@ class TopK(Payload):
         """The distance is over the parameters that came; a `fraction` below 1 is each parameter's own."""
         distance = None
         if measure:
-            distance = (self._sum - self._count * parameters).div_(self._count.clamp(min=1.0)).norm()
+            difference = torch.mul(self._count, parameters, out=self._change).neg_().add_(self._sum)
+            distance = difference.div_(self._count.clamp(min=1.0)).norm()
         if fraction == 1.0:  # the protocol gives it only where a whole model came
             parameters.copy_(self._sum).div_(self._count)
         else:
