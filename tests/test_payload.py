@@ -355,7 +355,7 @@ def gossip(nodes: list[Node], updates: int, learn: float = 0.0) -> None:
             node.parameters += learn * torch.randn(PARAMETERS, generator=generator)
         shift = random.integers(1, len(nodes))
         for i, node in enumerate(nodes):
-            data = node.message(node.protocol.whole_is_due)
+            data = node.message(node.protocol.whole_is_due(()))
             node.protocol.sent(())
             nodes[(i + shift) % len(nodes)].take_in(data)
         for node in nodes:

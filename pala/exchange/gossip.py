@@ -130,7 +130,7 @@ class Gossip(Exchange):
         if buffer is None:
             self._counts["sends_without_buffer"] += 1
             return
-        whole, weight = self._protocol.whole_is_due, self._protocol.sent(peers)
+        whole, weight = self._protocol.whole_is_due(peers), self._protocol.sent(peers)
         buffer.fill(self._message(Kind.MODEL, weight), self._parameters, whole)
         for peer in peers:
             self._proxy.send_model(peer, buffer)
@@ -173,7 +173,7 @@ class Gossip(Exchange):
         if senders := self._protocol.drop_parts():
             self._inbox.clear()
             for sender in senders:
-                self._return_credit(sender)
+                self._send_control(sender, Kind.ASK_WHOLE)
 
     def _mix(self, healthy: bool) -> bool:
         """Mix what is due; True if something was."""
@@ -229,8 +229,8 @@ class Gossip(Exchange):
             self._changed.notify_all()
 
     def _accept(self, source: int, message: Message) -> None:
-        if message.kind is Kind.CREDIT:
-            self._protocol.credit_returned(source)
+        if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
+            self._protocol.credit_returned(source, wants_whole=message.kind is Kind.ASK_WHOLE)
         elif message.kind is Kind.MODEL:
             whole = message.format is not Format.TOP_K
             self._inbox.add(self._protocol.model_received(source, message.weight, whole))

@@ -155,8 +155,8 @@ class TopK(Payload):
     reference a rank, what it last sent of each parameter to anybody, so memory does not grow with the ranks. The
     receiver mixes what came, each parameter by the uniform rule: x_i <- (x_i + sum of v_i) / (1 + number of v_i).
 
-    Every `whole_every`-th model is whole: a rank whose parameters are not finite can only be healed by a whole model,
-    and a parameter that no longer changes would otherwise never be told again to those who missed it.
+    Every `whole_every`-th model is whole: a parameter that no longer changes would otherwise never be told again to
+    those who missed it. A rank whose parameters are not finite is healed by a whole model only, and asks for it.
 
     Choosing is cheap and deterministic: the threshold is an order statistic of a fixed sample, aimed two standard
     deviations below the count allowed; what is still too many is cut off, at another place each time.

@@ -14,8 +14,8 @@ After each update, a rank
 A model can be lost with a peer that dies, or be refused; then all can come to wait for each other. So a rank that has
 waited for long (`waited_long`) sends its model once more, to the next round's peers.
 
-Models may travel in parts (`top_k`): then every so many sends carry a whole model, and those of a rank that waited for
-long do. A rank whose model is not finite is healed by a whole one only; it gives parts back as if it had refused them.
+Models may travel in parts (`top_k`): then every so many sends carry a whole model. A rank whose model is not finite is
+healed by a whole one only; it gives parts back as if it had refused them, and asks their senders for whole ones.
 
 With `max_staleness` 0 each update needs a model that another update gave. If debts were dropped, or two models mixed
 for one that is sent, there would soon be fewer models than ranks, and most ranks would always be waiting. So there a
@@ -85,7 +85,7 @@ class GossipProtocol:
         self._whole_came = False  # of the models in the inbox
         self._num_refused = 0  # since the last mix
         self._whole_every, self._num_sends = whole_every, rank * whole_every // size  # not all at the same time
-        self._waited_long = False
+        self._wants_whole: set[int] = set()  # peers that could do nothing with a part
         self._stop_told = False
         self._check_budget()
 
@@ -101,7 +101,6 @@ class GossipProtocol:
             self._owed += self._next_peers()
         del self._owed[: -self.size]  # more debts than ranks are never needed
         self._rounds_due = 1
-        self._waited_long = False
         self._check_budget()
 
     def model_received(self, sender: int, weight: float, whole: bool = True) -> float:
@@ -117,9 +116,11 @@ class GossipProtocol:
         if self.push_sum:
             self.weight += weight
 
-    def credit_returned(self, peer: int) -> None:
-        """`peer` has taken in (or refused) the last model sent to it."""
+    def credit_returned(self, peer: int, wants_whole: bool = False) -> None:
+        """`peer` has taken in (or refused) the last model sent to it, or waits to heal and asks for a whole one."""
         self.lock.release(peer)
+        if wants_whole:
+            self._wants_whole.add(peer)
 
     def peer_died(self, peer: int) -> None:
         """`peer` is gone, and with it the weight it held."""
@@ -139,7 +140,6 @@ class GossipProtocol:
     def waited_long(self) -> None:
         """Time passed while this rank waited; a model may have been lost. It owes its own to the next round's peers."""
         if self.must_wait:
-            self._waited_long = True
             self._owed += [p for p in self._next_peers() if p not in self._owed and self.lock.is_free(p)]
 
     def stop_now(self, reason: Stop) -> None:
@@ -167,7 +167,7 @@ class GossipProtocol:
 
     def drop_parts(self) -> tuple[int, ...]:
         """Of a rank that must wait to heal: parts of models are of no use to it, and while they fill the inbox their
-        senders may send nothing else. They count as refused; returns the senders, who get their credit back."""
+        senders may send nothing else. They count as refused; returns the senders, to ask for whole models."""
         senders = () if self._whole_came else tuple(self._inbox)
         for sender in senders:
             self.model_refused(self._inbox.pop(sender))
@@ -179,14 +179,14 @@ class GossipProtocol:
             return ()
         return tuple(dict.fromkeys(peer for peer in self._owed if self.lock.is_free(peer)))
 
-    @property
-    def whole_is_due(self) -> bool:
-        """True if what is sent next must be the whole model: in its turn, and when this rank has waited for long,
-        perhaps for a peer that waits to heal."""
-        return self._waited_long or self._num_sends % self._whole_every == 0
+    def whole_is_due(self, peers: tuple[int, ...]) -> bool:
+        """True if what is sent to `peers` next must be the whole model: in its turn, or because one of them asked."""
+        return self._num_sends % self._whole_every == 0 or not self._wants_whole.isdisjoint(peers)
 
     def sent(self, peers: tuple[int, ...]) -> float:
         """The model goes to `peers` now; returns the push-sum weight that each copy carries (1 if uniform)."""
+        if self.whole_is_due(peers):
+            self._wants_whole.difference_update(peers)
         self._num_sends += 1
         for peer in peers:
             self.lock.acquire(peer)

@@ -66,7 +66,7 @@ class Scenario:
 
 
 class _Message(NamedTuple):
-    kind: str  # model, credit, stop
+    kind: str  # model, credit, ask (for a whole model, with the credit), stop
     sender: int
     receiver: int
     weight: float
@@ -199,7 +199,7 @@ class VirtualCluster:
         p = rank.protocol
         for sender in () if rank.healthy else p.drop_parts():
             rank.clear()
-            self._return_credit(rank, sender)
+            self._return_credit(rank, sender, "ask")
         if p.must_wait if rank.healthy else p.must_wait_to_heal:
             self._set_timer(rank)
             return
@@ -238,7 +238,7 @@ class VirtualCluster:
         buffer = next((i for i, messages in enumerate(rank.buffers) if messages == 0), None)
         if not peers or buffer is None:
             return
-        whole, weight, snapshot = rank.protocol.whole_is_due, rank.protocol.sent(peers), rank.model.copy()
+        whole, weight, snapshot = rank.protocol.whole_is_due(peers), rank.protocol.sent(peers), rank.model.copy()
         rank.buffers[buffer] = len(peers)
         self.models_sent += len(peers)
         for peer in peers:
@@ -249,9 +249,9 @@ class VirtualCluster:
             self._not_taken_in.add((rank.number, peer))
             self._post(rank, peer, "model", weight, snapshot, buffer, whole)
 
-    def _return_credit(self, rank: Rank, peer: int) -> None:
+    def _return_credit(self, rank: Rank, peer: int, kind: str = "credit") -> None:
         self._not_taken_in.discard((peer, rank.number))
-        self._post(rank, peer, "credit")
+        self._post(rank, peer, kind)
 
     def _tell_stop(self, rank: Rank) -> None:
         for peer in rank.protocol.tell_stop():
@@ -281,8 +281,8 @@ class VirtualCluster:
             self.lost_weight += message.weight
             return
         rank.protocol.news(message.local_steps, message.stop)
-        if message.kind == "credit":
-            rank.protocol.credit_returned(message.sender)
+        if message.kind in ("credit", "ask"):
+            rank.protocol.credit_returned(message.sender, wants_whole=message.kind == "ask")
         elif message.model is not None:
             self._receive_model(rank, message, message.model)
         self._tell_stop(rank)

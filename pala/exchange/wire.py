@@ -36,6 +36,7 @@ class Kind(enum.IntEnum):
     MODEL = 1
     CREDIT = 2  # the receiver's process lock is free again
     STOP = 3  # training ends
+    ASK_WHOLE = 4  # a credit for a part of a model, from a rank that only a whole one can heal
 
 
 class Format(enum.IntEnum):
