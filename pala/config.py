@@ -116,6 +116,11 @@ class ExchangeConfig:
     max_staleness: int = 10
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
     [GALA] calls it sync_freq."""
+    compression: Literal["none", "bfloat16", "top_k"] = "none"
+    """What is sent of a model, for slow links. `none`: all, float32 [GALA, PALA]. `bfloat16`: all, rounded, half the
+    bytes (ours). `top_k`: what changed most since it was last sent (parallel Sarsa, Grounds & Kudenko)."""
+    top_k_fraction: float = 0.05
+    """`top_k`: the most parameters a message holds, as a fraction of all; from 0.5 on models go whole. Ours."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "a2c.rollout_steps": (1, 1e6), "a2c.gamma": (0, 1), "a2c.gae_lambda": (0, 1), "a2c.learning_rate": (0, 1e6),
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
-    "exchange.max_staleness": (0, 1e9),
+    "exchange.max_staleness": (0, 1e9), "exchange.top_k_fraction": (1e-9, 1),
     "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
     "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4),
 }  # fmt: skip
@@ -234,6 +239,11 @@ def check(config: Config, source: str) -> None:
     for key in ("network.conv_channels", "network.mlp_hidden"):
         if not all(width >= 1 for width in values[key]):
             raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
+    if config.exchange.mixing == "push_sum" and config.exchange.compression == "top_k":
+        raise PalaError(
+            f"{source}: 'exchange.mixing' is 'push_sum', whose weights belong to whole models, but "
+            "'exchange.compression' is 'top_k', which sends parts; set the one to 'uniform' or the other to 'bfloat16'."
+        )
     name = config.run.name
     if name in (".", "..") or "/" in name:
         raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")

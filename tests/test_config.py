@@ -58,6 +58,13 @@ def test_every_preset_loads_and_says_something(path):
         ("[run]\nname = 'a/b'", "'run.name' is 'a/b' but must be a plain folder name"),
         ("seed = ", "cannot be read"),
         ("seed = 1\nseed = 2", "cannot be read"),
+        ("[exchange]\ntop_k_fraction = 0", "'exchange.top_k_fraction' is 0.0 but must lie between 1e-09 and 1"),
+        ("[exchange]\ntop_k_fraction = 1.5", "'exchange.top_k_fraction' is 1.5 but must lie between"),
+        ("[exchange]\ncompression = 'topk'", "did you mean 'top_k'?"),
+        (
+            "[exchange]\ncompression = 'top_k'\nmixing = 'push_sum'",
+            "'exchange.mixing' is 'push_sum', whose weights belong to whole models, but 'exchange.compression' is",
+        ),
     ],
 )
 def test_mistakes_are_named_with_the_file(text, words, tmp_path):

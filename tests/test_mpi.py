@@ -109,6 +109,32 @@ def test_complete_uniform_lockstep_keeps_models_close(any_mpi: Launcher, tmp_pat
     assert max(n for n in norms if n is not None) < 0.05
 
 
+@pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
+def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
+    mpi: Launcher, compression: str, tmp_path: Path
+) -> None:
+    job = mpi.train(
+        3, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--exchange.compression", compression,
+        "--exchange.top-k-fraction", "0.1", "--exchange.max-staleness", "2", cwd=tmp_path,
+    )  # fmt: skip
+    assert job.status == 0, job.output
+    run = tmp_path / "runs" / "r"
+    segment = record_of(run)["segments"][0]
+    parameters, largest, sent = segment["parameters"], segment["message_bytes"], total(run, "models_sent")
+    control = 128  # header and counters of three ranks
+    assert largest == control + (2 if compression == "bfloat16" else 4) * parameters
+    assert total(run, "models_mixed") > 30 and total(run, "models_refused") == 0
+    if compression == "top_k":
+        part = control + 8 * -(-parameters // 10)
+        num_whole = sent // 61 + 3  # at most, unless a rank waits for long
+        assert 0.9 * sent * part < total(run, "bytes_sent") < sent * part + 2 * num_whole * largest
+    else:
+        assert total(run, "bytes_sent") == sent * largest
+    models = [parameters_of(run, rank) for rank in range(3)]
+    mean = torch.stack(models).mean(0)
+    assert all(float((model - mean).norm()) < 0.1 * float(mean.norm()) for model in models)
+
+
 def test_exchange_none_leaves_ranks_apart(any_mpi: Launcher, tmp_path: Path) -> None:
     job = any_mpi.train(
         2, *CARTPOLE, "--total-steps", "2000", "--run.name", "r", "--exchange.kind", "none", cwd=tmp_path
@@ -179,8 +205,9 @@ cli.main()
 """
 
 
-def test_nan_on_one_rank_is_refused_reported_and_healed(mpi: Launcher, tmp_path: Path) -> None:
-    arguments = [*CARTPOLE, "--total-steps", "12000", "--run.name", "r"]
+@pytest.mark.parametrize("compression", ["none", "top_k"])
+def test_nan_on_one_rank_is_refused_reported_and_healed(mpi: Launcher, compression: str, tmp_path: Path) -> None:
+    arguments = [*CARTPOLE, "--total-steps", "12000", "--run.name", "r", "--exchange.compression", compression]
     job = mpi.script(3, POISON.format(arguments=arguments), tmp_path)
     assert job.status == 0, job.output
     assert re.search(r"\[rank [02]\] refused a model from rank 1: it holds NaN", job.output)

@@ -160,6 +160,50 @@ def test_an_unhealthy_rank_waits_for_any_model_and_takes_it_whole() -> None:
     assert p.take(healthy=False) == Mix(1.0, (2,)) and p.weight == 1.25
 
 
+def test_an_unhealthy_rank_gives_parts_back_until_a_whole_model_comes() -> None:
+    p = protocol(size=4, topology="complete", max_staleness=10)
+    p.update_finished(1)
+    assert p.drop_parts() == ()
+    p.model_received(2, 1.0, whole=False)
+    p.model_received(1, 1.0, whole=False)
+    assert p.must_wait_to_heal and p.take(healthy=False) is None
+    assert p.drop_parts() == (2, 1) and p.drop_parts() == ()
+    p.model_received(2, 1.0, whole=False)
+    p.model_received(3, 1.0, whole=True)
+    assert not p.must_wait_to_heal and p.drop_parts() == ()
+    assert p.take(healthy=False) == Mix(1.0, (2, 3))
+    assert p.must_wait_to_heal, "the whole model is used up"
+
+
+def test_whole_models_are_sent_in_turn_and_to_who_asks() -> None:
+    ranks = [protocol(rank, 4, max_staleness=0, whole_every=8) for rank in range(4)]
+    whole = []
+    for p in ranks:
+        whole.append([])
+        for _ in range(24):
+            p.update_finished(1)
+            whole[-1].append(p.whole_is_due(p.sendable()))
+            p.sent(p.sendable())
+            p.lock.release((p.rank + 1) % 4)
+    assert [[i for i, due in enumerate(row) if due] for row in whole] == [
+        [0, 8, 16],
+        [6, 14, 22],
+        [4, 12, 20],
+        [2, 10, 18],
+    ]
+    p = protocol(0, 3, topology="complete", whole_every=100)
+    p.update_finished(1)
+    p.sent(p.sendable())
+    p.credit_returned(1)
+    p.credit_returned(2, wants_whole=True)
+    p.update_finished(1)
+    assert not p.whole_is_due((1,)) and p.whole_is_due((1, 2))
+    p.sent((1,))
+    assert p.whole_is_due((2,)), "it went to another"
+    p.sent((2,))
+    assert not p.whole_is_due((1, 2))
+
+
 def test_a_refused_model_counts_in_its_round_and_leaves_its_weight() -> None:
     p = protocol(size=3, topology="complete", max_staleness=0, mixing="push_sum")
     p.update_finished(1)
@@ -230,7 +274,8 @@ def play(scenario: Scenario, type_: type[GossipProtocol] = GossipProtocol, **opt
 
     - Known steps are never more than were made.
     - Under push-sum, the weights of the living, in their inboxes and on the way, with what the dead took, are n.
-    - No model is sent to a peer that has not taken in the last one.
+    - Process lock: no model is sent to a peer that has not taken in the last one.
+    - A rank that has no finite model is healed by a whole one.
     - Staleness: at the end of an update a rank has made at most max_staleness + 1 updates since its last mix (so it
       begins none with more than max_staleness), while it has a living peer.
     - No deadlock: every living rank ends, and knows that the budget is met.
@@ -248,7 +293,7 @@ def play(scenario: Scenario, type_: type[GossipProtocol] = GossipProtocol, **opt
     extra, events = options.pop("observe", None), itertools.count()
     cluster = VirtualCluster(scenario, protocol=type_, observe=observe, **options)
     cluster.run(until_s=1e5)
-    assert not cluster.violations, f"process lock: {cluster.violations[0]}"
+    assert not cluster.violations, cluster.violations[0]
     most_stale = max(max(rank.staleness, default=0) for rank in cluster.ranks)
     assert most_stale <= scenario.max_staleness + 1, "staleness"
     assert not cluster.stuck, f"deadlock: ranks {cluster.stuck} of {scenario}"
@@ -372,6 +417,7 @@ def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, dat
     sick = data.draw(st.lists(st.integers(1, scenario.size - 1), unique=True, min_size=1))
     begins = [data.draw(st.floats(0, 10)) for _ in sick]
     length = data.draw(st.sampled_from([1.5, 5.0]))
+    whole_every = data.draw(st.sampled_from([1, 5, 1000]))
     poison = {rank: (begin, begin + length) for rank, begin in zip(sick, begins, strict=True)}
 
     def observe(cluster: VirtualCluster) -> None:
@@ -379,7 +425,7 @@ def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, dat
             assert rank.number in poison or math.isfinite(rank.model[0]), "poison was mixed"
             assert math.isfinite(rank.inbox[0]), "poison is in the inbox"
 
-    cluster = play(dataclasses.replace(scenario, poison=poison), observe=observe)
+    cluster = play(dataclasses.replace(scenario, poison=poison, whole_every=whole_every), observe=observe)
     assert all(math.isfinite(rank.model[0]) for rank in cluster.ranks), "a rank did not heal"
 
 
@@ -475,7 +521,7 @@ def test_staleness_zero_keeps_its_pace(topology: str) -> None:
 
 
 class LosesCredits(GossipProtocol):
-    def credit_returned(self, peer):
+    def credit_returned(self, peer, wants_whole=False):
         if self.round % 5 != 4:
             super().credit_returned(peer)
 
@@ -567,7 +613,23 @@ def most_die(time_s: float) -> dict:
     return {"deaths": dict.fromkeys(range(1, 7), time_s), "death_loss": 1.0, "death_notice_s": (0.0, 3.0)}
 
 
+class HealsFromParts(GossipProtocol):
+    def model_received(self, sender, weight, whole=True):
+        return super().model_received(sender, weight)
+
+
+class KeepsPartsWhileItMustHeal(GossipProtocol):
+    def drop_parts(self):
+        return ()
+
+
+class ForgetsWhoAsked(GossipProtocol):
+    def credit_returned(self, peer, wants_whole=False):
+        super().credit_returned(peer)
+
+
 TWO_SICK = {"poison": {0: (2.0, 9.0), 2: (2.0, 9.0)}}
+IN_PARTS = TWO_SICK | {"whole_every": 10**9, "mixing": "uniform"}
 
 
 @pytest.mark.parametrize(
@@ -587,14 +649,17 @@ TWO_SICK = {"poison": {0: (2.0, 9.0), 2: (2.0, 9.0)}}
         (NeverSendsOnceMore, "deadlock", most_die(5.0)),
         (NeverSendsOnceMore, "deadlock", TWO_SICK),
         (HealsOnlyWithAFullRound, "deadlock", TWO_SICK),
+        (HealsFromParts, "healed by a part", IN_PARTS),
+        (KeepsPartsWhileItMustHeal, "deadlock", IN_PARTS),
+        (ForgetsWhoAsked, "deadlock", IN_PARTS),
     ],
 )
 def test_a_planted_bug_is_found(bug: type[GossipProtocol], symptom: str, special: dict) -> None:
     def schedule(seed: int) -> Scenario:
         kinds = list(SCHEDULES.values())
         return Scenario(
-            8, TOPOLOGIES[seed % 4], "push_sum", max_staleness=STALENESS[seed // 4 % 3], budget_steps=80, seed=seed,
-            **kinds[seed % 5] | special,
+            8, TOPOLOGIES[seed % 4], max_staleness=STALENESS[seed // 4 % 3], budget_steps=80, seed=seed,
+            **{"mixing": "push_sum"} | kinds[seed % 5] | special,
         )  # fmt: skip
 
     def play_until_found() -> None:

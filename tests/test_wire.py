@@ -10,8 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pala.exchange.payload import Float32, ReceiveBuffer, SendBuffer
 from pala.exchange.protocol import GossipProtocol, Stop
-from pala.exchange.wire import Kind, Message, ReceiveBuffer, Refusal, SendBuffer, Wire
+from pala.exchange.wire import Kind, Message, Refusal, Wire
 
 RANKS, PARAMETERS, SIGNATURE = 5, 37, 0xFEDCBA9876543210
 CPU = torch.device("cpu")
@@ -23,8 +24,17 @@ cuda = pytest.mark.skipif(
 devices = pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=cuda)], ids=["cpu", "cuda"])
 
 
-def wire() -> Wire:
-    return Wire(RANKS, PARAMETERS, SIGNATURE)
+def wire(ranks: int = RANKS, parameters: int = PARAMETERS, signature: int = SIGNATURE) -> Wire:
+    return Wire(ranks, parameters, signature, Float32(torch.zeros(parameters)).sizes)
+
+
+def send_buffer(of: Wire | None = None, device: torch.device = CPU) -> SendBuffer:
+    of = of or wire()
+    return SendBuffer(of, Float32(torch.zeros(of.num_parameters, device=device)), device)
+
+
+def receive_buffer(device: torch.device = CPU) -> ReceiveBuffer:
+    return ReceiveBuffer(wire(), Float32(torch.zeros(PARAMETERS, device=device)), device)
 
 
 def message(kind: Kind = Kind.MODEL, **changes) -> Message:
@@ -38,7 +48,7 @@ def encoded(of: Message, parameters: torch.Tensor | None = None) -> np.ndarray:
         data = np.zeros(wire().control_bytes, np.uint8)
         wire().encode(of, data)
         return data
-    buffer = SendBuffer(wire(), CPU)
+    buffer = send_buffer()
     buffer.fill(of, torch.zeros(PARAMETERS) if parameters is None else parameters)
     return buffer.bytes
 
@@ -46,7 +56,9 @@ def encoded(of: Message, parameters: torch.Tensor | None = None) -> np.ndarray:
 def receive(into: ReceiveBuffer, data: np.ndarray) -> Refusal | None:
     """As the data proxy does: bytes into the one receive buffer, then the check at the door."""
     into.bytes[:] = data
-    return into.check()
+    decoded = wire().decode(into.bytes)
+    assert isinstance(decoded, Message)
+    return into.check(decoded, len(data))
 
 
 # ---- headers ---------------------------------------------------------------------------------------------------------
@@ -71,9 +83,9 @@ def test_what_is_encoded_is_decoded(kind, sender, round_, weight, stop, steps) -
 
 @pytest.mark.parametrize("ranks", [1, 2, 7, 8, 9, 100])
 def test_counters_of_any_number_of_ranks_fit_before_the_parameters(ranks: int) -> None:
-    of = Wire(ranks, 1, 0)
+    of = wire(ranks, 1, 0)
     assert of.control_bytes % 64 == 0 and 64 + 8 * ranks <= of.control_bytes < 64 + 8 * ranks + 64
-    buffer = SendBuffer(of, CPU)
+    buffer = send_buffer(of)
     steps = np.arange(ranks, dtype=np.uint64) + np.uint64(2**63)
     buffer.fill(message(sender=0, local_steps=steps), torch.tensor([1.5]))
     assert of.decode(buffer.bytes).local_steps.tolist() == steps.tolist()
@@ -85,7 +97,7 @@ def test_parameters_arrive_bit_for_bit() -> None:
     parameters[:4] = torch.tensor([0.0, -0.0, 1e-45, 3.4e38])
     data = encoded(message(), parameters)
     assert data[wire().control_bytes :].tobytes() == parameters.numpy().tobytes()
-    into = ReceiveBuffer(wire(), CPU)
+    into = receive_buffer()
     assert receive(into, data) is None
     into.add(1.0)
     mixed = torch.zeros(PARAMETERS)
@@ -94,7 +106,7 @@ def test_parameters_arrive_bit_for_bit() -> None:
 
 
 HEADER = "<4sHBBBxxxIIQQdQ"
-FIELDS = ["magic", "version", "kind", "dtype", "stop", "sender", "ranks", "round", "signature", "weight", "parameters"]
+FIELDS = ["magic", "version", "kind", "format", "stop", "sender", "ranks", "round", "signature", "weight", "parameters"]
 GOOD = [b"PALA", 1, 1, 1, 0, 3, RANKS, 12, SIGNATURE, 1.0, PARAMETERS]
 
 
@@ -108,8 +120,9 @@ def with_field(name: str, value: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("magic", b"PILA", "format"), ("version", 2, "version 2"), ("dtype", 2, "dtype 2"),
-        ("kind", 0, "kind"), ("kind", 4, "kind"), ("kind", 2, "bytes"), ("stop", 9, "stop"),
+        ("magic", b"PILA", "begins with"), ("version", 2, "version 2"),
+        ("format", 0, "format is 0"), ("format", 2, "format is 2"), ("format", 3, "format is 3"),
+        ("kind", 0, "kind"), ("kind", 5, "kind"), ("kind", 2, "bytes"), ("stop", 9, "stop"),
         ("sender", RANKS, "rank"), ("ranks", RANKS + 1, "rank"), ("ranks", 2, "rank"),
         ("signature", SIGNATURE + 1, "another network"), ("parameters", PARAMETERS + 1, "another network"),
         ("weight", 0.0, "weight"), ("weight", -1.0, "weight"), ("weight", float("nan"), "weight"),
@@ -125,8 +138,7 @@ def test_a_header_with_one_wrong_field_is_refused(name: str, value: object, reas
 def test_other_networks_and_other_numbers_of_ranks_are_refused() -> None:
     data = encoded(message())
     others = [
-        Wire(RANKS, PARAMETERS, SIGNATURE ^ 1), Wire(RANKS, PARAMETERS - 1, SIGNATURE),
-        Wire(RANKS + 1, PARAMETERS, SIGNATURE), Wire(RANKS - 1, PARAMETERS, SIGNATURE),
+        wire(signature=SIGNATURE ^ 1), wire(parameters=PARAMETERS - 1), wire(RANKS + 1), wire(RANKS - 1)
     ]  # fmt: skip
     assert all(isinstance(other.decode(data), Refusal) for other in others)
 
@@ -179,7 +191,7 @@ def test_any_damage_to_a_message_gives_a_message_or_a_refusal() -> None:
 def test_a_model_that_is_not_finite_is_refused(poison: float, place: int, device: torch.device) -> None:
     parameters = torch.ones(PARAMETERS)
     parameters[place] = poison
-    into = ReceiveBuffer(wire(), device)
+    into = receive_buffer(device)
     refusal = receive(into, encoded(message(), parameters))
     assert isinstance(refusal, Refusal) and "NaN or infinity" in refusal.reason
     assert receive(into, encoded(message())) is None, "a refused model spoils the buffer for the next"
@@ -189,7 +201,7 @@ def test_a_model_that_is_not_finite_is_refused(poison: float, place: int, device
 def test_infinities_of_both_signs_are_refused(device: torch.device) -> None:
     parameters = torch.ones(PARAMETERS)
     parameters[3], parameters[9] = float("inf"), float("-inf")
-    assert receive(ReceiveBuffer(wire(), device), encoded(message(), parameters)) is not None
+    assert receive(receive_buffer(device), encoded(message(), parameters)) is not None
 
 
 @devices
@@ -197,9 +209,9 @@ def test_infinities_of_both_signs_are_refused(device: torch.device) -> None:
 def test_a_finite_model_whose_sum_overflows_is_accepted(sign: int, device: torch.device) -> None:
     parameters = torch.full((PARAMETERS,), sign * 3e38)
     assert not parameters.sum().isfinite()
-    assert receive(ReceiveBuffer(wire(), device), encoded(message(), parameters)) is None
+    assert receive(receive_buffer(device), encoded(message(), parameters)) is None
     parameters[::2] *= -1  # partial sums overflow to both sides
-    assert receive(ReceiveBuffer(wire(), device), encoded(message(), parameters)) is None
+    assert receive(receive_buffer(device), encoded(message(), parameters)) is None
 
 
 # ---- mixing ----------------------------------------------------------------------------------------------------------
@@ -215,7 +227,7 @@ def test_mixing_is_the_weighted_mean(mixing: str, num_models: int, device: torch
     protocol = GossipProtocol(
         0, RANKS, topology="random", mixing=mixing, max_staleness=1, budget_steps=100, seed=0, weight=weights[0]
     )
-    parameters, into = torch.from_numpy(models[0].copy()).to(device), ReceiveBuffer(wire(), device)
+    parameters, into = torch.from_numpy(models[0].copy()).to(device), receive_buffer(device)
     for sender in range(1, num_models + 1):
         assert receive(into, encoded(message(sender=sender), torch.from_numpy(models[sender]))) is None
         into.add(protocol.model_received(sender, weights[sender]))
@@ -230,7 +242,7 @@ def test_mixing_is_the_weighted_mean(mixing: str, num_models: int, device: torch
 
 @devices
 def test_the_sum_is_empty_after_a_mix(device: torch.device) -> None:
-    into, parameters = ReceiveBuffer(wire(), device), torch.zeros(PARAMETERS, device=device)
+    into, parameters = receive_buffer(device), torch.zeros(PARAMETERS, device=device)
     for value in (1.0, 5.0):
         receive(into, encoded(message(), torch.full((PARAMETERS,), value)))
         into.add(0.5)
@@ -243,7 +255,7 @@ def test_any_sequence_of_models_refusals_and_mixes_follows_the_formula(device: t
     random = np.random.default_rng(0)
     own = random.normal(size=PARAMETERS)
     parameters = torch.from_numpy(own.astype(np.float32)).to(device)
-    into, models, weights = ReceiveBuffer(wire(), device), [], []
+    into, models, weights = receive_buffer(device), [], []
     for _ in range(400):
         action = random.integers(4)
         model = random.normal(size=PARAMETERS).astype(np.float32)
@@ -268,7 +280,7 @@ def test_any_sequence_of_models_refusals_and_mixes_follows_the_formula(device: t
 
 @devices
 def test_fraction_one_heals_parameters_that_are_not_finite(device: torch.device) -> None:
-    into = ReceiveBuffer(wire(), device)
+    into = receive_buffer(device)
     parameters = torch.full((PARAMETERS,), float("nan"), device=device)
     parameters[0] = float("inf")
     for value, weight in ((1.0, 1.0), (4.0, 2.0)):
@@ -287,7 +299,7 @@ def payload(buffer: SendBuffer) -> np.ndarray:
 
 def test_a_snapshot_is_a_copy() -> None:
     parameters, steps = torch.arange(PARAMETERS, dtype=torch.float32), np.zeros(RANKS, np.uint64)
-    first, second = SendBuffer(wire(), CPU), SendBuffer(wire(), CPU)
+    first, second = send_buffer(), send_buffer()
     first.fill(message(local_steps=steps), parameters)
     parameters += 1
     steps += np.uint64(1)
@@ -311,8 +323,8 @@ def test_a_snapshot_is_taken_on_a_stream_of_its_own_before_the_next_update() -> 
     """`fill` returns while the GPU is busy; the copy is of the parameters as they were, not as the next kernel left
     them; and it lies in pinned memory."""
     device, num_parameters = torch.device("cuda"), 4_000_000
-    large = Wire(RANKS, num_parameters, SIGNATURE)
-    buffer = SendBuffer(large, device)
+    large = wire(parameters=num_parameters)
+    buffer = send_buffer(large, device)
     assert buffer._block.is_pinned()
     parameters = torch.zeros(num_parameters, device=device)
     busy = torch.randn(4096, 4096, device=device)
@@ -332,8 +344,8 @@ def test_a_snapshot_is_taken_on_a_stream_of_its_own_before_the_next_update() -> 
 @cuda
 def test_models_are_staged_through_pinned_memory_onto_the_receivers_device() -> None:
     device = torch.device("cuda")
-    into = ReceiveBuffer(wire(), device)
-    assert into._block.is_pinned() and into._staged.is_cuda and into._sum.is_cuda
+    into = receive_buffer(device)
+    assert into._blocks[0].is_pinned() and into._payload._staged.is_cuda and into._payload._sum.is_cuda
     parameters = torch.zeros(PARAMETERS, device=device)
     for value in range(1, 5):  # the next model overwrites the pinned block: `check` must have finished with it
         assert receive(into, encoded(message(sender=value), torch.full((PARAMETERS,), float(value)))) is None

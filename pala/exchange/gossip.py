@@ -20,8 +20,9 @@ from pala.config import ExchangeConfig
 from pala.errors import PalaError
 from pala.exchange.base import Exchange, ExchangeState
 from pala.exchange.data_proxy import DataProxy, agree_on_end, wait_quietly
+from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
 from pala.exchange.protocol import GossipProtocol, Stop
-from pala.exchange.wire import Kind, Message, ReceiveBuffer, Refusal, SendBuffer, Wire
+from pala.exchange.wire import Format, Kind, Message, Refusal, Wire
 from pala.runtime import Interrupt, say
 
 _SEND_BUFFERS = 2
@@ -39,15 +40,16 @@ class Gossip(Exchange):
     ) -> None:  # fmt: skip
         """`parameters`: flat, mixed in place, touched only inside `after_update`. Collective."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
+        payload = make_payload(config, parameters)
         self._protocol = GossipProtocol(
             comm.rank, comm.size, topology=config.topology, mixing=config.mixing, max_staleness=config.max_staleness,
             budget_steps=budget_steps, seed=seed, local_steps=start.local_steps, base_steps=start.base_steps,
-            round_=start.round, weight=start.weight,
+            round_=start.round, weight=start.weight, whole_every=payload.whole_every,
         )  # fmt: skip
-        self._wire = Wire(comm.size, parameters.numel(), signature)
+        self._wire = Wire(comm.size, parameters.numel(), signature, payload.sizes)
         self.message_bytes = self._wire.model_bytes
-        self._inbox = ReceiveBuffer(self._wire, parameters.device)
-        self._send_buffers = [SendBuffer(self._wire, parameters.device) for _ in range(_SEND_BUFFERS)]
+        self._inbox = ReceiveBuffer(self._wire, payload, parameters.device)
+        self._send_buffers = [SendBuffer(self._wire, payload, parameters.device) for _ in range(_SEND_BUFFERS)]
         self._changed = threading.Condition()
         self._proxy = DataProxy(comm, self._inbox, self._on_message)
         self._counts: Counter[str] = Counter()
@@ -128,19 +130,22 @@ class Gossip(Exchange):
         if buffer is None:
             self._counts["sends_without_buffer"] += 1
             return
-        weight = self._protocol.sent(peers)
-        buffer.fill(self._message(Kind.MODEL, weight), self._parameters)
+        whole, weight = self._protocol.whole_is_due(peers), self._protocol.sent(peers)
+        buffer.fill(self._message(Kind.MODEL, weight), self._parameters, whole)
         for peer in peers:
             self._proxy.send_model(peer, buffer)
         self._counts["models_sent"] += len(peers)
+        self._counts["bytes_sent"] += len(peers) * len(buffer.bytes)
 
     def _wait(self, healthy: bool) -> None:
-        """Until a mix is due, a peer's model can heal this rank, or training ends."""
+        """Until a mix is due, a peer's whole model can heal this rank, or training ends."""
         begin = time.perf_counter()
         again, complain = begin + _SEND_AGAIN_AFTER_S, begin + _COMPLAIN_AFTER_S
         p = self._protocol
         self._proxy.hurry = True
         while p.must_wait if healthy else p.must_wait_to_heal:
+            if not healthy:
+                self._drop_parts()
             self._changed.wait(0.1)
             self._proxy.raise_failure()
             if self._interrupt.signal is not None:
@@ -162,6 +167,13 @@ class Gossip(Exchange):
                     )
         self._proxy.hurry = False
         self.waited_s += time.perf_counter() - begin
+
+    def _drop_parts(self) -> None:
+        """Make room for a whole model."""
+        if senders := self._protocol.drop_parts():
+            self._inbox.clear()
+            for sender in senders:
+                self._send_control(sender, Kind.ASK_WHOLE)
 
     def _mix(self, healthy: bool) -> bool:
         """Mix what is due; True if something was."""
@@ -205,7 +217,7 @@ class Gossip(Exchange):
             if message.sender != source:
                 refusal = Refusal(f"it says it comes from rank {message.sender}")
             elif message.kind is Kind.MODEL:
-                refusal = self._inbox.check()
+                refusal = self._inbox.check(message, len(data))
         with self._changed:
             if isinstance(message, Message) and message.sender == source:
                 self._protocol.news(message.local_steps, message.stop)
@@ -217,10 +229,11 @@ class Gossip(Exchange):
             self._changed.notify_all()
 
     def _accept(self, source: int, message: Message) -> None:
-        if message.kind is Kind.CREDIT:
-            self._protocol.credit_returned(source)
+        if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
+            self._protocol.credit_returned(source, wants_whole=message.kind is Kind.ASK_WHOLE)
         elif message.kind is Kind.MODEL:
-            self._inbox.add(self._protocol.model_received(source, message.weight))
+            whole = message.format is not Format.TOP_K
+            self._inbox.add(self._protocol.model_received(source, message.weight, whole))
             self._counts["models_received"] += 1
 
     def _refuse(self, source: int, message: Message | Refusal, refusal: Refusal) -> None:
@@ -238,6 +251,6 @@ class Gossip(Exchange):
 
 
 _COUNTS = (
-    "staleness_updates", "mixes", "models_sent", "models_received", "models_mixed", "models_refused",
+    "staleness_updates", "mixes", "models_sent", "bytes_sent", "models_received", "models_mixed", "models_refused",
     "sends_without_buffer",
 )  # fmt: skip

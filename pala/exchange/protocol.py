@@ -14,6 +14,9 @@ After each update, a rank
 A model can be lost with a peer that dies, or be refused; then all can come to wait for each other. So a rank that has
 waited for long (`waited_long`) sends its model once more, to the next round's peers.
 
+Models may travel in parts (`top_k`): then every so many sends carry a whole model. A rank whose model is not finite is
+healed by a whole one only; it gives parts back as if it had refused them, and asks their senders for whole ones.
+
 With `max_staleness` 0 each update needs a model that another update gave. If debts were dropped, or two models mixed
 for one that is sent, there would soon be fewer models than ranks, and most ranks would always be waiting. So there a
 debt stays until it is paid, and a rank that mixed k rounds at once owes its model for k rounds.
@@ -60,8 +63,13 @@ class GossipProtocol:
     def __init__(
         self, rank: int, size: int, *, topology: str, mixing: str, max_staleness: int, budget_steps: int, seed: int,
         local_steps: Iterable[int] | None = None, base_steps: int = 0, round_: int = 0, weight: float = 1.0,
+        whole_every: int = 1,
     ) -> None:  # fmt: skip
-        """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks."""
+        """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks.
+
+        `whole_every`: of so many sends one must carry the whole model, the others may carry a part. Prime, or in the
+        exponential graph, whose rounds repeat, some ranks might get no whole model at all.
+        """
         self.rank, self.size = rank, size
         self.topology, self.push_sum, self.max_staleness = topology, mixing == "push_sum", max_staleness
         self.budget_steps, self.base_steps, self.seed = budget_steps, base_steps, seed
@@ -74,7 +82,10 @@ class GossipProtocol:
         self._owed: list[int] = []
         self._rounds_due = 1
         self._inbox: dict[int, float] = {}
+        self._whole_came = False  # of the models in the inbox
         self._num_refused = 0  # since the last mix
+        self._whole_every, self._num_sends = whole_every, rank * whole_every // size  # not all at the same time
+        self._wants_whole: set[int] = set()  # peers that could do nothing with a part
         self._stop_told = False
         self._check_budget()
 
@@ -92,8 +103,9 @@ class GossipProtocol:
         self._rounds_due = 1
         self._check_budget()
 
-    def model_received(self, sender: int, weight: float) -> float:
-        """A model that passed the door is in the inbox. Returns its weight in the inbox's weighted mean."""
+    def model_received(self, sender: int, weight: float, whole: bool = True) -> float:
+        """A model, or a part of one, passed the door and is in the inbox. Returns its weight in the weighted mean."""
+        self._whole_came |= whole
         assert sender not in self._inbox, f"peer {sender} sent twice on one credit"
         self._inbox[sender] = weight if self.push_sum else 1.0
         return self._inbox[sender]
@@ -104,9 +116,11 @@ class GossipProtocol:
         if self.push_sum:
             self.weight += weight
 
-    def credit_returned(self, peer: int) -> None:
-        """`peer` has taken in (or refused) the last model sent to it."""
+    def credit_returned(self, peer: int, wants_whole: bool = False) -> None:
+        """`peer` has taken in (or refused) the last model sent to it, or waits to heal and asks for a whole one."""
         self.lock.release(peer)
+        if wants_whole:
+            self._wants_whole.add(peer)
 
     def peer_died(self, peer: int) -> None:
         """`peer` is gone, and with it the weight it held."""
@@ -148,8 +162,16 @@ class GossipProtocol:
 
     @property
     def must_wait_to_heal(self) -> bool:
-        """The same of a rank whose own model is not finite: any model from a peer will do."""
-        return len(self.living) > 1 and self.stop is Stop.NONE and not self._inbox
+        """The same of a rank whose own model is not finite: any whole model from a peer will do."""
+        return len(self.living) > 1 and self.stop is Stop.NONE and not self._whole_came
+
+    def drop_parts(self) -> tuple[int, ...]:
+        """Of a rank that must wait to heal: parts of models are of no use to it, and while they fill the inbox their
+        senders may send nothing else. They count as refused; returns the senders, to ask for whole models."""
+        senders = () if self._whole_came else tuple(self._inbox)
+        for sender in senders:
+            self.model_refused(self._inbox.pop(sender))
+        return senders
 
     def sendable(self) -> tuple[int, ...]:
         """Peers that are owed a model and whose lock is free."""
@@ -157,8 +179,15 @@ class GossipProtocol:
             return ()
         return tuple(dict.fromkeys(peer for peer in self._owed if self.lock.is_free(peer)))
 
+    def whole_is_due(self, peers: tuple[int, ...]) -> bool:
+        """True if what is sent to `peers` next must be the whole model: in its turn, or because one of them asked."""
+        return self._num_sends % self._whole_every == 0 or not self._wants_whole.isdisjoint(peers)
+
     def sent(self, peers: tuple[int, ...]) -> float:
         """The model goes to `peers` now; returns the push-sum weight that each copy carries (1 if uniform)."""
+        if self.whole_is_due(peers):
+            self._wants_whole.difference_update(peers)
+        self._num_sends += 1
         for peer in peers:
             self.lock.acquire(peer)
             self._owed.remove(peer)
@@ -168,17 +197,19 @@ class GossipProtocol:
         return self.weight
 
     def take(self, healthy: bool = True, everything: bool = False) -> Mix | None:
-        """The mix that is due, or None. An unhealthy rank (not finite) takes any model, and its own has no part in it.
+        """The mix that is due, or None. An unhealthy rank (not finite) takes any whole model, and its own has no part.
 
         `everything`: at the end, whatever has come.
         """
-        if not self._inbox or not (self.can_mix or everything or not healthy):
+        is_due = (self.can_mix or everything) if healthy else self._whole_came
+        if not self._inbox or not is_due:
             return None
         if self.max_staleness == 0:
             self._rounds_due = max(1, self._num_come // max(1, self._models_a_round))
         senders, received = tuple(self._inbox), sum(self._inbox.values())
         own = self.weight if self.push_sum else 1.0
         self._inbox.clear()
+        self._whole_came = False
         self._num_refused = 0
         self.staleness = 0
         if self.push_sum:

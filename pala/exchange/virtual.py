@@ -61,10 +61,12 @@ class Scenario:
     """Probability that a message on its way from a dying rank is lost; one to it always is."""
     poison: Mapping[int, Range] = field(default_factory=dict)
     """Ranks whose every update between these two times makes their model NaN."""
+    whole_every: int = 1
+    """Of so many sends one carries a whole model. A part heals nobody; in all else it counts here as a model."""
 
 
 class _Message(NamedTuple):
-    kind: str  # model, credit, stop
+    kind: str  # model, credit, ask (for a whole model, with the credit), stop
     sender: int
     receiver: int
     weight: float
@@ -72,6 +74,7 @@ class _Message(NamedTuple):
     stop: Stop
     model: np.ndarray | None
     buffer: int
+    whole: bool
 
 
 class Rank:
@@ -79,7 +82,7 @@ class Rank:
 
     def __init__(self, protocol: GossipProtocol, model: np.ndarray, send_buffers: int) -> None:
         self.protocol, self.number, self.model = protocol, protocol.rank, model
-        self.inbox, self.inbox_weight = np.zeros_like(model), 0.0
+        self.clear()
         self.buffers = [0] * send_buffers  # messages on their way from each
         self.waiting = self.ended = self.dead = self.timer_set = False
         self.healthy = True  # its model was finite before this update, so the update was applied
@@ -91,7 +94,12 @@ class Rank:
         """x <- (1 - fraction) x + fraction * (weighted mean of the inbox)."""
         mean = self.inbox / self.inbox_weight
         self.model = mean if fraction == 1 else self.model + fraction * (mean - self.model)
-        self.inbox, self.inbox_weight, self.since_mix = np.zeros_like(mean), 0.0, 0
+        self.clear()
+        self.since_mix = 0
+
+    def clear(self) -> None:
+        """Empty the inbox."""
+        self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(self.model), 0.0, False
 
 
 class VirtualCluster:
@@ -108,13 +116,14 @@ class VirtualCluster:
         self._learn, self._observe, self._random = learn, observe, random.Random(s.seed)
         self.ranks = [
             Rank(protocol(rank, s.size, topology=s.topology, mixing=s.mixing, max_staleness=s.max_staleness,
-                          budget_steps=s.budget_steps, seed=s.seed), models[rank].copy(), s.send_buffers)
+                          budget_steps=s.budget_steps, seed=s.seed, whole_every=s.whole_every),
+                 models[rank].copy(), s.send_buffers)
             for rank in range(s.size)
         ]  # fmt: skip
         self.now, self.global_steps = 0.0, 0
         self.models_sent = self.models_refused = self.mixes = 0
         self.lost_weight = 0.0  # push-sum weight that the dead took with them
-        self.violations: list[str] = []  # of the process lock
+        self.violations: list[str] = []  # of the process lock, or of what may heal
         self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
         self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -188,11 +197,16 @@ class VirtualCluster:
 
     def _go_on_or_wait(self, rank: Rank) -> None:
         p = rank.protocol
+        for sender in () if rank.healthy else p.drop_parts():
+            rank.clear()
+            self._return_credit(rank, sender, "ask")
         if p.must_wait if rank.healthy else p.must_wait_to_heal:
             self._set_timer(rank)
             return
         rank.waiting = False
         if (mix := p.take(rank.healthy)) is not None:
+            if mix.fraction == 1 and not rank.inbox_whole:
+                self.violations.append(f"rank {rank.number} was healed by a part of a model at {self.now} s")
             rank.take_in(mix.fraction)
             self.mixes += 1
             for sender in mix.senders:
@@ -224,18 +238,20 @@ class VirtualCluster:
         buffer = next((i for i, messages in enumerate(rank.buffers) if messages == 0), None)
         if not peers or buffer is None:
             return
-        weight, snapshot = rank.protocol.sent(peers), rank.model.copy()
+        whole, weight, snapshot = rank.protocol.whole_is_due(peers), rank.protocol.sent(peers), rank.model.copy()
         rank.buffers[buffer] = len(peers)
         self.models_sent += len(peers)
         for peer in peers:
             if (rank.number, peer) in self._not_taken_in:
-                self.violations.append(f"{self.now} s: rank {rank.number} sent to {peer}, which holds its last model")
+                self.violations.append(
+                    f"process lock: at {self.now} s rank {rank.number} sent to {peer}, which holds its last model"
+                )
             self._not_taken_in.add((rank.number, peer))
-            self._post(rank, peer, "model", weight, snapshot, buffer)
+            self._post(rank, peer, "model", weight, snapshot, buffer, whole)
 
-    def _return_credit(self, rank: Rank, peer: int) -> None:
+    def _return_credit(self, rank: Rank, peer: int, kind: str = "credit") -> None:
         self._not_taken_in.discard((peer, rank.number))
-        self._post(rank, peer, "credit")
+        self._post(rank, peer, kind)
 
     def _tell_stop(self, rank: Rank) -> None:
         for peer in rank.protocol.tell_stop():
@@ -244,11 +260,12 @@ class VirtualCluster:
     # ---- the network ---------------------------------------------------------------------------------------------
 
     def _post(
-        self, rank: Rank, peer: int, kind: str, weight: float = 0.0, model: np.ndarray | None = None, buffer: int = -1
-    ) -> None:
+        self, rank: Rank, peer: int, kind: str, weight: float = 0.0, model: np.ndarray | None = None, buffer: int = -1,
+        whole: bool = True,
+    ) -> None:  # fmt: skip
         p, ticket = rank.protocol, self._ticket
         self._on_their_way[ticket] = _Message(
-            kind, rank.number, peer, weight, p.local_steps.copy(), p.stop, model, buffer
+            kind, rank.number, peer, weight, p.local_steps.copy(), p.stop, model, buffer, whole
         )
         self._after(self.scenario.control_s if model is None else self.scenario.model_s, self._deliver, ticket)
 
@@ -264,8 +281,8 @@ class VirtualCluster:
             self.lost_weight += message.weight
             return
         rank.protocol.news(message.local_steps, message.stop)
-        if message.kind == "credit":
-            rank.protocol.credit_returned(message.sender)
+        if message.kind in ("credit", "ask"):
+            rank.protocol.credit_returned(message.sender, wants_whole=message.kind == "ask")
         elif message.model is not None:
             self._receive_model(rank, message, message.model)
         self._tell_stop(rank)
@@ -274,9 +291,10 @@ class VirtualCluster:
 
     def _receive_model(self, rank: Rank, message: _Message, model: np.ndarray) -> None:
         if np.isfinite(model).all():
-            weight = rank.protocol.model_received(message.sender, message.weight)
+            weight = rank.protocol.model_received(message.sender, message.weight, message.whole)
             rank.inbox += weight * model
             rank.inbox_weight += weight
+            rank.inbox_whole |= message.whole
         else:
             self.models_refused += 1
             rank.protocol.model_refused(message.weight)
