@@ -2,8 +2,8 @@
 
 What it saves: activations lie in buffers of the whole rollout, so that the backward pass runs once over all steps
 instead of once a step; no graph is built; the division by 255 is in the first layer's weights; policy and value heads
-are one matrix. In bfloat16 the weights are cast once a rollout, while the parameters, their gradient and the optimiser
-stay float32.
+are one matrix. In bfloat16 the weights are cast once a rollout, while the heads, whose values would lose too much (at
+100 the rounding is 0.25), the parameters, their gradient and the optimiser stay float32.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class ConvTape(Tape):
         self._weights = [(self._cast(layer.weight), self._cast(layer.bias)) for layer in layers]
         self._weights[0] = (self._cast(layers[0].weight * _PIXEL), self._weights[0][1])
         heads = (self._policy_head, self._value_head)
-        weight, bias = torch.cat([head.weight for head in heads]), torch.cat([head.bias for head in heads])
-        self._weights.append((self._cast(weight), self._cast(bias)))
+        self._weights.append((torch.cat([h.weight for h in heads]), torch.cat([h.bias for h in heads])))
 
     def _cast(self, parameter: Tensor | None) -> Tensor:
         assert parameter is not None
@@ -64,7 +63,7 @@ class ConvTape(Tape):
         for buffer, activation in zip(buffers, activations, strict=True):
             buffer.copy_(activation)
         self.kept += 1
-        return outputs[:, :-1].float(), outputs[:, -1].float()
+        return outputs[:, :-1], outputs[:, -1]
 
     def _buffer_for(self, activation: Tensor) -> Tensor:
         """Of the same layout for all passes."""
@@ -73,7 +72,7 @@ class ConvTape(Tape):
 
     @torch.no_grad()
     def value(self, observations: Tensor) -> Tensor:
-        return self._compute(channels_last(observations).to(self._dtype))[1][:, -1].float()
+        return self._compute(channels_last(observations).to(self._dtype))[1][:, -1]
 
     def _compute(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
         """(the outputs of convolutions and linear layer, the heads' outputs [B, A + 1])."""
@@ -83,18 +82,17 @@ class ConvTape(Tape):
             images = functional.conv2d(images, weight, bias, layer.stride).relu_()
             activations.append(images)
         activations.append(functional.linear(_rows(images), *linear).relu_())
-        return activations, functional.linear(activations[-1], *heads)
+        return activations, functional.linear(activations[-1].float(), *heads)
 
     @torch.no_grad()
     def backward(self, policy_gradient_TBA: Tensor, value_gradient_TB: Tensor) -> None:
         *images, hidden = (buffer[: self.kept * self._num_envs] for buffer in self._buffers)
         *convolutions, (linear, _), (heads, _) = self._weights
         gradient = torch.cat([policy_gradient_TBA.flatten(0, 1), value_gradient_TB.reshape(-1, 1)], 1)
-        num_actions = gradient.shape[1] - 1
-        gradient = gradient.to(self._dtype)
-        for head, columns in ((self._policy_head, slice(num_actions)), (self._value_head, slice(num_actions, None))):
-            _write(head, gradient[:, columns].t() @ hidden, gradient[:, columns].sum(0))
-        gradient = _through_relu_(gradient @ heads, hidden)
+        by_weight, by_bias = gradient.t() @ hidden.float(), gradient.sum(0)
+        _write(self._policy_head, by_weight[:-1], by_bias[:-1])
+        _write(self._value_head, by_weight[-1:], by_bias[-1:])
+        gradient = _through_relu_((gradient @ heads).to(self._dtype), hidden)
         _write(self._linear, gradient.t() @ _rows(images[-1]), gradient.sum(0))
         shape = images[-1].shape
         gradient = (gradient @ linear).unflatten(1, (*shape[2:], shape[1])).permute(0, 3, 1, 2)

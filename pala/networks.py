@@ -101,7 +101,8 @@ class ActorCritic(nn.Module):
         observations = self._prepare(observations)
         features = self.trunk(observations)
         value_features = features if self.is_image else self.value_trunk(observations)
-        return self.policy_head(features), self.value_head(value_features).squeeze(-1)
+        with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
+            return self.policy_head(features.float()), self.value_head(value_features.float()).squeeze(-1)
 
     def _prepare(self, observations: Tensor) -> Tensor:
         if self.is_image:

@@ -40,7 +40,7 @@ class Tape(abc.ABC):
 
 
 class AutogradTape(Tape):
-    """Any network on any device, differentiated by autograd; in bfloat16 where autocast puts it."""
+    """Any network on any device, differentiated by autograd; all but the heads in bfloat16 where autocast puts it."""
 
     def __init__(self, network: nn.Module, precision: str = "float32") -> None:
         self._network = network
@@ -57,13 +57,13 @@ class AutogradTape(Tape):
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         with self._precision:
             policy_output, value = self._network(observations)
-        self._policy_outputs.append(policy_output.float())
-        self._values.append(value.float())
+        self._policy_outputs.append(policy_output)
+        self._values.append(value)
         return self._policy_outputs[-1].detach(), self._values[-1].detach()
 
     def value(self, observations: Tensor) -> Tensor:
         with torch.no_grad(), self._precision:
-            return self._network(observations)[1].float()
+            return self._network(observations)[1]
 
     def backward(self, policy_gradient_TBA: Tensor, value_gradient_TB: Tensor) -> None:
         outputs = [torch.stack(self._policy_outputs), torch.stack(self._values)]

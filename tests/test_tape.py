@@ -62,6 +62,20 @@ def test_written_out_passes_are_the_plain_networks(shape, actions, device):
     assert (gradient != 0).sum() > 0.5 * trained
 
 
+@pytest.mark.parametrize("written_out", [True, False])
+def test_large_values_keep_their_precision_in_bfloat16(written_out):
+    """A value of 1000 is not rounded to a multiple of 4."""
+    network, _ = make_network()
+    with torch.no_grad():
+        network.value_head.bias.fill_(1001.0)
+        network.value_head.weight.zero_()
+    config = NetworkConfig(precision="bfloat16", passes="auto" if written_out else "autograd")
+    tape = make_tape(network, config, STEPS, frames()[0])
+    tape.begin()
+    assert (tape.forward(frames()[0])[1] == 1001).all()
+    assert (tape.value(frames()[1]) == 1001).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_is_near_float32_and_returns_float32(device):
     network, flat = make_network(device=device)
