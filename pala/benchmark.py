@@ -41,6 +41,7 @@ from pala.train import read_command
 _PROGRAM = "pala.benchmark"
 _PRECISIONS = ("float32", "bfloat16")
 _LOWEST_RATIO = 0.9  # of training with an exchange to training without, below which --quick fails
+_QUICK_ROUND_S = 5.0  # of training, in all exchanges, at most
 _TAIL_LINES = 25
 _JOB_VARIABLE = "PALA_BENCHMARK_JOB"
 
@@ -56,7 +57,7 @@ class Command:
     rounds: int | None = None
     """Times that everything is measured. Default 5."""
     seconds: float | None = None
-    """Length of one measurement of training; a part gets a fifth of it. Default 5; quick: 1.5."""
+    """Length of one measurement of training; a part gets a fifth of it. Default 5; quick: at most 1.5."""
     exchanges: tuple[str, ...] = ()
     """Kinds of exchange. Default: all."""
     precisions: tuple[str, ...] = ()
@@ -100,13 +101,14 @@ def _completed(command: Command) -> Command:
     cores = len(os.sched_getaffinity(0))
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
-    seconds = 1.5 if command.quick else 5.0
+    exchanges = tuple(dict.fromkeys(command.exchanges)) or exchange_kinds()
+    seconds = min(1.5, _QUICK_ROUND_S / len(exchanges)) if command.quick else 5.0
     return replace(
         command,
         ranks=tuple(dict.fromkeys(command.ranks)) or ranks,
         rounds=5 if command.rounds is None else command.rounds,
         seconds=seconds if command.seconds is None else command.seconds,
-        exchanges=tuple(dict.fromkeys(command.exchanges)) or exchange_kinds(),
+        exchanges=exchanges,
         precisions=tuple(dict.fromkeys(command.precisions)) or (("float32",) if command.quick else ()),
     )
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pala.a2c import clip_gradient_, rmsprop_
 from pala.agent import Agent
 from pala.config import Config
-from pala.envs import Envs
+from pala.envs import Envs, Step
 from pala.exchange import ExchangeState, make_exchange
 from pala.learner import Counters, Learner
 from pala.metrics import SECTIONS, Record
@@ -56,7 +56,27 @@ def flops_per_step(
     return forward, counter.get_total_flops() - forward
 
 
-def environment_us(envs: Envs, agent: Agent, seeds: np.ndarray, seconds: float) -> float:
+class ContinuedEnvs(Envs):
+    """Games that go on from one measurement to the next: to begin 16 Atari games anew takes more than a second."""
+
+    def __init__(self, envs: Envs, seeds: np.ndarray) -> None:
+        self._envs, self.num_envs = envs, envs.num_envs
+        self.observation_space, self.action_space = envs.observation_space, envs.action_space
+        self.observations = envs.reset(seeds)  # the newest
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        return self.observations
+
+    def step(self, actions: np.ndarray) -> Step:
+        step = self._envs.step(actions)
+        self.observations = step.observations
+        return step
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def environment_us(envs: Envs, agent: Agent, seconds: float) -> float:
     """Random actions and nothing else: microseconds a step."""
     distribution = agent.tape.distribution
     generator = torch.Generator(agent.device)
@@ -65,7 +85,6 @@ def environment_us(envs: Envs, agent: Agent, seeds: np.ndarray, seconds: float) 
         distribution.to_env(distribution.sample(no_preference, generator)).cpu().numpy()
         for _ in range(_PREPARED_ACTIONS)
     ]
-    envs.reset(seeds)
     turns, begin = 0, time.perf_counter()
     while turns < 2 or time.perf_counter() < begin + seconds:
         envs.step(actions[turns % _PREPARED_ACTIONS])

@@ -322,7 +322,7 @@ def draw(benchmark: dict[str, Any], output: Path) -> None:
     for panel in (split, speed):
         panel.spines[["top", "right"]].set_visible(False)
         handles, labels = panel.get_legend_handles_labels()
-        panel.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.65 / height), ncols=3, frameon=False)
+        panel.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.7 / height), ncols=3, frameon=False)
     env, machine = benchmark["config"]["env"], benchmark["machine"]
     title = f"{env['id']}, {env['num_envs']} environments a rank; {machine['cpu']}, {machine['cores']} cores"
     figure.suptitle(title, fontsize=11)
@@ -340,8 +340,8 @@ def _draw_split(axes: Axes, jobs: list[dict[str, Any]]) -> None:
             mine = [t for t in training_of(job) if t.precision == parts.precision]
             group = [(f"{many}, {parts.precision}: floor", floor), *((t.exchange, t.split_us) for t in mine)]
             bars += [(y + i, label, pieces) for i, (label, pieces) in enumerate(group)]
-            y += len(group)
-        y += 0.6
+            y += len(group) + 0.25
+        y += 0.5
     places, left = [place for place, _, _ in bars], [0.0] * len(bars)
     for name, colour in _PIECE_COLOURS.items():
         widths = [pieces.get(name, 0.0) for _, _, pieces in bars]
@@ -350,8 +350,9 @@ def _draw_split(axes: Axes, jobs: list[dict[str, Any]]) -> None:
     for place, end in zip(places, left, strict=True):
         axes.text(end, place, f" {end:,.0f}", va="center", fontsize=8)
     axes.set_yticks(places, [label for _, label, _ in bars])
-    axes.invert_yaxis()
-    axes.margins(x=0.09)
+    axes.set_ylim(places[-1] + 0.7, -0.7)
+    axes.set_xlim(0, 1.13 * max(left))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.set_xlabel("microseconds a step of a rank (median)")
@@ -386,4 +387,4 @@ def _draw_speed(axes: Axes, jobs: list[dict[str, Any]]) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("ranks")
-    axes.set_ylabel("steps of all ranks a second (median and range)")
+    axes.set_ylabel("global steps a second (median and range)")

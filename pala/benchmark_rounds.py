@@ -14,7 +14,15 @@ import torch
 from mpi4py import MPI
 
 from pala.agent import Agent, build_agent, build_envs
-from pala.benchmark_measure import Trial, environment_us, figures_of, flops_per_step, matrix_gflops, network_us
+from pala.benchmark_measure import (
+    ContinuedEnvs,
+    Trial,
+    environment_us,
+    figures_of,
+    flops_per_step,
+    matrix_gflops,
+    network_us,
+)
 from pala.benchmark_worker import Request
 from pala.config import Config
 from pala.exchange.data_proxy import wait_quietly
@@ -34,8 +42,9 @@ class Rounds:
     def __init__(self, comm: MPI.Comm, request: Request, config: Config, threads: int) -> None:
         check_agreement(comm, config)
         self.comm, self.request, self.config, self.threads = comm, request, config, threads
-        self.envs = build_envs(comm, config, threads)
-        self.seeds = derive(config.seed, comm.rank, "environments", self.envs.num_envs)
+        envs = build_envs(comm, config, threads)
+        self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
+        self.envs = ContinuedEnvs(envs, self.seeds)
         first = build_agent(comm, config, self.envs)
         self.device, self.first_weights = first.device, first.flat.data.clone()
         self.precisions = request.precisions or comm.bcast(usable_precisions(self.device))
@@ -75,14 +84,14 @@ class Rounds:
 
     def _measure_parts(self) -> dict[str, Any]:
         """Each part on all ranks at the same time: they share the memory and its bandwidth, as in training."""
-        seconds, observations = _PART_SHARE * self.request.seconds, self.envs.reset(self.seeds)
+        seconds = _PART_SHARE * self.request.seconds
         self._meet()
-        environment = environment_us(self.envs, self.agents[self.precisions[0]], self.seeds, seconds)
+        environment = environment_us(self.envs, self.agents[self.precisions[0]], seconds)
         parts: dict[str, Any] = {"environment_us": self._gather(environment), "network": {}}
         for precision, agent in self.agents.items():
             agent.flat.data.copy_(self.first_weights)
             agent.a2c.mean_square.zero_()
-            times = network_us(agent, self.config, observations, seconds)
+            times = network_us(agent, self.config, self.envs.observations, seconds)
             self._meet()
             rate = matrix_gflops(self.device, precision, seconds)
             parts["network"][precision] = self._gather(times | {"matrix_gflops": rate})
