@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 GroupBy = Literal["preset", "none"]
 
 _POINTS = 500  # of a line
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 _STYLES = ("-", "--", ":", "-.")
 _WITHOUT_INFLUENCE = (
     "run.name", "run.dir", "run.console", "run.log_interval_s", "run.tensorboard", "run.checkpoint_interval_s",
@@ -94,7 +94,7 @@ def plot(
     if title:
         figure.suptitle(title)
     output = output or (loaded[0].path / "learning_curve.png" if len(loaded) == 1 else Path("learning_curves.png"))
-    _write(figure, output)
+    write_picture(figure, output)
     return output
 
 
@@ -217,9 +217,9 @@ def _draw_one(run: Run, smooth: int) -> Figure:
 
 
 def _draw_banded(axes: Axes, curve: Curve) -> None:
-    axes.plot(curve.x, curve.y, color=_COLOURS[0], label="running mean")
+    axes.plot(curve.x, curve.y, color=COLOURS[0], label="running mean")
     axes.fill_between(
-        curve.x, curve.low, curve.high, color=_COLOURS[0], alpha=0.18, linewidth=0, label="interquartile range"
+        curve.x, curve.low, curve.high, color=COLOURS[0], alpha=0.18, linewidth=0, label="interquartile range"
     )
 
 
@@ -228,8 +228,8 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
     figure, axes, seconds = _panels([["steps", "time"]], runs, smooth)
     for number, (label, group) in enumerate(groups.items()):
         look: dict[str, Any] = {
-            "color": _COLOURS[number % len(_COLOURS)],
-            "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
+            "color": COLOURS[number % len(COLOURS)],
+            "linestyle": _STYLES[number // len(COLOURS) % len(_STYLES)],
         }
         _draw_group(axes["steps"], [curve_of(run.steps, run.returns, smooth) for run in group], label, look)
         _draw_group(axes["time"], [curve_of(run.time_s / seconds, run.returns, smooth) for run in group], label, look)
@@ -285,7 +285,8 @@ def _time_unit(longest_s: float) -> tuple[float, str]:
     return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
 
 
-def _write(figure: Figure, output: Path) -> None:
+def write_picture(figure: Figure, output: Path) -> None:
+    """Write a figure as its file's name says. Raises PalaError."""
     picture = io.BytesIO()
     try:
         figure.savefig(picture, format=output.suffix.lstrip(".") or "png")

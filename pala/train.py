@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
@@ -28,6 +28,9 @@ from pala.runtime import Launch, prepare, say
 
 if TYPE_CHECKING:
     from pala.trainer import Result
+
+C = TypeVar("C")
+_PROGRAM = "pala.train"
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,25 @@ class Command:
 
 def parse(arguments: list[str]) -> Command:
     """The command line over the preset or the resumed run over the defaults. Raises PalaError."""
-    first = _read_command(arguments, Command())  # to find the preset or the run, whose settings are the defaults
+    first = read_command(
+        _PROGRAM, arguments, Command()
+    )  # to find the preset or the run, whose settings are the defaults
     if first.preset is not None and first.resume is not None:
         raise PalaError(f"Give a preset or `--resume`, not both: '{first.resume}' brings its own settings.")
     from pala.run_folder import config_of
 
     config = config_of(first.resume) if first.resume else load_preset(first.preset) if first.preset else Config()
-    command = _read_command(arguments, replace(first, config=config))
+    command = read_command(_PROGRAM, arguments, replace(first, config=config))
     check(command.config, source="Command line")
     return command
 
 
-def _read_command(arguments: list[str], default: Command) -> Command:
+def read_command(program: str, arguments: list[str], default: C) -> C:
+    """The command line over `default`, an instance of the program's `Command`. Raises PalaError."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            return tyro.cli(Command, args=arguments, default=default, prog="python -m pala.train")
+            return tyro.cli(type(default), args=arguments, default=default, prog=f"python -m {program}")
     except SystemExit as exit_:
         if not exit_.code:  # --help
             if Launch.detect().rank == 0:

@@ -6,7 +6,6 @@ waits for ever; an error later ends the job through `MPI_Abort` (`pala.train`).
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +18,19 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pala import checkpoint, run_folder
-from pala.a2c import A2C
+from pala.agent import build_agent, build_envs
 from pala.checkpoint import RankState
 from pala.config import Config, to_table
 from pala.console import Reporter
-from pala.envs import Envs, MakeEnv, make_envs
-from pala.errors import CollectiveError, PalaError
+from pala.envs import MakeEnv
+from pala.errors import CollectiveError
 from pala.exchange import ExchangeState, Stop, flat_checksum, make_exchange
 from pala.files import write_atomically
 from pala.learner import Counters, Learner
 from pala.metrics import MetricsWriter, Record, metrics_path
-from pala.networks import ActorCritic, FlatParameters
 from pala.ranks import check_agreement, collectively, cores_per_rank
 from pala.runtime import Interrupt, process_age_s, say
 from pala.seeding import derive
-from pala.tape import Tape, make_tape
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
 
@@ -85,28 +82,16 @@ class _Job:
 
     def build(self, resume: Path | None) -> None:
         """Environments, network, optimiser. Collective."""
-        torch.set_num_threads(self.threads)
-        torch.set_flush_denormal(True)
         if self.make_env is None and resume is not None:
             self.make_env = collectively(self.comm, lambda: run_folder.load_make_env(resume))
-        self.envs: Envs = collectively(self.comm, lambda: make_envs(self.config.env, self.threads, self.make_env))
-        self.device = collectively(self.comm, lambda: choose_device(self.config.run.device))
-        torch.manual_seed(int(derive(self.config.seed, 0, "weights")[0]))
-        self.network = collectively(
-            self.comm,
-            lambda: ActorCritic(self.envs.observation_space, self.envs.action_space, self.config.network),
-        )
-        self.flat = FlatParameters(self.network, self.device)
-        self.tape = collectively(self.comm, self._make_tape)
-        self.a2c = A2C(self.tape, self.flat, self.config.a2c)
+        self.envs = build_envs(self.comm, self.config, self.threads, self.make_env)
+        agent = build_agent(self.comm, self.config, self.envs)
+        self.device, self.network, self.flat, self.tape, self.a2c = (
+            agent.device, agent.network, agent.flat, agent.tape, agent.a2c
+        )  # fmt: skip
         self.generator = torch.Generator(self.device)
         self.counters = Counters()
         self.start = ExchangeState([0] * self.size, 0, 0, 1.0)
-
-    def _make_tape(self) -> Tape:
-        space = self.envs.observation_space
-        observations = torch.zeros(self.envs.num_envs, *(space.shape or ()), dtype=torch.uint8, device=self.device)
-        return make_tape(self.network, self.config.network, self.config.a2c.rollout_steps, observations)
 
     def open_folder(self, resume: Path | None, preset: str) -> None:
         """Rank 0 makes the folders of the run and of this segment; all learn their names. Collective."""
@@ -301,18 +286,3 @@ class _Job:
             self.reporter = None
         if self.record is not None:
             self.record.end(status, **facts)
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto`: CUDA if there is any; `cuda`: the ranks of a node take its GPUs in turn. Raises PalaError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise PalaError(f"'run.device' is '{name}', but torch {torch.__version__} sees no CUDA device here.")
-    if name == "cuda":
-        local_rank = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or os.environ.get("MPI_LOCALRANKID") or 0)
-        name = f"cuda:{local_rank % torch.cuda.device_count()}"
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise PalaError(f"'run.device' is '{name}': {error}") from None

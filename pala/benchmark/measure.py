@@ -1,0 +1,229 @@
+"""What the benchmark measures on one rank: the environment, the network's passes, matrices, and training as it is.
+
+Everything is given for one environment step of this rank: a rollout's passes are divided by its steps.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch.utils.flop_counter import FlopCounterMode
+
+from pala.a2c import clip_gradient_, rmsprop_
+from pala.agent import Agent
+from pala.config import Config
+from pala.envs import Envs, Step
+from pala.exchange import ExchangeState, make_exchange
+from pala.learner import Counters, Learner
+from pala.metrics import SECTIONS, Record
+from pala.networks import ActorCritic
+from pala.runtime import Interrupt
+from pala.seeding import derive
+
+_MATRIX = 1024  # rows and columns
+_PREPARED_ACTIONS = 64
+_LOG_INTERVALS = 10  # of a training measurement; the first is warm-up
+_PATIENCE_S = 300.0
+
+
+def flops_per_step(
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config
+) -> tuple[int, int]:
+    """Floating-point operations of one forward and one backward pass of one observation.
+
+    Counted by torch's FlopCounterMode on autograd's path: twice the multiply-adds of matrices and convolutions. The
+    backward pass has the gradients of all weights, and of all inputs but the observation.
+    """
+    network = ActorCritic(observation_space, action_space, config.network)
+    shape = observation_space.shape or ()
+    observation = torch.zeros(1, *shape, dtype=torch.uint8 if network.is_image else torch.float32)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        policy_outputs, value = network(observation)
+        forward = counter.get_total_flops()
+        (policy_outputs.sum() + value.sum()).backward()
+    return forward, counter.get_total_flops() - forward
+
+
+class ContinuedEnvs(Envs):
+    """Games that go on from one measurement to the next: to begin 16 Atari games anew takes more than a second."""
+
+    def __init__(self, envs: Envs, seeds: np.ndarray) -> None:
+        self._envs, self.num_envs = envs, envs.num_envs
+        self.observation_space, self.action_space = envs.observation_space, envs.action_space
+        self.observations = envs.reset(seeds)  # the newest
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        return self.observations
+
+    def step(self, actions: np.ndarray) -> Step:
+        step = self._envs.step(actions)
+        self.observations = step.observations
+        return step
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def environment_us(envs: Envs, agent: Agent, seconds: float) -> float:
+    """Random actions and nothing else: microseconds a step."""
+    distribution = agent.tape.distribution
+    generator = torch.Generator(agent.device)
+    no_preference = torch.zeros(envs.num_envs, distribution.num_outputs, device=agent.device)
+    actions = [
+        distribution.to_env(distribution.sample(no_preference, generator)).cpu().numpy()
+        for _ in range(_PREPARED_ACTIONS)
+    ]
+    turns, begin = 0, time.perf_counter()
+    while turns < 2 or time.perf_counter() < begin + seconds:
+        envs.step(actions[turns % _PREPARED_ACTIONS])
+        turns += 1
+    return 1e6 * (time.perf_counter() - begin) / (turns * envs.num_envs)
+
+
+def network_us(agent: Agent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
+    """Microseconds a step of `forward` (all acting passes of a rollout and its bootstrap), `backward` and `optimiser`
+    (clipping and RMSprop)."""
+    tape, flat, settings, now = agent.tape, agent.flat, config.a2c, _clock(agent.device)
+    images = torch.from_numpy(observations).to(agent.device)
+    outputs, values = tape.distribution.num_outputs, (settings.rollout_steps, len(images))
+    gradients = [torch.randn(*shape, device=agent.device) / math.prod(values) for shape in ((*values, outputs), values)]
+    sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
+    while turns < 2 or now() < end:
+        times = [now()]
+        tape.begin()
+        for _ in range(settings.rollout_steps):
+            tape.forward(images)
+        tape.value(images)
+        times.append(now())
+        flat.gradient.zero_()
+        tape.backward(*gradients)
+        times.append(now())
+        clip_gradient_(flat.gradient, settings.max_gradient_norm)
+        rmsprop_(
+            flat.data, flat.gradient, agent.a2c.mean_square, settings.learning_rate, settings.rmsprop_alpha,
+            settings.rmsprop_epsilon, settings.rmsprop_epsilon_inside_root,
+        )  # fmt: skip
+        times.append(now())
+        turns += 1
+        for name, first, last in zip(sums, times, times[1:], strict=False):
+            sums[name] += last - first
+    return {name: 1e6 * total / (turns * math.prod(values)) for name, total in sums.items()}
+
+
+def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float:
+    """The machine's rate: median over products of two square matrices, 10^9 floating-point operations a second."""
+    dtype, now = getattr(torch, precision), _clock(device)
+    a, b, product = (torch.randn(_MATRIX, _MATRIX, device=device).to(dtype) for _ in range(3))
+    products = 1 if device.type == "cpu" else 50  # of a timing: one is over too soon on a GPU
+    rates: list[float] = []
+    end = now() + seconds
+    while len(rates) < 3 or now() < end:
+        begin = now()
+        for _ in range(products):
+            torch.mm(a, b, out=product)
+        rates.append(products * 2 * _MATRIX**3 / (now() - begin) / 1e9)
+    return statistics.median(rates)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, when all that was asked of the device is done."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class Trial:
+    """Training on all ranks as `pala.train` does it, but for its files. Each run starts from the same weights."""
+
+    def __init__(self, comm: MPI.Comm, config: Config, envs: Envs, agent: Agent, first_weights: torch.Tensor) -> None:
+        self._comm, self._config, self._envs, self._agent = comm, config, envs, agent
+        self._first_weights = first_weights
+        self.message_bytes = 0
+
+    def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
+        """Train for so many steps, about `seconds` long (0: a record an update). Collective.
+
+        Returns this rank's interval records, and before them one of the beginning.
+        """
+        config = replace(
+            self._config, total_steps=global_steps,
+            run=replace(self._config.run, log_interval_s=seconds / _LOG_INTERVALS, checkpoint_interval_s=math.inf),
+        )  # fmt: skip
+        agent, comm, interrupt = self._agent, self._comm, Interrupt()
+        agent.flat.data.copy_(self._first_weights)
+        agent.a2c.mean_square.zero_()
+        generator = torch.Generator(agent.device)
+        generator.manual_seed(int(derive(config.seed, comm.rank, "actions")[0]))
+        start = ExchangeState([0] * comm.size, 0, 0, 1.0)
+        exchange = make_exchange(comm, agent.flat.data, agent.flat.signature, config, start, interrupt)
+        self.message_bytes = exchange.message_bytes
+        learner = Learner(
+            config, comm.rank, self._envs, agent.tape, agent.flat, agent.a2c, exchange, generator, Counters(),
+            interrupt,
+        )  # fmt: skip
+        records: list[Record] = [{"time_s": 0.0, "updates": 0, "local_steps": 0} | _process_figures()]
+
+        def on_interval(new: list[Record]) -> None:
+            records.append(new[-1] | _process_figures())
+
+        learner.run(seeds, on_interval, lambda: None)
+        exchange.close(_PATIENCE_S)
+        return records
+
+
+def _process_figures() -> dict[str, float]:
+    """Processor time of this process, of PALA's own threads in it, and how many threads it has."""
+    threads = [t.ident for t in threading.enumerate() if t.name.startswith("pala-") and t.ident is not None]
+    return {
+        "cpu_s": time.process_time(),
+        "exchange_thread_s": sum(time.clock_gettime(time.pthread_getcpuclockid(thread)) for thread in threads),
+        "num_threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
+    }
+
+
+def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str, Any]:
+    """What a rank's records say of the time after the first interval, which is warm-up, and up to `until_s`, when the
+    first rank was done: until then all ranks trained. Of a very short run, all of it."""
+    kept = [record for record in records[1:] if record["time_s"] <= until_s]
+    kept = kept if len(kept) > 1 else records
+    first, last, intervals = kept[0], kept[-1], kept[1:]
+    seconds = [max(1e-3, after["time_s"] - before["time_s"]) for before, after in zip(kept, intervals, strict=False)]
+    wall_s, updates = sum(seconds), max(1, last["updates"] - first["updates"])
+    figures = {
+        "seconds": wall_s,
+        "updates": updates,
+        "steps_per_s": (last["local_steps"] - first["local_steps"]) / wall_s,
+        "time": {s: float(np.average([r[f"time_{s}"] for r in intervals], weights=seconds)) for s in SECTIONS},
+        "cpu_per_core": (last["cpu_s"] - first["cpu_s"]) / wall_s / threads,
+        "exchange_thread_share": (last["exchange_thread_s"] - first["exchange_thread_s"]) / wall_s,
+        "num_threads": max(record["num_threads"] for record in kept),
+    }
+    for key, total in (("models_sent", sum), ("models_mixed", sum), ("bytes_sent", sum), ("staleness_updates", max)):
+        values = [record[key] for record in intervals if record.get(key) is not None]
+        if values:
+            figures[key] = total(values) / updates if total is sum else total(values)
+    distances = [
+        r["consensus_distance_relative"] for r in intervals if r.get("consensus_distance_relative") is not None
+    ]
+    if distances:
+        figures["consensus_distance_relative"] = statistics.fmean(distances)
+    return figures

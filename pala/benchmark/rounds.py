@@ -1,0 +1,147 @@
+"""The benchmark's rounds: in each, every part and every kind of training once, so that noise meets them all alike.
+
+Runs on every rank of a job; every method is collective.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from mpi4py import MPI
+
+from pala.agent import Agent, build_agent, build_envs
+from pala.benchmark.measure import (
+    ContinuedEnvs,
+    Trial,
+    environment_us,
+    figures_of,
+    flops_per_step,
+    matrix_gflops,
+    network_us,
+)
+from pala.benchmark.worker import Request
+from pala.config import Config
+from pala.ranks import check_agreement, meet
+from pala.runtime import process_age_s
+from pala.seeding import derive
+
+_WARM_UP_UPDATES = 12
+_PART_SHARE = 0.2  # of a training measurement's time
+
+Key = tuple[str, str]  # precision, exchange
+
+
+class Rounds:
+    """A rank's environments, agents and trials, and what is measured with them."""
+
+    def __init__(self, comm: MPI.Comm, request: Request, config: Config, threads: int) -> None:
+        check_agreement(comm, config)
+        self.comm, self.request, self.config, self.threads = comm, request, config, threads
+        envs = build_envs(comm, config, threads)
+        self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
+        self.envs = ContinuedEnvs(envs, self.seeds)
+        first = build_agent(comm, config, self.envs)
+        self.device, self.first_weights = first.device, first.flat.data.clone()
+        self.precisions = request.precisions or comm.bcast(usable_precisions(self.device))
+        self.agents: dict[str, Agent] = {}
+        self.trials: dict[Key, Trial] = {}
+        for precision in self.precisions:
+            self._add(precision)
+        self.rates: dict[Key, float] = {}  # global steps/s of the last run, for the next one's budget
+
+    def _add(self, precision: str) -> None:
+        with_precision = replace(self.config.network, precision=cast(Any, precision))
+        config = replace(self.config, network=with_precision)
+        self.agents[precision] = agent = build_agent(self.comm, config, self.envs)
+        for kind in self.request.exchanges:
+            exchange = replace(config.exchange, kind=cast(Any, kind))
+            trial = Trial(self.comm, replace(config, exchange=exchange), self.envs, agent, self.first_weights)
+            self.trials[precision, kind] = trial
+
+    def run(self) -> dict[str, Any]:
+        """Warm up, measure round by round, and gather. Every rank returns the whole result."""
+        first_step_s = process_age_s()
+        for key in self.trials:
+            self._train(key, _WARM_UP_UPDATES * self.config.steps_per_update * self.comm.size, seconds=0.0)
+        rounds = [self._round(number) for number in range(self.request.rounds)]
+        result = self._description(first_step_s) | {"rounds": rounds}
+        self.envs.close()
+        return result
+
+    def _round(self, number: int) -> dict[str, Any]:
+        parts = self._measure_parts()
+        keys = list(self.trials) if number % 2 == 0 else list(self.trials)[::-1]
+        training = {key: self._measure_training(key) for key in keys}
+        rows = [{"precision": p, "exchange": e, "ranks": training[p, e]} for p, e in self.trials]
+        if self.comm.rank == 0:
+            print(f"round {number + 1} of {self.request.rounds} is done", flush=True)
+        return parts | {"training": rows}
+
+    def _measure_parts(self) -> dict[str, Any]:
+        """Each part on all ranks at the same time: they share the memory and its bandwidth, as in training."""
+        seconds = _PART_SHARE * self.request.seconds
+        meet(self.comm)
+        environment = environment_us(self.envs, self.agents[self.precisions[0]], seconds)
+        parts: dict[str, Any] = {"environment_us": self._gather(environment), "network": {}}
+        for precision, agent in self.agents.items():
+            agent.flat.data.copy_(self.first_weights)
+            agent.a2c.mean_square.zero_()
+            times = network_us(agent, self.config, self.envs.observations, seconds)
+            meet(self.comm)
+            rate = matrix_gflops(self.device, precision, seconds)
+            parts["network"][precision] = self._gather(times | {"matrix_gflops": rate})
+        return parts
+
+    def _measure_training(self, key: Key) -> list[dict[str, Any]]:
+        """One run of about the requested length; the figures of every rank."""
+        steps = self.config.steps_per_update
+        updates = max(_WARM_UP_UPDATES * self.comm.size, round(self.rates[key] * self.request.seconds / steps))
+        return self._train(key, updates * steps, self.request.seconds)
+
+    def _train(self, key: Key, global_steps: int, seconds: float) -> list[dict[str, Any]]:
+        meet(self.comm)
+        records = self.trials[key].run(global_steps, seconds, self.seeds)
+        until_s = min(self._gather(records[-1]["time_s"]))
+        ranks = self._gather(figures_of(records, until_s, self.threads))
+        self.rates[key] = sum(figures["steps_per_s"] for figures in ranks)
+        return ranks
+
+    def _description(self, first_step_s: float) -> dict[str, Any]:
+        cuda = self.device.type == "cuda"
+        forward, backward = flops_per_step(self.envs.observation_space, self.envs.action_space, self.config)
+        of_ranks = self._gather({
+            "host": MPI.Get_processor_name(), "device": str(self.device), "threads": self.threads,
+            "gpu": torch.cuda.get_device_name(self.device) if cuda else None,
+            "seconds_to_first_step": round(first_step_s, 2),
+            "memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "device_memory_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
+        })  # fmt: skip
+        return {
+            "ranks": self.comm.size, "of_ranks": of_ranks, "precisions": list(self.precisions),
+            "exchanges": list(self.request.exchanges), "seconds": self.request.seconds,
+            "flops_per_step": {"forward": forward, "backward": backward},
+            "parameters": self.first_weights.numel(),
+            "message_bytes": {exchange: trial.message_bytes for (_, exchange), trial in self.trials.items()},
+            "mpi": MPI.Get_library_version().strip("\0").splitlines()[0],
+        }  # fmt: skip
+
+    def _gather(self, mine: Any) -> list[Any]:
+        meet(self.comm)
+        return self.comm.allgather(mine)
+
+
+def usable_precisions(device: torch.device) -> tuple[str, ...]:
+    """float32, and bfloat16 where the processor or GPU has its instructions."""
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported()
+    else:
+        try:
+            flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+        except OSError:
+            flags = set()
+        has_bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # bf16: Arm's
+    return ("float32", "bfloat16") if has_bfloat16 else ("float32",)

