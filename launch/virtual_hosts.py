@@ -7,8 +7,9 @@ of the machine's cores. MPI sees separate nodes and sends over TCP; a link can b
 Files are common to all, as on a cluster with a shared file system.
 
 The namespaces have no names in the file system: each lives in a small holder process that ends with this one, however
-this one ends, so nothing of them can be left behind. The switch has a namespace of its own too: the machine's real
-network is never touched. Needs root, and the Debian packages iproute2 and util-linux; `why_not` says what is missing.
+this one ends. What runs on the hosts is ended too, unless this process is killed by SIGKILL: then a job runs to its own
+end. The switch has a namespace of its own as well: the machine's real network is never touched. Needs root, Open MPI 5,
+and the Debian packages iproute2, util-linux and hostname; `why_not` says what is missing.
 """
 
 from __future__ import annotations
@@ -52,13 +53,15 @@ class VirtualHosts:
         share = cores_per_host or max(1, len(mine) // num_hosts)
         self.cores = [sorted({mine[(host * share + i) % len(mine)] for i in range(share)}) for host in range(num_hosts)]
         self.names = [f"vhost{host}" for host in range(num_hosts)]
-        self.addresses = [f"10.77.{host >> 8}.{(host & 255) + 1}" for host in range(num_hosts)]
+        self.addresses = [f"10.77.{host // 254}.{host % 254 + 1}" for host in range(num_hosts)]
         self._holders: list[subprocess.Popen[str]] = []  # of the hosts, then of the switch
 
     def __enter__(self) -> VirtualHosts:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if missing:
-            raise VirtualHostsError(f"Virtual hosts need {', '.join(missing)}: install iproute2 and util-linux.")
+            raise VirtualHostsError(
+                f"Virtual hosts need {', '.join(missing)}: install iproute2, util-linux and hostname."
+            )
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="pala-hosts-")
             for name in (*self.names, "vswitch"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from pala.envs import Envs, MakeEnv, make_envs
 from pala.errors import PalaError
 from pala.networks import ActorCritic, FlatParameters
 from pala.ranks import collectively
+from pala.runtime import say
 from pala.seeding import derive
 from pala.tape import Tape, make_tape
 
@@ -42,6 +44,10 @@ def build_envs(comm: MPI.Comm, config: Config, threads: int, make_env: MakeEnv |
 def build_agent(comm: MPI.Comm, config: Config, envs: Envs) -> Agent:
     """Network, tape and optimiser, with the seed's first weights. Collective."""
     device = collectively(comm, lambda: choose_device(config.run.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams and graphs are made on the current device
+    if config.network.precision == "bfloat16" and not has_bfloat16(device) and comm.rank == 0:
+        say("'network.precision' is 'bfloat16', for which this machine has no instructions; float32 would be faster.")
     torch.manual_seed(int(derive(config.seed, 0, "weights")[0]))
     network = collectively(comm, lambda: ActorCritic(envs.observation_space, envs.action_space, config.network))
     flat = FlatParameters(network, device)
@@ -49,6 +55,17 @@ def build_agent(comm: MPI.Comm, config: Config, envs: Envs) -> Agent:
     observations = torch.zeros(shape, dtype=torch.uint8, device=device)
     tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
     return Agent(device, network, flat, tape, A2C(tape, flat, config.a2c))
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the processor or GPU has instructions for bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # bf16: Arm's
 
 
 def choose_device(name: str) -> torch.device:

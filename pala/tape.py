@@ -73,12 +73,16 @@ class AutogradTape(Tape):
 def make_tape(network: ActorCritic, config: NetworkConfig, max_passes: int, observations: Tensor) -> Tape:
     """The tape that `config.passes` asks for, with room for `max_passes` passes of as many `observations` [B, ...].
 
-    Raises PalaError if CUDA graphs are asked for where there can be none.
+    Raises PalaError for what cannot be: CUDA graphs without CUDA or images, bfloat16 without images.
     """
     written_out = network.is_image and config.passes != "autograd"
     if config.passes == "cuda_graph" and not (written_out and observations.is_cuda):
         raise PalaError(
             "'network.passes' is 'cuda_graph', which needs image observations and a CUDA device; use 'auto'."
+        )
+    if config.precision == "bfloat16" and not network.is_image:
+        raise PalaError(
+            "'network.precision' is 'bfloat16', which would round vector observations to 8 bits; use 'float32'."
         )
     if not written_out:
         return AutogradTape(network, config.precision)

@@ -160,7 +160,9 @@ def test_each_tape_is_for_what_it_can_do():
     vector = ActorCritic(Box(-1, 1, (3,)), Discrete(2), NetworkConfig())
     assert isinstance(make_tape(image, NetworkConfig(), STEPS, observations), ConvTape)
     assert isinstance(make_tape(image, NetworkConfig(passes="autograd"), STEPS, observations), AutogradTape)
-    assert isinstance(make_tape(vector, NetworkConfig(precision="bfloat16"), STEPS, observations), AutogradTape)
+    assert isinstance(make_tape(vector, NetworkConfig(), STEPS, observations), AutogradTape)
+    with pytest.raises(PalaError, match="would round vector observations"):
+        make_tape(vector, NetworkConfig(precision="bfloat16"), STEPS, observations)
     for network in (image, vector):
         with pytest.raises(PalaError, match=r"'network.passes' is 'cuda_graph'"):
             make_tape(network, NetworkConfig(passes="cuda_graph"), STEPS, observations)

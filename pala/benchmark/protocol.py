@@ -23,7 +23,7 @@ def protocol_cost_us(num_ranks: int, messages: int = 2000) -> float:
     header and counters; reading and checking them, merging the counters, the decision to mix; and the same for the
     credit that goes back. Not counted: the model's own bytes (snapshot, check for NaN, sum, mix), MPI, threads and
     their lock. All `num_ranks` ranks make their rounds in step, on the random topology, with all objects of all
-    ranks in this process; caches are warmer than in training, where an update lies between two messages.
+    ranks (at least two) in this process; caches are warmer than in training, where an update lies between two messages.
     """
     ranks = [_Rank(rank, num_ranks) for rank in range(num_ranks)]
     rounds_a_block = -(-_BLOCK // num_ranks)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import resource
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from mpi4py import MPI
 
-from pala.agent import Agent, build_agent, build_envs
+from pala.agent import Agent, build_agent, build_envs, has_bfloat16
 from pala.benchmark.measure import (
     ContinuedEnvs,
     Trial,
@@ -46,7 +45,8 @@ class Rounds:
         self.envs = ContinuedEnvs(envs, self.seeds)
         first = build_agent(comm, config, self.envs)
         self.device, self.first_weights = first.device, first.flat.data.clone()
-        self.precisions = request.precisions or comm.bcast(usable_precisions(self.device))
+        both = first.network.is_image and has_bfloat16(self.device)
+        self.precisions = request.precisions or comm.bcast(("float32", "bfloat16") if both else ("float32",))
         self.agents: dict[str, Agent] = {}
         self.trials: dict[Key, Trial] = {}
         for precision in self.precisions:
@@ -132,16 +132,3 @@ class Rounds:
     def _gather(self, mine: Any) -> list[Any]:
         meet(self.comm)
         return self.comm.allgather(mine)
-
-
-def usable_precisions(device: torch.device) -> tuple[str, ...]:
-    """float32, and bfloat16 where the processor or GPU has its instructions."""
-    if device.type == "cuda":
-        has_bfloat16 = torch.cuda.is_bf16_supported()
-    else:
-        try:
-            flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-        except OSError:
-            flags = set()
-        has_bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # bf16: Arm's
-    return ("float32", "bfloat16") if has_bfloat16 else ("float32",)

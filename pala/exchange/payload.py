@@ -92,7 +92,7 @@ class Float32(Payload):
         if self.keeps_block:
             self._staged = values
         else:
-            self._staged.copy_(values, non_blocking=True)
+            self._staged.copy_(values.to(self._staged.device, non_blocking=True))  # cast on the device
         return None if _is_finite(self._staged) else _NOT_FINITE
 
     def add(self, weight: float) -> bool:
@@ -131,9 +131,9 @@ class BFloat16(Float32):
     grid at each mix, so that steps of less than a quarter of the grid's width never leave their place (width 2.4e-4 for
     weights of 0.05; RMSprop's steps are often smaller). So the receiver rounds its own model too, for the difference
     only: x <- x + fraction (mean r(y) - r(x)). Where models agree nothing moves, no step of a rank's own learning is
-    lost, and two ranks that exchange models keep their mean exactly. Models differ by about the grid's width at the
-    end; they did not agree better when they were learning. Stochastic rounding would need random numbers and add
-    noise, error feedback one more vector a rank.
+    lost, and two ranks that exchange models at the same time keep their mean. Models differ by about the grid's width
+    at the end (1/256 of a parameter); they did not agree better when they were learning. Stochastic rounding would
+    need random numbers and add noise, error feedback one more vector a rank.
     """
 
     format, dtype = Format.BFLOAT16, torch.bfloat16

@@ -100,6 +100,8 @@ class GossipProtocol:
         for _ in range(self._rounds_due):
             self._owed += self._next_peers()
         del self._owed[: -self.size]  # more debts than ranks are never needed
+        # Who waits to heal should not have to wait for its turn as well.
+        self._owed += [p for p in sorted(self._wants_whole) if p in self.living and p not in self._owed]
         self._rounds_due = 1
         self._check_budget()
 
