@@ -104,6 +104,8 @@ class Learner:
             for episode in step.episodes:
                 what = {"return": episode.episode_return, "length_steps": episode.length_steps}
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | what)
+            with self._watch.section("exchange"):
+                self._exchange.between_steps()
             if self._interrupt.signal is not None:
                 break
         with self._watch.section("inference"):

@@ -47,6 +47,9 @@ class Exchange(abc.ABC):
         the parameters are finite now.
         """
 
+    def between_steps(self) -> None:  # noqa: B027  most exchanges have nothing to do here
+        """Called by the learner between two steps, to move messages on. Returns at once. Not collective."""
+
     @abc.abstractmethod
     def close(self, timeout_s: float) -> Stop:
         """End the exchange: nothing is in flight after it, and all ranks agree on why training ended. Collective.

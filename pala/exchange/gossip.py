@@ -1,7 +1,8 @@
 """PALA's exchange: protocol, wire and data proxy put together. The only room that knows all three.
 
 Two threads meet here under one lock: the learner's, which counts updates, sends, waits and mixes between its updates,
-and the data proxy's, which brings messages. Each holds the lock for well under a millisecond.
+and the data proxy's, which brings messages when the learner's does not fetch them between two steps. Each holds the
+lock for well under a millisecond.
 """
 
 from __future__ import annotations
@@ -81,7 +82,12 @@ class Gossip(Exchange):
                 self._send_owed()
             self._wait(healthy)
             self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._protocol.staleness)
-            return self._mix(healthy) or healthy
+            finite = self._mix(healthy) or healthy
+        self._proxy.poll()  # off with the model and the credit
+        return finite
+
+    def between_steps(self) -> None:
+        self._proxy.poll()
 
     def close(self, timeout_s: float) -> Stop:
         with self._changed:
@@ -139,11 +145,17 @@ class Gossip(Exchange):
 
     def _wait(self, healthy: bool) -> None:
         """Until a mix is due, a peer's whole model can heal this rank, or training ends."""
+        p = self._protocol
+
+        def must_wait() -> bool:
+            return p.must_wait if healthy else p.must_wait_to_heal
+
+        if not must_wait():
+            return
         begin = time.perf_counter()
         again, complain = begin + _SEND_AGAIN_AFTER_S, begin + _COMPLAIN_AFTER_S
-        p = self._protocol
-        self._proxy.hurry = True
-        while p.must_wait if healthy else p.must_wait_to_heal:
+        self._proxy.hurry(True)
+        while must_wait():
             if not healthy:
                 self._drop_parts()
             self._changed.wait(0.1)
@@ -165,7 +177,7 @@ class Gossip(Exchange):
                         f"[rank {p.rank}] its parameters are not finite and no peer has sent finite ones for "
                         f"{_COMPLAIN_AFTER_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
                     )
-        self._proxy.hurry = False
+        self._proxy.hurry(False)
         self.waited_s += time.perf_counter() - begin
 
     def _drop_parts(self) -> None:
@@ -208,7 +220,7 @@ class Gossip(Exchange):
         for peer in self._protocol.tell_stop():
             self._send_control(peer, Kind.STOP)
 
-    # ---- the data proxy's thread ---------------------------------------------------------------------------------
+    # ---- whichever thread polls the data proxy ---------------------------------------------------------------------------------
 
     def _on_message(self, source: int, data: np.ndarray) -> None:
         message = self._wire.decode(data)
