@@ -220,7 +220,7 @@ class Gossip(Exchange):
         for peer in self._protocol.tell_stop():
             self._send_control(peer, Kind.STOP)
 
-    # ---- whichever thread polls the data proxy ---------------------------------------------------------------------------------
+    # ---- whichever thread polls the data proxy -------------------------------------------------------------------
 
     def _on_message(self, source: int, data: np.ndarray) -> None:
         message = self._wire.decode(data)
