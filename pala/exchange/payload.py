@@ -277,7 +277,7 @@ class SendBuffer:
 
     def __init__(self, wire: Wire, payload: Payload, device: torch.device) -> None:
         self._wire, self._payload = wire, payload
-        self._block = torch.empty(wire.model_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._block = torch.zeros(wire.model_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.bytes: np.ndarray = self._block.numpy()  # as many as the message has
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
