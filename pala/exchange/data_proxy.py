@@ -26,7 +26,7 @@ from pala.exchange.protocol import Stop
 from pala.runtime import Interrupt
 
 _MODEL_TAG, _CONTROL_TAG = 1, 2
-_HURRY_SLEEP_S, _BUSY_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.05
+_HURRY_SLEEP_S, _BUSY_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.1
 
 
 class Outgoing(Protocol):
@@ -126,6 +126,7 @@ class DataProxy(threading.Thread):
 
     def _poll_until_closed(self) -> None:
         barrier: MPI.Request | None = None
+        busy_s = _BUSY_SLEEP_S
         while True:
             with self._calling_mpi:
                 moved = self._poll()
@@ -134,7 +135,8 @@ class DataProxy(threading.Thread):
                 if barrier is not None and barrier.Test():
                     self._comm.Free()
                     return
-            sleep_s = _BUSY_SLEEP_S if moved or self._receives else _IDLE_SLEEP_S
+            busy_s = _BUSY_SLEEP_S if moved else min(2 * busy_s, _IDLE_SLEEP_S)  # the longer, the slower the link is
+            sleep_s = busy_s if moved or self._receives else _IDLE_SLEEP_S
             self._wake.wait(_HURRY_SLEEP_S if self._hurry or self._closing else sleep_s)
             self._wake.clear()
 
