@@ -216,7 +216,7 @@ def _shape(rate: str | None) -> list[str]:
     if match is None:
         raise VirtualHostsError(f"Rate '{rate}' is not a number with kbit, mbit or gbit, as in 100mbit.")
     bytes_per_s = int(match[1]) * {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}[match[2]] // 8
-    burst = max(32 << 10, bytes_per_s // 200)  # what 5 ms carry
+    burst = max(256 << 10, bytes_per_s // 200)  # what 5 ms carry; more than a segment of TCP offload, or all are cut up
     return ["root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
 
 
