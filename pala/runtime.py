@@ -65,7 +65,7 @@ def prepare(threads: int) -> None:
 
     Idle threads sleep instead of spinning: on a machine with other work, spinning cost up to 20 times the time.
     glibc gives large freed blocks back to the kernel and faults them in again at every update; keeping them made
-    training about 15 % faster.
+    training about 15 % faster with autograd, and about 1 % with the hand-written passes.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         os.environ.setdefault(name, str(threads))

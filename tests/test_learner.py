@@ -160,6 +160,18 @@ def test_steps_updates_and_episodes_are_counted():
     assert {(record["return"], record["length_steps"]) for record in episodes} == {(3.0, 3)}
 
 
+def test_messages_are_moved_on_after_every_step():
+    class Counting(NoExchange):
+        polls = 0
+
+        def between_steps(self) -> None:
+            self.polls += 1
+
+    run = Run(configured(3 * BATCH), exchange_class=Counting)
+    run.go()
+    assert run.exchange.polls == 3 * STEPS
+
+
 def test_a_resumed_rank_goes_on_counting():
     run = Run(configured(5 * BATCH), counters=Counters(updates=3, local_steps=3 * BATCH, time_s=1000.0))
     run.go()
