@@ -78,9 +78,11 @@ def load_rank(folder: Path, rank: int, signature: int) -> RankState:
 
 
 def load_all(folder: Path, signature: int) -> list[RankState]:
-    """The checkpoints of all ranks of a segment."""
+    """The checkpoints of all ranks of a segment, but for those that died: theirs are old."""
     first = load_rank(folder, 0, signature)
-    return [first, *(load_rank(folder, rank, signature) for rank in range(1, first.ranks))]
+    states = [first, *(load_rank(folder, rank, signature) for rank in range(1, first.ranks))]
+    lost = {rank for state in states for rank in state.counters.get("lost", [])}
+    return [state for state in states if state.rank not in lost]
 
 
 def average(states: list[RankState], independent: bool = False) -> RankState:

@@ -116,6 +116,9 @@ class ExchangeConfig:
     max_staleness: int = 10
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
     [GALA] calls it sync_freq."""
+    patience_s: float = 5.0
+    """Seconds after which a rank goes on without a model that does not come, and leaves out a peer that does not
+    answer, until it does; never less than five of the rank's own updates. Ours."""
     compression: Literal["none", "bfloat16", "top_k"] = "none"
     """What is sent of a model, for slow links. `none`: all, float32 [GALA, PALA]. `bfloat16`: all, rounded, half the
     bytes (ours). `top_k`: what changed most since it was last sent (parallel Sarsa, Grounds & Kudenko)."""

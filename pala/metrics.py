@@ -108,6 +108,7 @@ class RunView:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
         self._episodes: deque[tuple[float, float]] = deque(maxlen=recent_episodes)  # (time, return)
         self.last: list[Record] = [{} for _ in range(ranks)]
+        self.living = list(range(ranks))
         self.num_episodes = 0
 
     def refresh(self) -> None:
@@ -129,17 +130,17 @@ class RunView:
 
     def mean(self, key: str) -> float | None:
         """Mean of a key of the ranks' last intervals; None where none has it."""
-        values = [record[key] for record in self.last if record.get(key) is not None]
+        values = [self.last[rank][key] for rank in self.living if self.last[rank].get(key) is not None]
         return sum(values) / len(values) if values else None
 
     def total(self, key: str) -> float:
         """Sum of a key of the ranks' last intervals."""
-        return sum(record.get(key) or 0 for record in self.last)
+        return sum(self.last[rank].get(key) or 0 for rank in self.living)
 
     @property
     def global_steps_per_s(self) -> float:
         """Speed of all ranks; one that has no record yet counts as the others' mean."""
-        return (self.mean("local_steps_per_s") or 0) * len(self.last)
+        return (self.mean("local_steps_per_s") or 0) * len(self.living)
 
 
 SECTIONS = ("environment", "inference", "update", "exchange", "wait", "other")

@@ -16,7 +16,7 @@ import mpi4py
 
 from pala.config import Config, flatten, to_table
 from pala.errors import CollectiveError, PalaError
-from pala.runtime import Launch, say, share_of_cores
+from pala.runtime import Launch, can_survive, say, share_of_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -80,16 +80,30 @@ def cores_per_rank(comm: MPI.Comm) -> int:
     return share_of_cores(mine, [cores for name, cores in ranks if name == host])
 
 
+def is_alone(comm: MPI.Comm) -> bool:
+    """True if the job ends when this rank does: no other lives, or none would survive it."""
+    return not can_survive() or comm.Get_failed().size == comm.size - 1
+
+
 def abort(comm: MPI.Comm, error: BaseException) -> NoReturn:
-    """Say what went wrong on this rank and end the job on all ranks."""
+    """Say what went wrong on this rank and end it; and with it the job on all ranks, where others cannot go on without
+    this one."""
+    from pala.faults import is_death
+
+    status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1
     if isinstance(error, PalaError):
         say(f"pala: error: {error}")
+    elif is_death(error):
+        say(f"pala: error: rank {comm.rank}: another rank died while the job was starting; start it again.")
+        comm.Abort(1)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         say(f"pala: error: rank {comm.rank}: {error}. What was written before is kept: make room, then `--resume`.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        say(f"pala: rank {comm.rank} failed; the job ends.\n{text}")
-    comm.Abort(130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1)
+        say(f"pala: rank {comm.rank} failed; {'the job ends' if is_alone(comm) else 'the others go on'}.\n{text}")
+    if not is_alone(comm) and not isinstance(error, KeyboardInterrupt):
+        os._exit(status)  # as if killed: to the others this rank is dead
+    comm.Abort(status)
     raise error  # not reached
 
 

@@ -111,16 +111,28 @@ def load_make_env(run: Path) -> MakeEnv | None:
 
 
 class RunRecord:
-    """Writes `run.json`; one segment for each start. Only rank 0 has one."""
+    """Writes `run.json`; one segment for each start. Only the lowest rank that lives has one."""
 
-    def __init__(self, path: Path, config: Config, segment: dict[str, Any]) -> None:
-        self._file = path / "run.json"
-        earlier = read(path)["segments"] if self._file.exists() else []
-        self._segment: dict[str, Any] = {"started": _now(), "ended": None, "status": "running"} | segment
-        self._record = {
-            "format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, self._segment],
-        }  # fmt: skip
-        self._write()
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+        self._file, self._record = path / "run.json", record
+        self._segment: dict[str, Any] = record["segments"][-1]
+
+    @classmethod
+    def begin(cls, path: Path, config: Config, segment: dict[str, Any]) -> RunRecord:
+        """Of a segment that starts. One before it that never said how it ended was lost."""
+        earlier = read(path)["segments"] if (path / "run.json").exists() else []
+        for old in earlier:
+            if old["status"] == "running":
+                old["status"] = "lost"
+        begun = {"started": _now(), "ended": None, "status": "running"} | segment
+        record = cls(path, {"format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, begun]})
+        record._write()
+        return record
+
+    @classmethod
+    def take_over(cls, path: Path) -> RunRecord:
+        """Of a segment that goes on after the rank that kept it was lost."""
+        return cls(path, read(path))
 
     def end(self, status: str, **facts: Any) -> None:
         """`completed`, `stopped` (by a signal) or `failed`."""

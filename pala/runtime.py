@@ -51,6 +51,12 @@ class Launch:
         )
 
 
+def can_survive() -> bool:
+    """True if the job was started so that it outlives its ranks: `mpirun --with-ft ulfm` of Open MPI 5."""
+    value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - that is its name
+    return value.lower() in ("1", "true", "yes", "enabled")
+
+
 def share_of_cores(mine: set[int], on_this_host: list[set[int]]) -> int:
     """Threads for a rank that may run on the cores `mine`, when the ranks of its host have these sets (its own too).
 

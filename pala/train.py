@@ -101,7 +101,7 @@ def main() -> None:
     from mpi4py import MPI
 
     MPI.Finalize()
-    if rank == 0:
+    if result.leads:
         _conclude(result, command.config)
     sys.exit(0 if result.signal is None else 128 + result.signal)
 

@@ -25,10 +25,11 @@ from pala.console import Reporter
 from pala.envs import MakeEnv
 from pala.errors import CollectiveError
 from pala.exchange import ExchangeState, Stop, flat_checksum, make_exchange
+from pala.faults import among_the_living
 from pala.files import write_atomically
 from pala.learner import Counters, Learner
 from pala.metrics import MetricsWriter, Record, metrics_path
-from pala.ranks import check_agreement, collectively, cores_per_rank
+from pala.ranks import check_agreement, collectively, cores_per_rank, is_alone
 from pala.runtime import Interrupt, process_age_s, say
 from pala.seeding import derive
 
@@ -43,6 +44,7 @@ class Result:
     status: str  # "completed", or "stopped" by a signal
     global_steps: int
     signal: int | None  # number of the signal that stopped it
+    leads: bool  # True on the lowest rank that lives
 
 
 def train(
@@ -63,7 +65,8 @@ def train(
             job.abandon()
             raise
         except BaseException:
-            job.record_end("failed")
+            if is_alone(comm):
+                job.record_end("failed")
             raise
 
 
@@ -76,6 +79,7 @@ class _Job:
         cores = cores_per_rank(comm)
         self.threads = config.run.threads or cores
         self.record: run_folder.RunRecord | None = None
+        self.lost: dict[int, dict[str, Any]] = {}  # ranks that died, as run.json names them
         self.reporter: Reporter | None = None
 
     # ---- start-up: collective ------------------------------------------------------------------------------------
@@ -138,24 +142,27 @@ class _Job:
         """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
         assert self.old_segment is not None
         old = self.old_segment
-        ranks = collectively(self.comm, lambda: checkpoint.load_rank(old, 0, self.flat.signature)).ranks
-        if ranks == self.size:
+        first = collectively(self.comm, lambda: checkpoint.load_rank(old, 0, self.flat.signature))
+        state = None
+        if first.ranks == self.size:
             state = collectively(self.comm, lambda: checkpoint.load_rank(old, self.rank, self.flat.signature))
-        else:
+        lost = self.comm.allreduce(len(state.counters.get("lost", [])) if state else 0, MPI.MAX)
+        same_ranks = state is not None and lost == 0
+        if state is None or not same_ranks:
             if self.rank == 0:
+                had = f"had {first.ranks} ranks and now has {self.size}" if state is None else f"had lost {lost} ranks"
                 say(
-                    f"The run had {ranks} ranks and now has {self.size}: every rank starts from the average of their "
-                    "parameters and of RMSprop's mean squares (independent learners: from rank 0's); the steps made "
-                    "count; random streams are new."
+                    f"The run {had}: every rank starts from the average of the ranks' parameters and of RMSprop's mean "
+                    "squares (independent learners: from the first's); the steps made count; random streams are new."
                 )
             states = collectively(self.comm, lambda: checkpoint.load_all(old, self.flat.signature))
             state = checkpoint.average(states, independent=self.config.exchange.kind == "none")
         self.flat.data.copy_(state.parameters)
         self.a2c.mean_square.copy_(state.mean_square)
         self._seed_streams(round_=1)
-        self._restore_counters(state, same_ranks=ranks == self.size)
+        self._restore_counters(state, same_ranks)
         saved = state.random_states.get("actions")
-        if saved is not None and ranks == self.size:
+        if saved is not None and same_ranks:
             if saved.numel() == self.generator.get_state().numel():
                 self.generator.set_state(saved)
             elif self.rank == 0:
@@ -172,7 +179,7 @@ class _Job:
 
     def open_records(self, facts: dict[str, Any], resume: Path | None) -> None:
         """run.json, metrics, console. Collective."""
-        hosts = self.comm.gather(MPI.Get_processor_name())
+        self.hosts = self.comm.allgather(MPI.Get_processor_name())
         self.metrics = MetricsWriter(metrics_path(self.folder, self.rank), self.rank)
         self.metrics.write([{
             "type": "start", "segment": self.segment.name, "rank": self.rank, "ranks": self.size,
@@ -182,16 +189,19 @@ class _Job:
 
         def open_on_rank_0() -> None:
             if self.rank == 0:
-                run = self.config.run
-                segment = facts | self._description(hosts or [], resume)
-                self.record = run_folder.RunRecord(self.folder, self.config, segment)
-                self.reporter = Reporter(self.folder, self.size, self.config.total_steps, run.console, run.tensorboard)
+                segment = facts | self._description(resume)
+                self.record = run_folder.RunRecord.begin(self.folder, self.config, segment)
+                self.reporter = self._make_reporter()
 
         collectively(self.comm, open_on_rank_0)
 
-    def _description(self, hosts: list[str], resume: Path | None) -> dict[str, Any]:
+    def _make_reporter(self) -> Reporter:
+        run = self.config.run
+        return Reporter(self.folder, self.size, self.config.total_steps, run.console, run.tensorboard)
+
+    def _description(self, resume: Path | None) -> dict[str, Any]:
         return {
-            "ranks": self.size, "hosts": hosts, "resumed": resume is not None, "segment": self.segment.name,
+            "ranks": self.size, "hosts": self.hosts, "resumed": resume is not None, "segment": self.segment.name,
             "mpi": MPI.Get_library_version().strip("\0").splitlines()[0], "mpi_standard": list(MPI.Get_version()),
             "mpi_thread_level": MPI.Query_thread(), "device": str(self.device), "threads_per_rank": self.threads,
             "seed": self.config.seed, "parameters": self.flat.data.numel(),
@@ -213,30 +223,53 @@ class _Job:
             self.record.note(message_bytes=self.exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self.learner.run(self.env_seeds, self._on_interval, self._save_or_say)
         self.save()
+        self._lead_if_first()
         if stop is Stop.SIGNAL:
             self._record_stop()  # at once: after a signal the launcher may not give much time
         if self.exchange.close(_PATIENCE_S) is Stop.BUDGET:
-            self._export(self.exchange.final_parameters(_PATIENCE_S))
-            self.record_end("completed", global_steps=self.exchange.global_steps)
+            final = self.exchange.final_parameters(_PATIENCE_S)
+            among_the_living(self.comm, lambda living: self._complete(final, living), _PATIENCE_S, self.interrupt)
         elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
             stop = Stop.SIGNAL
             self._record_stop()
         self.envs.close()
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal())
-        return Result(self.folder, status, self.exchange.global_steps, signal)
+        return Result(self.folder, status, self.exchange.global_steps, signal, leads=self._leads)
 
     def _signal(self) -> Signals:
         return self.interrupt.signal or SIGTERM  # a peer's signal stops all
 
     def _record_stop(self) -> None:
-        if self.rank == 0:
-            say(f"[rank 0] {self._signal().name}: checkpoint written to '{self.segment}'.")
+        if self._leads:
+            say(f"[rank {self.rank}] {self._signal().name}: checkpoint written to '{self.segment}'.")
         self.record_end("stopped", global_steps=self.exchange.global_steps, signal=self._signal().name)
 
     def _on_interval(self, records: list[Record]) -> None:
         self.metrics.write(records)
+        self._lead_if_first()
         if self.reporter is not None:
             self.reporter.report(self.exchange.global_steps)
+
+    @property
+    def _leads(self) -> bool:
+        return self.rank == self.exchange.living[0]
+
+    def _lead_if_first(self) -> None:
+        """The lowest rank that lives keeps run.json and the console, whichever that is by now. Not collective."""
+        if not self._leads:
+            return
+        if self.record is None:
+            self.record, self.reporter = run_folder.RunRecord.take_over(self.folder), self._make_reporter()
+        living = self.exchange.living
+        if len(living) < self.size - len(self.lost):
+            now_s = round(self.counters.time_s, 3)
+            fresh = [rank for rank in range(self.size) if rank not in living and rank not in self.lost]
+            self.lost |= {rank: {"rank": rank, "host": self.hosts[rank], "noticed_s": now_s} for rank in fresh}
+            self.record.note(lost_ranks=list(self.lost.values()))
+            for rank in fresh:
+                say(f"[rank {self.rank}] rank {rank} on {self.hosts[rank]} has died; {len(living)} go on.")
+        if self.reporter is not None:
+            self.reporter.view.living = living
 
     def save(self) -> None:
         """This rank's checkpoint, unless its parameters are not finite. Not collective. Raises OSError."""
@@ -263,13 +296,15 @@ class _Job:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def _export(self, final: Tensor) -> None:
-        """Write the final policy. Rank 0 only; others do nothing."""
-        if self.rank != 0:
+    def _complete(self, final: Tensor, living: MPI.Comm) -> None:
+        """Write the final policy, and then that the run is complete. The first of the living only."""
+        if living.rank != 0:
             return
+        self._lead_if_first()
         self.flat.data.copy_(final)
         header = {"config": to_table(self.config), "global_steps": self.exchange.global_steps, "ranks": self.size}
         checkpoint.save_policy(self.folder / "policy.safetensors", dict(self.network.state_dict()), header)
+        self.record_end("completed", global_steps=self.exchange.global_steps)
 
     def abandon(self) -> None:
         """Every rank failed to start: free the environments; rank 0 takes away what it made for this start."""

@@ -92,7 +92,7 @@ def network_of(config: Config) -> ActorCritic:
 def make_run(path: Path, config: Config, network: ActorCritic | None = None) -> Path:
     """A completed run with the policy of `network`, or without one a run that is not completed."""
     path.mkdir()
-    record = run_folder.RunRecord(path, config, {"ranks": 2})
+    record = run_folder.RunRecord.begin(path, config, {"ranks": 2})
     if network is not None:
         record.end("completed")
         header = {"config": to_table(config), "global_steps": 1234}

@@ -411,11 +411,12 @@ def test_a_rank_that_is_not_finite_is_healed_by_a_whole_model_only(device: torch
         node.inbox.add(node.protocol.model_received(1, 1.0, message.format is not Format.TOP_K))
 
     deliver(peer.message())
-    assert node.protocol.must_wait_to_heal and node.protocol.take(healthy=False) is None
+    node.protocol.healthy = False
+    assert node.protocol.must_wait and node.protocol.take() is None
     assert node.protocol.drop_parts() == (1,)
     node.inbox.clear()
     deliver(peer.message(whole=True))
-    mix = node.protocol.take(healthy=False)
+    mix = node.protocol.take()
     assert mix is not None and mix.fraction == 1.0
     node.inbox.mix_into(node.parameters, mix.fraction, measure=False)
     torch.testing.assert_close(node.parameters, peer.parameters)

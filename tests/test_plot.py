@@ -23,7 +23,7 @@ NONE = ExchangeConfig(kind="none")
 def make_run(path: Path, config: Config = CONFIG, ranks: int = 2, episodes: int = 40, end_s: float = 600) -> Path:
     """A run whose returns are its seed and whose ranks report in turn."""
     (path / "metrics").mkdir(parents=True)
-    run_folder.RunRecord(path, config, {"ranks": ranks})
+    run_folder.RunRecord.begin(path, config, {"ranks": ranks})
     for rank in range(ranks):
         records: list[Record] = []
         for i in range(rank, episodes, ranks):

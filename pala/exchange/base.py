@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from mpi4py import MPI
 from torch import Tensor
 
 from pala.exchange.protocol import Stop
+from pala.faults import among_the_living, wait_quietly
+from pala.runtime import Interrupt
 
 
 class ExchangeState(NamedTuple):
@@ -17,6 +22,32 @@ class ExchangeState(NamedTuple):
     base_steps: int  # steps made before the run's number of ranks changed
     round: int
     weight: float
+    lost: Sequence[int] = ()  # ranks that died
+
+
+class End(NamedTuple):
+    """What all ranks that live agree on at the end."""
+
+    stop: Stop
+    local_steps: np.ndarray  # uint64 [ranks]; of the dead, as far as anybody knows
+    living: list[int]
+
+
+def agree_on_end(
+    comm: MPI.Comm, stop: Stop, local_steps: np.ndarray, timeout_s: float | None, interrupt: Interrupt
+) -> End:
+    """Why training ends (SIGNAL if it does for any rank), and the steps of every rank. Collective.
+
+    `local_steps`: uint64 [ranks], as far as known here.
+    """
+
+    def agree(living: MPI.Comm) -> End:
+        table = np.array([stop, *local_steps], np.uint64)
+        wait_quietly(living.Iallreduce(MPI.IN_PLACE, table, MPI.MAX).Test, timeout_s, interrupt)
+        ranks = MPI.Group.Translate_ranks(living.group, list(range(living.size)), comm.group)
+        return End(Stop(int(table[0])), table[1:], sorted(ranks))
+
+    return among_the_living(comm, agree, timeout_s, interrupt)
 
 
 class Exchange(abc.ABC):
@@ -29,6 +60,11 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def global_steps(self) -> int:
         """Environment steps of all ranks, as far as known here."""
+
+    @property
+    @abc.abstractmethod
+    def living(self) -> list[int]:
+        """Ranks that live, as far as known here; sorted."""
 
     @property
     @abc.abstractmethod

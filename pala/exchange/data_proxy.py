@@ -8,22 +8,28 @@ learner takes 60 to 100 microseconds.
 
 Every send is synchronous (`Issend`): it completes only when the peer has begun to receive, so that the non-blocking
 barrier at the end (Hoefler et al. 2010, NBX) proves that nothing is left in flight.
+
+A peer that dies takes what is under way to and from it along; whoever asked for it hears of the death (`on_death`). A
+peer that stops while it sends a model would keep the others' from coming in: after a while that model gets a block of
+its own, and is too late when it comes.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
 from pala.errors import PalaError
-from pala.exchange.protocol import Stop
-from pala.runtime import Interrupt
+from pala.faults import Barrier, Deaths, is_death
 
 _MODEL_TAG, _CONTROL_TAG = 1, 2
 _HURRY_SLEEP_S, _BUSY_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.1
@@ -44,30 +50,52 @@ class Incoming(Protocol):
     @property
     def bytes(self) -> np.ndarray: ...
 
+    def give_up_block(self) -> None: ...
 
-class _Receive(NamedTuple):
+
+@dataclass
+class _Receive:
     """A message that is arriving."""
 
     request: MPI.Request
     source: int
     tag: int
     data: np.ndarray
+    begin_s: float
+    too_late: bool = False
+
+
+class _Send(NamedTuple):
+    """A message that is leaving; `buffer` of a model."""
+
+    request: MPI.Request
+    buffer: Outgoing | None
+
+    def done(self) -> None:
+        if self.buffer is not None:
+            self.buffer.pending -= 1
 
 
 class DataProxy(threading.Thread):
     """Sends and receives for one rank of `comm`, which it duplicates. Starting and closing are collective."""
 
-    def __init__(self, comm: MPI.Comm, incoming: Incoming, on_message: Callable[[int, np.ndarray], None]) -> None:
-        """Each model is received into what `incoming.bytes` then is; `on_message(source, bytes)` deals with it, on
-        whichever thread polls."""
+    def __init__(
+        self, comm: MPI.Comm, incoming: Incoming, on_message: Callable[[int, np.ndarray, float], None],
+        on_death: Callable[[int], None], patience_s: float,
+    ) -> None:  # fmt: skip
+        """Each model is received into what `incoming.bytes` then is. `on_message(source, bytes, seconds it took)` and
+        `on_death(rank)` are called on whichever thread polls. A model that takes longer than `patience_s` seconds is
+        too late: it took for ever, and is no more in `incoming.bytes`."""
         super().__init__(name="pala-data-proxy", daemon=True)
         self.failure: BaseException | None = None
         self._hurry = False
         self._comm = comm.Dup()
-        self._incoming, self._on_message = incoming, on_message
+        self._deaths = Deaths(self._comm)
+        self._incoming, self._on_message, self._on_death = incoming, on_message, on_death
+        self._patience_s = patience_s
         self._outbox: deque[tuple[int, Outgoing]] = deque()
         self._control_outbox: deque[tuple[int, np.ndarray]] = deque()
-        self._sends: list[tuple[MPI.Request, Outgoing | None]] = []
+        self._sends: list[_Send] = []
         self._receives: list[_Receive] = []  # at most one model
         self._wake = threading.Event()
         self._closing = False
@@ -125,15 +153,16 @@ class DataProxy(threading.Thread):
             self.failure = error
 
     def _poll_until_closed(self) -> None:
-        barrier: MPI.Request | None = None
+        barrier: Barrier | None = None
         busy_s = _BUSY_SLEEP_S
         while True:
             with self._calling_mpi:
                 moved = self._poll()
                 if self._closing and barrier is None and not (self._outbox or self._control_outbox or self._sends):
-                    barrier = self._comm.Ibarrier()
-                if barrier is not None and barrier.Test():
-                    self._comm.Free()
+                    barrier = Barrier(self._comm)
+                if barrier is not None and barrier.done():
+                    if not self._deaths.ranks:  # it would have to be freed by all
+                        self._comm.Free()
                     return
             busy_s = _BUSY_SLEEP_S if moved else min(2 * busy_s, _IDLE_SLEEP_S)  # the longer, the slower the link is
             sleep_s = busy_s if moved or self._receives else _IDLE_SLEEP_S
@@ -142,78 +171,88 @@ class DataProxy(threading.Thread):
 
     def _poll(self) -> bool:
         """One look at everything; True if something moved."""
+        for rank in self._deaths.look():
+            self._on_death(rank)
         moved = self._start_sends()
         while self._start_receive() or self._complete_receives():
             moved = True
         moved |= self._start_sends()  # answers to what came
         for send in self._sends[:]:
-            request, buffer = send
-            if request.Test():
+            if _test(send.request) is not _Fate.UNDER_WAY:  # a dead peer needs it no more
                 self._sends.remove(send)
                 moved = True
-                if buffer is not None:
-                    buffer.pending -= 1
+                send.done()
         return moved
 
     def _start_receive(self) -> bool:
         """Begin to receive a message that has come; one model at a time."""
-        receiving_model = any(receive.tag == _MODEL_TAG for receive in self._receives)
+        receiving_model = any(receive.tag == _MODEL_TAG and not receive.too_late for receive in self._receives)
         status = MPI.Status()
-        message = self._comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG if receiving_model else MPI.ANY_TAG, status)
+        try:
+            message = self._comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG if receiving_model else MPI.ANY_TAG, status)
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            return False  # it can be acknowledged at the next look
         if message is None:
             return False
         tag, count = status.Get_tag(), status.Get_count(MPI.BYTE)
         # A message of the wrong size is received all the same, so that it can be refused.
         fits = tag == _MODEL_TAG and count <= len(self._incoming.bytes)
         data = self._incoming.bytes[:count] if fits else np.empty(count, np.uint8)
-        self._receives.append(_Receive(message.Irecv([data, MPI.BYTE]), status.Get_source(), tag, data))
+        try:
+            request = message.Irecv([data, MPI.BYTE])
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            return False
+        self._receives.append(_Receive(request, status.Get_source(), tag, data, time.monotonic()))
         return True
 
     def _complete_receives(self) -> bool:
         completed = False
         for receive in self._receives[:]:
-            if receive.request.Test():
+            fate, took_s = _test(receive.request), time.monotonic() - receive.begin_s
+            if fate is not _Fate.UNDER_WAY:
                 self._receives.remove(receive)
-                self._on_message(receive.source, receive.data)
                 completed = True
+            elif took_s > self._patience_s and receive.tag == _MODEL_TAG and not receive.too_late:
+                receive.too_late = True
+                self._incoming.give_up_block()
+            if fate is _Fate.DONE:
+                self._on_message(receive.source, receive.data, math.inf if receive.too_late else took_s)
         return completed
 
     def _start_sends(self) -> bool:
         started = False
         while self._control_outbox:
             peer, data = self._control_outbox.popleft()
-            self._sends.append((self._comm.Issend([data, MPI.BYTE], peer, _CONTROL_TAG), None))
+            self._send(peer, data, _CONTROL_TAG, None)
             started = True
         while self._outbox and self._outbox[0][1].ready():
             peer, buffer = self._outbox.popleft()
-            self._sends.append((self._comm.Issend([buffer.bytes, MPI.BYTE], peer, _MODEL_TAG), buffer))
+            self._send(peer, buffer.bytes, _MODEL_TAG, buffer)
             started = True
         return started
 
-
-_PATIENCE_AFTER_SIGNAL_S = 10.0
-
-
-def wait_quietly(request: MPI.Request, timeout_s: float | None, interrupt: Interrupt) -> None:
-    """Wait for a request without spinning a core; after a signal, not for long. Raises PalaError when time is up."""
-    begin, sleep_s = time.monotonic(), 1e-4
-    signalled_at: float | None = None
-    while not request.Test():
-        now = time.monotonic()
-        if interrupt.signal is not None and signalled_at is None:
-            signalled_at = now
-        if timeout_s is not None and now > begin + timeout_s:
-            raise PalaError(f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here.")
-        if signalled_at is not None and now > signalled_at + _PATIENCE_AFTER_SIGNAL_S:
-            raise PalaError("The other ranks did not end after the signal; this one's checkpoint is written.")
-        time.sleep(sleep_s)
-        sleep_s = min(2 * sleep_s, 0.01)
+    def _send(self, peer: int, data: np.ndarray, tag: int, buffer: Outgoing | None) -> None:
+        try:
+            self._sends.append(_Send(self._comm.Issend([data, MPI.BYTE], peer, tag), buffer))
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            _Send(MPI.REQUEST_NULL, buffer).done()
 
 
-def agree_on_end(
-    comm: MPI.Comm, stop: Stop, local_steps: int, timeout_s: float | None, interrupt: Interrupt
-) -> tuple[Stop, list[int]]:
-    """(why training ends: SIGNAL if it does for any rank, local steps of every rank, exactly). Collective."""
-    mine, table = np.array([stop, local_steps], np.int64), np.empty((comm.size, 2), np.int64)
-    wait_quietly(comm.Iallgather(mine, table), timeout_s, interrupt)
-    return Stop(int(table[:, 0].max())), [int(steps) for steps in table[:, 1]]
+class _Fate(enum.Enum):
+    UNDER_WAY, DONE, LOST = range(3)
+
+
+def _test(request: MPI.Request) -> _Fate:
+    """What has become of it; LOST with a peer that died."""
+    try:
+        return _Fate.DONE if request.Test() else _Fate.UNDER_WAY
+    except MPI.Exception as error:
+        if not is_death(error):
+            raise
+        return _Fate.LOST

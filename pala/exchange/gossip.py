@@ -7,9 +7,11 @@ lock for well under a millisecond.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,16 +21,16 @@ from torch import Tensor
 
 from pala.config import ExchangeConfig
 from pala.errors import PalaError
-from pala.exchange.base import Exchange, ExchangeState
-from pala.exchange.data_proxy import DataProxy, agree_on_end, wait_quietly
+from pala.exchange.base import Exchange, ExchangeState, agree_on_end
+from pala.exchange.data_proxy import DataProxy
 from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
 from pala.exchange.protocol import GossipProtocol, Stop
 from pala.exchange.wire import Format, Kind, Message, Refusal, Wire
+from pala.faults import PATIENCE_AFTER_SIGNAL_S, among_the_living, wait_quietly
 from pala.runtime import Interrupt, say
 
 _SEND_BUFFERS = 2
-_PATIENCE_AFTER_SIGNAL_S = 10.0
-_SEND_AGAIN_AFTER_S, _COMPLAIN_AFTER_S = 2.0, 60.0
+_COMPLAIN_AFTER_S = 60.0
 _MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
@@ -45,17 +47,19 @@ class Gossip(Exchange):
         self._protocol = GossipProtocol(
             comm.rank, comm.size, topology=config.topology, mixing=config.mixing, max_staleness=config.max_staleness,
             budget_steps=budget_steps, seed=seed, local_steps=start.local_steps, base_steps=start.base_steps,
-            round_=start.round, weight=start.weight, whole_every=payload.whole_every,
+            round_=start.round, weight=start.weight, whole_every=payload.whole_every, patience_s=config.patience_s,
         )  # fmt: skip
         self._wire = Wire(comm.size, parameters.numel(), signature, payload.sizes)
         self.message_bytes = self._wire.model_bytes
         self._inbox = ReceiveBuffer(self._wire, payload, parameters.device)
-        self._send_buffers = [SendBuffer(self._wire, payload, parameters.device) for _ in range(_SEND_BUFFERS)]
+        self._make_send_buffer = partial(SendBuffer, self._wire, payload, parameters.device)
+        self._send_buffers = [self._make_send_buffer() for _ in range(_SEND_BUFFERS)]
         self._changed = threading.Condition()
-        self._proxy = DataProxy(comm, self._inbox, self._on_message)
+        self._proxy = DataProxy(comm, self._inbox, self._on_message, self._on_death, config.patience_s)
         self._counts: Counter[str] = Counter()
         self._refused_peers: set[int] = set()
         self._distances: list[Tensor] = []
+        self._protocol.clock(time.monotonic())
         self._proxy.start()
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
@@ -63,6 +67,10 @@ class Gossip(Exchange):
     @property
     def global_steps(self) -> int:
         return self._protocol.global_steps
+
+    @property
+    def living(self) -> list[int]:
+        return self._protocol.living
 
     @property
     def stop(self) -> Stop:
@@ -76,13 +84,13 @@ class Gossip(Exchange):
 
     def after_update(self, steps: int, healthy: bool) -> bool:
         with self._changed:
-            self._protocol.update_finished(steps)
+            self._protocol.clock(time.monotonic())
+            self._protocol.update_finished(steps, healthy)
             self._tell_stop()
-            if healthy:
-                self._send_owed()
-            self._wait(healthy)
+            self._send_owed()
+            self._wait()
             self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._protocol.staleness)
-            finite = self._mix(healthy) or healthy
+            finite = self._mix() or healthy
         self._proxy.poll()  # off with the model and the credit
         return finite
 
@@ -92,87 +100,99 @@ class Gossip(Exchange):
     def close(self, timeout_s: float) -> Stop:
         with self._changed:
             self._tell_stop()  # after the barrier that the proxy closes with, nothing may be sent
-        self._proxy.close(timeout_s if self._interrupt.signal is None else _PATIENCE_AFTER_SIGNAL_S)
+        self._proxy.close(timeout_s if self._interrupt.signal is None else PATIENCE_AFTER_SIGNAL_S)
         p = self._protocol
         if (mix := p.take(everything=True)) is not None:
             self._inbox.mix_into(self._parameters, mix.fraction)
-        stop, steps = agree_on_end(self._comm, p.stop, int(p.local_steps[p.rank]), timeout_s, self._interrupt)
-        p.news(np.array(steps, np.uint64), stop)
-        return stop
+        end = agree_on_end(self._comm, p.stop, p.local_steps, timeout_s, self._interrupt)
+        for rank in set(p.living) - set(end.living):
+            p.peer_died(rank)
+        p.news(end.local_steps, end.stop)
+        return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
         final = self._parameters.detach().cpu()
         finite = bool(final.isfinite().all())
         if not finite:
             say(f"[rank {self._comm.rank}] its parameters are not finite and have no part in the final average")
-        weight = np.array([self._protocol.weight if finite else 0.0], np.float64)
-        total = final * float(weight[0]) if finite else torch.zeros_like(final)
-        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, weight), timeout_s, self._interrupt)
-        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, total.numpy()), timeout_s, self._interrupt)
-        if weight[0] == 0:
-            raise PalaError(
-                "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning rate."
-            )
-        return total.div_(float(weight[0]))
+        own_weight = self._protocol.weight if finite else 0.0
+
+        def average(living: MPI.Comm) -> Tensor:
+            weight = np.array([own_weight], np.float64)
+            total = final * own_weight if finite else torch.zeros_like(final)
+            wait_quietly(living.Iallreduce(MPI.IN_PLACE, weight).Test, timeout_s, self._interrupt)
+            wait_quietly(living.Iallreduce(MPI.IN_PLACE, total.numpy()).Test, timeout_s, self._interrupt)
+            if weight[0] == 0:
+                raise PalaError(
+                    "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning "
+                    "rate."
+                )
+            return total.div_(float(weight[0]))
+
+        return among_the_living(self._comm, average, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
         with self._changed:
             counts, self._counts = self._counts, Counter()
             distances, self._distances = self._distances, []
             weight = self._protocol.weight
+            counts["waits_given_up"] = self._protocol.waits_given_up
+            self._protocol.waits_given_up = 0
         consensus = float(torch.stack(distances).mean()) if distances else None
         return {"consensus_distance": consensus, "push_sum_weight": weight} | {key: counts[key] for key in _COUNTS}
 
     def state(self) -> ExchangeState:
         with self._changed:
             p = self._protocol
-            return ExchangeState([int(s) for s in p.local_steps], p.base_steps, p.round, p.weight)
+            lost = [rank for rank in range(p.size) if rank not in p.living]
+            return ExchangeState([int(s) for s in p.local_steps], p.base_steps, p.round, p.weight, lost)
 
     def _send_owed(self) -> None:
         peers = self._protocol.sendable()
         if not peers:
             return
-        buffer = next((b for b in self._send_buffers if b.pending == 0), None)
+        buffer = self._free_buffer()
         if buffer is None:
             self._counts["sends_without_buffer"] += 1
             return
         whole, weight = self._protocol.whole_is_due(peers), self._protocol.sent(peers)
+        buffer.peers = peers
         buffer.fill(self._message(Kind.MODEL, weight), self._parameters, whole)
         for peer in peers:
             self._proxy.send_model(peer, buffer)
         self._counts["models_sent"] += len(peers)
         self._counts["bytes_sent"] += len(peers) * len(buffer.bytes)
 
-    def _wait(self, healthy: bool) -> None:
-        """Until a mix is due, a peer's whole model can heal this rank, or training ends."""
+    def _free_buffer(self) -> SendBuffer | None:
+        """One that has left; a new one if peers that do not answer hold all."""
+        free = next((b for b in self._send_buffers if b.pending == 0), None)
+        if free is None:
+            silent = self._protocol.silent()
+            if all(not silent.isdisjoint(b.peers) for b in self._send_buffers):
+                self._send_buffers.append(free := self._make_send_buffer())
+        return free
+
+    def _wait(self) -> None:
+        """Until a mix is due, a peer's whole model can stand in for this rank's own, or training ends."""
         p = self._protocol
-
-        def must_wait() -> bool:
-            return p.must_wait if healthy else p.must_wait_to_heal
-
-        if not must_wait():
+        if not p.must_wait:
             return
         begin = time.perf_counter()
-        again, complain = begin + _SEND_AGAIN_AFTER_S, begin + _COMPLAIN_AFTER_S
+        complain = begin + _COMPLAIN_AFTER_S
         self._proxy.hurry(True)
-        while must_wait():
-            if not healthy:
-                self._drop_parts()
+        while p.must_wait:
+            self._drop_parts()
             self._changed.wait(0.1)
             self._proxy.raise_failure()
             if self._interrupt.signal is not None:
                 p.stop_now(Stop.SIGNAL)
                 self._tell_stop()
-            now = time.perf_counter()
-            if now >= again:
-                p.waited_long()
-                again = now + _SEND_AGAIN_AFTER_S
-            if healthy:
-                self._send_owed()
-            if now >= complain:
+            p.clock(time.monotonic())
+            self._send_owed()
+            if (now := time.perf_counter()) >= complain:
                 say(f"[rank {p.rank}] has waited {now - begin:.0f} s for a model from a peer")
                 complain = now + _COMPLAIN_AFTER_S
-                if not healthy:
+                if not p.healthy:
                     raise PalaError(
                         f"[rank {p.rank}] its parameters are not finite and no peer has sent finite ones for "
                         f"{_COMPLAIN_AFTER_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
@@ -187,14 +207,15 @@ class Gossip(Exchange):
             for sender in senders:
                 self._send_control(sender, Kind.ASK_WHOLE)
 
-    def _mix(self, healthy: bool) -> bool:
+    def _mix(self) -> bool:
         """Mix what is due; True if something was."""
-        mix = self._protocol.take(healthy)
+        had_model = self._protocol.has_model
+        mix = self._protocol.take()
         if mix is None:
             return False
         measure = self._counts["mixes"] % _MIXES_A_MEASUREMENT == 0
         distance = self._inbox.mix_into(self._parameters, mix.fraction, measure)
-        if distance is not None and healthy:
+        if distance is not None and had_model:
             self._distances.append(distance)
         self._counts["mixes"] += 1
         self._counts["models_mixed"] += len(mix.senders)
@@ -222,13 +243,19 @@ class Gossip(Exchange):
 
     # ---- whichever thread polls the data proxy -------------------------------------------------------------------
 
-    def _on_message(self, source: int, data: np.ndarray) -> None:
+    def _on_death(self, peer: int) -> None:
+        with self._changed:
+            self._protocol.peer_died(peer)
+            self._tell_stop()
+            self._changed.notify_all()
+
+    def _on_message(self, source: int, data: np.ndarray, took_s: float) -> None:
         message = self._wire.decode(data)
         refusal = message if isinstance(message, Refusal) else None
         if isinstance(message, Message):
             if message.sender != source:
                 refusal = Refusal(f"it says it comes from rank {message.sender}")
-            elif message.kind is Kind.MODEL:
+            elif message.kind is Kind.MODEL and took_s < math.inf:
                 refusal = self._inbox.check(message, len(data))
         with self._changed:
             if isinstance(message, Message) and message.sender == source:
@@ -236,17 +263,26 @@ class Gossip(Exchange):
             if refusal is not None:
                 self._refuse(source, message, refusal)
             elif isinstance(message, Message):
-                self._accept(source, message)
+                self._accept(source, message, took_s)
             self._tell_stop()
             self._changed.notify_all()
 
-    def _accept(self, source: int, message: Message) -> None:
+    def _accept(self, source: int, message: Message, took_s: float) -> None:
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
             self._protocol.credit_returned(source, wants_whole=message.kind is Kind.ASK_WHOLE)
+        elif message.kind is Kind.MODEL and self._protocol.is_stale(source, took_s):
+            self._give_back(source, message)
         elif message.kind is Kind.MODEL:
             whole = message.format is not Format.TOP_K
             self._inbox.add(self._protocol.model_received(source, message.weight, whole))
             self._counts["models_received"] += 1
+
+    def _give_back(self, source: int, message: Message) -> None:
+        """What was sent, or should have come, while this rank or its sender was away."""
+        self._counts["models_stale"] += 1
+        self._protocol.model_refused(message.weight)
+        if self._protocol.stop is Stop.NONE:
+            self._send_control(source, Kind.CREDIT if self._protocol.has_model else Kind.ASK_WHOLE)
 
     def _refuse(self, source: int, message: Message | Refusal, refusal: Refusal) -> None:
         self._counts["models_refused"] += 1
@@ -264,5 +300,5 @@ class Gossip(Exchange):
 
 _COUNTS = (
     "staleness_updates", "mixes", "models_sent", "bytes_sent", "models_received", "models_mixed", "models_refused",
-    "sends_without_buffer",
+    "models_stale", "sends_without_buffer", "waits_given_up",
 )  # fmt: skip

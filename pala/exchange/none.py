@@ -5,23 +5,26 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from pala.exchange.base import Exchange, ExchangeState
-from pala.exchange.data_proxy import agree_on_end, wait_quietly
+from pala.exchange.base import Exchange, ExchangeState, agree_on_end
 from pala.exchange.protocol import Stop
+from pala.faults import Deaths, among_the_living, wait_quietly
 from pala.runtime import Interrupt
 
 
 class NoExchange(Exchange):
-    """Every rank makes an equal share of the budget. The final policy is rank 0's; nothing is averaged."""
+    """Every rank makes an equal share of the budget; one that dies takes its share along. The final policy is that of
+    the lowest rank that lives; nothing is averaged."""
 
     def __init__(
         self, comm: MPI.Comm, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
     ) -> None:
         self._comm, self._parameters, self._start, self._interrupt = comm, parameters, start, interrupt
-        self._final_steps: list[int] | None = None
+        self._final_steps: np.ndarray | None = None
+        self._deaths = Deaths(comm)
         self._local_steps = start.local_steps[comm.rank]
         self._share = math.ceil((budget_steps - start.base_steps) / comm.size)
         self._stop = Stop.NONE
@@ -31,8 +34,13 @@ class NoExchange(Exchange):
     def global_steps(self) -> int:
         """An estimate until the end: what there would be if all ranks were as fast as this one."""
         if self._final_steps is not None:
-            return self._start.base_steps + sum(self._final_steps)
+            return self._start.base_steps + int(self._final_steps.sum())
         return self._start.base_steps + self._local_steps * self._comm.size
+
+    @property
+    def living(self) -> list[int]:
+        self._deaths.look()
+        return [rank for rank in range(self._comm.size) if rank not in self._deaths.ranks]
 
     @property
     def stop(self) -> Stop:
@@ -50,13 +58,19 @@ class NoExchange(Exchange):
 
     def close(self, timeout_s: float) -> Stop:
         """Ranks of unlike speed end at unlike times: waits for the slowest without a limit, but for a signal."""
-        stop, self._final_steps = agree_on_end(self._comm, self._stop, self._local_steps, None, self._interrupt)
-        return stop
+        known = np.array(self._start.local_steps, np.uint64)
+        known[self._comm.rank] = self._local_steps
+        end = agree_on_end(self._comm, self._stop, known, None, self._interrupt)
+        self._final_steps = end.local_steps
+        return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        final = self._parameters.detach().cpu().clone()
-        wait_quietly(self._comm.Ibcast(final.numpy(), root=0), timeout_s, self._interrupt)
-        return final
+        def broadcast(living: MPI.Comm) -> Tensor:
+            final = self._parameters.detach().cpu().clone()
+            wait_quietly(living.Ibcast(final.numpy(), root=0).Test, timeout_s, self._interrupt)
+            return final
+
+        return among_the_living(self._comm, broadcast, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
         return {}
@@ -64,7 +78,8 @@ class NoExchange(Exchange):
     def state(self) -> ExchangeState:
         steps = list(self._start.local_steps)
         steps[self._comm.rank] = self._local_steps
-        return ExchangeState(steps, self._start.base_steps, 0, 1.0)
+        lost = [rank for rank in range(self._comm.size) if rank not in self.living]
+        return ExchangeState(steps, self._start.base_steps, 0, 1.0, lost)
 
     def _check_budget(self) -> None:
         if self._local_steps >= self._share:

@@ -282,6 +282,7 @@ class SendBuffer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self.pending = 0  # copies not yet sent
+        self.peers: tuple[int, ...] = ()  # to whom
 
     def fill(self, message: Message, parameters: Tensor, whole: bool = True) -> None:
         """Take a snapshot of the parameters, or of the part of them that is to be sent, under this header."""
@@ -327,6 +328,10 @@ class ReceiveBuffer:
     def bytes(self) -> np.ndarray:
         """Where the next model is to be received."""
         return self._blocks[0].numpy()
+
+    def give_up_block(self) -> None:
+        """Leave the block to the model that is being received into it, which comes too late, and take another."""
+        self._blocks[0] = torch.empty_like(self._blocks[0], pin_memory=self._stream is not None)
 
     def check(self, message: Message, num_bytes: int) -> Refusal | None:
         """Refuse what no model can hold in the block's first `num_bytes`, which were decoded to this message."""

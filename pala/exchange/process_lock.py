@@ -2,27 +2,31 @@
 
 The paper's "process lock across nodes": a rank may not send to a peer again until that peer has taken in its last
 model. It bounds what is in flight to one model for each ordered pair of ranks and keeps fast ranks from flooding
-slow ones. Sans-IO: a set and three operations.
+slow ones. Sans-IO: a table and four operations.
 """
 
 from __future__ import annotations
 
 
 class ProcessLock:
-    """Which peers still hold the last model that this rank sent them."""
+    """Which peers still hold the last model that this rank sent them, and since when."""
 
     def __init__(self) -> None:
-        self._held: set[int] = set()
+        self._held_since_s: dict[int, float] = {}
 
     def is_free(self, peer: int) -> bool:
         """True if `peer` may be sent to."""
-        return peer not in self._held
+        return peer not in self._held_since_s
 
-    def acquire(self, peer: int) -> None:
+    def acquire(self, peer: int, now_s: float) -> None:
         """A model is on its way to `peer`."""
-        assert peer not in self._held, f"the lock of peer {peer} is held"
-        self._held.add(peer)
+        assert peer not in self._held_since_s, f"the lock of peer {peer} is held"
+        self._held_since_s[peer] = now_s
 
     def release(self, peer: int) -> None:
         """`peer` has taken the model in, or is dead."""
-        self._held.discard(peer)
+        self._held_since_s.pop(peer, None)
+
+    def held_before(self, time_s: float) -> set[int]:
+        """Peers that have held a model since before this time."""
+        return {peer for peer, since_s in self._held_since_s.items() if since_s < time_s}

@@ -1,8 +1,8 @@
 """The gossip protocol of one rank as a state machine: no MPI, no torch, no threads, no clock, no I/O.
 
-Events go in (an update finished, a model came, a credit came back, a peer died, stop); what to do comes out (send
-to these peers with this weight, wait, mix with these weights, tell these peers to stop). The same object is driven by
-MPI in training (`gossip.py`) and by a virtual network in tests (`virtual.py`).
+Events go in (an update finished, a model came, a credit came back, a peer died, what the clock says, stop); what to
+do comes out (send to these peers with this weight, wait, mix with these weights, tell these peers to stop). The same
+object is driven by MPI in training (`gossip.py`) and by a virtual network in tests (`virtual.py`).
 
 After each update, a rank
 1. *owes* its model to the peers that the topology names for this round, and sends it to those whose process lock is
@@ -12,10 +12,18 @@ After each update, a rank
 3. *waits* first if it made more than `max_staleness` updates since its last mix.
 
 A model can be lost with a peer that dies, or be refused; then all can come to wait for each other. So a rank that has
-waited for long (`waited_long`) sends its model once more, to the next round's peers.
+waited for `again_s` sends its model once more, to the next round's peers.
 
-Models may travel in parts (`top_k`): then every so many sends carry a whole model. A rank whose model is not finite is
-healed by a whole one only; it gives parts back as if it had refused them, and asks their senders for whole ones.
+A peer may stop without dying: suspended, or behind a link that is cut. `patience_s` bounds what it can do to others (or
+five of this rank's own updates, if they are slower than that):
+- a peer that has held a model for so long is *silent*: left out of the topology until it gives the credit back;
+- a rank that has waited for so long goes on without a mix, and waits no more until a model comes;
+- a rank that finds that it was itself away for so long *returns*: it refuses what peers sent meanwhile, asks them for
+  whole models and takes those in place of its own, which is as stale as what came.
+
+Models may travel in parts (`top_k`): then every so many sends carry a whole model. A rank that has no model of use (not
+finite, or it returns) is healed by a whole one only; it gives parts back as if it had refused them, and asks their
+senders for whole ones.
 
 With `max_staleness` 0 each update needs a model that another update gave. If debts were dropped, or two models mixed
 for one that is sent, there would soon be fewer models than ranks, and most ranks would always be waiting. So there a
@@ -33,6 +41,7 @@ on. Overshoot: what is done while the news travels.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -63,7 +72,7 @@ class GossipProtocol:
     def __init__(
         self, rank: int, size: int, *, topology: str, mixing: str, max_staleness: int, budget_steps: int, seed: int,
         local_steps: Iterable[int] | None = None, base_steps: int = 0, round_: int = 0, weight: float = 1.0,
-        whole_every: int = 1,
+        whole_every: int = 1, again_s: float = 2.0, patience_s: float = 5.0,
     ) -> None:  # fmt: skip
         """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks.
 
@@ -79,6 +88,8 @@ class GossipProtocol:
         self.stop = Stop.NONE
         self.lock = ProcessLock()
         self.living = list(range(size))
+        self.healthy = True  # this rank's model is finite
+        self.waits_given_up = 0
         self._owed: list[int] = []
         self._rounds_due = 1
         self._inbox: dict[int, float] = {}
@@ -86,13 +97,45 @@ class GossipProtocol:
         self._num_refused = 0  # since the last mix
         self._whole_every, self._num_sends = whole_every, rank * whole_every // size  # not all at the same time
         self._wants_whole: set[int] = set()  # peers that could do nothing with a part
+        self._again_s, self._patience_s = again_s, patience_s
+        self._now_s, self._gap_s = (
+            -math.inf,
+            math.inf,
+        )  # when the clock was last looked at; how long after the look before
+        self._update_s = math.inf  # what an update usually takes
+        self._waits_since_s = self._sent_again_s = math.inf
+        self._gave_up = False  # waited in vain: goes on without a mix until a model comes
+        self._returning = False
+        self._stale: set[int] = set()  # of a returning rank: peers whose next model may be as old as its own
         self._stop_told = False
         self._check_budget()
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
-    def update_finished(self, steps: int) -> None:
-        """This rank made one update from `steps` environment steps."""
+    def clock(self, now_s: float) -> None:
+        """What a clock says that only goes forward. At the start, before each `update_finished`, and again and again
+        while waiting."""
+        self._gap_s, self._now_s = now_s - self._now_s, now_s
+        if self._gap_s > self.patience_s and len(self.living) > 1:
+            self._returning, self._whole_came = True, False
+            self._stale = set(range(self.size)).difference(self._inbox)  # the dead sent some, too
+            self._waits_since_s = math.inf
+        if not self.must_wait:
+            self._waits_since_s = self._sent_again_s = math.inf
+            return
+        if self._waits_since_s == math.inf:
+            self._waits_since_s = self._sent_again_s = now_s
+        if now_s - self._waits_since_s > self.patience_s and self.healthy:  # a rank without a model has no choice
+            self._gave_up, self._returning = True, False
+            self.waits_given_up += 1
+        elif now_s - self._sent_again_s > self._again_s:
+            self._sent_again_s = now_s
+            self._owed += [p for p in self._next_peers() if p not in self._owed and self.lock.is_free(p)]
+
+    def update_finished(self, steps: int, healthy: bool = True) -> None:
+        """This rank made one update from `steps` environment steps. `healthy`: its model is finite."""
+        self.healthy = healthy
+        self._learn_pace()
         self.local_steps[self.rank] += np.uint64(steps)
         self.staleness += len(self.living) > 1
         if self.max_staleness > 0:
@@ -105,9 +148,17 @@ class GossipProtocol:
         self._rounds_due = 1
         self._check_budget()
 
+    def is_stale(self, sender: int, took_s: float) -> bool:
+        """True if the model that has come from `sender` is too old to be received: its sender stopped while it sent it,
+        or this rank stopped (and is returning) before it could take it in."""
+        stale = took_s > self.patience_s or sender in self._stale
+        self._stale.discard(sender)
+        return stale
+
     def model_received(self, sender: int, weight: float, whole: bool = True) -> float:
         """A model, or a part of one, passed the door and is in the inbox. Returns its weight in the weighted mean."""
         self._whole_came |= whole
+        self._gave_up = False
         assert sender not in self._inbox, f"peer {sender} sent twice on one credit"
         self._inbox[sender] = weight if self.push_sum else 1.0
         return self._inbox[sender]
@@ -139,11 +190,6 @@ class GossipProtocol:
             self.stop = stop
         self._check_budget()
 
-    def waited_long(self) -> None:
-        """Time passed while this rank waited; a model may have been lost. It owes its own to the next round's peers."""
-        if self.must_wait:
-            self._owed += [p for p in self._next_peers() if p not in self._owed and self.lock.is_free(p)]
-
     def stop_now(self, reason: Stop) -> None:
         """This rank ends training, and will tell the others."""
         if self.stop is Stop.NONE:
@@ -157,27 +203,40 @@ class GossipProtocol:
         return self.base_steps + int(self.local_steps.sum())
 
     @property
-    def must_wait(self) -> bool:
-        """True if the rank may not go on before a mix."""
-        too_stale = self.staleness > self.max_staleness
-        return too_stale and len(self.living) > 1 and self.stop is Stop.NONE and not self.can_mix
+    def patience_s(self) -> float:
+        """How long others may keep this rank waiting: longer if its own updates take long."""
+        return max(self._patience_s, 5 * self._update_s)
 
     @property
-    def must_wait_to_heal(self) -> bool:
-        """The same of a rank whose own model is not finite: any whole model from a peer will do."""
-        return len(self.living) > 1 and self.stop is Stop.NONE and not self._whole_came
+    def has_model(self) -> bool:
+        """False of a rank whose own model is of no use: not finite, or as old as the time that it was away."""
+        return self.healthy and not self._returning
+
+    @property
+    def must_wait(self) -> bool:
+        """True if the rank may not go on before a mix, or, if its own model is of no use, before a whole one comes."""
+        if len(self.living) == 1 or self.stop is not Stop.NONE:
+            return False
+        if not self.has_model:
+            return not self._whole_came
+        return self.staleness > self.max_staleness and not self.can_mix and not self._gave_up
 
     def drop_parts(self) -> tuple[int, ...]:
-        """Of a rank that must wait to heal: parts of models are of no use to it, and while they fill the inbox their
-        senders may send nothing else. They count as refused; returns the senders, to ask for whole models."""
-        senders = () if self._whole_came else tuple(self._inbox)
+        """Of a rank that has no model: parts, or what is as old as its own, are of no use to it, and while they fill
+        the inbox their senders may send nothing else. They count as refused; returns the senders, to ask for whole
+        models."""
+        senders = () if self._whole_came or self.has_model else tuple(self._inbox)
         for sender in senders:
             self.model_refused(self._inbox.pop(sender))
         return senders
 
+    def silent(self) -> set[int]:
+        """Peers that have held a model of this rank for too long."""
+        return self.lock.held_before(self._now_s - self.patience_s)
+
     def sendable(self) -> tuple[int, ...]:
         """Peers that are owed a model and whose lock is free."""
-        if self.stop is not Stop.NONE:
+        if self.stop is not Stop.NONE or not self.has_model:
             return ()
         return tuple(dict.fromkeys(peer for peer in self._owed if self.lock.is_free(peer)))
 
@@ -191,32 +250,34 @@ class GossipProtocol:
             self._wants_whole.difference_update(peers)
         self._num_sends += 1
         for peer in peers:
-            self.lock.acquire(peer)
+            self.lock.acquire(peer, self._now_s)
             self._owed.remove(peer)
         if not self.push_sum:
             return 1.0
         self.weight /= len(peers) + 1
         return self.weight
 
-    def take(self, healthy: bool = True, everything: bool = False) -> Mix | None:
-        """The mix that is due, or None. An unhealthy rank (not finite) takes any whole model, and its own has no part.
+    def take(self, everything: bool = False) -> Mix | None:
+        """The mix that is due, or None. A rank that has no model takes any whole one, and its own has no part.
 
         `everything`: at the end, whatever has come.
         """
-        is_due = (self.can_mix or everything) if healthy else self._whole_came
+        is_due = (self.can_mix or everything) if self.has_model else self._whole_came
         if not self._inbox or not is_due:
             return None
         if self.max_staleness == 0:
             self._rounds_due = max(1, self._num_come // max(1, self._models_a_round))
         senders, received = tuple(self._inbox), sum(self._inbox.values())
         own = self.weight if self.push_sum else 1.0
+        fraction = received / (own + received) if self.has_model else 1.0
         self._inbox.clear()
-        self._whole_came = False
+        self._stale.clear()
+        self._whole_came = self._returning = self._gave_up = False
         self._num_refused = 0
         self.staleness = 0
         if self.push_sum:
             self.weight += received
-        return Mix(received / (own + received) if healthy else 1.0, senders)
+        return Mix(fraction, senders)
 
     def tell_stop(self) -> tuple[int, ...]:
         """Peers to tell that training ends: once, when it does."""
@@ -237,12 +298,24 @@ class GossipProtocol:
 
     @property
     def _models_a_round(self) -> int:
-        return graph.num_in_peers(self.topology, len(self.living))
+        return graph.num_in_peers(self.topology, len(self._in_touch()))
+
+    def _learn_pace(self) -> None:
+        """A single long update, or a time that the rank was away, does not change much; a slower environment soon."""
+        if self._update_s == math.inf:
+            self._update_s = self._gap_s
+        else:
+            self._update_s = 0.8 * self._update_s + 0.2 * min(self._gap_s, 2 * self.patience_s)
 
     def _next_peers(self) -> tuple[int, ...]:
         """Begin a new round of sending."""
         self.round += 1
-        return graph.out_peers(self.topology, self.rank, self.living, self.round - 1, self.seed)
+        return graph.out_peers(self.topology, self.rank, self._in_touch(), self.round - 1, self.seed)
+
+    def _in_touch(self) -> list[int]:
+        """The living without the silent."""
+        silent = self.silent()
+        return [peer for peer in self.living if peer not in silent] if silent else self.living
 
     def _check_budget(self) -> None:
         if self.stop is Stop.NONE and self.global_steps >= self.budget_steps:

@@ -49,8 +49,11 @@ class Scenario:
     """A credit or a stop on its way; it may overtake a model."""
     wake_s: Range = (0.0, 0.01)
     """Until a waiting rank looks at what has come."""
-    long_wait_s: float = 10.0
-    """Until a waiting rank has waited long."""
+    again_s: float = 10.0
+    """Until a waiting rank sends once more."""
+    patience_s: float = 1e9
+    """Until a waiting rank goes on, a peer is left out, and a rank that was away takes peers' models for its own. By
+    default never: patience would hide a deadlock."""
     send_buffers: int = 2
     """Snapshots that a rank can have on their way."""
     deaths: Mapping[int, float] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class Scenario:
     """Until a peer hears of it."""
     death_loss: float = 0.5
     """Probability that a message on its way from a dying rank is lost; one to it always is."""
+    stops: Mapping[int, Range] = field(default_factory=dict)
+    """When which ranks are stopped and go on (SIGSTOP, SIGCONT)."""
     poison: Mapping[int, Range] = field(default_factory=dict)
     """Ranks whose every update between these two times makes their model NaN."""
     whole_every: int = 1
@@ -75,6 +80,7 @@ class _Message(NamedTuple):
     model: np.ndarray | None
     buffer: int
     whole: bool
+    time_s: float  # when it was sent
 
 
 class Rank:
@@ -87,6 +93,10 @@ class Rank:
         self.waiting = self.ended = self.dead = self.timer_set = False
         self.healthy = True  # its model was finite before this update, so the update was applied
         self.since_mix = 0  # updates since the last mix, counted here and not by the protocol
+        self.wait_began_s = 0.0
+        self.longest_wait_s = self.waited_since_mix_s = 0.0
+        self.inbox_from_s = float("inf")  # when the oldest model in it was sent
+        self.oldest_mixed_s = 0.0  # the greatest age of a model when it was mixed
         self.staleness: list[int] = []  # since_mix at the end of each update
         self.updates_after_budget = 0
 
@@ -95,11 +105,12 @@ class Rank:
         mean = self.inbox / self.inbox_weight
         self.model = mean if fraction == 1 else self.model + fraction * (mean - self.model)
         self.clear()
-        self.since_mix = 0
+        self.since_mix, self.waited_since_mix_s = 0, 0.0
 
     def clear(self) -> None:
         """Empty the inbox."""
         self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(self.model), 0.0, False
+        self.inbox_from_s = float("inf")
 
 
 class VirtualCluster:
@@ -116,12 +127,13 @@ class VirtualCluster:
         self._learn, self._observe, self._random = learn, observe, random.Random(s.seed)
         self.ranks = [
             Rank(protocol(rank, s.size, topology=s.topology, mixing=s.mixing, max_staleness=s.max_staleness,
-                          budget_steps=s.budget_steps, seed=s.seed, whole_every=s.whole_every),
+                          budget_steps=s.budget_steps, seed=s.seed, whole_every=s.whole_every, again_s=s.again_s,
+                          patience_s=s.patience_s),
                  models[rank].copy(), s.send_buffers)
             for rank in range(s.size)
         ]  # fmt: skip
         self.now, self.global_steps = 0.0, 0
-        self.models_sent = self.models_refused = self.mixes = 0
+        self.models_sent = self.models_refused = self.models_stale = self.mixes = 0
         self.lost_weight = 0.0  # push-sum weight that the dead took with them
         self.violations: list[str] = []  # of the process lock, or of what may heal
         self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
@@ -131,6 +143,7 @@ class VirtualCluster:
         self._on_their_way: dict[int, _Message] = {}
         self._not_taken_in: set[tuple[int, int]] = set()
         for rank in self.ranks:
+            rank.protocol.clock(self.now)
             self._start_update(rank)
         for number, time_s in s.deaths.items():
             self._at(time_s, self._die, self.ranks[number])
@@ -180,7 +193,7 @@ class VirtualCluster:
         self._at(self.now + self._draw(s.update_s) * factor + pause_s, self._finish_update, rank)
 
     def _finish_update(self, rank: Rank) -> None:
-        if rank.dead:
+        if rank.dead or self._is_stopped(rank, self._finish_update, rank):
             return
         rank.healthy = bool(np.isfinite(rank.model).all())
         if rank.healthy and self._learn is not None:
@@ -188,25 +201,32 @@ class VirtualCluster:
         begin_s, end_s = self.scenario.poison.get(rank.number, (0.0, 0.0))
         if begin_s <= self.now < end_s:
             rank.model[:] = np.nan
-        rank.protocol.update_finished(self.scenario.steps_per_update)
+        rank.protocol.clock(self.now)
+        rank.protocol.update_finished(self.scenario.steps_per_update, rank.healthy)
         self._count_update(rank)
         self._tell_stop(rank)
         self._send_owed(rank)
-        rank.waiting = True
+        rank.waiting, rank.wait_began_s = True, self.now
         self._go_on_or_wait(rank)
 
     def _go_on_or_wait(self, rank: Rank) -> None:
         p = rank.protocol
-        for sender in () if rank.healthy else p.drop_parts():
+        for sender in p.drop_parts():
             rank.clear()
             self._return_credit(rank, sender, "ask")
-        if p.must_wait if rank.healthy else p.must_wait_to_heal:
+        p.clock(self.now)
+        if p.must_wait:
             self._set_timer(rank)
             return
         rank.waiting = False
-        if (mix := p.take(rank.healthy)) is not None:
-            if mix.fraction == 1 and not rank.inbox_whole:
+        waited_s = self.now - rank.wait_began_s
+        rank.longest_wait_s = max(rank.longest_wait_s, waited_s)
+        rank.waited_since_mix_s = max(rank.waited_since_mix_s, waited_s)
+        oldest_s, had_model = self.now - rank.inbox_from_s, p.has_model
+        if (mix := p.take()) is not None:
+            if not had_model and not rank.inbox_whole:
                 self.violations.append(f"rank {rank.number} was healed by a part of a model at {self.now} s")
+            rank.oldest_mixed_s = max(rank.oldest_mixed_s, oldest_s)
             rank.take_in(mix.fraction)
             self.mixes += 1
             for sender in mix.senders:
@@ -217,24 +237,31 @@ class VirtualCluster:
             rank.ended = True
 
     def _wake(self, rank: Rank) -> None:
-        if rank.waiting and not rank.dead:
-            self._send_owed(rank)
-            self._go_on_or_wait(rank)
-
-    def _timer_rang(self, rank: Rank, update: int) -> None:
-        """The timer is set again only if something came of it (or a message comes): a deadlock ends the simulation."""
-        rank.timer_set = False
-        if rank.dead or not rank.waiting:
+        if not rank.waiting or rank.dead or self._is_stopped(rank, self._wake, rank):
             return
-        sent, still_the_same = self.models_sent, update == len(rank.staleness)
-        if still_the_same:
-            rank.protocol.waited_long()
-            self._send_owed(rank)
-        if self.models_sent > sent or not still_the_same:
+        rank.protocol.clock(self.now)
+        self._send_owed(rank)
+        self._go_on_or_wait(rank)
+
+    def _timer_rang(self, rank: Rank, wait_began_s: float) -> None:
+        """Without patience the timer is set again only if something came of it: a deadlock ends the simulation."""
+        if rank.dead or self._is_stopped(rank, self._timer_rang, rank, wait_began_s):
+            return
+        rank.timer_set, sent = False, self.models_sent
+        self._wake(rank)
+        something_came = self.models_sent > sent or rank.wait_began_s > wait_began_s
+        if rank.waiting and (something_came or self.scenario.patience_s < 1e9):
             self._set_timer(rank)
 
+    def _is_stopped(self, rank: Rank, handler: Callable[..., None], *arguments: Any) -> bool:
+        """If the rank is stopped now, this happens when it goes on."""
+        begin_s, end_s = self.scenario.stops.get(rank.number, (0.0, 0.0))
+        if stopped := begin_s <= self.now < end_s:
+            self._at(end_s, handler, *arguments)
+        return stopped
+
     def _send_owed(self, rank: Rank) -> None:
-        peers = rank.protocol.sendable() if rank.healthy else ()
+        peers = rank.protocol.sendable()
         buffer = next((i for i, messages in enumerate(rank.buffers) if messages == 0), None)
         if not peers or buffer is None:
             return
@@ -265,15 +292,20 @@ class VirtualCluster:
     ) -> None:  # fmt: skip
         p, ticket = rank.protocol, self._ticket
         self._on_their_way[ticket] = _Message(
-            kind, rank.number, peer, weight, p.local_steps.copy(), p.stop, model, buffer, whole
+            kind, rank.number, peer, weight, p.local_steps.copy(), p.stop, model, buffer, whole, self.now
         )
         self._after(self.scenario.control_s if model is None else self.scenario.model_s, self._deliver, ticket)
 
     def _deliver(self, ticket: int) -> None:
-        message = self._on_their_way.pop(ticket, None)
+        message = self._on_their_way.get(ticket)
         if message is None:  # lost with its sender
             return
         sender, rank = self.ranks[message.sender], self.ranks[message.receiver]
+        if self._is_stopped(rank, self._deliver, ticket):
+            return
+        if message.model is not None and ticket % 2 and self._is_stopped(sender, self._deliver, ticket):
+            return  # some messages need their sender to the end, some do not
+        del self._on_their_way[ticket]
         if message.buffer >= 0:
             sender.buffers[message.buffer] -= 1
             self._wake_soon(sender)
@@ -290,7 +322,14 @@ class VirtualCluster:
         self._wake_soon(rank)
 
     def _receive_model(self, rank: Rank, message: _Message, model: np.ndarray) -> None:
-        if np.isfinite(model).all():
+        began_s = self.scenario.stops.get(rank.number, (0.0, 0.0))[1]  # of the receiving: not while it was stopped
+        took_s = self.now - (began_s if message.time_s < began_s <= self.now else message.time_s)
+        if rank.protocol.is_stale(message.sender, took_s):
+            self.models_stale += 1
+            rank.protocol.model_refused(message.weight)
+            self._return_credit(rank, message.sender, "credit" if rank.protocol.has_model else "ask")
+        elif np.isfinite(model).all():
+            rank.inbox_from_s = min(rank.inbox_from_s, message.time_s)
             weight = rank.protocol.model_received(message.sender, message.weight, message.whole)
             rank.inbox += weight * model
             rank.inbox_weight += weight
@@ -335,11 +374,15 @@ class VirtualCluster:
     def _set_timer(self, rank: Rank) -> None:
         if not rank.timer_set:
             rank.timer_set = True
-            self._at(self.now + self.scenario.long_wait_s, self._timer_rang, rank, len(rank.staleness))
+            self._at(self.now + 1.001 * self.scenario.again_s, self._timer_rang, rank, rank.wait_began_s)
 
     def _count_update(self, rank: Rank) -> None:
         rank.since_mix += len(rank.protocol.living) > 1
         rank.staleness.append(rank.since_mix)
+        if rank.since_mix > self.scenario.max_staleness + 1 and rank.waited_since_mix_s < self.scenario.patience_s:
+            self.violations.append(
+                f"staleness: at {self.now} s rank {rank.number} made {rank.since_mix} updates on its own"
+            )
         rank.updates_after_budget += self.global_steps >= self.scenario.budget_steps
         self.global_steps += self.scenario.steps_per_update
         if self.overshoot_steps >= 0 and not self.unseen_steps:

@@ -1,0 +1,117 @@
+"""What MPI says of ranks that died, and collectives among those that live: fault tolerance by ULFM.
+
+Under `mpirun --with-ft ulfm` (Open MPI 5) a rank's death does not end the job: what the others have to do with it fails
+with MPI_ERR_PROC_FAILED, and they can agree without it. Without ULFM the launcher ends the job, and `--resume` goes on.
+
+ULFM: Bland et al., "Post-failure recovery of MPI communication capability", 2013; MPI 5.0 draft, chapter 17.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from pala.errors import PalaError
+from pala.runtime import Interrupt, can_survive
+
+T = TypeVar("T")
+
+PATIENCE_AFTER_SIGNAL_S = 10.0
+
+
+def is_death(error: BaseException) -> bool:
+    """True if an MPI call failed because a rank that it needed is dead."""
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in (
+        MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED,
+    )  # fmt: skip
+
+
+class Deaths:
+    """Which ranks of a communicator have died, as far as this rank has been told. Not collective."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm, self._can_survive = comm, can_survive()
+        self.ranks: set[int] = set()
+
+    def look(self) -> set[int]:
+        """Ranks that died since the last look (a fifth of a microsecond when there are none). They are acknowledged:
+        receives from any source go on without them."""
+        if not self._can_survive:
+            return set()
+        group = self._comm.Get_failed()
+        try:
+            if group.size == len(self.ranks):
+                return set()
+            self._comm.Ack_failed(group.size)
+            everyone = MPI.Group.Translate_ranks(group, list(range(group.size)), self._comm.group)
+        finally:
+            group.Free()
+        fresh = set(everyone) - self.ranks
+        self.ranks |= fresh
+        return fresh
+
+
+class Barrier:
+    """A barrier that is waited for asleep, by `done`, and that does not wait for the dead. Making one is collective."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._flag = np.ones(1, np.int32)
+        # An agreement completes when all who live take part in it.
+        self._request = comm.Iagree(self._flag) if can_survive() else comm.Ibarrier()
+
+    def done(self) -> bool:
+        """True when all who live have come."""
+        try:
+            return self._request.Test()
+        except MPI.Exception as error:
+            if is_death(error):  # somebody died before it was complete: it is complete all the same
+                return True
+            raise
+
+
+def wait_quietly(done: Callable[[], bool], timeout_s: float | None, interrupt: Interrupt) -> None:
+    """Wait without spinning a core; after a signal, not for long. Raises PalaError when time is up."""
+    begin, sleep_s = time.monotonic(), 1e-4
+    signalled_at: float | None = None
+    while not done():
+        now = time.monotonic()
+        if interrupt.signal is not None and signalled_at is None:
+            signalled_at = now
+        if timeout_s is not None and now > begin + timeout_s:
+            raise PalaError(f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here.")
+        if signalled_at is not None and now > signalled_at + PATIENCE_AFTER_SIGNAL_S:
+            raise PalaError("The other ranks did not end after the signal; this one's checkpoint is written.")
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, 0.01)
+
+
+def among_the_living(
+    comm: MPI.Comm, action: Callable[[MPI.Comm], T], timeout_s: float | None, interrupt: Interrupt
+) -> T:
+    """`action(communicator of those who live)`, in which it may communicate; if one dies meanwhile, all do it again
+    without it. Collective, for all who live. Raises PalaError when the others do not come within `timeout_s`."""
+    while True:
+        wait_quietly(Barrier(comm).done, timeout_s, interrupt)  # asleep: what follows would spin
+        if not can_survive():
+            return action(comm)
+        living = comm.Shrink()
+        try:
+            result, whole = action(living), True
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            living.Revoke()  # nobody waits in the action for somebody who has left it
+            whole = False
+        try:
+            agreed = bool(living.Agree(int(whole)))
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            agreed = False
+        living.Free()
+        if agreed:
+            return result

@@ -1,0 +1,140 @@
+"""Any schedule from a seed, and what must hold in every one: the gossip protocol put to the test on a virtual cluster.
+
+A schedule draws everything from its number: ranks, topology, mixing, speeds, delays, and faults (ranks that die, that
+are stopped and go on, whose model becomes NaN). So a failure replays from that number alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pala.exchange.protocol import GossipProtocol
+from pala.exchange.virtual import Scenario, VirtualCluster
+
+TOPOLOGIES = ("random", "ring", "exponential", "complete")
+MIXINGS = ("uniform", "push_sum")
+STALENESS = (0, 1, 3, 10)
+SIZES = (2, 3, 4, 5, 8, 13, 32, 64)
+_SIZE_WEIGHTS = (8, 8, 8, 8, 6, 4, 1, 1)
+NETWORKS: dict[str, dict[str, Any]] = {
+    "ordinary": {"update_s": (0.8, 1.2)},
+    "in step": {"update_s": (1.0, 1.0), "model_s": (0.1, 0.1), "control_s": (0.1, 0.1), "wake_s": (0.0, 0.0)},
+    "uneven": {"update_s": (0.1, 3.0), "model_s": (0.001, 5.0), "control_s": (0.001, 5.0), "wake_s": (0.0, 1.0)},
+    "slow network": {"update_s": (0.1, 0.2), "model_s": (1.0, 3.0), "control_s": (0.5, 3.0)},
+    "pauses": {"update_s": (0.8, 1.2), "pause_probability": 0.05, "pause_s": (5.0, 30.0), "send_buffers": 1},
+}
+_PATIENCE_S = 20.0
+_END_S = 1e5
+
+
+class InvariantError(Exception):
+    """Something did not hold that must hold in every schedule."""
+
+
+def schedule(number: int) -> Scenario:
+    """The schedule of this number."""
+    draw = random.Random(number)
+    size = draw.choices(SIZES, _SIZE_WEIGHTS)[0]
+    steps = draw.choice((1, 80))
+    slowness = draw.choice(((1.0,), (1.0,), (1.0, 5.0), (1.0, 1.2, 0.8), (10.0,) + (1.0,) * (size - 1)))
+    fault = draw.choice(("none", "deaths", "stops", "poison", "deaths and stops"))
+    updates = draw.choice((12, 20))  # a rank
+    options: dict[str, Any] = NETWORKS[draw.choice(list(NETWORKS))] | {
+        "topology": draw.choice(TOPOLOGIES), "mixing": draw.choice(MIXINGS), "max_staleness": draw.choice(STALENESS),
+        "budget_steps": size * updates * steps + draw.randint(0, steps), "steps_per_update": steps,
+        "slowness": (slowness * size)[:size], "seed": draw.randrange(2**32),
+    }  # fmt: skip
+    some = draw.sample(range(size), draw.randint(1, size - 1))
+    end_s = updates * options["update_s"][1]  # about
+    if "deaths" in fault:
+        together_s = draw.uniform(0, 1.5 * end_s) if draw.random() < 0.5 else None  # as when a host goes
+        times_s = {rank: draw.uniform(0, 1.5 * end_s) for rank in some}
+        options["deaths"] = times_s if together_s is None else dict.fromkeys(some, together_s)
+        options["death_loss"] = draw.choice((0.0, 0.5, 1.0))
+    if "stops" in fault:
+        update_s = options["update_s"][1] * max(options["slowness"])  # no rank knows its own pace before two updates
+        begins = {rank: draw.uniform(2, 15) * update_s for rank in range(size) if draw.random() < 0.5}
+        options["stops"] = {rank: (begin, begin + draw.choice((5.0, 500.0))) for rank, begin in begins.items()}
+        options["patience_s"] = _PATIENCE_S  # elsewhere none: a rank that waited would then end every deadlock
+    if fault == "poison":
+        begins = {rank: draw.uniform(0, 10) for rank in some}
+        length_s = draw.choice((1.5, 5.0))
+        options["poison"] = {rank: (begin, begin + length_s) for rank, begin in begins.items()}
+        options["whole_every"] = draw.choice((1, 5, 1000))
+    return Scenario(size, **options)
+
+
+def check(
+    scenario: Scenario, protocol: type[GossipProtocol] = GossipProtocol,
+    observe: Callable[[VirtualCluster], None] | None = None, **options: Any,
+) -> VirtualCluster:  # fmt: skip
+    """Play a scenario to its end. Raises InvariantError if one of these does not hold.
+
+    - Known steps are never more than were made.
+    - Under push-sum, the weights of the living, in their inboxes and on the way, with what the dead took, are n.
+    - Process lock: no model is sent to a peer that has not taken in the last one.
+    - A rank that has no model of use takes a whole one for its own; NaN is never mixed.
+    - Staleness: at the end of an update a rank has made at most max_staleness + 1 updates since its last mix, while it
+      has a living peer, or its patience has ended since then.
+    - Nobody waits much longer than its patience, and no model is mixed that is much older than it.
+    - Every living rank ends, and knows that the budget is met; a rank that lacked u steps of it when it was met, with B
+      steps an update, makes no more than max(1, ceil(u / B)) updates after that.
+
+    `observe` is called after each event, to check more.
+    """
+    looks = 0
+
+    def look(cluster: VirtualCluster) -> None:
+        nonlocal looks
+        looks += 1
+        if observe is not None:
+            observe(cluster)
+        if scenario.mixing == "push_sum" and (scenario.size < 16 or looks % scenario.size == 0):
+            weight = cluster.total_weight + cluster.lost_weight
+            _demand(abs(weight - scenario.size) < 1e-9, f"push-sum weight: {weight} of {scenario.size}")
+        if looks % 10 == 0:
+            known = max((rank.protocol.global_steps for rank in cluster.living), default=0)
+            _demand(known <= cluster.global_steps, f"known steps that nobody made: {known}")
+
+    cluster = VirtualCluster(scenario, protocol=protocol, observe=look, **options)
+    cluster.run(until_s=_END_S)
+    _check_end(scenario, cluster)
+    return cluster
+
+
+def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
+    for violation in cluster.violations:
+        raise InvariantError(violation)
+    _demand(not cluster.stuck, f"deadlock: ranks {cluster.stuck} wait for ever")
+    longest_s = 2 * _longest_patience_s(scenario) + 1.01 * scenario.again_s
+    for rank in cluster.living:
+        p = rank.protocol
+        _demand(p.global_steps >= scenario.budget_steps, f"budget: rank {p.rank} ended at {p.global_steps} steps")
+        finite = bool(np.isfinite(rank.model).all())
+        _demand(finite or rank.number in scenario.poison, f"poison was mixed by rank {p.rank}")
+        if scenario.stops:
+            was_stopped = rank.number in scenario.stops
+            _demand(was_stopped or rank.longest_wait_s < longest_s, f"rank {p.rank} waited {rank.longest_wait_s} s")
+            _demand(
+                rank.oldest_mixed_s < 2 * longest_s, f"stale: rank {p.rank} mixed a model {rank.oldest_mixed_s} s old"
+            )
+    for rank, unseen in zip(cluster.ranks, cluster.unseen_steps, strict=False):
+        most = max(1, math.ceil(unseen / scenario.steps_per_update))
+        _demand(
+            rank.updates_after_budget <= most, f"budget: rank {rank.number} went on {rank.updates_after_budget} updates"
+        )
+
+
+def _longest_patience_s(scenario: Scenario) -> float:
+    pause_s = scenario.pause_s[1] if scenario.pause_probability else 0.0
+    return max(scenario.patience_s, 5 * (scenario.update_s[1] * max(scenario.slowness, default=1.0) + pause_s))
+
+
+def _demand(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise InvariantError(sentence)
