@@ -18,4 +18,4 @@ case " $* " in
 esac
 
 use_environment openmpi
-exec mpirun -np "$ranks" python -m pala.train "$@"
+run_mpi -np "$ranks" python -m pala.train "$@"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -80,9 +82,33 @@ def cores_per_rank(comm: MPI.Comm) -> int:
     return share_of_cores(mine, [cores for name, cores in ranks if name == host])
 
 
+def num_dead(comm: MPI.Comm) -> int:
+    """Ranks that this one has been told are dead; 0 where nobody would outlive them."""
+    return comm.Get_failed().size if can_survive() else 0
+
+
 def is_alone(comm: MPI.Comm) -> bool:
     """True if the job ends when this rank does: no other lives, or none would survive it."""
-    return not can_survive() or comm.Get_failed().size == comm.size - 1
+    return not can_survive() or num_dead(comm) == comm.size - 1
+
+
+def leave_mpi(comm: MPI.Comm) -> Callable[[int], NoReturn]:
+    """Let the other ranks end; returns how this one is to exit, with which status. Collective, unless somebody died.
+
+    MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death nobody calls it.
+    """
+    from mpi4py import MPI
+
+    if num_dead(comm) > 0:
+        return _exit_at_once
+    MPI.Finalize()
+    return sys.exit
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def abort(comm: MPI.Comm, error: BaseException) -> NoReturn:
@@ -102,7 +128,7 @@ def abort(comm: MPI.Comm, error: BaseException) -> NoReturn:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         say(f"pala: rank {comm.rank} failed; {'the job ends' if is_alone(comm) else 'the others go on'}.\n{text}")
     if not is_alone(comm) and not isinstance(error, KeyboardInterrupt):
-        os._exit(status)  # as if killed: to the others this rank is dead
+        os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     comm.Abort(status)
     raise error  # not reached
 

@@ -13,17 +13,18 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import tyro
 
 from pala.config import Config, check, load_preset
 from pala.errors import CollectiveError, PalaError
-from pala.ranks import abort, collectively, cores_per_rank, start_mpi
+from pala.ranks import abort, collectively, cores_per_rank, leave_mpi, start_mpi
 from pala.runtime import Launch, prepare, say
 
 if TYPE_CHECKING:
@@ -98,20 +99,24 @@ def main() -> None:
         sys.exit(2)
     except (Exception, KeyboardInterrupt) as error:
         abort(comm, error)
-    from mpi4py import MPI
-
-    MPI.Finalize()
+    leave = leave_mpi(comm)
+    status = 0 if result.signal is None else 128 + result.signal
     if result.leads:
-        _conclude(result, command.config)
-    sys.exit(0 if result.signal is None else 128 + result.signal)
+        status = _conclude(result, command.config) or status
+    leave(status)
 
 
-def _conclude(result: Result, config: Config) -> None:
-    """Rank 0, alone and without MPI: evaluate the final policy, draw the learning curve, say where everything is."""
+def _conclude(result: Result, config: Config) -> int:
+    """One rank, alone and without MPI: evaluate the final policy, draw the learning curve, say where everything is.
+
+    Returns 130 if that was interrupted, else 0.
+    """
     print(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}", flush=True)
     if result.signal is not None:
         print(f"      go on with: python -m pala.train --resume {result.run}")
-        return
+        return 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _raise_interrupt)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the other ranks are gone: use all cores
     last_words: list[tuple[str, Callable[[], str]]] = [
         ("evaluation", lambda: _evaluate(result.run, config)),
@@ -124,7 +129,12 @@ def _conclude(result: Result, config: Config) -> None:
             print(f"      {what}: {error}", flush=True)
         except KeyboardInterrupt:
             print(f"      {what}: interrupted; `python -m pala.evaluate {result.run}` makes up for it", flush=True)
-            sys.exit(130)
+            return 130
+    return 0
+
+
+def _raise_interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _evaluate(run: Path, config: Config) -> str:

@@ -141,6 +141,20 @@ def wait_for(condition, timeout_s: float = 60, what: str = "the condition") -> N
         time.sleep(0.05)
 
 
+def pids_of_ranks(folder: Path) -> dict[int, int]:
+    """Process of each Open MPI rank that works in this folder."""
+    found = {}
+    for pid in processes_in(folder):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for entry in environment:
+            if entry.startswith(b"OMPI_COMM_WORLD_RANK="):
+                found[int(entry.partition(b"=")[2])] = pid
+    return found
+
+
 def processes_in(folder: Path) -> list[int]:
     """Processes whose working directory is this folder: after its job has ended, orphans."""
     found = []

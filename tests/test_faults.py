@@ -1,0 +1,271 @@
+"""Real faults of real ranks: killed, stopped, slow, told to end. docs/reliability.md is the table of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import CARTPOLE, REPOSITORY, Job, Launcher, pids_of_ranks, processes_in, record_of, wait_for
+
+from pala.checkpoint import load_policy
+from pala.metrics import read_run
+
+pytestmark = pytest.mark.mpi
+
+ENDLESS = ["--total-steps", "100000000"]
+
+
+def start(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
+    """A job that can survive its ranks, as launch/train.sh starts it."""
+    python = str(launcher.folder / "python")
+    train = [python, "-m", "pala.train", *CARTPOLE, "--run.name", "r", *arguments]
+    return launcher.start("--with-ft", "ulfm", "-np", str(ranks), *train, cwd=cwd)
+
+
+def wait_until_all_train(cwd: Path, ranks: int) -> dict[int, int]:
+    """Until every rank has made a record; returns their processes."""
+    run = cwd / "runs/r"
+
+    def all_train() -> bool:
+        return len(list(run.glob("metrics/rank-*.jsonl"))) == ranks and all(intervals(run, r) for r in range(ranks))
+
+    wait_for(all_train, what="training")
+    return pids_of_ranks(cwd)
+
+
+def intervals(run: Path, rank: int) -> list[dict]:
+    return [record for record in read_run(run)[rank] if record["type"] == "interval"]
+
+
+def longest_gap_s(run: Path, rank: int) -> float:
+    """Between two records of a rank, which makes one every half second unless it waits."""
+    times = [record["time_s"] for record in intervals(run, rank)]
+    return max(after - before for before, after in itertools.pairwise(times))
+
+
+def total(run: Path, rank: int, key: str) -> int:
+    return sum(record[key] for record in intervals(run, rank))
+
+
+def local_steps(run: Path) -> list[int]:
+    return [intervals(run, rank)[-1]["local_steps"] for rank in range(len(read_run(run)))]
+
+
+@pytest.mark.parametrize("killed", [(2,), (0,), (1, 3)])
+def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, killed: tuple[int, ...], tmp_path: Path) -> None:
+    job, run = (
+        start(any_mpi, 4, "--total-steps", "30000", "--evaluation.episodes", "2", cwd=tmp_path),
+        tmp_path / "runs/r",
+    )
+    pids = wait_until_all_train(tmp_path, 4)
+    for rank in killed:
+        os.kill(pids[rank], signal.SIGKILL)
+    job.wait()
+    assert job.status == 0, job.output
+    record, (segment,) = record_of(run), record_of(run)["segments"]
+    assert record["completed"] and segment["status"] == "completed"
+    assert [lost["rank"] for lost in segment["lost_ranks"]] == list(killed)
+    first = min({0, 1, 2, 3} - set(killed))
+    for rank in killed:
+        assert f"[rank {first}] rank {rank} on {segment['hosts'][rank]} has died" in job.output
+    for rank in {0, 1, 2, 3} - set(killed):
+        assert longest_gap_s(run, rank) < 4, "it waited for the dead"
+        assert intervals(run, rank)[-1]["local_steps"] > 2000
+    # What a rank did between its last message and its death nobody can count.
+    assert 30000 <= segment["global_steps"] < 33000 and sum(local_steps(run)) > 29000
+    _, header = load_policy(run / "policy.safetensors")
+    assert header["global_steps"] == segment["global_steps"]
+    assert "steps 30,000 of 30,000" in job.output.splitlines()[-4:][0] or "completed after" in job.output
+    assert (run / "evaluation.json").exists() and (run / "learning_curve.png").exists()
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+def test_a_run_that_lost_a_rank_is_resumed_without_its_old_checkpoint(any_mpi: Launcher, tmp_path: Path) -> None:
+    job, run = start(any_mpi, 3, "--total-steps", "12000", cwd=tmp_path), tmp_path / "runs/r"
+    os.kill(wait_until_all_train(tmp_path, 3)[1], signal.SIGKILL)
+    assert job.wait().status == 0, job.output
+    done = record_of(run)["segments"][0]["global_steps"]
+    job = any_mpi.train(3, "--resume", "runs/r", "--total-steps", str(done + 3000), cwd=tmp_path)
+    assert job.status == 0, job.output
+    assert "The run had lost 1 ranks: every rank starts from the average" in job.output
+    assert done + 3000 <= record_of(run)["segments"][1]["global_steps"] < done + 6000
+
+
+@pytest.mark.slow
+def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: Path) -> None:
+    job, run = start(any_mpi, 3, "--total-steps", "9000", "--exchange.kind", "none", cwd=tmp_path), tmp_path / "runs/r"
+    os.kill(wait_until_all_train(tmp_path, 3)[0], signal.SIGKILL)
+    assert job.wait().status == 0, job.output
+    assert record_of(run)["completed"] and (run / "policy.safetensors").exists()
+    assert local_steps(run)[1:] == [3000, 3000]
+
+
+FAULTY = """
+import os, sys
+import gymnasium
+import pala.train as cli
+class Faulty(gymnasium.Wrapper):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        if os.environ["OMPI_COMM_WORLD_RANK"] in {ranks!r} and self.steps == 500:
+            raise RuntimeError("the planted fault")
+        return super().step(action)
+make = gymnasium.make
+gymnasium.make = lambda *a, **k: Faulty(make(*a, **k))
+sys.argv[1:] = {arguments!r}
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "012"])
+def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, ranks: str, tmp_path: Path) -> None:
+    """If all fail, one after the other, the last one says so in run.json."""
+    arguments = [*CARTPOLE, "--run.name", "r", "--total-steps", "20000"]
+    (tmp_path / "script.py").write_text(FAULTY.format(ranks=ranks, arguments=arguments))
+    python = str(any_mpi.folder / "python")
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "script.py", cwd=tmp_path).wait()
+    record = record_of(tmp_path / "runs/r")
+    assert "pala: rank 1 failed; the others go on." in job.output or ranks != "1"
+    assert "the planted fault" in job.output
+    if ranks == "1":
+        assert record["completed"] and [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [1]
+    else:
+        assert job.status != 0 and not record["completed"] and record["segments"][0]["status"] == "failed"
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
+    any_mpi: Launcher, ranks: int, tmp_path: Path
+) -> None:
+    """On a ring everybody waits for one peer only; when the stopped one goes on, it takes in what peers send."""
+    ring = ["--exchange.topology", "ring", "--exchange.max-staleness", "2", "--exchange.patience-s", "2"]
+    job, run = start(any_mpi, ranks, *ring, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    pids = wait_until_all_train(tmp_path, ranks)
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(12)
+    os.kill(pids[1], signal.SIGCONT)
+    waits = [total(run, rank, "waits_given_up") for rank in range(ranks)]
+    assert waits[2 % ranks] >= 1, "nobody waited for the stopped rank"
+    mixed = total(run, 1, "models_mixed")
+    wait_for(lambda: total(run, 1, "models_mixed") > mixed + 20, 30, "the stopped rank's return")
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait(30)
+    assert total(run, 1, "models_stale") >= 1, "it mixed what was sent while it was away"
+    for rank in set(range(ranks)) - {1}:
+        assert longest_gap_s(run, rank) < 8
+    assert longest_gap_s(run, 1) > 11
+    assert record_of(run)["segments"][0]["status"] == "stopped" and "has died" not in job.output
+
+
+@pytest.mark.slow
+def test_without_fault_tolerance_the_job_ends_and_is_resumed(mpi: Launcher, tmp_path: Path) -> None:
+    job = mpi.start_train(3, *CARTPOLE, "--run.name", "r", "--run.checkpoint-interval-s", "1", *ENDLESS, cwd=tmp_path)
+    run = tmp_path / "runs/r"
+    wait_for(lambda: list(run.glob("checkpoints/*/rank-0001.previous*")), what="the second checkpoint")
+    victim = next(pid for pid in processes_in(tmp_path) if b"pala.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                  and b"mpirun" not in Path(f"/proc/{pid}/cmdline").read_bytes())  # fmt: skip
+    os.kill(victim, signal.SIGKILL)
+    job.wait(20)
+    assert job.status != 0 and not record_of(run)["completed"]
+    wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
+    before = record_of(run)["segments"][0]
+    assert before["status"] == "running", "nobody was left to say how it ended"
+    budget = sum(local_steps(run)) + 2000
+    job = mpi.train(3, "--resume", "runs/r", "--total-steps", str(budget), cwd=tmp_path)
+    assert job.status == 0, job.output
+    assert [segment["status"] for segment in record_of(run)["segments"]] == ["lost", "completed"]
+
+
+# ---- being told to end -----------------------------------------------------------------------------------------------
+
+
+def end_by(job: Job, number: int, cwd: Path) -> None:
+    """Send a signal to the launcher; everything has ended within ten seconds."""
+    begin = time.monotonic()
+    job.process.send_signal(number)
+    job.wait(30)
+    assert time.monotonic() - begin < 10
+    wait_for(lambda: not processes_in(cwd), 5, "the end of all ranks")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("delay_s", [0.2, 1.0, pytest.param(2.0, marks=pytest.mark.slow)])
+def test_a_signal_during_the_start(any_mpi: Launcher, number: int, delay_s: float, tmp_path: Path) -> None:
+    job = start(any_mpi, 3, *ENDLESS, cwd=tmp_path)
+    time.sleep(delay_s)
+    end_by(job, number, tmp_path)
+    assert job.status != 0 and "Traceback" not in job.output, job.output
+    if (tmp_path / "runs/r/run.json").exists():
+        assert not record_of(tmp_path / "runs/r")["completed"]
+
+
+def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi: Launcher, tmp_path: Path) -> None:
+    """A step of five seconds stands for a slow environment or disk: mpirun would have killed it after a TERM."""
+    source = """
+        import sys, time
+        import gymnasium
+        import pala.train as cli
+        class Slow(gymnasium.Wrapper):
+            steps = 0
+            def step(self, action):
+                self.steps += 1
+                time.sleep(5 if self.steps > 400 else 0)
+                return super().step(action)
+        make = gymnasium.make
+        gymnasium.make = lambda *a, **k: Slow(make(*a, **k))
+        sys.argv[1:] = {arguments!r}
+        cli.main()
+    """
+    arguments = [*CARTPOLE, "--env.num-envs", "1", "--run.name", "r", *ENDLESS]
+    (tmp_path / "script.py").write_text(re.sub("(?m)^        ", "", source.format(arguments=arguments)))
+    python = str(any_mpi.folder / "python")
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "2", python, "script.py", cwd=tmp_path)
+    wait_for(
+        lambda: (
+            all(intervals(tmp_path / "runs/r", rank) for rank in range(2))
+            if (tmp_path / "runs/r/run.json").exists()
+            else False
+        ),
+        what="training",
+    )
+    time.sleep(2)
+    end_by(job, signal.SIGUSR1, tmp_path)
+    assert re.search(r"\[rank 0\] SIGUSR1: checkpoint written to", job.output)
+    segment = record_of(tmp_path / "runs/r")["segments"][0]
+    assert segment["status"] == "stopped" and segment["global_steps"] >= 400
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_during_the_evaluation(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
+    """The policy is there by then; only the evaluation is missing."""
+    job = start(any_mpi, 2, "--total-steps", "2000", "--evaluation.episodes", "1000000", cwd=tmp_path)
+    run = tmp_path / "runs/r"
+    wait_for(lambda: (run / "run.json").exists() and record_of(run)["completed"], what="the end of training")
+    time.sleep(1)
+    end_by(job, number, tmp_path)
+    assert record_of(run)["completed"] and not (run / "evaluation.json").exists()
+    load_policy(run / "policy.safetensors")
+
+
+def test_the_launch_script_passes_term_on_as_usr1(any_mpi: Launcher, tmp_path: Path) -> None:
+    script = [str(REPOSITORY / "launch/train.sh"), "-n", "2", str(REPOSITORY / "configs/quickstart.toml")]
+    options = [*CARTPOLE, "--run.dir", str(tmp_path), "--run.name", "r", *ENDLESS]
+    job = any_mpi.start_command([*script, *options], cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "r/metrics/rank-0001.jsonl").exists() and intervals(tmp_path / "r", 1), 60, "training")
+    end_by(job, signal.SIGTERM, tmp_path)
+    assert "SIGUSR1: checkpoint written to" in job.output
+    assert record_of(tmp_path / "r")["segments"][0]["status"] == "stopped"
+
+
+def test_ulfm_is_what_survives(any_mpi: Launcher) -> None:
+    """The tests above say something only if the launcher knows the option."""
+    done = subprocess.run([any_mpi.folder / "mpirun", "--version"], capture_output=True, text=True, check=True)
+    assert "(Open MPI) 5" in done.stdout
