@@ -33,7 +33,7 @@ on. Overshoot: what is done while the news travels.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,12 +73,13 @@ class GossipProtocol:
         self.rank, self.size = rank, size
         self.topology, self.push_sum, self.max_staleness = topology, mixing == "push_sum", max_staleness
         self.budget_steps, self.base_steps, self.seed = budget_steps, base_steps, seed
-        self.local_steps = np.array(list(local_steps) if local_steps is not None else [0] * size, np.uint64)
+        start = np.zeros(size) if local_steps is None else list(local_steps)
+        self.local_steps = np.array(start, np.uint64)
         self.round, self.weight = round_, weight
         self.staleness = 0
         self.stop = Stop.NONE
         self.lock = ProcessLock()
-        self.living = list(range(size))
+        self.living: Sequence[int] = range(size)  # a list once a rank is dead: 10,000 such lists would take 4 GB
         self._owed: list[int] = []
         self._rounds_due = 1
         self._inbox: dict[int, float] = {}
@@ -127,7 +128,7 @@ class GossipProtocol:
     def peer_died(self, peer: int) -> None:
         """`peer` is gone, and with it the weight it held."""
         if peer in self.living:
-            self.living.remove(peer)
+            self.living = [p for p in self.living if p != peer]
             self.lock.release(peer)
             self._owed = [p for p in self._owed if p != peer]
             self._stop_told = False  # whom the dead peer should have told must hear it from others

@@ -267,7 +267,12 @@ class VirtualCluster:
         self._on_their_way[ticket] = _Message(
             kind, rank.number, peer, weight, p.local_steps.copy(), p.stop, model, buffer, whole
         )
-        self._after(self.scenario.control_s if model is None else self.scenario.model_s, self._deliver, ticket)
+        self._carry(ticket)
+
+    def _carry(self, ticket: int) -> None:
+        """See to it that the message is delivered. `pala.simulate` models a network here."""
+        is_model = self._on_their_way[ticket].model is not None
+        self._after(self.scenario.model_s if is_model else self.scenario.control_s, self._deliver, ticket)
 
     def _deliver(self, ticket: int) -> None:
         message = self._on_their_way.pop(ticket, None)
