@@ -41,6 +41,11 @@ METHODS: dict[str, Callable[[Cluster, Costs], Prediction]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pala.simulate.cluster._MOST_UPDATES_A_RANK", 60)
+
+
 def efficiency(prediction: Prediction, cluster: Cluster, costs: Costs) -> float:
     return prediction.steps_per_s / (cluster.ranks * costs.steps_per_s)
 
@@ -112,7 +117,7 @@ def test_messages_on_one_link_go_one_after_another() -> None:
     assert link.carry(1.0, 50) == (1.0, 1.5)
     assert link.carry(1.2, 100) == (1.5, 2.5)
     assert link.carry(9.0, 100) == (9.0, 10.0)
-    assert link.bytes == 250
+    assert (link.carried_bytes(9.25), link.carried_bytes(11.0)) == (175, 250)
 
 
 def deliveries(cluster: Cluster, costs: Costs, until_s: float) -> list[tuple[float, int, int]]:

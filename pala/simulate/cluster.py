@@ -75,14 +75,19 @@ class Link:
     """One direction of a host's link: messages one after another."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.free_s = 0.0
-        self.bytes = 0
         self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+        self._bytes = 0.0  # of all messages so far
 
     def carry(self, now_s: float, num_bytes: float) -> tuple[float, float]:
         """When the first byte of a message goes through and when the last, if it is there from `now_s` on. To be asked
         in the order of time."""
-        begin_s = max(now_s, self.free_s)
-        self.free_s = begin_s + num_bytes / self._bytes_per_s
-        self.bytes += round(num_bytes)
-        return begin_s, self.free_s
+        begin_s = max(now_s, self._free_s)
+        self._free_s = begin_s + num_bytes / self._bytes_per_s
+        self._bytes += num_bytes
+        return begin_s, self._free_s
+
+    def carried_bytes(self, now_s: float) -> float:
+        """What has gone through, without what still waits."""
+        waiting_s = self._free_s - now_s
+        return self._bytes - waiting_s * self._bytes_per_s if waiting_s > 0 else self._bytes

@@ -69,7 +69,7 @@ class GossipCluster(VirtualCluster):
     @property
     def link_bytes(self) -> np.ndarray:
         """So far, of each direction of each host's link."""
-        return np.array([link.bytes for link in self._links_out + self._links_in])
+        return np.array([link.carried_bytes(self.now) for link in self._links_out + self._links_in])
 
     @property
     def models_in_flight(self) -> int:

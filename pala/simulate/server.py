@@ -43,7 +43,8 @@ class ServerCluster:
     @property
     def link_bytes(self) -> np.ndarray:
         """So far, of each direction of each host's link and the server's."""
-        return np.array([link.bytes for link in (*self._hosts_out, *self._hosts_in, self._server_in, self._server_out)])
+        links = (*self._hosts_out, *self._hosts_in, self._server_in, self._server_out)
+        return np.array([link.carried_bytes(self.now) for link in links])
 
     def _start_update(self, rank: int, phase: float = 1.0) -> None:
         costs = self._costs
