@@ -263,6 +263,7 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
     ("arguments", "sentence"),
     [
         ([], "Name the measured costs: `--benchmark FILE`"),
+        (["--ranks"], "'--ranks' names nothing"),
         (["--ranks", "1"], "'--ranks' has 1 but every number must lie between 2 and 10000"),
         (["--ranks", "20000"], "'--ranks' has 20000 but"),
         (["--methods", "gosip"], "'--methods': 'gosip' is none of random"),

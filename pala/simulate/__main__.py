@@ -21,7 +21,7 @@ _PROGRAMS: dict[str, Callable[[list[str]], None]] = {"predict": predict.run}
 def main() -> None:
     """What `python -m pala.simulate` runs."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
-    if name in ("-h", "--help"):
+    if name in ("", "-h", "--help"):
         print(__doc__)
         return
     try:

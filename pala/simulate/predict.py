@@ -68,6 +68,9 @@ class Command:
 def parse(arguments: list[str]) -> Command:
     """The checked command line. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
+    for option, values in (("methods", command.methods), ("ranks", command.ranks)):
+        if not values:
+            raise PalaError(f"'--{option}' names nothing.")
     for method in command.methods:
         if method not in METHODS:
             raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}{nearest(method, METHODS) or '.'}")
