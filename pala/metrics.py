@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -108,7 +108,7 @@ class RunView:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
         self._episodes: deque[tuple[float, float]] = deque(maxlen=recent_episodes)  # (time, return)
         self.last: list[Record] = [{} for _ in range(ranks)]
-        self.living = list(range(ranks))
+        self.living: Sequence[int] = range(ranks)
         self.num_episodes = 0
 
     def refresh(self) -> None:

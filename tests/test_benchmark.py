@@ -8,16 +8,18 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from conftest import Launcher, processes_in
 
 from pala.benchmark import __main__ as benchmark
-from pala.benchmark.measure import figures_of, flops_per_step
+from pala.benchmark.measure import ContinuedEnvs, figures_of, flops_per_step, model_us
 from pala.benchmark.report import Spread, draw, far_off, markdown, parts_of, table, training_of
-from pala.config import Config, to_table
+from pala.config import Config, ExchangeConfig, to_table
 from pala.errors import PalaError
 from pala.metrics import SECTIONS
 
@@ -113,6 +115,7 @@ def test_warm_up_and_the_time_after_the_first_rank_is_done_are_left_out() -> Non
         return split | {
             "time_s": time_s, "updates": updates, "local_steps": 80 * updates, "cpu_s": 1.5 * time_s,
             "exchange_thread_s": 0.1 * time_s, "num_threads": 3, "models_mixed": 4, "staleness_updates": updates,
+            "durations_s": [time_s, time_s + 1],
         }  # fmt: skip
 
     records = [record(0, 0, 0), record(1, 1, 0.9), record(2, 5, 0.2), record(4, 15, 0.5), record(9, 16, 0.9)]
@@ -120,8 +123,32 @@ def test_warm_up_and_the_time_after_the_first_rank_is_done_are_left_out() -> Non
     assert figures["steps_per_s"] == pytest.approx(80 * 14 / 3)
     assert figures["time"]["environment"] == pytest.approx((0.2 * 1 + 0.5 * 2) / 3)
     assert (figures["cpu_per_core"], figures["exchange_thread_share"]) == pytest.approx((0.75, 0.1))
+    assert len(figures["update_quantiles_s"]) == 21
+    assert [figures["update_quantiles_s"][i] for i in (0, 10, 20)] == pytest.approx([2, 3.5, 5])  # of 2, 3, 4, 5
     assert figures["models_mixed"] == pytest.approx(8 / 14) and figures["staleness_updates"] == 15
     assert figures_of(records[:2], until_s=5.0, threads=2)["steps_per_s"] == pytest.approx(80), "a run of one interval"
+
+
+def test_updates_are_timed_by_the_steps_of_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the last step of a rollout to that of the next; also across two calls, but not across measurements."""
+    times = iter([0.0, 1.0, 4.0, 5.0, 5.0, 7.0, 30.0, 31.0, 40.0, 42.0])
+    monkeypatch.setattr("pala.benchmark.measure.time.perf_counter", lambda: next(times))
+    envs = ContinuedEnvs(MagicMock(), np.zeros(1, np.uint64))
+
+    def durations(steps: int) -> list[float]:
+        for _ in range(steps):
+            envs.step(np.zeros(1))
+        return envs.take_durations_s(2)
+
+    assert durations(4) == [4.0] and durations(2) == [2.0]
+    envs.forget_durations()
+    assert durations(4) == [11.0]
+
+
+def test_what_a_model_costs_is_measured_for_each_format() -> None:
+    for compression in ("none", "bfloat16", "top_k"):
+        costs = model_us(torch.randn(1000), ExchangeConfig(compression=compression), seconds=0.0)  # type: ignore[arg-type]
+        assert sorted(costs) == ["mix", "receive", "send"] and min(costs.values()) > 0
 
 
 # ---- what is made of it ----------------------------------------------------------------------------------------------

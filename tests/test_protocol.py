@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from pala.exchange import topology as graph
 from pala.exchange.protocol import GossipProtocol, Mix, Stop
 from pala.exchange.virtual import Scenario, VirtualCluster
+from pala.simulate.check import try_all
 from pala.simulate.schedules import MIXINGS, NETWORKS, STALENESS, TOPOLOGIES, InvariantError, check, schedule
 
 SIZES = [1, 2, 3, 5, 8, 13]
@@ -268,7 +270,7 @@ def test_a_peer_that_keeps_a_model_for_long_is_left_out_until_it_gives_the_credi
     assert p.silent() == set()
     for second in (4.0, 5.0, 6.0, 7.0, 8.0, 9.0):
         p.clock(second)
-    assert p.silent() == {1} and p.living == [0, 1, 2, 3]
+    assert p.silent() == {1} and len(p.living) == 4
     p.update_finished(1)
     assert p.sendable() == (2,), "the ring closes behind the silent one"
     p.credit_returned(1)
@@ -586,6 +588,23 @@ def pace(topology: str, type_: type[GossipProtocol] = GossipProtocol) -> float:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_staleness_zero_keeps_its_pace(topology: str) -> None:
     assert pace(topology) > 0.4
+
+
+@pytest.mark.parametrize("schedules", [300, pytest.param(5000, marks=pytest.mark.slow)])
+def test_schedules_drawn_at_random_hold(schedules: int) -> None:
+    tried = try_all(range(schedules))
+    assert tried.failure is None, tried.failure
+    assert tried.schedules == schedules and set(tried.faults) >= {"no faults", "deaths", "stops", "NaN"}
+
+
+def test_a_failure_says_how_to_see_it_again() -> None:
+    failure = try_all(range(200), protocol=KeepsTheWeightItSends).failure
+    assert failure is not None
+    match = re.search(r"Again: python -m pala.simulate check --first (\d+) --schedules 1$", failure)
+    assert match is not None
+    with pytest.raises(InvariantError) as error:
+        check(schedule(int(match[1])), KeepsTheWeightItSends)
+    assert str(error.value) in failure
 
 
 # ---- planted bugs: the checks above must find them -------------------------------------------------------------------

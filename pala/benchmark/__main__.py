@@ -20,7 +20,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import typing
 import uuid
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ import tyro
 from pala.benchmark.worker import Request
 from pala.config import Config, ExchangeConfig, check, load_preset, to_table
 from pala.errors import PalaError, nearest
-from pala.files import write_atomically
+from pala.files import make_output_folder, write_atomically
 from pala.run_folder import provenance
 from pala.runtime import say
 from pala.train import read_command
@@ -126,7 +125,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     from pala.benchmark.report import draw, far_off, markdown
 
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
-    output = _make_folder(command.output)
+    output = make_output_folder(command.output, "benchmark")
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     jobs = [_measure(command, ranks, output) for ranks in command.ranks]
     if command.quick and far_off(jobs, _LOWEST_RATIO):
@@ -146,17 +145,6 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
     return output, result
-
-
-def _make_folder(output: Path | None) -> Path:
-    path = output or Path("runs") / f"benchmark-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        raise PalaError(f"'{path}' exists already; nothing is written over. Choose another '--output'.") from None
-    except OSError as error:
-        raise PalaError(f"The folder '{path}' cannot be made: {error}; see '--output'.") from None
-    return path
 
 
 def _cpu_model() -> str:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pala.a2c import clip_gradient_, rmsprop_
 from pala.agent import Agent
-from pala.config import Config
+from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
-from pala.exchange import ExchangeState, make_exchange
+from pala.exchange import ExchangeState, Stop, make_exchange
+from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
+from pala.exchange.wire import Kind, Message, Wire
 from pala.learner import Counters, Learner
 from pala.metrics import SECTIONS, Record
 from pala.networks import ActorCritic
@@ -35,6 +38,8 @@ _MATRIX = 1024  # rows and columns
 _PREPARED_ACTIONS = 64
 _LOG_INTERVALS = 10  # of a training measurement; the first is warm-up
 _PATIENCE_S = 300.0
+_CACHE_BYTES = 1 << 26  # more than any cache of a core
+_QUANTILES = 21
 
 
 def flops_per_step(
@@ -63,6 +68,7 @@ class ContinuedEnvs(Envs):
         self._envs, self.num_envs = envs, envs.num_envs
         self.observation_space, self.action_space = envs.observation_space, envs.action_space
         self.observations = envs.reset(seeds)  # the newest
+        self._stepped_at_s: list[float] = []
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         return self.observations
@@ -70,7 +76,18 @@ class ContinuedEnvs(Envs):
     def step(self, actions: np.ndarray) -> Step:
         step = self._envs.step(actions)
         self.observations = step.observations
+        self._stepped_at_s.append(time.perf_counter())
         return step
+
+    def take_durations_s(self, steps: int) -> list[float]:
+        """Of every `steps` steps since the last call, with all that was done between them."""
+        ends = self._stepped_at_s[::-steps][::-1]
+        self._stepped_at_s = ends[-1:]
+        return [end - begin for begin, end in pairwise(ends)]
+
+    def forget_durations(self) -> None:
+        """What lies between two measurements is none."""
+        self._stepped_at_s = []
 
     def close(self) -> None:
         self._envs.close()
@@ -148,13 +165,48 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return now
 
 
+def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -> dict[str, float]:
+    """Microseconds of a whole model that gossip sends, by the payload's own code, without MPI: `send`, the snapshot;
+    `receive`, its bytes copied, checked and added; `mix`. Medians. Caches are emptied before each, as by an update."""
+    now, other = _clock(parameters.device), torch.zeros(_CACHE_BYTES // 4)
+    mixed, payload = parameters.clone(), make_payload(config, parameters)
+    wire = Wire(2, parameters.numel(), 0, payload.sizes)
+    buffer, inbox = SendBuffer(wire, payload, parameters.device), ReceiveBuffer(wire, payload, parameters.device)
+    message = Message(Kind.MODEL, 0, 0, 1.0, Stop.NONE, np.zeros(2, np.uint64))
+
+    def receive() -> None:
+        data = inbox.bytes[: len(buffer.bytes)]
+        data[:] = buffer.bytes
+        decoded = wire.decode(data)
+        refusal = inbox.check(decoded, len(data)) if isinstance(decoded, Message) else decoded
+        assert refusal is None, refusal
+        inbox.add(1.0)
+
+    actions: dict[str, Callable[[], object]] = {
+        "send": lambda: buffer.fill(message, parameters),
+        "receive": receive,
+        "mix": lambda: inbox.mix_into(mixed, 0.5, measure=False),
+    }
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    end = now() + seconds
+    while len(times["mix"]) < 3 or now() < end:
+        for name, action in actions.items():
+            other.add_(1.0)
+            begin = now()
+            action()
+            times[name].append(now() - begin)
+    return {name: 1e6 * statistics.median(values) for name, values in times.items()}
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
 class Trial:
     """Training on all ranks as `pala.train` does it, but for its files. Each run starts from the same weights."""
 
-    def __init__(self, comm: MPI.Comm, config: Config, envs: Envs, agent: Agent, first_weights: torch.Tensor) -> None:
+    def __init__(
+        self, comm: MPI.Comm, config: Config, envs: ContinuedEnvs, agent: Agent, first_weights: torch.Tensor
+    ) -> None:
         self._comm, self._config, self._envs, self._agent = comm, config, envs, agent
         self._first_weights = first_weights
         self.message_bytes = 0
@@ -183,8 +235,10 @@ class Trial:
         records: list[Record] = [{"time_s": 0.0, "updates": 0, "local_steps": 0} | _process_figures()]
 
         def on_interval(new: list[Record]) -> None:
-            records.append(new[-1] | _process_figures())
+            durations_s = self._envs.take_durations_s(config.a2c.rollout_steps)
+            records.append(new[-1] | _process_figures() | {"durations_s": durations_s})
 
+        self._envs.forget_durations()
         learner.run(seeds, on_interval, lambda: None)
         exchange.close(_PATIENCE_S)
         return records
@@ -221,6 +275,9 @@ def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str,
         values = [record[key] for record in intervals if record.get(key) is not None]
         if values:
             figures[key] = total(values) / updates if total is sum else total(values)
+    durations_s = [duration for record in intervals for duration in record.get("durations_s", ())]
+    if durations_s:
+        figures["update_quantiles_s"] = np.quantile(durations_s, np.linspace(0, 1, _QUANTILES)).round(6).tolist()
     distances = [
         r["consensus_distance_relative"] for r in intervals if r.get("consensus_distance_relative") is not None
     ]

@@ -20,6 +20,7 @@ from pala.benchmark.measure import (
     figures_of,
     flops_per_step,
     matrix_gflops,
+    model_us,
     network_us,
 )
 from pala.benchmark.worker import Request
@@ -85,8 +86,10 @@ class Rounds:
         """Each part on all ranks at the same time: they share the memory and its bandwidth, as in training."""
         seconds = _PART_SHARE * self.request.seconds
         meet(self.comm)
-        environment = environment_us(self.envs, self.agents[self.precisions[0]], seconds)
+        first = self.agents[self.precisions[0]]
+        environment = environment_us(self.envs, first, seconds)
         parts: dict[str, Any] = {"environment_us": self._gather(environment), "network": {}}
+        parts["model_us"] = self._gather(model_us(first.flat.data, self.config.exchange, seconds))
         for precision, agent in self.agents.items():
             agent.flat.data.copy_(self.first_weights)
             agent.a2c.mean_square.zero_()

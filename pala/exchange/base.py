@@ -30,7 +30,7 @@ class End(NamedTuple):
 
     stop: Stop
     local_steps: np.ndarray  # uint64 [ranks]; of the dead, as far as anybody knows
-    living: list[int]
+    living: Sequence[int]
 
 
 def agree_on_end(
@@ -63,7 +63,7 @@ class Exchange(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def living(self) -> list[int]:
+    def living(self) -> Sequence[int]:
         """Ranks that live, as far as known here; sorted."""
 
     @property

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,7 @@ class Gossip(Exchange):
         return self._protocol.global_steps
 
     @property
-    def living(self) -> list[int]:
+    def living(self) -> Sequence[int]:
         return self._protocol.living
 
     @property

@@ -148,6 +148,11 @@ class VirtualCluster:
         for number, time_s in s.deaths.items():
             self._at(time_s, self._die, self.ranks[number])
 
+    @property
+    def num_events(self) -> int:
+        """Events that were ever to happen."""
+        return self._ticket
+
     def run(self, until_s: float = float("inf")) -> None:
         """Play until nothing more happens, or to a time."""
         while self._events and self._events[0][0] <= until_s:
@@ -294,7 +299,12 @@ class VirtualCluster:
         self._on_their_way[ticket] = _Message(
             kind, rank.number, peer, weight, p.local_steps.copy(), p.stop, model, buffer, whole, self.now
         )
-        self._after(self.scenario.control_s if model is None else self.scenario.model_s, self._deliver, ticket)
+        self._carry(ticket)
+
+    def _carry(self, ticket: int) -> None:
+        """See to it that the message is delivered. `pala.simulate` models a network here."""
+        is_model = self._on_their_way[ticket].model is not None
+        self._after(self.scenario.model_s if is_model else self.scenario.control_s, self._deliver, ticket)
 
     def _deliver(self, ticket: int) -> None:
         message = self._on_their_way.get(ticket)

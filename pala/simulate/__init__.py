@@ -1,1 +1,1 @@
-"""What the gossip protocol does on clusters that are not at hand: `python -m pala.simulate`."""
+"""`python -m pala.simulate`: the protocol on the virtual cluster, put to the test and past the machines at hand."""

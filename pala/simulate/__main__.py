@@ -1,0 +1,43 @@
+"""The protocol on a virtual cluster: `python -m pala.simulate predict --help`.
+
+    check     thousands of schedules drawn at random, with faults, against what must hold in every one
+    predict   how fast gossip and its alternatives would be on up to 10,000 ranks, from measured costs
+
+docs/simulate.md tells what is modelled and what is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from pala.errors import PalaError, nearest
+from pala.runtime import say
+from pala.simulate import check, predict
+
+_PROGRAMS: dict[str, Callable[[list[str]], None]] = {"check": check.run, "predict": predict.run}
+"""What each of them does with the rest of the command line. Raises PalaError."""
+
+
+def main() -> None:
+    """What `python -m pala.simulate` runs."""
+    name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if name in ("", "-h", "--help"):
+        print(__doc__)
+        return
+    try:
+        if name not in _PROGRAMS:
+            raise PalaError(
+                f"'{name}' is none of: {', '.join(_PROGRAMS)}{nearest(name, _PROGRAMS) or '.'} "
+                "See `python -m pala.simulate --help`."
+            )
+        _PROGRAMS[name](arguments)
+    except PalaError as error:
+        say(f"pala: error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The machines that a prediction is for, and its result: what all methods have in common. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TIME_UNTIL_STEADY = 0.25  # of a simulated run
+_MOST_UPDATES, _LEAST_UPDATES_A_RANK, _MOST_UPDATES_A_RANK = 100_000, 32, 400
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks on hosts, one after the other; each host has one full-duplex link, shared by its ranks."""
+
+    ranks: int
+    ranks_per_host: int = 16
+    cores_per_host: float = 16
+    latency_s: float = 50e-6
+    """From one host to another, for a message of no length."""
+    bandwidth_bytes_per_s: float = 1.25e9
+    """Of a link, in each direction."""
+    straggler: float = 1.0
+    """How many times longer an update of rank 0 takes."""
+
+    @property
+    def num_hosts(self) -> int:
+        """The last may have fewer ranks."""
+        return -(-self.ranks // self.ranks_per_host)
+
+    def host_of(self, rank: int) -> int:
+        """The host's number."""
+        return rank // self.ranks_per_host
+
+    def slowness(self, threads: int) -> list[float]:
+        """Of each rank: a factor of its times. Ranks of a host that need more cores than it has share them evenly."""
+        last = self.ranks - (self.num_hosts - 1) * self.ranks_per_host
+        on_host = [self.ranks_per_host] * (self.num_hosts - 1) + [last]
+        shared = [max(1.0, count * threads / self.cores_per_host) for count in on_host]
+        factors = [shared[self.host_of(rank)] for rank in range(self.ranks)]
+        return [factors[0] * self.straggler, *factors[1:]]
+
+    @property
+    def updates_a_rank(self) -> int:
+        """How many are simulated, of a rank that never waits: fewer, the more ranks there are."""
+        return max(_LEAST_UPDATES_A_RANK, min(_MOST_UPDATES_A_RANK, _MOST_UPDATES // self.ranks))
+
+    @property
+    def warm_up_updates(self) -> int:
+        """Of those, how many are not counted."""
+        return round(_TIME_UNTIL_STEADY * self.updates_a_rank)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one method does on one cluster. None: not defined for it, or not simulated."""
+
+    steps_per_s: float
+    """Environment steps of all ranks."""
+    wait_share: float
+    """Of a rank's time, in which it neither plays, learns nor handles messages; mean over ranks."""
+    bytes_per_s: float
+    """Sent, by all ranks (and servers) together, whether or not they leave the host."""
+    busiest_link_bytes_per_s: float
+    """Of all hosts' links and both directions, the one with the most."""
+    models_an_update: float | None = None
+    """Sent."""
+    distance: float | None = None
+    """Root mean square over ranks and time of the distance to the ranks' mean, in lengths of one update's step, where
+    steps are random and independent: multiply by a measured length."""
+    distance_grows: bool = False
+    """It was still growing, so in a longer run it is larger."""
+
+
+class Link:
+    """One direction of a host's link: messages one after another."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+        self._bytes = 0.0  # of all messages so far
+
+    def carry(self, now_s: float, num_bytes: float) -> tuple[float, float]:
+        """When the first byte of a message goes through and when the last, if it is there from `now_s` on. To be asked
+        in the order of time."""
+        begin_s = max(now_s, self._free_s)
+        self._free_s = begin_s + num_bytes / self._bytes_per_s
+        self._bytes += num_bytes
+        return begin_s, self._free_s
+
+    def carried_bytes(self, now_s: float) -> float:
+        """What has gone through, without what still waits."""
+        waiting_s = self._free_s - now_s
+        return self._bytes - waiting_s * self._bytes_per_s if waiting_s > 0 else self._bytes

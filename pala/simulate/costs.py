@@ -1,0 +1,160 @@
+"""What one rank costs, as `pala.benchmark` measured it: read from the benchmark.json of a run. Pure but for the file.
+
+Only training *without* exchange is read, and the parts alone: no measured figure of an exchange goes into a prediction.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pala.errors import PalaError
+from pala.exchange.wire import Format, Wire
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds and bytes of one rank with cores of its own."""
+
+    update_quantiles_s: tuple[float, ...]
+    """An update without exchange, with its environment steps: quantiles, evenly spaced from shortest to longest."""
+    steps_per_update: int
+    """Environment steps."""
+    rollout_steps: int
+    """After each of these steps of its environments a rank looks at its messages."""
+    acting_share: float
+    """Of an update's time: the part before the backward pass, in which those steps are."""
+    send_s: float
+    """A snapshot of the model."""
+    receive_s: float
+    """A model copied, checked and added to the inbox."""
+    mix_s: float
+    """The inbox averaged into the parameters."""
+    apply_s: float
+    """One step of the optimiser: what a parameter server does with a gradient."""
+    protocol_s: tuple[float, float]
+    """Of one model, on both sides together: at no ranks, and what each rank adds."""
+    model_bytes: int
+    """A model, or a gradient, without header and counters."""
+    max_staleness: int
+    mixing: str
+    cores: int
+    """Of the machine that it was measured on."""
+    threads: int
+    """Cores that a rank has for itself."""
+
+    @property
+    def update_s(self) -> float:
+        """Mean time of an update without exchange."""
+        return _mean(self.update_quantiles_s)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Of one rank without exchange."""
+        return self.steps_per_update / self.update_s
+
+    def draw(self, uniform: np.ndarray | float) -> np.ndarray:
+        """Update times, seconds, for numbers that are uniform in [0, 1]. Updates are taken to be independent."""
+        return np.asarray(np.interp(uniform, self._grid, self.update_quantiles_s))
+
+    @cached_property
+    def _grid(self) -> np.ndarray:
+        return np.linspace(0, 1, len(self.update_quantiles_s))
+
+    def control_bytes(self, ranks: int) -> int:
+        """A credit, or a model's header and counters."""
+        return _header_bytes(ranks)
+
+
+def read_benchmark(path: Path) -> dict[str, Any]:
+    """A benchmark.json. Raises PalaError."""
+    try:
+        benchmark: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        benchmark["jobs"][0]["rounds"], benchmark["config"], benchmark["machine"]["cores"]
+    except FileNotFoundError:
+        raise PalaError(f"'{path}' does not exist; `python -m pala.benchmark` writes a benchmark.json.") from None
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise PalaError(
+            f"'{path}' is not a benchmark.json of `python -m pala.benchmark` ({type(error).__name__}: {error})."
+        ) from None
+    return benchmark
+
+
+def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
+    """From the job with the most ranks that have cores of their own: hosts of a cluster are full, too, and ranks of one
+    host share its memory. `path` is for the message. Raises PalaError."""
+    if benchmark["config"]["exchange"]["compression"] == "top_k":
+        raise PalaError(f"'{path}' was measured with top_k, whose messages differ in length; that is not simulated.")
+    precision, cores = benchmark["config"]["network"]["precision"], benchmark["machine"]["cores"]
+    fitting = [job for job in benchmark["jobs"] if job["ranks"] * job["of_ranks"][0]["threads"] <= cores]
+    if not fitting:
+        raise PalaError(f"In '{path}' no job has a core for each rank; measure one by `python -m pala.benchmark`.")
+    try:
+        return _costs(max(fitting, key=lambda job: job["ranks"]), precision, benchmark)
+    except (KeyError, StopIteration):
+        raise PalaError(
+            f"'{path}' lacks the times of single updates and models, or training without exchange in {precision}; "
+            "measure again by `python -m pala.benchmark` with exchange 'none'."
+        ) from None
+
+
+def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Costs:
+    config, rounds = benchmark["config"], job["rounds"]
+    ranks = [rank for round_ in rounds for rank in trained(round_, precision, "none")]
+    acting = [rank["time"]["environment"] + rank["time"]["inference"] for rank in ranks]
+    models = [rank for round_ in rounds for rank in round_["model_us"]]
+    optimiser = [rank["optimiser"] for round_ in rounds for rank in round_["network"][precision]]
+    steps = config["a2c"]["rollout_steps"] * config["env"]["num_envs"]
+    counts = sorted(int(count) for count in benchmark["protocol_us"])
+    slope, constant = np.polyfit(counts, [benchmark["protocol_us"][str(count)] for count in counts], 1)
+    send_us, receive_us, mix_us = (statistics.median(m[part] for m in models) for part in ("send", "receive", "mix"))
+    return Costs(
+        update_quantiles_s=_quantiles(ranks, steps), steps_per_update=steps,
+        rollout_steps=config["a2c"]["rollout_steps"], acting_share=statistics.median(acting),
+        send_s=1e-6 * send_us, receive_s=1e-6 * receive_us, mix_s=1e-6 * mix_us,
+        apply_s=1e-6 * steps * statistics.median(optimiser),
+        protocol_s=(1e-6 * float(constant), 1e-6 * max(0.0, float(slope))),
+        model_bytes=model_bytes_of(job),
+        max_staleness=config["exchange"]["max_staleness"], mixing=config["exchange"]["mixing"],
+        cores=benchmark["machine"]["cores"], threads=job["of_ranks"][0]["threads"],
+    )  # fmt: skip
+
+
+def _quantiles(ranks: Sequence[dict[str, Any]], steps: int) -> tuple[float, ...]:
+    """Means over rounds and ranks of each quantile, scaled to the speed of whole measurements (the median)."""
+    quantiles = np.mean([rank["update_quantiles_s"] for rank in ranks], axis=0)
+    update_s = steps / statistics.median(rank["steps_per_s"] for rank in ranks)
+    return tuple(float(q) for q in quantiles * update_s / _mean(quantiles))
+
+
+def _mean(quantiles: Sequence[float] | np.ndarray) -> float:
+    """The area under evenly spaced quantiles that are joined by lines."""
+    return float(np.mean((np.asarray(quantiles)[1:] + np.asarray(quantiles)[:-1]) / 2))
+
+
+def trained(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:
+    """The figures of each rank of one measurement of training. Raises StopIteration if there is none."""
+    return next(
+        row["ranks"] for row in round_["training"] if (row["precision"], row["exchange"]) == (precision, exchange)
+    )
+
+
+def model_bytes_of(job: dict[str, Any]) -> int:
+    """What a job's gossip sends of a model."""
+    return job["message_bytes"]["gossip"] - _header_bytes(job["ranks"])
+
+
+def _header_bytes(ranks: int) -> int:
+    return Wire(ranks, 0, 0, {Format.FLOAT32: range(1)}).control_bytes
+
+
+def num_hosts(job: dict[str, Any]) -> int:
+    """Of a job."""
+    return len({rank["host"] for rank in job["of_ranks"]})

@@ -1,0 +1,172 @@
+"""`python -m pala.simulate predict`: how fast gossip and its alternatives would be, from 2 to 10,000 ranks.
+
+    what a cluster would do      python -m pala.simulate predict --benchmark results/simulation/benchmark/benchmark.json
+    another network              … --ranks-per-host 8 --latency-us 5 --bandwidth-gbit 100
+    beside what was measured     … --compare results/benchmark/*/benchmark.json
+
+Results go to a new folder: simulation.md, simulation.json, simulation.png. docs/simulate.md tells how to read them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pala.errors import PalaError, nearest
+from pala.files import make_output_folder, write_atomically
+from pala.run_folder import provenance
+from pala.simulate.allreduce import predict_allreduce
+from pala.simulate.cluster import Cluster, Prediction
+from pala.simulate.compare import compare
+from pala.simulate.costs import Costs, costs_of, read_benchmark
+from pala.simulate.gossip import predict_gossip, predict_shared_memory
+from pala.simulate.report import draw, markdown
+from pala.simulate.server import predict_server
+from pala.train import read_command
+
+_PROGRAM = "pala.simulate predict"
+_GOSSIP = ("random", "exponential", "ring", "complete")
+METHODS = (*_GOSSIP, "shared_memory", "allreduce", "server", "servers")
+_MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
+_MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
+
+
+@dataclass(frozen=True)
+class Command:
+    """Predict speed, waiting, traffic and consensus distance, with all ranks alike and with one slow rank."""
+
+    benchmark: Path | None = None
+    """benchmark.json with the costs of one rank (`python -m pala.benchmark`)."""
+    ranks: tuple[int, ...] = (2, 4, 8, 16, 64, 256, 1024, 4096, 10_000)
+    """Numbers of ranks."""
+    methods: tuple[str, ...] = METHODS
+    """Gossip by topology (random, exponential, ring, complete), shared_memory (GALA), allreduce (synchronous A2C),
+    server (one parameter server), servers (several)."""
+    ranks_per_host: int = 16
+    """Ranks on one host, each with cores of its own."""
+    latency_us: float = 50.0
+    """Between two hosts."""
+    bandwidth_gbit: float = 10.0
+    """Of a host's link, in each direction."""
+    shards: int = 16
+    """Parameter servers, each on a host of its own, of the method `servers`."""
+    straggler: float = 4.0
+    """How many times slower the slow rank is."""
+    seed: int = 1
+    """Of everything that is drawn."""
+    compare: tuple[Path, ...] = ()
+    """benchmark.json files whose jobs are predicted, too, and shown beside what was measured."""
+    output: Path | None = None
+    """Folder to make for the results. Default: runs/simulation-TIME."""
+
+
+def parse(arguments: list[str]) -> Command:
+    """The checked command line. Raises PalaError."""
+    command = read_command(_PROGRAM, arguments, Command())
+    for option, values in (("methods", command.methods), ("ranks", command.ranks)):
+        if not values:
+            raise PalaError(f"'--{option}' names nothing.")
+    for method in command.methods:
+        if method not in METHODS:
+            raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}{nearest(method, METHODS) or '.'}")
+    for ranks in command.ranks:
+        if not 2 <= ranks <= _MOST_RANKS:
+            raise PalaError(f"'--ranks' has {ranks} but every number must lie between 2 and {_MOST_RANKS}.")
+    for option, value, least in (
+        ("ranks-per-host", command.ranks_per_host, 1), ("shards", command.shards, 1),
+        ("straggler", command.straggler, 1), ("latency-us", command.latency_us, 0),
+    ):  # fmt: skip
+        if not value >= least:
+            raise PalaError(f"'--{option}' is {value:g} but must be at least {least}.")
+    if not command.bandwidth_gbit > 0:
+        raise PalaError(f"'--bandwidth-gbit' is {command.bandwidth_gbit:g} but must lie above 0.")
+    if command.benchmark is None:
+        raise PalaError("Name the measured costs: `--benchmark FILE`, a benchmark.json of `python -m pala.benchmark`.")
+    return command
+
+
+def predict(command: Command, output: Path) -> dict[str, Any]:
+    """Simulate and write everything; returns what is in simulation.json. Raises PalaError."""
+    assert command.benchmark is not None
+    benchmark = read_benchmark(command.benchmark)
+    costs = costs_of(benchmark, command.benchmark)
+    compared = [(path, read_benchmark(path)) for path in command.compare]
+    options = asdict(command) | {"benchmark": str(command.benchmark), "compare": [str(p) for p in command.compare]}
+    options["output"] = str(output)
+    facts = provenance() | {"format": 1, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    result = facts | {
+        "options": options, "costs": asdict(costs), "one_rank_steps_per_s": costs.steps_per_s,
+        "measured": {
+            "environment": benchmark["config"]["env"]["id"], "precision": benchmark["config"]["network"]["precision"],
+            "cpu": benchmark["machine"]["cpu"], "git_commit": benchmark["git_commit"], "date": benchmark["date"],
+        },
+        "comparison": [row for path, other in compared for row in compare(str(path), other, costs, command.seed)],
+        "predictions": predictions(command, costs),
+    }  # fmt: skip
+    write_atomically(output / "simulation.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(output / "simulation.md", markdown(result).encode())
+    draw(result, output / "simulation.png")
+    return result
+
+
+def predictions(command: Command, costs: Costs) -> list[dict[str, Any]]:
+    """A row for each method, straggler or not, and number of ranks: figures, or the reason why there are none."""
+    rows = []
+    for straggler in dict.fromkeys((1.0, command.straggler)):
+        for method in dict.fromkeys(command.methods):
+            for ranks in sorted(set(command.ranks)):
+                rows.append(_row(command, costs, method, ranks, straggler))  # noqa: PERF401  it takes minutes, and prints
+    return rows
+
+
+def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"method": method, "straggler": straggler, "ranks": ranks}
+    if reason := _reason_against(command, method, ranks):
+        return row | {"reason": reason}
+    cluster = Cluster(
+        ranks, command.ranks_per_host, command.ranks_per_host * costs.threads, 1e-6 * command.latency_us,
+        command.bandwidth_gbit * 1e9 / 8, straggler,
+    )  # fmt: skip
+    begin = time.perf_counter()
+    prediction = _simulation(method, cluster, costs, command)()
+    seconds = time.perf_counter() - begin
+    row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
+    print(
+        f"PALA  {method}, {ranks} ranks{f', one {straggler:g} times slower' if straggler > 1 else ''}: "
+        f"{prediction.steps_per_s:,.0f} steps/s, efficiency {row['efficiency']:.3f} ({seconds:.1f} s)", flush=True,
+    )  # fmt: skip
+    return row | {"updates_a_rank": cluster.updates_a_rank, "seconds_to_simulate": round(seconds, 2)}
+
+
+def _simulation(method: str, cluster: Cluster, costs: Costs, command: Command) -> Callable[[], Prediction]:
+    seed = command.seed
+    return {
+        "shared_memory": lambda: predict_shared_memory(cluster, costs, seed),
+        "allreduce": lambda: predict_allreduce(cluster, costs, seed),
+        "server": lambda: predict_server(cluster, costs, 1, seed),
+        "servers": lambda: predict_server(cluster, costs, command.shards, seed),
+    }.get(method, lambda: predict_gossip(cluster, costs, method, seed))
+
+
+def _reason_against(command: Command, method: str, ranks: int) -> str:
+    """Why a method is not simulated with so many ranks, or nothing."""
+    if method == "complete" and ranks > _MOST_COMPLETE:
+        return f"not simulated above {_MOST_COMPLETE} ranks: n(n-1) models a round"
+    if method == "shared_memory" and ranks > command.ranks_per_host:
+        return f"not possible above {command.ranks_per_host} ranks, which is what a host has"
+    return ""
+
+
+def run(arguments: list[str]) -> None:
+    """What `python -m pala.simulate predict` does. Raises PalaError."""
+    command = parse(arguments)
+    assert command.benchmark is not None
+    costs_of(read_benchmark(command.benchmark), command.benchmark)  # a mistake should be told before anything is made
+    output = make_output_folder(command.output, "simulation")
+    result = predict(command, output)
+    print(f"\n{markdown(result)}\n{output}/simulation.md, simulation.json, simulation.png", flush=True)

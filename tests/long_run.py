@@ -1,0 +1,143 @@
+"""A long run with random faults: `python tests/long_run.py FOLDER [--ranks 4] [--seed 1] -- [arguments of pala.train]`.
+
+Starts a training run in FOLDER and disturbs it until it is complete: ranks are stopped and go on (SIGSTOP, SIGCONT), now
+and then one is killed, and now and then all of them. When half of the ranks are left, or none, the run is ended and
+resumed with all. Writes what was done (`faults.jsonl`) and, every few seconds, what each rank holds of memory, files and
+threads (`samples.jsonl`). Not a test: docs/reliability.md says how it came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from conftest import pids_of_ranks
+
+_STOP_EVERY_S, _STOPPED_S = 15.0, (0.5, 20.0)
+_KILL_EVERY_S, _KILL_ALL_SHARE = 200.0, 0.2
+_SAMPLE_EVERY_S = 5.0
+
+
+class LongRun:
+    """One run, its job of the moment, and the faults."""
+
+    def __init__(self, folder: Path, ranks: int, seed: int, arguments: list[str]) -> None:
+        self.folder, self.ranks, self.arguments = folder, ranks, arguments
+        self._random, self._begin = random.Random(seed), time.monotonic()
+        self._faults = open(folder / "faults.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end of the process
+        self._samples = open(folder / "samples.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._output = open(folder / "output.log", "ab")  # noqa: SIM115
+        self.job = self._start(["--run.dir", ".", "--run.name", "run", *arguments])
+
+    def go(self) -> None:
+        """Until the run is complete."""
+        next_stop, next_kill, next_sample = (self._soon(s) for s in (_STOP_EVERY_S, _KILL_EVERY_S, 0.0))
+        stopped: dict[int, float] = {}
+        while not self.is_complete():
+            now, alive = time.monotonic(), self._training()
+            for pid in [pid for pid, until in stopped.items() if now >= until]:
+                self._signal(pid, signal.SIGCONT)
+                del stopped[pid]
+            if now >= next_sample:
+                self._sample(alive)
+                next_sample = now + _SAMPLE_EVERY_S
+            if alive and now >= next_stop:
+                rank = self._random.choice(list(alive))
+                seconds = self._random.uniform(*_STOPPED_S)
+                self._note("stop", rank, seconds=round(seconds, 1))
+                self._signal(alive[rank], signal.SIGSTOP)
+                stopped[alive[rank]] = now + seconds
+                next_stop = self._soon(_STOP_EVERY_S)
+            if alive and now >= next_kill:
+                all_ = self._random.random() < _KILL_ALL_SHARE
+                for rank in list(alive) if all_ else [self._random.choice(list(alive))]:
+                    self._note("kill", rank)
+                    self._signal(alive[rank], signal.SIGKILL)
+                next_kill = self._soon(_KILL_EVERY_S)
+            if self.job.poll() is not None or (alive and len(alive) <= self.ranks // 2 and not stopped):
+                self._resume()
+            time.sleep(0.1)
+        self.job.wait()
+        self._note("complete")
+
+    def is_complete(self) -> bool:
+        """By the run's own record."""
+        record = self._record()
+        return record is not None and record["completed"]
+
+    def _resume(self) -> None:
+        if self.job.poll() is None:
+            self._note("end")
+            self.job.send_signal(signal.SIGUSR1)
+        status = self.job.wait()
+        if not self.is_complete():
+            self._note("resume", status=status)
+            self.job = self._start(["--resume", "run"])
+
+    def _start(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        command = ["mpirun", "--with-ft", "ulfm", "-np", str(self.ranks), sys.executable, "-m", "pala.train"]
+        return subprocess.Popen(
+            [*command, *arguments], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=self._output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def _training(self) -> dict[int, int]:
+        """Process of each rank that is alive, once all have begun to train."""
+        record = self._record()
+        if self.job.poll() is not None or record is None or record["segments"][-1]["status"] != "running":
+            return {}
+        segment = record["segments"][-1]["segment"]
+        if len(list((self.folder / "run/checkpoints" / segment).glob("rank-????.safetensors"))) < self.ranks:
+            return {}
+        return pids_of_ranks(self.folder)
+
+    def _record(self) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError):
+            return json.loads((self.folder / "run/run.json").read_text())
+        return None
+
+    def _sample(self, alive: dict[int, int]) -> None:
+        for rank, pid in alive.items():
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text().split()
+                memory, threads = (int(status[status.index(key) + 1]) for key in ("VmRSS:", "Threads:"))
+                files = len(os.listdir(f"/proc/{pid}/fd"))
+                self._write(self._samples, rank=rank, pid=pid, memory_kib=memory, files=files, threads=threads)
+
+    def _soon(self, mean_s: float) -> float:
+        return time.monotonic() + self._random.uniform(0.5, 1.5) * mean_s
+
+    def _note(self, what: str, rank: int | None = None, **facts: Any) -> None:
+        self._write(self._faults, what=what, **({} if rank is None else {"rank": rank}), **facts)
+
+    def _write(self, file: Any, **facts: Any) -> None:
+        file.write(json.dumps({"time_s": round(time.monotonic() - self._begin, 1)} | facts) + "\n")
+
+    def _signal(self, pid: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description="Disturb a training run until it is complete.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("arguments", nargs="+", help="of pala.train, after --")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True)
+    LongRun(options.folder.resolve(), options.ranks, options.seed, options.arguments).go()
+
+
+if __name__ == "__main__":
+    main()
