@@ -1,9 +1,9 @@
 """A long run with random faults: `python tests/long_run.py FOLDER [--ranks 4] [--seed 1] -- [arguments of pala.train]`.
 
-Starts a training run in FOLDER and disturbs it until it is complete: ranks are stopped and go on (SIGSTOP, SIGCONT), now
-and then one is killed, and now and then all of them. When half of the ranks are left, or none, the run is ended and
-resumed with all. Writes what was done (`faults.jsonl`) and, every few seconds, what each rank holds of memory, files and
-threads (`samples.jsonl`). Not a test: docs/reliability.md says how it came out.
+Starts a training run in FOLDER and disturbs it until it is complete: ranks are stopped and go on (SIGSTOP, SIGCONT),
+now and then one is killed, and now and then all of them. When half of the ranks are left, or none, the run is ended and
+resumed with all. Writes what was done (`faults.jsonl`) and, every few seconds, what each rank holds of memory, files
+and threads (`samples.jsonl`). Not a test: docs/reliability.md says how it came out.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class LongRun:
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text().split()
                 memory, threads = (int(status[status.index(key) + 1]) for key in ("VmRSS:", "Threads:"))
-                files = len(os.listdir(f"/proc/{pid}/fd"))
+                files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
                 self._write(self._samples, rank=rank, pid=pid, memory_kib=memory, files=files, threads=threads)
 
     def _soon(self, mean_s: float) -> float:

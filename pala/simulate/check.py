@@ -54,9 +54,8 @@ def run(arguments: list[str]) -> None:
     if tried.failure is not None:
         raise PalaError(tried.failure)
     faults = ", ".join(f"{count:,} with {fault}" for fault, count in sorted(tried.faults.items()))
-    print(
-        f"{tried.schedules:,} schedules held, {tried.schedules / minutes:,.0f} a minute, {tried.events:,} events: {faults}."
-    )
+    pace = f"{tried.schedules / minutes:,.0f} a minute, {tried.events:,} events"
+    print(f"{tried.schedules:,} schedules held ({pace}): {faults}.")
 
 
 def try_all(numbers: range, processes: int = 0, protocol: type[GossipProtocol] = GossipProtocol) -> Tried:
