@@ -205,6 +205,8 @@ class Gossip(Exchange):
         """Make room for a whole model."""
         if senders := self._protocol.drop_parts():
             self._inbox.clear()
+            if self._protocol.healthy:
+                self._counts["models_stale"] += len(senders)
             for sender in senders:
                 self._send_control(sender, Kind.ASK_WHOLE)
 
