@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM, Signals
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import torch
@@ -65,6 +65,9 @@ def train(
         except BaseException:
             job.record_end("failed")
             raise
+        finally:
+            if job.lock is not None:
+                job.lock.close()
 
 
 class _Job:
@@ -77,6 +80,7 @@ class _Job:
         self.threads = config.run.threads or cores
         self.record: run_folder.RunRecord | None = None
         self.reporter: Reporter | None = None
+        self.lock: IO[str] | None = None  # of the run's folder: held on every rank until the end
 
     # ---- start-up: collective ------------------------------------------------------------------------------------
 
@@ -96,17 +100,23 @@ class _Job:
     def open_folder(self, resume: Path | None, preset: str) -> None:
         """Rank 0 makes the folders of the run and of this segment; all learn their names. Collective."""
 
-        def make() -> tuple[Path, Path | None, Path | None] | None:
+        def make() -> tuple[Path, Path | None, Path, bool] | None:
             if self.rank != 0:
                 return None
             run = resume if resume is not None else run_folder.create(self.config, preset)
+            self.lock = run_folder.lock(run)  # before anything in it is changed
             old = checkpoint.newest_segment(run) if resume is not None else None
             segment = checkpoint.new_segment(run)
             if self.make_env is not None:
                 write_atomically(run / "make_env.pkl", cloudpickle.dumps(self.make_env))
-            return run, old, segment
+            return run, old, segment, self.lock is not None
 
-        self.folder, self.old_segment, self.segment = self.comm.bcast(collectively(self.comm, make))
+        def join() -> None:
+            if locked and self.rank != 0:
+                self.lock = run_folder.join_lock(self.folder)
+
+        self.folder, self.old_segment, self.segment, locked = self.comm.bcast(collectively(self.comm, make))
+        collectively(self.comm, join)
 
     def begin(self, resume: Path | None) -> None:
         """Equal weights on all ranks, or those of the checkpoints; a first checkpoint. Collective."""
