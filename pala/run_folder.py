@@ -47,8 +47,9 @@ def provenance() -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     folder = Path(__file__).resolve().parent
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a lock would outlive a git that is killed
     try:
-        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
