@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -153,6 +153,10 @@ def _in_main_thread() -> bool:
 
 
 def say(message: str) -> None:
-    """One line to the job's standard error, written at once and whole, so that lines of ranks do not mix."""
-    sys.stderr.write(message.rstrip("\n") + "\n")
-    sys.stderr.flush()
+    """One line to the job's standard error, written at once and whole, so that lines of ranks do not mix.
+
+    Where it cannot be written (a log on a full disk, a launcher that is gone) it is lost: no reason to stop training.
+    """
+    with suppress(OSError):
+        sys.stderr.write(message.rstrip("\n") + "\n")
+        sys.stderr.flush()

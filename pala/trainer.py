@@ -150,7 +150,7 @@ class _Job:
         old = self.old_segment
         ranks = collectively(self.comm, lambda: checkpoint.load_rank(old, 0, self.flat.signature)).ranks
         if ranks == self.size:
-            state = collectively(self.comm, lambda: checkpoint.load_rank(old, self.rank, self.flat.signature))
+            state = collectively(self.comm, lambda: checkpoint.load_rank(old, self.rank, self.flat.signature, ranks))
         else:
             if self.rank == 0:
                 say(
@@ -222,7 +222,10 @@ class _Job:
         if self.record is not None:
             self.record.note(message_bytes=self.exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self.learner.run(self.env_seeds, self._on_interval, self._save_or_say)
-        self.save()
+        if stop is Stop.BUDGET:  # a full disk should not keep the ranks from the smaller file, the final policy
+            self._save_or_say()
+        else:
+            self.save()
         if stop is Stop.SIGNAL:
             self._record_stop()  # at once: after a signal the launcher may not give much time
         if self.exchange.close(_PATIENCE_S) is Stop.BUDGET:
@@ -267,9 +270,7 @@ class _Job:
         try:
             self.save()
         except OSError as error:
-            say(
-                f"[rank {self.rank}] no checkpoint could be written: {error}. The one before is kept; training goes on."
-            )
+            say(f"[rank {self.rank}] no checkpoint could be written: {error}. The one before is kept; the job goes on.")
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -294,5 +295,11 @@ class _Job:
         if self.reporter is not None:
             self.reporter.close()
             self.reporter = None
-        if self.record is not None:
+        if self.record is None:
+            return
+        try:
             self.record.end(status, **facts)
+        except OSError as error:
+            if status == "completed":  # what nobody recorded did not happen: the job must not end well
+                raise
+            say(f"run.json cannot be written: {error}.")
