@@ -50,6 +50,13 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
         assert (made / "learning_curve.png").stat().st_size > 5000
 
 
+def test_the_supervisor(any_mpi: Launcher, tmp_path: Path) -> None:
+    (command,) = commands("./launch/supervise.sh")
+    few = f" --total-steps 4000 --run.dir {tmp_path} --evaluation.episodes 0 --env.max-episode-frames 120"
+    folder = re.search(r"supervise: run '(\S+)' is complete\.", run(command + few, any_mpi))
+    assert folder is not None and record_of(Path(folder[1]))["completed"]
+
+
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train, evaluate with a video, plot, resume."""
     name = "pong-20260101-120000"

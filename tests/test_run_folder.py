@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CARTPOLE, Launcher, processes_in, record_of, wait_for
+from conftest import CARTPOLE, Launcher, ranks_in, record_of, wait_for
 
 from pala import run_folder
 from pala.errors import PalaError
@@ -126,17 +126,10 @@ def test_two_jobs_in_one_folder(mpi: Launcher, tmp_path: Path) -> None:
     assert f"Another job trains in run folder '{run}' (process " in second.output
     assert job.process.poll() is None
     assert len(record_of(run)["segments"]) == len(list((run / "checkpoints").iterdir())) == 1
-    ranks = [pid for pid in processes_in(tmp_path) if "pala.train" in command_of(pid) and "-np" not in command_of(pid)]
+    ranks = ranks_in(tmp_path)
     assert len(ranks) == 2
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
     third = mpi.train(2, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
     assert third.status == 0 and record_of(run)["completed"] and len(record_of(run)["segments"]) == 2, third.output
     job.wait(30)
-
-
-def command_of(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    except OSError:
-        return []
