@@ -115,7 +115,8 @@ def with_fields(data: bytes, changes: dict[str, Any]) -> bytes:
 @st.composite
 def messages(draw: st.DrawFn, valid: dict[str, bytes]) -> bytes:
     """Noise, or a message with other bytes, fields, floats or indices, which then may be valid or not."""
-    how = draw(st.sampled_from(["noise", "bytes", "fields", "floats", "indices", "indices", "fields and bytes"]))
+    kinds = ["noise", "bytes", "fields", "counters", "floats", "indices", "indices", "fields and bytes"]
+    how = draw(st.sampled_from(kinds))
     if how == "noise":
         return draw(st.binary(max_size=400))
     data = valid[draw(st.sampled_from(sorted(valid)))]
@@ -128,6 +129,9 @@ def messages(draw: st.DrawFn, valid: dict[str, bytes]) -> bytes:
         numbers = np.array(draw(values), "<f4").tobytes()
         at = CONTROL + 4 * draw(st.integers(0, PARAMETERS))
         return (data[:at] + numbers + data[at + len(numbers) :])[: draw(st.sampled_from([len(data), None]))]
+    if how == "counters":
+        steps = draw(st.lists(extremes(64) | extremes(49), min_size=1, max_size=RANKS))
+        return damaged(data, [("write", 64 / len(data), struct.pack(f"<{len(steps)}Q", *steps))])
     if "fields" in how:
         data = with_fields(data, dict(draw(st.lists(changed_fields, min_size=1, max_size=2))))
     return damaged(data, draw(damages)) if "bytes" in how else data
@@ -150,6 +154,8 @@ def is_valid(data: bytes, node: Node) -> bool:
     if of["kind"] not in (1, 2, 3, 4) or of["stop"] not in (0, 1, 2) or of["sender"] >= RANKS:
         return False
     if not 0 < of["weight"] <= RANKS * (1 + 1e-9):
+        return False
+    if max(struct.unpack_from(f"<{RANKS}Q", data, 64)) > 2**48:
         return False
     body = data[CONTROL:]
     if of["kind"] != 1:
