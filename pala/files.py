@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,10 @@ from pala.errors import PalaError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a neighbour, flush to the disk, then rename: a reader sees the old file or the new one, whole."""
+    """Write to a neighbour, flush to the disk, then rename: a reader sees the old file or the new one, whole.
+
+    So does one after a crash of the machine. Raises OSError, and then the old file is as it was.
+    """
     neighbour = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(neighbour, "wb") as file:
@@ -21,6 +25,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     except OSError:
         neighbour.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
 
 
 def make_output_folder(output: Path | None, what: str) -> Path:
@@ -33,3 +38,16 @@ def make_output_folder(output: Path | None, what: str) -> Path:
     except OSError as error:
         raise PalaError(f"The folder '{path}' cannot be made: {error}; see '--output'.") from None
     return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename in it outlives a crash of the machine.
+
+    Not every file system can. An error is none of the caller's: the file is whole and has its name already.
+    """
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

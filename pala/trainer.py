@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM, Signals
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import torch
@@ -68,6 +68,9 @@ def train(
             if is_alone(comm):
                 job.record_end("failed")
             raise
+        finally:
+            if job.lock is not None:
+                job.lock.close()
 
 
 class _Job:
@@ -81,6 +84,7 @@ class _Job:
         self.record: run_folder.RunRecord | None = None
         self.lost: dict[int, dict[str, Any]] = {}  # ranks that died, as run.json names them
         self.reporter: Reporter | None = None
+        self.lock: IO[str] | None = None  # of the run's folder: held on every rank until the end
 
     # ---- start-up: collective ------------------------------------------------------------------------------------
 
@@ -100,17 +104,23 @@ class _Job:
     def open_folder(self, resume: Path | None, preset: str) -> None:
         """Rank 0 makes the folders of the run and of this segment; all learn their names. Collective."""
 
-        def make() -> tuple[Path, Path | None, Path | None] | None:
+        def make() -> tuple[Path, Path | None, Path, bool] | None:
             if self.rank != 0:
                 return None
             run = resume if resume is not None else run_folder.create(self.config, preset)
+            self.lock = run_folder.lock(run)  # before anything in it is changed
             old = checkpoint.newest_segment(run) if resume is not None else None
             segment = checkpoint.new_segment(run)
             if self.make_env is not None:
                 write_atomically(run / "make_env.pkl", cloudpickle.dumps(self.make_env))
-            return run, old, segment
+            return run, old, segment, self.lock is not None
 
-        self.folder, self.old_segment, self.segment = self.comm.bcast(collectively(self.comm, make))
+        def join() -> None:
+            if locked and self.rank != 0:
+                self.lock = run_folder.join_lock(self.folder)
+
+        self.folder, self.old_segment, self.segment, locked = self.comm.bcast(collectively(self.comm, make))
+        collectively(self.comm, join)
 
     def begin(self, resume: Path | None) -> None:
         """Equal weights on all ranks, or those of the checkpoints; a first checkpoint. Collective."""
@@ -145,7 +155,9 @@ class _Job:
         first = collectively(self.comm, lambda: checkpoint.load_rank(old, 0, self.flat.signature))
         state = None
         if first.ranks == self.size:
-            state = collectively(self.comm, lambda: checkpoint.load_rank(old, self.rank, self.flat.signature))
+            state = collectively(
+                self.comm, lambda: checkpoint.load_rank(old, self.rank, self.flat.signature, self.size)
+            )
         lost = self.comm.allreduce(len(state.counters.get("lost", [])) if state else 0, MPI.MAX)
         same_ranks = state is not None and lost == 0
         if state is None or not same_ranks:
@@ -222,7 +234,10 @@ class _Job:
         if self.record is not None:
             self.record.note(message_bytes=self.exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self.learner.run(self.env_seeds, self._on_interval, self._save_or_say)
-        self.save()
+        if stop is Stop.BUDGET:  # a full disk should not keep the ranks from the smaller file, the final policy
+            self._save_or_say()
+        else:
+            self.save()
         self._lead_if_first()
         if stop is Stop.SIGNAL:
             self._record_stop()  # at once: after a signal the launcher may not give much time
@@ -290,9 +305,7 @@ class _Job:
         try:
             self.save()
         except OSError as error:
-            say(
-                f"[rank {self.rank}] no checkpoint could be written: {error}. The one before is kept; training goes on."
-            )
+            say(f"[rank {self.rank}] no checkpoint could be written: {error}. The one before is kept; the job goes on.")
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -319,5 +332,11 @@ class _Job:
         if self.reporter is not None:
             self.reporter.close()
             self.reporter = None
-        if self.record is not None:
+        if self.record is None:
+            return
+        try:
             self.record.end(status, **facts)
+        except OSError as error:
+            if status == "completed":  # what nobody recorded did not happen: the job must not end well
+                raise
+            say(f"run.json cannot be written: {error}.")

@@ -167,3 +167,16 @@ def processes_in(folder: Path) -> list[int]:
             except OSError:
                 continue
     return found
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Of those, the ranks of a training job."""
+    found = []
+    for pid in processes_in(folder):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "pala.train" in words and "-np" not in words:
+            found.append(pid)
+    return found

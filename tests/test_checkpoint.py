@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -139,12 +140,65 @@ def test_every_flipped_bit_is_noticed(tmp_path):
     assert refused > 0.9 * len(data) * 8
 
 
-@pytest.mark.parametrize("kept", [0, 1, 7, 8, 100, -1])
-def test_a_truncated_file_is_refused(kept, tmp_path):
+def test_a_file_truncated_anywhere_is_refused(tmp_path):
     save_rank(tmp_path, make_state())
-    file_of(tmp_path).write_bytes(file_of(tmp_path).read_bytes()[:kept])
-    with pytest.raises(PalaError, match=r"rank-0000.safetensors' cannot be read"):
-        load_rank(tmp_path, 0, SIGNATURE)
+    whole = file_of(tmp_path).read_bytes()
+    for kept in range(len(whole)):
+        file_of(tmp_path).write_bytes(whole[:kept])
+        with pytest.raises(PalaError, match=r"rank-0000.safetensors' cannot be read"):
+            load_rank(tmp_path, 0, SIGNATURE)
+    for extra in (b"\0", whole):
+        file_of(tmp_path).write_bytes(whole + extra)
+        with pytest.raises(PalaError, match=r"rank-0000.safetensors' cannot be read"):
+            load_rank(tmp_path, 0, SIGNATURE)
+
+
+def test_another_ranks_file_is_refused(tmp_path, capsys):
+    """Copied over, or of a job with another number of ranks; the one before it is used."""
+    for rank in (0, 1):
+        save_rank(tmp_path, make_state(rank, 2))
+    file_of(tmp_path).write_bytes(file_of(tmp_path, 1).read_bytes())
+    with pytest.raises(PalaError, match=r"rank-0000.safetensors' is rank 1's of 2 ranks, not that of rank 0\."):
+        load_all(tmp_path, SIGNATURE)
+    save_rank(tmp_path, make_state(0, 3))
+    with pytest.raises(PalaError, match=r"rank-0000.safetensors' is rank 0's of 3 ranks, not that of rank 0 of 2\."):
+        load_rank(tmp_path, 0, SIGNATURE, ranks=2)
+    with pytest.raises(PalaError, match=r"rank-0001.safetensors' is rank 1's of 2 ranks, not that of rank 1 of 3\."):
+        load_all(tmp_path, SIGNATURE)
+    for fill in (1.0, 2.0):
+        save_rank(tmp_path, make_state(0, 2, fill=fill))
+    file_of(tmp_path).write_bytes(file_of(tmp_path, 1).read_bytes())
+    assert load_all(tmp_path, SIGNATURE)[0].parameters[0] == 1
+    assert "is rank 1's of 2 ranks" in capsys.readouterr().err
+
+
+def test_no_crash_of_the_machine_undoes_a_rename(tmp_path, monkeypatch):
+    """After the renames the folder is flushed too; a file system that cannot is no fault."""
+    synced: list[bool] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        if synced[-1]:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save_rank(tmp_path, make_state(fill=1.0))
+    assert synced == [False, True, True]  # the file, its neighbour's name, its own
+    assert load_rank(tmp_path, 0, SIGNATURE).parameters[0] == 1
+
+
+def test_the_steps_of_the_newest_checkpoints(tmp_path):
+    assert checkpoint.global_steps(tmp_path) == 0
+    for steps in (100, 200):
+        segment = checkpoint.new_segment(tmp_path)
+        for rank in range(2):
+            save_rank(segment, make_state(rank, 2, steps=steps))
+    assert checkpoint.global_steps(tmp_path) == 1000 + 200 + 10
+    for file in segment.iterdir():
+        file.write_bytes(b"nonsense")
+    assert checkpoint.global_steps(tmp_path) == 0
 
 
 def test_a_damaged_file_falls_back_to_the_one_before(tmp_path, capsys):
@@ -173,7 +227,17 @@ def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_FORMAT", 99)
     save_rank(tmp_path, make_state())
     monkeypatch.undo()
-    with pytest.raises(PalaError, match="has format 99; this version reads 1"):
+    with pytest.raises(PalaError, match=r"by a newer version of PALA \(format 99; this one reads 1\): update"):
+        load_policy(file_of(tmp_path))
+    with pytest.raises(PalaError, match=r"rank-0000.safetensors' was written by a newer version"):
+        load_rank(tmp_path, 0, SIGNATURE)
+    monkeypatch.setattr(checkpoint, "_FORMAT", 0)
+    save_rank(tmp_path, make_state())
+    monkeypatch.undo()
+    with pytest.raises(PalaError, match=r"by an older version of PALA \(format 0; this one reads 1\): use that"):
+        load_policy(file_of(tmp_path))
+    save_rank(tmp_path, make_state())
+    with pytest.raises(PalaError, match="is not a policy that PALA exported"):
         load_policy(file_of(tmp_path))
 
 

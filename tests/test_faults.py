@@ -22,7 +22,7 @@ ENDLESS = ["--total-steps", "100000000"]
 
 
 def start(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
-    """A job that can survive its ranks, as launch/train.sh starts it."""
+    """A job that can outlive its ranks, as launch/train.sh starts it."""
     python = str(launcher.folder / "python")
     train = [python, "-m", "pala.train", *CARTPOLE, "--run.name", "r", *arguments]
     return launcher.start("--with-ft", "ulfm", "-np", str(ranks), *train, cwd=cwd)
@@ -265,7 +265,7 @@ def test_the_launch_script_passes_term_on_as_usr1(any_mpi: Launcher, tmp_path: P
     job = any_mpi.start_command([*script, *options], cwd=tmp_path)
     wait_for(lambda: (tmp_path / "r/metrics/rank-0001.jsonl").exists() and intervals(tmp_path / "r", 1), 60, "training")
     end_by(job, signal.SIGTERM, tmp_path)
-    assert "SIGUSR1: checkpoint written to" in job.output
+    assert "SIGUSR1: checkpoint written to" in job.output and "supervise: gives up" not in job.output
     assert record_of(tmp_path / "r")["segments"][0]["status"] == "stopped"
 
 

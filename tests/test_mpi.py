@@ -345,6 +345,25 @@ def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(any_mpi: Launcher, sm
 
 
 @pytest.mark.slow
+def test_a_disk_that_is_full_at_the_end(any_mpi: Launcher, small_disk: Path, tmp_path: Path) -> None:
+    """The job does not end well, and says so; with room, resuming gives the policy."""
+    run = small_disk / "r"
+    arguments = ["--total-steps", "60000", "--run.name", "r", "--run.checkpoint-interval-s", "1"]
+    job = any_mpi.start_train(2, *CARTPOLE, *arguments, cwd=tmp_path)
+    wait_for((run / "checkpoints/segment-000/rank-0001.previous.safetensors").exists, what="the second checkpoint")
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb") as filler:
+        while True:
+            filler.write(b"x" * 4096)
+            filler.flush()
+    job.wait()
+    assert job.status != 0 and "Traceback" not in job.output and not record_of(run)["completed"], job.output
+    assert re.search(r"pala: error: rank 0: .*No space left on device.*make room, then `--resume`", job.output)
+    (small_disk / "filler").unlink()
+    assert any_mpi.train(2, "--resume", str(run), cwd=tmp_path).status == 0
+    assert record_of(run)["completed"] and load_policy(run / "policy.safetensors")[1]["global_steps"] >= 60000
+
+
+@pytest.mark.slow
 def test_damaged_checkpoints(any_mpi: Launcher, tmp_path: Path) -> None:
     """The one before is used; without it, a sentence names the file, on all ranks, without a hang."""
     assert any_mpi.train(2, *CARTPOLE, "--total-steps", "1000", "--run.name", "r", cwd=tmp_path).status == 0
@@ -353,7 +372,12 @@ def test_damaged_checkpoints(any_mpi: Launcher, tmp_path: Path) -> None:
     newest.write_bytes(newest.read_bytes()[:-100])
     job = any_mpi.train(2, "--resume", "runs/r", "--total-steps", "2000", cwd=tmp_path)
     assert job.status == 0 and "The one before it is used." in job.output, job.output
-    for file in (tmp_path / "runs/r/checkpoints/segment-001").glob("rank-0001*"):
+    segment = tmp_path / "runs/r/checkpoints/segment-001"
+    for file in segment.glob("rank-0001*"):
+        file.write_bytes((segment / file.name.replace("0001", "0000")).read_bytes())
+    job = any_mpi.train(2, "--resume", "runs/r", "--total-steps", "3000", cwd=tmp_path)
+    assert job.status == 2 and "is rank 0's of 2 ranks, not that of rank 1 of 2" in job.output, job.output
+    for file in segment.glob("rank-0001*"):
         file.write_bytes(b"nonsense")
     job = any_mpi.train(2, "--resume", "runs/r", "--total-steps", "3000", cwd=tmp_path)
     assert job.status == 2 and "Traceback" not in job.output

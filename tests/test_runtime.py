@@ -54,14 +54,14 @@ def test_the_launcher_is_read_from_the_environment(environment, launch, monkeypa
     assert Launch.detect() == launch
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_noted_and_the_handlers_come_back(number):
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     with Interrupt().installed() as interrupt:
         assert interrupt.signal is None
         signal.raise_signal(number)
         assert interrupt.signal is number
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
 def test_handlers_come_back_after_an_error():

@@ -71,7 +71,7 @@ def receive(into: ReceiveBuffer, data: np.ndarray) -> Refusal | None:
     round_=st.integers(0, 2**64 - 1),
     weight=st.floats(min_value=5e-324, max_value=RANKS),
     stop=st.sampled_from(Stop),
-    steps=st.lists(st.integers(0, 2**64 - 1), min_size=RANKS, max_size=RANKS),
+    steps=st.lists(st.integers(0, 2**48), min_size=RANKS, max_size=RANKS),
 )
 def test_what_is_encoded_is_decoded(kind, sender, round_, weight, stop, steps) -> None:
     sent = Message(kind, sender, round_, weight, stop, np.array(steps, np.uint64))
@@ -86,7 +86,7 @@ def test_counters_of_any_number_of_ranks_fit_before_the_parameters(ranks: int) -
     of = wire(ranks, 1, 0)
     assert of.control_bytes % 64 == 0 and 64 + 8 * ranks <= of.control_bytes < 64 + 8 * ranks + 64
     buffer = send_buffer(of)
-    steps = np.arange(ranks, dtype=np.uint64) + np.uint64(2**63)
+    steps = np.arange(ranks, dtype=np.uint64) + np.uint64(2**47)
     buffer.fill(message(sender=0, local_steps=steps), torch.tensor([1.5]))
     assert of.decode(buffer.bytes).local_steps.tolist() == steps.tolist()
     assert buffer.bytes[-4:].view(np.float32)[0] == 1.5
@@ -133,6 +133,15 @@ def test_a_header_with_one_wrong_field_is_refused(name: str, value: object, reas
     assert isinstance(wire().decode(with_field(name, dict(zip(FIELDS, GOOD, strict=True))[name])), Message)
     refusal = wire().decode(with_field(name, value))
     assert isinstance(refusal, Refusal) and reason in refusal.reason
+
+
+@pytest.mark.parametrize("steps", [2**48 + 1, 2**63, 2**64 - 1])
+def test_impossible_counters_are_refused(steps: int) -> None:
+    """One flipped bit must not end training for all, nor the sum over ranks wrap around."""
+    counters = np.zeros(RANKS, np.uint64)
+    counters[2] = steps
+    refusal = wire().decode(encoded(message(local_steps=counters)))
+    assert isinstance(refusal, Refusal) and f"a rank made {steps} steps" in refusal.reason
 
 
 def test_other_networks_and_other_numbers_of_ranks_are_refused() -> None:

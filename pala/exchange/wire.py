@@ -27,6 +27,7 @@ from pala.exchange.protocol import Stop
 _MAGIC, _VERSION = b"PALA", 1
 _HEADER = struct.Struct("<4sHBBBxxxIIQQdQ")
 _ALIGNMENT = 64
+_MOST_STEPS = 1 << 48  # more than anybody's budget; beyond, the sum over ranks could wrap around
 assert _HEADER.size <= _ALIGNMENT
 
 
@@ -111,4 +112,6 @@ class Wire:
             return Refusal(f"its weight is {weight}")
         counters = data[_ALIGNMENT : _ALIGNMENT + 8 * ranks].tobytes()
         local_steps = np.frombuffer(counters, "<u8").astype(np.uint64)
+        if (most := int(local_steps.max())) > _MOST_STEPS:
+            return Refusal(f"it says that a rank made {most} steps")
         return Message(Kind(kind), sender, round_, weight, Stop(stop), local_steps, Format(format_))

@@ -1,0 +1,296 @@
+"""Train to the end: start a job by mpirun, and resume it when it ends before the run is complete.
+
+    python launch/supervise.py -n 4 configs/pong.toml --a2c.learning-rate 1e-3
+    python launch/supervise.py --host node1:4,node2:4 --restarts 10 configs/pong.toml
+    python launch/supervise.py -n 4 --resume runs/pong-20260101-120000
+
+`./launch/train.sh` does the same in PALA's own environment, by default without restarts. Options that `--help` does not
+explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's death does not end the job.
+
+Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
+does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
+of the user's, after SIGTERM or ^C (the job is told to write its checkpoint and end; the second one goes on to mpirun as
+it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks outlive mpirun is waited
+for: the run's folder is locked as long as one of them lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import IO, NamedTuple, NoReturn
+
+from pala import run_folder
+from pala.errors import PalaError
+from pala.runtime import say
+from pala.train import parse
+
+_LONGEST_PAUSE_S = 300.0
+_PROBE_S = 60.0  # for a host to start one process
+_LEFT_OVER_S = 60.0  # for ranks to end after their mpirun
+_FUTILE_RESTARTS = 2
+_GENTLY = signal.SIGUSR1  # after SIGTERM, Open MPI's mpirun gives ranks 0.2 s: too little for a checkpoint
+
+
+# Of Open MPI; options in `--mpirun` win. `:oversubscribe`, good for one host, would put all ranks on the first.
+_BY_SLOTS = {"PRTE_MCA_rmaps_default_mapping_policy": "slot"}
+
+
+class Host(NamedTuple):
+    """A machine, and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+class Supervisor:
+    """Starts jobs one after the other until the run is complete or there is no hope."""
+
+    def __init__(self, options: argparse.Namespace, arguments: list[str]) -> None:
+        """`arguments`: of `pala.train`. Raises PalaError for what is wrong with either."""
+        self.mpirun, self.restarts, self.pause_s = survivable(options.mpirun), options.restarts, options.pause_s
+        self.hosts = read_hosts(options.host, options.hostfile)
+        slots = sum(host.slots for host in self.hosts)
+        self.ranks = options.ranks or slots or 2
+        if self.hosts and self.ranks > slots:
+            raise PalaError(
+                f"'-n {self.ranks}' is more than the hosts take, {slots}; say how many each takes, as in "
+                "'--host node1:4,node2:4'."
+            )
+        command = parse(arguments)
+        self.arguments = arguments
+        self.options = [a for a in arguments if command.preset is None or Path(a) != command.preset]
+        if command.resume is not None:
+            self.run, self.resumes = command.resume, True
+        else:
+            stem = command.preset.stem if command.preset else command.config.env.id.split("/")[-1]
+            name = command.config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+            self.run, self.resumes = Path(command.config.run.dir) / name, False
+        self._was_told = False  # a job has been told to make the run
+        self._job: subprocess.Popen[bytes] | None = None
+        self._starting = self._said_mistake = False
+        self._signal: int | None = None
+
+    def supervise(self) -> int:
+        """Returns what this process' exit status should be."""
+        steps, futile = -1, 0
+        for start in range(self.restarts + 1):
+            hosts = self.hosts if start == 0 else self._answering()
+            before = self._num_segments()
+            status = self._run_job(start, hosts, steps)
+            if self._signal is not None:
+                self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}.")
+                return status
+            if self._is_complete(before):
+                times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
+                self._say(f"run '{self.run}' is complete{times}.")
+                return 0
+            if status == 2 and self._said_mistake and self._num_segments() == before:
+                self._say("the job ended with status 2 before it trained: not restarted.")
+                return 2
+            known, steps = steps, self._steps()
+            self._say(f"the job ended with status {status}; the run is not complete. Checkpoints: {steps:,} steps.")
+            futile = futile + 1 if 0 <= known >= steps else 0
+            if futile == _FUTILE_RESTARTS:
+                return self._give_up(f"{futile} restarts one after the other brought no newer checkpoint")
+            if (fault := self._left_over()) is not None:
+                return self._give_up(fault)
+            if start < self.restarts:
+                time.sleep(min(self.pause_s * 2**start, _LONGEST_PAUSE_S))
+        return self._give_up(f"{self.restarts} restarts were not enough" if self.restarts else "the job failed")
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass it on to the job; without one, end."""
+        del frame
+        first, self._signal = self._signal is None, number
+        if self._job is not None:
+            self._job.send_signal(_GENTLY if first else number)
+        elif not self._starting:
+            sys.exit(128 + number)
+
+    # ---- one job -------------------------------------------------------------------------------------------------
+
+    def _run_job(self, start: int, hosts: Sequence[Host], steps: int) -> int:
+        """Start one and wait for its end; returns mpirun's status, or 128 + the signal that killed it."""
+        ranks = min(self.ranks, sum(host.slots for host in hosts)) if hosts else self.ranks
+        where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        arguments = self._train_arguments()
+        verb = f"restart {start} of {self.restarts}" if start else "start"
+        aim = f"resume '{self.run}'" if "--resume" in arguments else f"train '{self.run}'"
+        self._say(
+            f"{verb}: {ranks} ranks{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}."
+        )
+        placed = ["-np", str(ranks), *(["--host", where] if where else [])]
+        self._said_mistake = False
+        self._starting = True
+        # A session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here alone.
+        self._job = subprocess.Popen(
+            [*self.mpirun, *placed, sys.executable, "-m", "pala.train", *arguments],
+            env=os.environ | (_BY_SLOTS if hosts else {}), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        if self._signal is not None:  # it came before there was a job to pass it on to
+            self._job.send_signal(_GENTLY)
+        assert self._job.stderr is not None
+        relay = threading.Thread(target=self._relay, args=[self._job.stderr], daemon=True)
+        relay.start()
+        status = self._job.wait()
+        self._job, self._starting = None, False
+        relay.join(2)  # ranks that outlive mpirun keep the pipe open
+        return status if status >= 0 else 128 - status
+
+    def _relay(self, stderr: IO[bytes]) -> None:
+        """What ranks say goes on to this process' standard error, and a user's mistake is noticed."""
+        for line in stderr:
+            self._said_mistake |= b"pala: error:" in line
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+
+    def _train_arguments(self) -> list[str]:
+        """A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
+        if self.resumes:
+            return self.arguments
+        if self._was_told and (self.run / "run.json").exists():
+            return ["--resume", str(self.run), *self.options]
+        while self._was_told and self.run.exists():  # it failed before it had begun
+            number = re.fullmatch(r"(.*)-try(\d+)", self.run.name)
+            self.run = self.run.with_name(f"{number[1]}-try{int(number[2]) + 1}" if number else f"{self.run.name}-try2")
+        self._was_told = True
+        return [*self.arguments, "--run.name", self.run.name]
+
+    # ---- what became of it ---------------------------------------------------------------------------------------
+
+    def _num_segments(self) -> int:
+        try:
+            return len(run_folder.read(self.run)["segments"])
+        except PalaError:
+            return 0
+
+    def _is_complete(self, segments_before: int) -> bool:
+        """By the run's own record, if the job got as far as to make an entry: an earlier one may have completed it."""
+        return self._num_segments() > segments_before and bool(run_folder.read(self.run)["completed"])
+
+    def _steps(self) -> int:
+        from pala.checkpoint import global_steps  # loads torch: only when something went wrong
+
+        return global_steps(self.run)
+
+    def _left_over(self) -> str | None:
+        """Wait for ranks that outlive their mpirun; what to say if they do not end."""
+        deadline = time.monotonic() + _LEFT_OVER_S
+        while (who := run_folder.who_trains(self.run)) is not None:
+            if time.monotonic() > deadline:
+                return f"ranks of a job still train in it ({who}), and a second job would mix its files; end them"
+            time.sleep(0.2)
+        return None
+
+    def _answering(self) -> list[Host]:
+        """The hosts that still start a process. Raises PalaError if there were some and none is left."""
+        if not self.hosts:
+            return []
+        with ThreadPoolExecutor(len(self.hosts)) as pool:
+            answers = list(pool.map(self._answers, self.hosts))
+        for host, answer in zip(self.hosts, answers, strict=True):
+            if not answer:
+                self._say(f"host {host.name} does not start a process and is left out.")
+        if not any(answers):
+            raise PalaError(f"No host starts a process any more; go on later with `--resume {self.run}`.")
+        return [host for host, answer in zip(self.hosts, answers, strict=True) if answer]
+
+    def _answers(self, host: Host) -> bool:
+        probe = subprocess.Popen(
+            [*self.mpirun, "-np", "1", "--host", host.name, "echo", "here"], text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            return "here" in probe.communicate(timeout=_PROBE_S)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(probe.pid, signal.SIGKILL)  # mpirun and its ssh
+            probe.wait()
+            return False
+
+    def _give_up(self, why: str) -> int:
+        self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, go on with `--resume {self.run}`.")
+        return 1
+
+    @staticmethod
+    def _say(text: str) -> None:
+        say(f"supervise: {text}")
+
+
+def survivable(mpirun: str) -> list[str]:
+    """The command, with the option by which the job outlives its ranks (ULFM) where there is one."""
+    command = shlex.split(mpirun)
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    ulfm = [] if "--with-ft" in command or "(Open MPI) 5" not in version else ["--with-ft", "ulfm"]
+    return [*command, *ulfm]
+
+
+def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
+    """From `name:slots,name:slots`, or a file in Open MPI's or MPICH's form: `name slots=4` or `name:4`, one a line."""
+    if host is not None and hostfile is not None:
+        raise PalaError("Give '--host' or '--hostfile', not both.")
+    source = f"host file '{hostfile}'" if hostfile else "'--host'"
+    try:
+        text = hostfile.read_text(encoding="utf-8") if hostfile else (host or "").replace(",", "\n")
+    except (OSError, ValueError) as error:
+        raise PalaError(f"Host file '{hostfile}' cannot be read: {error}.") from None
+    hosts: dict[str, int] = {}
+    for line in text.splitlines():
+        words = line.split("#")[0].strip()
+        match = re.fullmatch(r"([\w.\-]+)(?::(\d+)|(?:\s+\w+=\w+)*?\s+slots=(\d+))?(?:\s+\w+=\w+)*", words)
+        if words and match is None:
+            raise PalaError(f"In {source}, '{words}' is no host; write 'name:4' for one that takes 4 ranks.")
+        if match is not None:
+            hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or match[3] or 1)
+    if (host is not None or hostfile) and not all(hosts.values() or [0]):
+        raise PalaError(f"In {source} there is no host, or one that takes no rank.")
+    return [Host(name, slots) for name, slots in hosts.items()]
+
+
+def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(this program's options, those of `pala.train`)."""
+    parser = argparse.ArgumentParser(
+        prog="supervise", allow_abbrev=False, usage="%(prog)s [options] [PRESET.toml | --resume RUN] [of pala.train]",
+        description="Start a training job by mpirun, and resume it when it ends before the run is complete. What is "
+        "not listed here is passed on to pala.train (python -m pala.train --help).",
+    )  # fmt: skip
+    parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="RANKS", help="by default 2, or what hosts take")
+    parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
+    parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
+    parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s)")
+    parser.add_argument("--pause-s", type=float, default=5.0, help="before the first; it doubles (%(default)s)")
+    parser.add_argument("--mpirun", default="mpirun", help="and its options, in quotes (%(default)s)")
+    options, others = parser.parse_known_args(arguments)
+    if (options.ranks is not None and options.ranks < 1) or options.restarts < 0 or options.pause_s < 0:
+        parser.error("'-n' must be at least 1, '--restarts' and '--pause-s' at least 0")
+    return options, others
+
+
+def main() -> NoReturn:
+    """Supervise one run; the exit status is 0 only if it is complete."""
+    try:
+        supervisor = Supervisor(*read_options(sys.argv[1:]))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, supervisor.on_signal)
+        sys.exit(supervisor.supervise())
+    except PalaError as error:
+        say(f"supervise: error: {error}")
+    except FileNotFoundError as error:
+        say(f"supervise: error: '{error.filename}' is not installed or not in PATH; `--mpirun` names another one.")
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

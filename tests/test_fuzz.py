@@ -1,0 +1,402 @@
+"""Hostile bytes at the two doors: messages from peers, and files. They are taken as what they are, or refused cleanly.
+
+`PALA_FUZZ_EXAMPLES=100000 python -m pytest --timeout 0 tests/test_fuzz.py` tries so many a test, new ones each time;
+without it each test tries the same ones every time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_checkpoint import SIGNATURE, file_of, make_state, same
+from test_payload import COMPRESSIONS, PARAMETERS, RANKS, Node
+
+from pala import checkpoint
+from pala.errors import PalaError
+from pala.exchange.wire import Format, Kind, Message, Refusal
+
+EXAMPLES = int(os.environ.get("PALA_FUZZ_EXAMPLES", "0"))
+MOST_GROWTH_KIB = 300 << 10  # of a process that reads inputs of a few hundred kilobytes
+
+
+def fuzz(examples: int) -> settings:
+    return settings(
+        max_examples=EXAMPLES or examples, derandomize=not EXAMPLES, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def neither_unpickling_nor_much_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, never)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_GROWTH_KIB
+
+
+def damaged(data: bytes, damage: list[tuple[str, float, bytes]]) -> bytes:
+    """Apply damages, each at a place that is a fraction of the length."""
+    for how, place, what in damage:
+        at = int(place * len(data))
+        if how == "write":
+            data = data[:at] + what + data[at + len(what) :]
+        elif how == "insert":
+            data = data[:at] + what + data[at:]
+        elif how == "cut":
+            data = data[:at]
+        elif data and how == "flip":
+            data = data[:at] + bytes([data[at] ^ (1 << len(what) % 8)]) + data[at + 1 :]
+    return data
+
+
+places = st.floats(0, 1, exclude_max=True)
+damages = st.lists(
+    st.tuples(st.sampled_from(["write", "insert", "cut", "flip", "flip"]), places, st.binary(max_size=12)),
+    min_size=1, max_size=3,
+)  # fmt: skip
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+HEADER = "<4sHBBBxxxIIQQdQ"
+FIELDS = ["magic", "version", "kind", "format", "stop", "sender", "ranks", "round", "signature", "weight", "parameters"]
+CONTROL = 128
+own = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
+
+
+def extremes(bits: int) -> st.SearchStrategy[int]:
+    middle = st.sampled_from([1, 2, 3, 4, RANKS - 1, RANKS, RANKS + 1, PARAMETERS, PARAMETERS + 1])
+    return (
+        st.sampled_from([0, 2**bits - 1, 2 ** (bits - 1), 2 ** (bits - 1) - 1]) | middle | st.integers(0, 2**bits - 1)
+    )
+
+
+weights = st.sampled_from([0.0, -0.0, 5e-324, 1.0, RANKS * (1 + 1e-9), RANKS * (1 + 3e-9), 1e308, -1.0]) | st.floats()
+changed_fields = st.one_of(
+    st.tuples(st.just("magic"), st.binary(min_size=4, max_size=4)),
+    st.tuples(st.just("version"), extremes(16)),
+    st.tuples(st.sampled_from(["kind", "format", "stop"]), extremes(8)),
+    st.tuples(st.sampled_from(["sender", "ranks"]), extremes(32)),
+    st.tuples(st.sampled_from(["round", "signature", "parameters"]), extremes(64)),
+    st.tuples(st.just("weight"), weights),
+)
+special = st.sampled_from([np.nan, np.inf, -np.inf, 3.4028235e38, -3.4028235e38, 1e-45, -0.0])
+values = st.lists(special | st.floats(width=32), max_size=PARAMETERS + 1)
+indices = st.one_of(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8),
+    st.lists(st.integers(-1, PARAMETERS), max_size=8),
+    st.lists(st.integers(0, PARAMETERS - 1), max_size=8).map(sorted),
+    st.lists(st.integers(0, PARAMETERS - 1), max_size=8, unique=True).map(sorted),
+)
+
+
+def with_fields(data: bytes, changes: dict[str, Any]) -> bytes:
+    fields = dict(zip(FIELDS, struct.unpack_from(HEADER, data), strict=True)) | changes
+    return struct.pack(HEADER, *fields.values()) + data[struct.calcsize(HEADER) :]
+
+
+@st.composite
+def messages(draw: st.DrawFn, valid: dict[str, bytes]) -> bytes:
+    """Noise, or a message with other bytes, fields, floats or indices, which then may be valid or not."""
+    kinds = ["noise", "bytes", "fields", "counters", "floats", "indices", "indices", "fields and bytes"]
+    how = draw(st.sampled_from(kinds))
+    if how == "noise":
+        return draw(st.binary(max_size=400))
+    data = valid[draw(st.sampled_from(sorted(valid)))]
+    if how == "indices":
+        chosen = draw(indices)
+        numbers = draw(st.lists(st.floats(-2, 2, width=32) | special, min_size=len(chosen), max_size=len(chosen)))
+        data = with_fields(data[:CONTROL], {"kind": Kind.MODEL, "format": Format.TOP_K})
+        return data + np.array(chosen, "<i4").tobytes() + np.array(numbers, "<f4").tobytes()
+    if how == "floats":
+        numbers = np.array(draw(values), "<f4").tobytes()
+        at = CONTROL + 4 * draw(st.integers(0, PARAMETERS))
+        return (data[:at] + numbers + data[at + len(numbers) :])[: draw(st.sampled_from([len(data), None]))]
+    if how == "counters":
+        steps = draw(st.lists(extremes(64) | extremes(49), min_size=1, max_size=RANKS))
+        return damaged(data, [("write", 64 / len(data), struct.pack(f"<{len(steps)}Q", *steps))])
+    if "fields" in how:
+        data = with_fields(data, dict(draw(st.lists(changed_fields, min_size=1, max_size=2))))
+    return damaged(data, draw(damages)) if "bytes" in how else data
+
+
+def is_valid(data: bytes, node: Node) -> bool:
+    """What the wire's tables say of these bytes, written a second time."""
+    if len(data) < CONTROL:
+        return False
+    of = dict(zip(FIELDS, struct.unpack_from(HEADER, data), strict=True))
+    expected = {
+        "magic": b"PALA",
+        "version": 1,
+        "ranks": RANKS,
+        "signature": SIGNATURE_ON_WIRE,
+        "parameters": PARAMETERS,
+    }
+    if any(of[name] != value for name, value in expected.items()):
+        return False
+    if of["kind"] not in (1, 2, 3, 4) or of["stop"] not in (0, 1, 2) or of["sender"] >= RANKS:
+        return False
+    if not 0 < of["weight"] <= RANKS * (1 + 1e-9):
+        return False
+    if max(struct.unpack_from(f"<{RANKS}Q", data, 64)) > 2**48:
+        return False
+    body = data[CONTROL:]
+    if of["kind"] != 1:
+        return of["format"] == 1 and body == b""
+    if of["format"] not in node.payload.sizes or len(body) not in node.payload.sizes[Format(of["format"])]:
+        return False
+    if of["format"] == 1:
+        return bool(np.isfinite(np.frombuffer(body, "<f4")).all())
+    if of["format"] == 2:
+        return bool(np.isfinite((np.frombuffer(body, "<u2").astype("<u4") << 16).view("<f4")).all())
+    rising = np.frombuffer(body[: len(body) // 2], "<i4").astype(np.int64)
+    within = all(0 <= index < PARAMETERS for index in rising) and bool((np.diff(rising) > 0).all())
+    return within and bool(np.isfinite(np.frombuffer(body[len(body) // 2 :], "<f4")).all())
+
+
+SIGNATURE_ON_WIRE = 0xFEDCBA9876543210
+
+
+def offer(node: Node, data: bytes) -> Message | Refusal:
+    """As the data proxy and the exchange do: into the one buffer, then the header, then the door, then the sum."""
+    if len(data) > len(node.inbox.bytes):
+        return node.wire.decode(np.frombuffer(data, np.uint8))
+    node.inbox.bytes[: len(data)] = np.frombuffer(data, np.uint8)
+    message = node.wire.decode(node.inbox.bytes[: len(data)])
+    if isinstance(message, Message) and message.kind is Kind.MODEL:
+        refusal = node.inbox.check(message, len(data))
+        if refusal is not None:
+            return refusal
+        node.inbox.add(1.0)
+    return message
+
+
+def valid_messages(compression: str) -> dict[str, bytes]:
+    sender = Node(own, compression)
+    sender.parameters += 1
+    found = {"whole": sender.message(whole=True).tobytes(), "part": sender.message().tobytes()}
+    steps = np.arange(RANKS, dtype=np.uint64)
+    for kind in (Kind.CREDIT, Kind.STOP, Kind.ASK_WHOLE):
+        data = np.zeros(CONTROL, np.uint8)
+        sender.wire.encode(Message(kind, 1, 2, 1.0, 0, steps), data)
+        found[kind.name] = data.tobytes()
+    return found
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_message_is_taken_as_it_is_or_refused_without_a_trace(compression: str) -> None:
+    """A twin that never saw the refused message has the same model, to the last bit, after the next mix."""
+    valid = valid_messages(compression)
+    seen: dict[bool, int] = {True: 0, False: 0}
+
+    @fuzz(1000)
+    @given(messages(valid), st.booleans())
+    def check(data: bytes, first: bool) -> None:
+        node, twin = Node(own, compression), Node(own, compression)
+        before = [] if first else ["whole"]
+        for name in before:
+            assert isinstance(offer(node, valid[name]), Message) and isinstance(offer(twin, valid[name]), Message)
+        outcome = offer(node, data)
+        seen[isinstance(outcome, Message)] += 1
+        assert isinstance(outcome, Message) == is_valid(data, node), outcome
+        assert node.parameters.numpy().tobytes() == own.numpy().tobytes()
+        if isinstance(outcome, Message):
+            again = np.zeros(CONTROL, np.uint8)
+            node.wire.encode(outcome, again)
+            assert struct.unpack_from(HEADER, again.tobytes()) == struct.unpack_from(HEADER, data)
+            assert again.tobytes()[64 : 64 + 8 * RANKS] == data[64 : 64 + 8 * RANKS]
+            return
+        assert outcome.reason
+        for one in (node, twin):
+            assert isinstance(offer(one, valid["whole"]), Message)
+            one.inbox.mix_into(one.parameters, 0.5)
+        assert node.parameters.numpy().tobytes() == twin.parameters.numpy().tobytes()
+
+    check()
+    assert min(seen.values()) > 0.03 * sum(seen.values()), f"too much of one kind: {seen}"
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+BOMBS: dict[str, Callable[[], str]] = {
+    "nested lists": lambda: "[" * 100_000,
+    "nested lists that end": lambda: "[" * 50_000 + "]" * 50_000,
+    "nested objects": lambda: '{"format":' * 50_000 + "1" + "}" * 50_000,
+    "a number of many digits": lambda: '{"format":' + "9" * 100_000 + "}",
+    "a large exponent": lambda: '{"format":1e999999999}',
+    "many lists": lambda: "[" + "[]," * 100_000 + "[]]",
+    "too long": lambda: "[" + "[]," * (2 << 20) + "[]]",
+    "no object": lambda: "[1]",
+    "nothing": lambda: "",
+    "a lone surrogate": lambda: '{"format":"\\ud800"}',
+    "no number": lambda: '{"format":null,"crc32":[]}',
+}
+odd_numbers = st.sampled_from([0, 1, -1, 2**31, 2**53, 2**63, 2**64, 2**200, 1.5, 1e308, True, None, "1", [], {}])
+shapes = st.lists(st.sampled_from([0, 1, 2, 3, 6, 8, 24, 2**31, 2**62, 2**63, -1]), max_size=4) | odd_numbers
+DTYPES = "BOOL U8 I8 I16 U16 F16 BF16 I32 U32 F32 F64 I64 U64 F8_E4M3 F8_E5M2 F8_E8M0 F4 C64 X"
+dtypes = st.sampled_from(DTYPES.split(" ")) | st.text(max_size=5)
+header_values = odd_numbers | st.lists(odd_numbers, max_size=3) | st.just({"local_steps": [1, 2]})
+
+
+@st.composite
+def headers(draw: st.DrawFn, whole: dict[str, Any]) -> dict[str, Any]:
+    """safetensors' own header, with other types, shapes, places and names of tensors."""
+    header = json.loads(json.dumps(whole))
+    for _ in range(draw(st.integers(1, 2))):
+        name = draw(st.sampled_from([n for n in header if n != "__metadata__"] or ["x"]))
+        entry = header.get(name, {})
+        how = draw(st.sampled_from(["dtype", "shape", "data_offsets", "rename", "drop", "twice", "free"]))
+        if how in ("dtype", "shape", "data_offsets"):
+            offsets = st.lists(odd_numbers, min_size=2, max_size=2)
+            entry[how] = draw({"dtype": dtypes, "shape": shapes, "data_offsets": offsets}[how])
+        elif how == "free":  # another type and shape of as many bytes
+            begin, end = whole[name]["data_offsets"] if name in whole else (0, 0)
+            size = end - begin
+            dtype, width = draw(
+                st.sampled_from([("U8", 1), ("BOOL", 1), ("I16", 2), ("F32", 4), ("F64", 8), ("C64", 8)])
+            )
+            entry["dtype"] = dtype
+            entry["shape"] = draw(st.sampled_from([[size // width], [1, size // width], [size // width, 1, 1]]))
+        elif how == "twice":
+            header["another"] = dict(entry)
+        else:
+            header.pop(name, None)
+            if how == "rename":
+                header[draw(st.text(max_size=8))] = entry
+    return header
+
+
+def split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def join(header: dict[str, Any], body: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def signed(header: dict[str, Any], body: bytes, changes: dict[str, Any]) -> bytes:
+    """With checksums that fit, as nobody's accident would leave them: what else is wrong must be found as well."""
+    inner = json.loads(header["__metadata__"]["pala"]) | changes
+    inner["crc32"] = {}
+    inner.pop("layout", None)
+    for name, entry in header.items():
+        if name != "__metadata__" and isinstance(entry.get("data_offsets"), list):
+            begin, end = (n if isinstance(n, int) and abs(n) < 2**31 else 0 for n in entry["data_offsets"])
+            inner["crc32"][name] = zlib.crc32(body[begin:end])
+    text = json.dumps(inner)
+    return join(header | {"__metadata__": {"pala": text, "crc32": str(zlib.crc32(text.encode()))}}, body)
+
+
+@st.composite
+def files(draw: st.DrawFn, whole: bytes) -> tuple[bytes, bool]:
+    """(bytes, whether the checksums were made to fit what was changed)."""
+    how = draw(
+        st.sampled_from(["noise", "bytes", "bytes", "length", "bomb", "outer bomb", "header", "signed", "signed"])
+    )
+    header, body = split(whole)
+    if how == "noise":
+        return draw(st.binary(max_size=300)), False
+    if how == "bytes":
+        return damaged(whole, draw(damages)), False
+    if how == "length":
+        length = draw(
+            st.sampled_from([2**64 - 1, 2**63, 2**40, 100_000_001, len(whole), len(whole) - 8]) | extremes(64)
+        )
+        return length.to_bytes(8, "little") + whole[8:], False
+    if "bomb" in how:
+        text = BOMBS[draw(st.sampled_from(sorted(BOMBS)))]()
+        if how == "outer bomb":
+            return len(text).to_bytes(8, "little") + text.encode() + body, False
+        return join(header | {"__metadata__": {"pala": text, "crc32": str(zlib.crc32(text.encode()))}}, body), True
+    changed = draw(headers(header)) if how == "header" or draw(st.booleans()) else header
+    if how == "header":
+        return join(changed, body), False
+    names = sorted(json.loads(header["__metadata__"]["pala"]))
+    changes = draw(st.dictionaries(st.sampled_from(names), header_values, max_size=2))
+    return signed(changed, body, changes), True
+
+
+def test_a_checkpoint_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
+    state, file = make_state(0, 2), file_of(tmp_path)
+    checkpoint.save_rank(tmp_path, state)
+    whole = file.read_bytes()
+
+    @fuzz(1500)
+    @given(files(whole))
+    def check(of: tuple[bytes, bool]) -> None:
+        data, forged = of
+        file.write_bytes(data)
+        try:
+            read = checkpoint.load_rank(tmp_path, 0, SIGNATURE)
+        except PalaError as error:
+            assert str(file) in str(error)
+            return
+        assert forged or same(read, state)
+        folder = tmp_path / "again"
+        folder.mkdir(exist_ok=True)
+        checkpoint.save_rank(folder, read)
+        assert same(checkpoint.load_rank(folder, 0, SIGNATURE), read)
+        checkpoint.average([read])
+
+    check()
+
+
+def test_a_damaged_checkpoint_never_hides_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for fill in (1.0, 2.0):
+        checkpoint.save_rank(tmp_path, make_state(0, 2, fill=fill))
+    file = file_of(tmp_path)
+    whole = file.read_bytes()
+
+    @fuzz(300)
+    @given(files(whole).filter(lambda of: not of[1]))
+    def check(of: tuple[bytes, bool]) -> None:
+        file.write_bytes(of[0])
+        read = checkpoint.load_rank(tmp_path, 0, SIGNATURE)
+        is_new = same(read, make_state(0, 2, fill=2.0))
+        assert is_new or same(read, make_state(0, 2, fill=1.0))
+        assert is_new != ("The one before it is used." in capsys.readouterr().err)
+
+    check()
+
+
+def test_a_policy_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
+    file, named = tmp_path / "policy.safetensors", {"weight": torch.ones(2, 3), "bias": torch.arange(2.0)}
+    checkpoint.save_policy(file, named, {"global_steps": 5, "config": {"a": 1}})
+    whole = file.read_bytes()
+
+    @fuzz(1000)
+    @given(files(whole))
+    def check(of: tuple[bytes, bool]) -> None:
+        data, forged = of
+        file.write_bytes(data)
+        try:
+            read, header = checkpoint.load_policy(file)
+        except PalaError as error:
+            assert str(file) in str(error)
+            return
+        assert isinstance(header["global_steps"], int)
+        if not forged:
+            assert header["global_steps"] == 5 and read.keys() == named.keys()
+            assert all(read[name].equal(tensor) for name, tensor in named.items())
+
+    check()

@@ -1,0 +1,135 @@
+"""The lock of a run's folder: one job at a time, and none that died keeps it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import CARTPOLE, Launcher, ranks_in, record_of, wait_for
+
+from pala import run_folder
+from pala.errors import PalaError
+
+
+def test_a_second_job_is_refused_while_any_rank_of_the_first_lives(tmp_path: Path) -> None:
+    assert run_folder.who_trains(tmp_path) is None
+    first = run_folder.lock(tmp_path)
+    others = [run_folder.join_lock(tmp_path) for _ in range(2)]
+    assert first is not None
+    for file in (first, *others):
+        with pytest.raises(PalaError, match=rf"Another job trains in run folder '.*' \(process {os.getpid()} on .+\)"):
+            run_folder.lock(tmp_path)
+        assert f"process {os.getpid()} on " in (run_folder.who_trains(tmp_path) or "")
+        file.close()
+    assert run_folder.who_trains(tmp_path) is None
+    again = run_folder.lock(tmp_path)
+    assert again is not None
+    again.close()
+
+
+def test_a_refused_job_changes_nothing(tmp_path: Path) -> None:
+    first = run_folder.lock(tmp_path)
+    assert first is not None
+    before = (tmp_path / ".lock").read_bytes()
+    with pytest.raises(PalaError):
+        run_folder.lock(tmp_path)
+    run_folder.who_trains(tmp_path)
+    assert (tmp_path / ".lock").read_bytes() == before
+    run_folder.join_lock(tmp_path).close()
+    first.close()
+
+
+def test_a_killed_process_keeps_no_lock(tmp_path: Path) -> None:
+    source = "import sys, time, pathlib\nfrom pala import run_folder\n"
+    source += "kept = run_folder.lock(pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\ntime.sleep(60)\n"
+    other = subprocess.Popen([sys.executable, "-c", source, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "locked\n"
+    with pytest.raises(PalaError, match=f"process {other.pid} on"):
+        run_folder.lock(tmp_path)
+    other.kill()
+    other.communicate()
+    file = run_folder.lock(tmp_path)
+    assert file is not None
+    file.close()
+
+
+RIVAL = """
+import sys
+from pathlib import Path
+from pala import errors, run_folder
+run, wins = Path(sys.argv[1]), 0
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(300):
+    try:
+        with run_folder.lock(run):
+            (run / "owner").touch(exist_ok=False)
+            (run / "owner").unlink()
+            wins += 1
+    except errors.PalaError:
+        continue
+print(wins)
+"""
+
+
+def test_of_two_jobs_that_start_at_once_one_at_most_goes_on(tmp_path: Path) -> None:
+    """Also when one comes in while the other turns its exclusive lock into a shared one."""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", RIVAL, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for job in jobs:
+        assert job.stdout is not None and job.stdout.readline() == "ready\n"
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write("\n")
+        job.stdin.flush()
+    wins = [int(job.communicate(timeout=60)[0]) for job in jobs]  # two owners at a time would have raised
+    assert all(job.returncode == 0 for job in jobs) and sum(wins) > 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said_once(code: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert run_folder.lock(tmp_path) is None
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"cannot be locked ({os.strerror(code)})" in said
+    assert run_folder.who_trains(tmp_path) is None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_host_that_does_not_see_the_folder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PalaError, match=r"cannot use run folder .* \(No such file or directory\)\. All hosts need one"):
+        run_folder.join_lock(tmp_path / "elsewhere")
+
+
+@pytest.mark.mpi
+def test_two_jobs_in_one_folder(mpi: Launcher, tmp_path: Path) -> None:
+    """The second is refused with a sentence, the first does not notice; when all its ranks are killed, another may."""
+    arguments = [*CARTPOLE, "--run.name", "r", "--run.checkpoint-interval-s", "1"]
+    run = tmp_path / "runs" / "r"
+    job = mpi.start_train(2, *arguments, "--total-steps", "100000000", cwd=tmp_path)
+    wait_for(lambda: (run / "run.json").exists() or job.process.poll() is not None, what="training")
+    second = mpi.train(2, "--resume", str(run), cwd=tmp_path)
+    assert second.status == 2 and second.output.count("pala: error:") == 1 and "Traceback" not in second.output
+    assert f"Another job trains in run folder '{run}' (process " in second.output
+    assert job.process.poll() is None
+    assert len(record_of(run)["segments"]) == len(list((run / "checkpoints").iterdir())) == 1
+    ranks = ranks_in(tmp_path)
+    assert len(ranks) == 2
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    third = mpi.train(2, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
+    assert third.status == 0 and record_of(run)["completed"] and len(record_of(run)["segments"]) == 2, third.output
+    job.wait(30)

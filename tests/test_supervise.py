@@ -1,0 +1,294 @@
+"""The supervisor: what died is resumed, what should not be is not, and it knows when to give up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import supervise
+from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, ranks_in, record_of, wait_for
+from supervise import Host, Supervisor, read_hosts, read_options
+from test_checkpoint import make_state
+from test_hosts import possible  # noqa: F401 - a fixture
+from virtual_hosts import VirtualHosts
+
+from pala import checkpoint, run_folder
+from pala.config import Config
+from pala.errors import PalaError
+from pala.train import parse
+
+SCRIPT = REPOSITORY / "launch" / "supervise.py"
+OFTEN = ["--run.name", "r", "--run.checkpoint-interval-s", "0.5"]
+
+# ---- what it decides, with jobs that only leave their files ----------------------------------------------------------
+
+Attempt = Callable[["Scripted"], int]
+
+
+class Scripted(Supervisor):
+    """Its jobs are functions."""
+
+    def __init__(self, arguments: list[str], script: list[Attempt]) -> None:
+        super().__init__(*read_options(["--pause-s", "0", *arguments]))
+        self.script, self.told = script, []
+
+    def _run_job(self, start, hosts, steps) -> int:
+        self.told.append(self._train_arguments())
+        return self.script[min(start, len(self.script) - 1)](self)
+
+
+def attempt(steps: int, status: int, completes: bool = False) -> Attempt:
+    """A job that trains up to so many steps."""
+
+    def run(of: Scripted) -> int:
+        of.run.mkdir(parents=True, exist_ok=True)
+        checkpoint.save_rank(checkpoint.new_segment(of.run), make_state(steps=steps))
+        record = run_folder.RunRecord(of.run, Config(), {})
+        if completes:
+            record.end("completed")
+        return status
+
+    return run
+
+
+def dies_early(_: Scripted) -> int:
+    return 137
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_is_resumed_until_its_record_says_that_it_is_complete(there: Path, capsys) -> None:
+    """Not by mpirun's status, which is 0 for a job that lost a host."""
+    jobs = [attempt(100, 0), attempt(200, 137), attempt(300, 1, completes=True)]
+    supervisor = Scripted(["--run.name", "r", "--total-steps", "300"], jobs)
+    assert supervisor.supervise() == 0
+    again = ["--resume", "runs/r", "--run.name", "r", "--total-steps", "300"]
+    assert supervisor.told == [["--run.name", "r", "--total-steps", "300", "--run.name", "r"], again, again]
+    said = capsys.readouterr().err
+    assert "Checkpoints: 1,100 steps" in said and "is complete after 2 restarts" in said
+
+
+def test_restarts_are_bounded(there: Path, capsys) -> None:
+    jobs = [attempt(100 * start, 137) for start in range(1, 9)]
+    supervisor = Scripted(["--run.name", "r", "--restarts", "4"], jobs)
+    assert supervisor.supervise() == 1 and len(supervisor.told) == 5
+    said = capsys.readouterr().err
+    assert "gives up on run 'runs/r': 4 restarts were not enough." in said and "go on with `--resume runs/r`" in said
+
+
+def test_two_restarts_without_progress_are_enough(there: Path, capsys) -> None:
+    jobs = [attempt(100, 137), attempt(100, 137), attempt(200, 137), attempt(200, 137), attempt(200, 137)]
+    supervisor = Scripted(["--run.name", "r", "--restarts", "99"], jobs)
+    assert supervisor.supervise() == 1 and len(supervisor.told) == 5
+    assert "2 restarts one after the other brought no newer checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_that_never_began_is_begun_anew(there: Path) -> None:
+    def only_a_folder(of: Scripted) -> int:
+        of.run.mkdir(parents=True)
+        return 1
+
+    supervisor = Scripted(["--run.name", "r"], [dies_early, only_a_folder, attempt(5, 0, completes=True)])
+    assert supervisor.supervise() == 0
+    assert [told[-1] for told in supervisor.told] == ["r", "r", "r-try2"]
+
+
+def test_an_earlier_completion_is_not_this_ones(there: Path) -> None:
+    assert Scripted(["--run.name", "r"], [attempt(5, 0, completes=True)]).supervise() == 0
+    later = Scripted(["--resume", "runs/r", "--total-steps", "9"], [dies_early, attempt(9, 0, completes=True)])
+    assert later.supervise() == 0 and len(later.told) == 2
+    assert later.told[0] == later.told[1] == ["--resume", "runs/r", "--total-steps", "9"]
+
+
+def test_the_preset_is_not_given_again(there: Path) -> None:
+    (there / "my.toml").write_text("total_steps = 5\n[run]\nname = 'r'\ndir = 'elsewhere'\n")
+    supervisor = Scripted(["./my.toml", "--seed", "3"], [attempt(1, 1), attempt(5, 0, completes=True)])
+    assert supervisor.supervise() == 0
+    assert supervisor.told[1] == ["--resume", "elsewhere/r", "--seed", "3"]
+    assert parse(supervisor.told[1]).resume == Path("elsewhere/r")
+
+
+def test_a_job_that_outlives_its_mpirun_is_waited_for(there: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = []
+
+    def leaves_a_rank(of: Scripted) -> int:
+        status = attempt(len(locks), 137)(of)
+        source = "import sys\nfrom pathlib import Path\nfrom pala import run_folder\n"
+        source += "kept = run_folder.lock(Path('runs/r'))\nprint('locked', flush=True)\nsys.stdin.read()\n"
+        other = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        locks.append(other)
+        return status
+
+    def after_it(of: Scripted) -> int:
+        assert locks[0].poll() is not None, "a second job was started beside the first"
+        return attempt(9, 0, completes=True)(of)
+
+    def end_of_the_rank(_: float, sleep=time.sleep) -> None:
+        locks[0].kill()
+        locks[0].wait()
+        sleep(0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervise.time, "sleep", end_of_the_rank)
+        assert Scripted(["--run.name", "r"], [leaves_a_rank, after_it]).supervise() == 0
+    monkeypatch.setattr(supervise, "_LEFT_OVER_S", 0.0)
+    supervisor = Scripted(["--resume", "runs/r"], [leaves_a_rank])
+    assert supervisor.supervise() == 1 and len(supervisor.told) == 1
+    assert f"ranks of a job still train in it (process {locks[1].pid} on " in capsys.readouterr().err
+    locks[1].communicate()
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a:2,b:1", [("a", 2), ("b", 1)]), ("10.0.0.1", [("10.0.0.1", 1)]), ("a,b,a", [("a", 2), ("b", 1)]),
+        ("# of mine\nn-1 slots=4 max_slots=8\n\nn-2:3 # fast\nn_3\n", [("n-1", 4), ("n-2", 3), ("n_3", 1)]),
+    ],
+)  # fmt: skip
+def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str, int]], tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text.replace(",", "\n"))
+    assert read_hosts(None, file) == [Host(*host) for host in hosts]
+    if "\n" not in text:
+        assert read_hosts(text, None) == [Host(*host) for host in hosts]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--host", "a:2,b", "-n", "4"], "'-n 4' is more than the hosts take, 3"),
+        (["--host", "a b"], "'a b' is no host"), (["--host", ""], "there is no host"),
+        (["--host", "a:0"], "that takes no rank"), (["--hostfile", "nowhere"], "Host file 'nowhere' cannot be read"),
+        (["--host", "a", "--hostfile", "b"], "not both"), (["missing.toml"], "Preset 'missing.toml' does not exist"),
+        (["--resume", "nowhere"], "'nowhere' is not a run's folder"), (["--a2c.gama", "1"], "was not understood"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_found_before_anything_starts(arguments: list[str], sentence: str, there: Path) -> None:
+    with pytest.raises(PalaError, match=sentence):
+        Supervisor(*read_options(arguments))
+
+
+# ---- with real jobs --------------------------------------------------------------------------------------------------
+
+
+def start(launcher: Launcher, *arguments: str, cwd: Path) -> Job:
+    command = [str(launcher.folder / "python"), str(SCRIPT), "--pause-s", "0.2", *arguments]
+    return launcher.start_command(command, cwd=cwd)
+
+
+def wait_for_checkpoints(job: Job, run: Path) -> None:
+    """Until the ranks have saved while they trained."""
+    later = run / "checkpoints/segment-000/rank-0000.previous.safetensors"
+    wait_for(lambda: later.exists() or job.process.poll() is not None, what="a second checkpoint")
+    assert job.process.poll() is None, job.wait().output
+
+
+@pytest.fixture
+def tidy(tmp_path: Path) -> Iterator[None]:
+    """Afterwards nothing is left running; it is ended where a test failed."""
+    yield
+    try:
+        wait_for(lambda: not processes_in(tmp_path), 20, "the end of all processes")
+    finally:
+        for pid in ranks_in(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("tidy")
+def test_a_job_whose_rank_is_killed_is_resumed_to_completion(mpi: Launcher, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    job = start(mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "40000", cwd=tmp_path)
+    wait_for_checkpoints(job, run)
+    os.kill(ranks_in(tmp_path)[-1], signal.SIGKILL)
+    job.wait()
+    assert job.status == 0, job.output
+    assert "supervise: restart 1 of 3: 2 ranks resume 'runs/r' from" in job.output
+    assert "supervise: run 'runs/r' is complete after 1 restart." in job.output
+    record = record_of(run)
+    assert record["completed"] and [segment["resumed"] for segment in record["segments"]] == [False, True]
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.usefixtures("tidy")
+def test_a_killed_mpirun_is_resumed_beside_nobody(mpi: Launcher, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    job = start(mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "40000", cwd=tmp_path)
+    wait_for_checkpoints(job, run)
+    (mpirun,) = map(int, Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split())
+    os.kill(mpirun, signal.SIGKILL)
+    job.wait()
+    assert job.status == 0 and "ended with status 137" in job.output and "Another job" not in job.output, job.output
+    assert record_of(run)["completed"]
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("tidy")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    job = start(any_mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "100000000", cwd=tmp_path)
+    wait_for_checkpoints(job, run)
+    job.process.send_signal(number)
+    job.wait(60)
+    assert job.status != 0 and "checkpoint written to" in job.output, job.output
+    assert f"after {signal.Signals(number).name}" in job.output and "restart" not in job.output
+    assert [segment["status"] for segment in record_of(run)["segments"]] == ["stopped"]
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("tidy")
+def test_a_users_mistake_is_not_restarted(mpi: Launcher, tmp_path: Path) -> None:
+    job = start(mpi, "-n", "2", "--env.id", "CratPole-v1", cwd=tmp_path).wait()
+    assert job.status == 2 and job.output.count("supervise: start") == 1 and "restart 1" not in job.output
+    assert job.output.count("did you mean 'CartPole-v1'?") == 1
+    job = start(mpi, "--mpirun", "nowhere/mpirun", *CARTPOLE, cwd=tmp_path).wait()
+    assert job.status == 2 and "'nowhere/mpirun' is not installed" in job.output and "Traceback" not in job.output
+
+
+def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
+    job = subprocess.Popen(
+        [sys.executable, SCRIPT, "--mpirun", "false", "--pause-s", "60"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stderr is not None
+    while "the run is not complete" not in job.stderr.readline():
+        assert job.poll() is None
+    job.terminate()
+    job.communicate(timeout=30)
+    assert job.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("tidy")
+def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:  # noqa: F811
+    run = tmp_path / "runs" / "r"
+    with VirtualHosts(2) as hosts:
+        _, environment = hosts.mpirun([])
+        where = ",".join(f"{address}:1" for address in hosts.addresses)
+        command = [str(possible.folder / "python"), str(SCRIPT), "--pause-s", "0.2", "--host", where]
+        job = possible.start_command(
+            [*hosts.inside(0), *command, *CARTPOLE, *OFTEN, "--total-steps", "40000"], cwd=tmp_path, env=environment
+        )
+        wait_for_checkpoints(job, run)
+        assert record_of(run)["segments"][0]["hosts"] == ["vhost0", "vhost1"]
+        hosts.kill(1)
+        job.wait()
+    assert job.status == 0, job.output
+    assert f"supervise: host {hosts.addresses[1]} does not start a process and is left out." in job.output
+    record = record_of(run)
+    assert record["completed"] and [segment["hosts"] for segment in record["segments"][1:]] == [["vhost0"]]
