@@ -49,7 +49,7 @@ def attempt(steps: int, status: int, completes: bool = False) -> Attempt:
     def run(of: Scripted) -> int:
         of.run.mkdir(parents=True, exist_ok=True)
         checkpoint.save_rank(checkpoint.new_segment(of.run), make_state(steps=steps))
-        record = run_folder.RunRecord(of.run, Config(), {})
+        record = run_folder.RunRecord.begin(of.run, Config(), {})
         if completes:
             record.end("completed")
         return status
@@ -211,7 +211,9 @@ def test_a_job_whose_rank_is_killed_is_resumed_to_completion(mpi: Launcher, tmp_
     run = tmp_path / "runs" / "r"
     job = start(mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "40000", cwd=tmp_path)
     wait_for_checkpoints(job, run)
-    os.kill(ranks_in(tmp_path)[-1], signal.SIGKILL)
+    victims = ranks_in(tmp_path)
+    for pid in victims if mpi.name == "openmpi" else victims[-1:]:  # there a job outlives one of its ranks
+        os.kill(pid, signal.SIGKILL)
     job.wait()
     assert job.status == 0, job.output
     assert "supervise: restart 1 of 3: 2 ranks resume 'runs/r' from" in job.output
