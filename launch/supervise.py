@@ -43,8 +43,14 @@ _FUTILE_RESTARTS = 2
 _GENTLY = signal.SIGUSR1  # after SIGTERM, Open MPI's mpirun gives ranks 0.2 s: too little for a checkpoint
 
 
-# Of Open MPI; options in `--mpirun` win. `:oversubscribe`, good for one host, would put all ranks on the first.
-_BY_SLOTS = {"PRTE_MCA_rmaps_default_mapping_policy": "slot"}
+# Of Open MPI; options in `--mpirun` win. `:oversubscribe`, good for one host, would put all ranks on the first. A host
+# that cannot be reached any more ends the job after 15 to 35 s; Open MPI's own settings leave that to 8 minutes.
+_BETWEEN_HOSTS = {
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot",
+    "PRTE_MCA_oob_tcp_keepalive_time": "20",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "3",
+}
 
 
 class Host(NamedTuple):
@@ -137,7 +143,7 @@ class Supervisor:
         # A session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here alone.
         self._job = subprocess.Popen(
             [*self.mpirun, *placed, sys.executable, "-m", "pala.train", *arguments],
-            env=os.environ | (_BY_SLOTS if hosts else {}), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env=os.environ | (_BETWEEN_HOSTS if hosts else {}), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
         if self._signal is not None:  # it came before there was a job to pass it on to

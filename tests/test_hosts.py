@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +95,31 @@ def test_a_killed_host_leaves_nothing(possible: Launcher, tmp_path: Path) -> Non
         job.wait(30)  # Open MPI ends the job; its exit status is then 0 all the same
     assert not record_of(tmp_path / "runs/r")["completed"]
     assert not processes_in(tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_outlive_a_link_that_is_cut_for_ten_seconds(possible: Launcher, tmp_path: Path) -> None:
+    """Each side trains on, and the two find together again; what both do without knowing of it is overshoot."""
+    with VirtualHosts(2) as hosts:
+        ranks = ["--with-ft", "ulfm", str(possible.folder / "python"), "-m", "pala.train", *CARTPOLE, "--run.name", "r"]
+        command, environment = hosts.mpirun(
+            [*ranks, "--total-steps", "100000"], ranks_per_host=2, mpirun=str(possible.folder / "mpirun")
+        )
+        job = possible.start_command(command, cwd=tmp_path, env=environment)
+        wait_for_training(job, tmp_path)
+        hosts.set_link(1, up=False)
+        time.sleep(10)
+        cut_at = [records[-1]["time_s"] for records in read_run(tmp_path / "runs/r")]
+        hosts.set_link(1, up=True)
+        job.wait(240)
+        assert job.status == 0, job.output
+    record, ranks = record_of(tmp_path / "runs/r"), read_run(tmp_path / "runs/r")
+    assert record["completed"] and "lost_ranks" not in record["segments"][0]
+    for records, time_s in zip(ranks, cut_at, strict=True):
+        times = [r["time_s"] for r in records if r["type"] == "interval"]
+        assert max(b - a for a, b in itertools.pairwise(times)) < 8, "it waited for the other side"
+        later = [r for r in records if r["type"] == "interval" and r["time_s"] > time_s + 5]
+        assert sum(r["models_mixed"] for r in later) > 0
 
 
 def test_links_can_be_cut_and_mended(possible: Launcher) -> None:

@@ -277,19 +277,24 @@ def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("tidy")
-def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("fault", ["killed", pytest.param("cut off", marks=pytest.mark.slow)])
+def test_a_lost_host_is_left_out(possible: Launcher, fault: str, tmp_path: Path) -> None:  # noqa: F811
+    """A host that is cut off trains on by itself, until Open MPI misses it and ends the job on both sides."""
     run = tmp_path / "runs" / "r"
     with VirtualHosts(2) as hosts:
         _, environment = hosts.mpirun([])
         where = ",".join(f"{address}:1" for address in hosts.addresses)
         command = [str(possible.folder / "python"), str(SCRIPT), "--pause-s", "0.2", "--host", where]
         job = possible.start_command(
-            [*hosts.inside(0), *command, *CARTPOLE, *OFTEN, "--total-steps", "40000"], cwd=tmp_path, env=environment
+            [*hosts.inside(0), *command, *CARTPOLE, *OFTEN, "--total-steps", "100000"], cwd=tmp_path, env=environment
         )
         wait_for_checkpoints(job, run)
         assert record_of(run)["segments"][0]["hosts"] == ["vhost0", "vhost1"]
-        hosts.kill(1)
-        job.wait()
+        if fault == "killed":
+            hosts.kill(1)
+        else:
+            hosts.set_link(1, up=False)
+        job.wait(240)
     assert job.status == 0, job.output
     assert f"supervise: host {hosts.addresses[1]} does not start a process and is left out." in job.output
     record = record_of(run)
