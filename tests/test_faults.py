@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -273,3 +274,46 @@ def test_ulfm_is_what_survives(any_mpi: Launcher) -> None:
     """The tests above say something only if the launcher knows the option."""
     done = subprocess.run([any_mpi.folder / "mpirun", "--version"], capture_output=True, text=True, check=True)
     assert "(Open MPI) 5" in done.stdout
+
+
+SLOWED = """
+import os, sys, time
+import gymnasium
+import pala.train as cli
+RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
+class Slowed(gymnasium.Wrapper):
+    def step(self, action):
+        slow = RANK == 1 and int(time.time() / {period_s}) % 2
+        time.sleep(0.016 if slow else 0.004)
+        return super().step(action)
+make = gymnasium.make
+gymnasium.make = lambda *a, **k: Slowed(make(*a, **k))
+sys.argv[1:] = {arguments!r}
+cli.main()
+"""
+
+
+def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi: Launcher, tmp_path: Path) -> None:
+    """It is slow for three seconds, then as fast as they for three, and so on; on a ring, everybody waits for one peer.
+
+    The environments sleep, so that ranks do not take one another's cores."""
+    period_s = 3.0
+    arguments = [*CARTPOLE, "--env.num-envs", "1", "--run.name", "r", "--exchange.topology", "ring", *ENDLESS]
+    (tmp_path / "script.py").write_text(SLOWED.format(period_s=period_s, arguments=arguments))
+    python = str(any_mpi.folder / "python")
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "4", python, "script.py", cwd=tmp_path)
+    wait_until_all_train(tmp_path, 4)
+    begin_s = time.time() - intervals(tmp_path / "runs/r", 0)[-1]["time_s"]
+    time.sleep(6 * period_s)
+    end_by(job, signal.SIGUSR1, tmp_path)
+    speeds: dict[tuple[bool, bool], list[float]] = {}
+    for rank in range(4):
+        for record in intervals(tmp_path / "runs/r", rank)[2:-1]:
+            phase, at = divmod((begin_s + record["time_s"]) / period_s, 1)
+            if 0.3 < at < 0.9:  # the half second before it lies well within
+                speeds.setdefault((rank == 1, phase % 2 == 1), []).append(record["local_steps_per_s"])
+    slow, others = (
+        statistics.median(speeds[who, True]) / statistics.median(speeds[who, False]) for who in (True, False)
+    )
+    print(f"\nwhile one rank runs at {slow:.2f} of its speed, the others run at {others:.3f} of theirs")
+    assert slow < 0.5 and others > 0.9
