@@ -97,9 +97,19 @@ def _check_owner(path: Path, state: RankState, rank: int, ranks: int | None) -> 
 def load_all(folder: Path, signature: int) -> list[RankState]:
     """The checkpoints of all ranks of a segment, but for those that died: theirs are old."""
     first = load_rank(folder, 0, signature)
-    states = [first, *(load_rank(folder, rank, signature, first.ranks) for rank in range(1, first.ranks))]
-    lost = {rank for state in states for rank in state.counters.get("lost", [])}
-    return [state for state in states if state.rank not in lost]
+    states, faults = {0: first}, {}
+    for rank in range(1, first.ranks):
+        try:
+            states[rank] = load_rank(folder, rank, signature, first.ranks)
+        except PalaError as error:
+            faults[rank] = error
+    lost = {rank for state in states.values() for rank in state.counters.get("lost", [])}
+    if len(lost) == first.ranks:  # they took each other for dead: none of them is
+        lost = set()
+    for rank, fault in faults.items():
+        if rank not in lost:
+            raise fault
+    return [state for rank, state in states.items() if rank not in lost]
 
 
 def global_steps(run: Path) -> int:
@@ -261,7 +271,7 @@ def _are_counters(state: RankState) -> bool:
     counters = state.counters
     if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "local_steps"}):
         return False
-    steps, weight = counters["local_steps"], counters["weight"]
+    steps, weight, lost = counters["local_steps"], counters["weight"], counters.get("lost", [])
     counts = [state.rank, state.ranks, state.signature, *(counters[name] for name in _COUNTS)]
     return (
         isinstance(steps, list)
@@ -269,6 +279,8 @@ def _are_counters(state: RankState) -> bool:
         and state.rank < state.ranks == len(steps)
         and all(type(number) in (int, float) and math.isfinite(number) for number in (weight, counters["time_s"]))
         and weight > 0
+        and isinstance(lost, list)
+        and all(type(rank) is int and 0 <= rank < state.ranks and rank != state.rank for rank in lost)
     )
 
 

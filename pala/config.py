@@ -227,7 +227,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "a2c.rollout_steps": (1, 1e6), "a2c.gamma": (0, 1), "a2c.gae_lambda": (0, 1), "a2c.learning_rate": (0, 1e6),
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
-    "exchange.max_staleness": (0, 1e9), "exchange.top_k_fraction": (1e-9, 1),
+    "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.1, 1e6), "exchange.top_k_fraction": (1e-9, 1),
     "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
     "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4),
 }  # fmt: skip

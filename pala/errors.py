@@ -20,5 +20,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
+class EndError(PalaError):
+    """The ranks did not come together at the end: the job ends as it is, with its checkpoints."""
+
+
 class CollectiveError(PalaError):
     """A PalaError that every rank has raised together: one of them prints it, and none needs to be aborted."""

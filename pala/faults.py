@@ -15,17 +15,17 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from pala.errors import PalaError
+from pala.errors import EndError
 from pala.runtime import Interrupt, can_survive
 
 T = TypeVar("T")
 
-PATIENCE_AFTER_SIGNAL_S = 10.0
+_PATIENCE_AFTER_SIGNAL_S = 10.0
 
 
 def is_death(error: BaseException) -> bool:
     """True if an MPI call failed because a rank that it needed is dead."""
-    return isinstance(error, MPI.Exception) and error.Get_error_class() in (
+    return can_survive() and isinstance(error, MPI.Exception) and error.Get_error_class() in (
         MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED,
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ class Barrier:
 
 
 def wait_quietly(done: Callable[[], bool], timeout_s: float | None, interrupt: Interrupt) -> None:
-    """Wait without spinning a core; after a signal, not for long. Raises PalaError when time is up."""
+    """Wait without spinning a core; after a signal, not for long. Raises EndError when time is up."""
     begin, sleep_s = time.monotonic(), 1e-4
     signalled_at: float | None = None
     while not done():
@@ -82,9 +82,12 @@ def wait_quietly(done: Callable[[], bool], timeout_s: float | None, interrupt: I
         if interrupt.signal is not None and signalled_at is None:
             signalled_at = now
         if timeout_s is not None and now > begin + timeout_s:
-            raise PalaError(f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here.")
-        if signalled_at is not None and now > signalled_at + PATIENCE_AFTER_SIGNAL_S:
-            raise PalaError("The other ranks did not end after the signal; this one's checkpoint is written.")
+            raise EndError(
+                f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here. This rank's checkpoint "
+                "is written: go on by `--resume`."
+            )
+        if signalled_at is not None and now > signalled_at + _PATIENCE_AFTER_SIGNAL_S:
+            raise EndError("The other ranks did not end after the signal; this one's checkpoint is written.")
         time.sleep(sleep_s)
         sleep_s = min(2 * sleep_s, 0.01)
 
@@ -93,7 +96,7 @@ def among_the_living(
     comm: MPI.Comm, action: Callable[[MPI.Comm], T], timeout_s: float | None, interrupt: Interrupt
 ) -> T:
     """`action(communicator of those who live)`, in which it may communicate; if one dies meanwhile, all do it again
-    without it. Collective, for all who live. Raises PalaError when the others do not come within `timeout_s`."""
+    without it. Collective, for all who live. Raises EndError when the others do not come within `timeout_s`."""
     while True:
         wait_quietly(Barrier(comm).done, timeout_s, interrupt)  # asleep: what follows would spin
         if not can_survive():

@@ -6,6 +6,7 @@ An error that one rank meets while all ranks start is raised on all of them, so 
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import signal
 import sys
@@ -17,13 +18,14 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import mpi4py
 
 from pala.config import Config, flatten, to_table
-from pala.errors import CollectiveError, PalaError
+from pala.errors import CollectiveError, EndError, PalaError
 from pala.runtime import Launch, can_survive, say, share_of_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+_FINALIZE_S = 60.0
 
 
 def start_mpi() -> MPI.Comm:
@@ -101,7 +103,9 @@ def leave_mpi(comm: MPI.Comm) -> Callable[[int], NoReturn]:
 
     if num_dead(comm) > 0:
         return _exit_at_once
+    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # somebody may die now, still
     MPI.Finalize()
+    faulthandler.cancel_dump_traceback_later()
     return sys.exit
 
 
@@ -120,14 +124,14 @@ def abort(comm: MPI.Comm, error: BaseException) -> NoReturn:
     if isinstance(error, PalaError):
         say(f"pala: error: {error}")
     elif is_death(error):
-        say(f"pala: error: rank {comm.rank}: another rank died while the job was starting; start it again.")
+        say(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
         comm.Abort(1)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         say(f"pala: error: rank {comm.rank}: {error}. What was written before is kept: make room, then `--resume`.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         say(f"pala: rank {comm.rank} failed; {'the job ends' if is_alone(comm) else 'the others go on'}.\n{text}")
-    if not is_alone(comm) and not isinstance(error, KeyboardInterrupt):
+    if not is_alone(comm) and not isinstance(error, (EndError, KeyboardInterrupt)):
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     comm.Abort(status)
     raise error  # not reached

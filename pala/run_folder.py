@@ -178,7 +178,7 @@ class RunRecord:
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self._file, self._record = path / "run.json", record
-        self._segment: dict[str, Any] = record["segments"][-1]
+        self.segment: dict[str, Any] = record["segments"][-1]
 
     @classmethod
     def begin(cls, path: Path, config: Config, segment: dict[str, Any]) -> RunRecord:
@@ -199,13 +199,13 @@ class RunRecord:
 
     def end(self, status: str, **facts: Any) -> None:
         """`completed`, `stopped` (by a signal) or `failed`."""
-        self._segment |= {"ended": _now(), "status": status} | facts
+        self.segment |= {"ended": _now(), "status": status} | facts
         self._record["completed"] = status == "completed"
         self._write()
 
     def note(self, **facts: Any) -> None:
         """Add facts to the segment while it runs."""
-        self._segment |= facts
+        self.segment |= facts
         self._write()
 
     def _write(self) -> None:

@@ -7,6 +7,7 @@ waits for ever; an error later ends the job through `MPI_Abort` (`pala.train`).
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM, Signals
@@ -23,7 +24,7 @@ from pala.checkpoint import RankState
 from pala.config import Config, to_table
 from pala.console import Reporter
 from pala.envs import MakeEnv
-from pala.errors import CollectiveError
+from pala.errors import CollectiveError, EndError, PalaError
 from pala.exchange import ExchangeState, Stop, flat_checksum, make_exchange
 from pala.faults import among_the_living
 from pala.files import write_atomically
@@ -64,8 +65,8 @@ def train(
         except CollectiveError:
             job.abandon()
             raise
-        except BaseException:
-            if is_alone(comm):
+        except BaseException as error:
+            if is_alone(comm) or isinstance(error, EndError):
                 job.record_end("failed")
             raise
         finally:
@@ -82,7 +83,7 @@ class _Job:
         cores = cores_per_rank(comm)
         self.threads = config.run.threads or cores
         self.record: run_folder.RunRecord | None = None
-        self.lost: dict[int, dict[str, Any]] = {}  # ranks that died, as run.json names them
+        self.is_first = self.rank == 0  # at the end: of the ranks that live
         self.reporter: Reporter | None = None
         self.lock: IO[str] | None = None  # of the run's folder: held on every rank until the end
 
@@ -234,6 +235,7 @@ class _Job:
         if self.record is not None:
             self.record.note(message_bytes=self.exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self.learner.run(self.env_seeds, self._on_interval, self._save_or_say)
+        self.envs.close()
         if stop is Stop.BUDGET:  # a full disk should not keep the ranks from the smaller file, the final policy
             self._save_or_say()
         else:
@@ -247,14 +249,14 @@ class _Job:
         elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
             stop = Stop.SIGNAL
             self._record_stop()
-        self.envs.close()
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal())
-        return Result(self.folder, status, self.exchange.global_steps, signal, leads=self._leads)
+        return Result(self.folder, status, self.exchange.global_steps, signal, leads=self.is_first)
 
     def _signal(self) -> Signals:
         return self.interrupt.signal or SIGTERM  # a peer's signal stops all
 
     def _record_stop(self) -> None:
+        self._lead_if_first()
         if self._leads:
             say(f"[rank {self.rank}] {self._signal().name}: checkpoint written to '{self.segment}'.")
         self.record_end("stopped", global_steps=self.exchange.global_steps, signal=self._signal().name)
@@ -273,14 +275,21 @@ class _Job:
         """The lowest rank that lives keeps run.json and the console, whichever that is by now. Not collective."""
         if not self._leads:
             return
+        try:
+            self._lead(self.exchange.living)
+        except (OSError, PalaError) as error:  # a full disk: the next interval tries again
+            say(f"[rank {self.rank}] 'run.json' cannot be written: {error}. Training goes on.")
+
+    def _lead(self, living: Sequence[int]) -> None:
+        """Raises OSError, PalaError if run.json cannot be written, or read after the death of who kept it."""
         if self.record is None:
             self.record, self.reporter = run_folder.RunRecord.take_over(self.folder), self._make_reporter()
-        living = self.exchange.living
-        if len(living) < self.size - len(self.lost):
+        lost = {entry["rank"]: entry for entry in self.record.segment.get("lost_ranks", [])}
+        fresh = [rank for rank in range(self.size) if rank not in living and rank not in lost]
+        if fresh:
             now_s = round(self.counters.time_s, 3)
-            fresh = [rank for rank in range(self.size) if rank not in living and rank not in self.lost]
-            self.lost |= {rank: {"rank": rank, "host": self.hosts[rank], "noticed_s": now_s} for rank in fresh}
-            self.record.note(lost_ranks=list(self.lost.values()))
+            entries = [{"rank": rank, "host": self.hosts[rank], "noticed_s": now_s} for rank in fresh]
+            self.record.note(lost_ranks=sorted([*lost.values(), *entries], key=lambda entry: entry["rank"]))
             for rank in fresh:
                 say(f"[rank {self.rank}] rank {rank} on {self.hosts[rank]} has died; {len(living)} go on.")
         if self.reporter is not None:
@@ -311,9 +320,10 @@ class _Job:
 
     def _complete(self, final: Tensor, living: MPI.Comm) -> None:
         """Write the final policy, and then that the run is complete. The first of the living only."""
-        if living.rank != 0:
+        self.is_first = living.rank == 0
+        if not self.is_first:
             return
-        self._lead_if_first()
+        self._lead(sorted(MPI.Group.Translate_ranks(living.group, list(range(living.size)), self.comm.group)))
         self.flat.data.copy_(final)
         header = {"config": to_table(self.config), "global_steps": self.exchange.global_steps, "ranks": self.size}
         checkpoint.save_policy(self.folder / "policy.safetensors", dict(self.network.state_dict()), header)

@@ -108,9 +108,9 @@ def _tidy(launcher: Launcher) -> Iterator[Launcher]:
         launcher.jobs.clear()
 
 
-@pytest.fixture(params=["openmpi", "mpich"])
+@pytest.fixture(params=["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
 def mpi(request: pytest.FixtureRequest) -> Iterator[Launcher]:
-    """Each MPI in turn; skipped, with the reason, where it is not installed."""
+    """Each MPI in turn; skipped, with the reason, where it is not installed. What runs often runs under one."""
     yield from _named(request.param)
 
 

@@ -58,7 +58,7 @@ def local_steps(run: Path) -> list[int]:
     return [intervals(run, rank)[-1]["local_steps"] for rank in range(len(read_run(run)))]
 
 
-@pytest.mark.parametrize("killed", [(2,), (0,), (1, 3)])
+@pytest.mark.parametrize("killed", [(0,), *(pytest.param(k, marks=pytest.mark.slow) for k in ((2,), (1, 3)))])
 def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, killed: tuple[int, ...], tmp_path: Path) -> None:
     job, run = (
         start(any_mpi, 4, "--total-steps", "30000", "--evaluation.episodes", "2", cwd=tmp_path),
@@ -87,6 +87,7 @@ def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, killed: t
     wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_a_rank_is_resumed_without_its_old_checkpoint(any_mpi: Launcher, tmp_path: Path) -> None:
     job, run = start(any_mpi, 3, "--total-steps", "12000", cwd=tmp_path), tmp_path / "runs/r"
     os.kill(wait_until_all_train(tmp_path, 3)[1], signal.SIGKILL)
@@ -125,6 +126,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["1", "012"])
 def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, ranks: str, tmp_path: Path) -> None:
     """If all fail, the run is not complete, whatever mpirun's status says."""
@@ -143,7 +145,8 @@ def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, ranks: str, tmp_
     wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     any_mpi: Launcher, ranks: int, tmp_path: Path
 ) -> None:
@@ -200,7 +203,7 @@ def end_by(job: Job, number: int, cwd: Path) -> None:
     wait_for(lambda: not processes_in(cwd), 5, "the end of all ranks")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("delay_s", [0.2, 1.0, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_a_signal_during_the_start(any_mpi: Launcher, number: int, delay_s: float, tmp_path: Path) -> None:
     """There is nothing to keep yet. mpirun's status may be 0: before Python has begun, USR1 just kills the ranks."""
@@ -212,6 +215,7 @@ def test_a_signal_during_the_start(any_mpi: Launcher, number: int, delay_s: floa
         assert not record_of(tmp_path / "runs/r")["completed"]
 
 
+@pytest.mark.slow
 def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi: Launcher, tmp_path: Path) -> None:
     """A step of five seconds stands for a slow environment or disk: mpirun would have killed it after a TERM."""
     source = """
@@ -248,6 +252,7 @@ def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi
     assert segment["status"] == "stopped" and segment["global_steps"] >= 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_during_the_evaluation(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
     """The policy is there by then; only the evaluation is missing."""
@@ -293,6 +298,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi: Launcher, tmp_path: Path) -> None:
     """It is slow for three seconds, then as fast as they for three, and so on; on a ring, everybody waits for one peer.
 

@@ -277,7 +277,8 @@ def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("tidy")
-@pytest.mark.parametrize("fault", ["killed", pytest.param("cut off", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["killed", "cut off"])
 def test_a_lost_host_is_left_out(possible: Launcher, fault: str, tmp_path: Path) -> None:  # noqa: F811
     """A host that is cut off trains on by itself, until Open MPI misses it and ends the job on both sides."""
     run = tmp_path / "runs" / "r"

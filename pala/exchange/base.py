@@ -90,7 +90,7 @@ class Exchange(abc.ABC):
     def close(self, timeout_s: float) -> Stop:
         """End the exchange: nothing is in flight after it, and all ranks agree on why training ended. Collective.
 
-        From here on `state` and `global_steps` are exact. Raises PalaError when peers do not close within
+        From here on `state` and `global_steps` are exact. Raises EndError when peers do not close within
         `timeout_s` seconds, or 10 s after a signal.
         """
 

@@ -17,7 +17,6 @@ its own, and is too late when it comes.
 from __future__ import annotations
 
 import enum
-import math
 import threading
 import time
 from collections import deque
@@ -28,8 +27,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from pala.errors import PalaError
-from pala.faults import Barrier, Deaths, is_death
+from pala.faults import Barrier, Deaths, is_death, wait_quietly
+from pala.runtime import Interrupt
 
 _MODEL_TAG, _CONTROL_TAG = 1, 2
 _HURRY_SLEEP_S, _BUSY_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.1
@@ -80,19 +79,20 @@ class DataProxy(threading.Thread):
     """Sends and receives for one rank of `comm`, which it duplicates. Starting and closing are collective."""
 
     def __init__(
-        self, comm: MPI.Comm, incoming: Incoming, on_message: Callable[[int, np.ndarray, float], None],
-        on_death: Callable[[int], None], patience_s: float,
+        self, comm: MPI.Comm, incoming: Incoming, on_message: Callable[[int, np.ndarray, float, bool], None],
+        on_death: Callable[[int], None], on_tick: Callable[[], None], patience_s: Callable[[], float],
     ) -> None:  # fmt: skip
-        """Each model is received into what `incoming.bytes` then is. `on_message(source, bytes, seconds it took)` and
-        `on_death(rank)` are called on whichever thread polls. A model that takes longer than `patience_s` seconds is
-        too late: it took for ever, and is no more in `incoming.bytes`."""
+        """Each model is received into what `incoming.bytes` then is; `on_message(source, bytes, seconds that it took,
+        whether it is too late)` and `on_death(rank)` are called on whichever thread polls, `on_tick()` ten times a
+        second on this one. A model that has taken more than `patience_s()` seconds when the next one comes is too late,
+        and no more in `incoming.bytes`."""
         super().__init__(name="pala-data-proxy", daemon=True)
         self.failure: BaseException | None = None
         self._hurry = False
         self._comm = comm.Dup()
         self._deaths = Deaths(self._comm)
         self._incoming, self._on_message, self._on_death = incoming, on_message, on_death
-        self._patience_s = patience_s
+        self._on_tick, self._patience_s = on_tick, patience_s
         self._outbox: deque[tuple[int, Outgoing]] = deque()
         self._control_outbox: deque[tuple[int, np.ndarray]] = deque()
         self._sends: list[_Send] = []
@@ -125,19 +125,19 @@ class DataProxy(threading.Thread):
         """Send a small message to `peer` with the next poll. Any thread."""
         self._control_outbox.append((peer, data))
 
-    def close(self, timeout_s: float) -> None:
-        """Receive what is still coming until every rank has closed. Collective.
+    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
+        """Receive what is still coming until every rank that lives has closed. Collective.
 
-        Raises PalaError if the others have not closed after `timeout_s` seconds.
+        Raises EndError if the others have not closed after `timeout_s` seconds, or soon after a signal.
         """
         self._closing = True
         self._wake.set()
-        self.join(timeout_s)
-        if self.is_alive():
-            raise PalaError(
-                f"Rank {self._comm.rank}: the other ranks did not end within {timeout_s:.0f} s of this one; the job "
-                "ends here. This rank's checkpoint is written."
-            )
+
+        def closed() -> bool:
+            self.join(0.01)
+            return not self.is_alive()
+
+        wait_quietly(closed, timeout_s, interrupt)
         self.raise_failure()
 
     def raise_failure(self) -> None:
@@ -154,8 +154,11 @@ class DataProxy(threading.Thread):
 
     def _poll_until_closed(self) -> None:
         barrier: Barrier | None = None
-        busy_s = _BUSY_SLEEP_S
+        busy_s, ticked_s = _BUSY_SLEEP_S, 0.0
         while True:
+            if (now_s := time.monotonic()) > ticked_s + 0.9 * _IDLE_SLEEP_S:
+                self._on_tick()
+                ticked_s = now_s
             with self._calling_mpi:
                 moved = self._poll()
                 if self._closing and barrier is None and not (self._outbox or self._control_outbox or self._sends):
@@ -186,10 +189,11 @@ class DataProxy(threading.Thread):
 
     def _start_receive(self) -> bool:
         """Begin to receive a message that has come; one model at a time."""
-        receiving_model = any(receive.tag == _MODEL_TAG and not receive.too_late for receive in self._receives)
+        coming = next((r for r in self._receives if r.tag == _MODEL_TAG and not r.too_late), None)
+        may_come = coming is None or time.monotonic() - coming.begin_s > self._patience_s()
         status = MPI.Status()
         try:
-            message = self._comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG if receiving_model else MPI.ANY_TAG, status)
+            message = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG if may_come else _CONTROL_TAG, status)
         except MPI.Exception as error:
             if not is_death(error):
                 raise
@@ -197,6 +201,9 @@ class DataProxy(threading.Thread):
         if message is None:
             return False
         tag, count = status.Get_tag(), status.Get_count(MPI.BYTE)
+        if coming is not None and tag == _MODEL_TAG:
+            coming.too_late = True
+            self._incoming.give_up_block()
         # A message of the wrong size is received all the same, so that it can be refused.
         fits = tag == _MODEL_TAG and count <= len(self._incoming.bytes)
         data = self._incoming.bytes[:count] if fits else np.empty(count, np.uint8)
@@ -212,15 +219,13 @@ class DataProxy(threading.Thread):
     def _complete_receives(self) -> bool:
         completed = False
         for receive in self._receives[:]:
-            fate, took_s = _test(receive.request), time.monotonic() - receive.begin_s
+            fate = _test(receive.request)
             if fate is not _Fate.UNDER_WAY:
                 self._receives.remove(receive)
                 completed = True
-            elif took_s > self._patience_s and receive.tag == _MODEL_TAG and not receive.too_late:
-                receive.too_late = True
-                self._incoming.give_up_block()
             if fate is _Fate.DONE:
-                self._on_message(receive.source, receive.data, math.inf if receive.too_late else took_s)
+                took_s = time.monotonic() - receive.begin_s
+                self._on_message(receive.source, receive.data, took_s, receive.too_late)
         return completed
 
     def _start_sends(self) -> bool:

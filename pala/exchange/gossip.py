@@ -7,7 +7,6 @@ lock for well under a millisecond.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from pala.exchange.data_proxy import DataProxy
 from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
 from pala.exchange.protocol import GossipProtocol, Stop
 from pala.exchange.wire import Format, Kind, Message, Refusal, Wire
-from pala.faults import PATIENCE_AFTER_SIGNAL_S, among_the_living, wait_quietly
+from pala.faults import among_the_living, wait_quietly
 from pala.runtime import Interrupt, say
 
 _SEND_BUFFERS = 2
@@ -56,11 +55,15 @@ class Gossip(Exchange):
         self._make_send_buffer = partial(SendBuffer, self._wire, payload, parameters.device)
         self._send_buffers = [self._make_send_buffer() for _ in range(_SEND_BUFFERS)]
         self._changed = threading.Condition()
-        self._proxy = DataProxy(comm, self._inbox, self._on_message, self._on_death, config.patience_s)
+        self._proxy = DataProxy(
+            comm, self._inbox, self._on_message, self._on_death, self._on_tick,
+            lambda: self._protocol.transfer_patience_s,
+        )  # fmt: skip
         self._counts: Counter[str] = Counter()
         self._refused_peers: set[int] = set()
         self._distances: list[Tensor] = []
         self._protocol.clock(time.monotonic())
+        self._protocol.take()  # the first update begins
         self._proxy.start()
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ class Gossip(Exchange):
     def close(self, timeout_s: float) -> Stop:
         with self._changed:
             self._tell_stop()  # after the barrier that the proxy closes with, nothing may be sent
-        self._proxy.close(timeout_s if self._interrupt.signal is None else PATIENCE_AFTER_SIGNAL_S)
+        self._proxy.close(timeout_s, self._interrupt)
         p = self._protocol
         if (mix := p.take(everything=True)) is not None:
             self._inbox.mix_into(self._parameters, mix.fraction)
@@ -116,7 +119,8 @@ class Gossip(Exchange):
         finite = bool(final.isfinite().all())
         if not finite:
             say(f"[rank {self._comm.rank}] its parameters are not finite and have no part in the final average")
-        own_weight = self._protocol.weight if finite else 0.0
+        # A model as old as the time that this rank was away counts only if all are.
+        own_weight = self._protocol.weight * (1.0 if self._protocol.has_model else 1e-9) if finite else 0.0
 
         def average(living: MPI.Comm) -> Tensor:
             weight = np.array([own_weight], np.float64)
@@ -167,6 +171,10 @@ class Gossip(Exchange):
     def _free_buffer(self) -> SendBuffer | None:
         """One that has left; a new one if peers that do not answer hold all."""
         free = next((b for b in self._send_buffers if b.pending == 0), None)
+        if free is not None and len(self._send_buffers) > _SEND_BUFFERS:  # some were made while peers did not answer
+            surplus = [b for b in self._send_buffers if b.pending == 0 and b is not free]
+            for buffer in surplus[: len(self._send_buffers) - _SEND_BUFFERS]:
+                self._send_buffers.remove(buffer)
         if free is None:
             silent = self._protocol.silent()
             if all(not silent.isdisjoint(b.peers) for b in self._send_buffers):
@@ -246,19 +254,24 @@ class Gossip(Exchange):
 
     # ---- whichever thread polls the data proxy -------------------------------------------------------------------
 
+    def _on_tick(self) -> None:
+        """However long the learner takes for a step or a checkpoint: it is not away as long as this comes."""
+        with self._changed:
+            self._protocol.clock(time.monotonic())
+
     def _on_death(self, peer: int) -> None:
         with self._changed:
             self._protocol.peer_died(peer)
             self._tell_stop()
             self._changed.notify_all()
 
-    def _on_message(self, source: int, data: np.ndarray, took_s: float) -> None:
+    def _on_message(self, source: int, data: np.ndarray, took_s: float, too_late: bool) -> None:
         message = self._wire.decode(data)
         refusal = message if isinstance(message, Refusal) else None
         if isinstance(message, Message):
             if message.sender != source:
                 refusal = Refusal(f"it says it comes from rank {message.sender}")
-            elif message.kind is Kind.MODEL and took_s < math.inf:
+            elif message.kind is Kind.MODEL and not too_late:
                 refusal = self._inbox.check(message, len(data))
         with self._changed:
             if isinstance(message, Message) and message.sender == source:
@@ -266,14 +279,14 @@ class Gossip(Exchange):
             if refusal is not None:
                 self._refuse(source, message, refusal)
             elif isinstance(message, Message):
-                self._accept(source, message, took_s)
+                self._accept(source, message, took_s, too_late)
             self._tell_stop()
             self._changed.notify_all()
 
-    def _accept(self, source: int, message: Message, took_s: float) -> None:
+    def _accept(self, source: int, message: Message, took_s: float, too_late: bool) -> None:
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
             self._protocol.credit_returned(source, wants_whole=message.kind is Kind.ASK_WHOLE)
-        elif message.kind is Kind.MODEL and self._protocol.is_stale(source, took_s):
+        elif message.kind is Kind.MODEL and (self._protocol.is_stale(source, took_s) or too_late):
             self._give_back(source, message)
         elif message.kind is Kind.MODEL:
             whole = message.format is not Format.TOP_K

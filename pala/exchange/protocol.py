@@ -99,11 +99,10 @@ class GossipProtocol:
         self._whole_every, self._num_sends = whole_every, rank * whole_every // size  # not all at the same time
         self._wants_whole: set[int] = set()  # peers that could do nothing with a part
         self._again_s, self._patience_s = again_s, patience_s
-        self._now_s, self._gap_s = (
-            -math.inf,
-            math.inf,
-        )  # when the clock was last looked at; how long after the look before
+        self._now_s = -math.inf  # when the clock was last looked at
+        self._resumed_s = math.nan  # when this update began
         self._update_s = math.inf  # what an update usually takes
+        self._transfer_s = 0.0  # what a model usually takes to come
         self._waits_since_s = self._sent_again_s = math.inf
         self._gave_up = False  # waited in vain: goes on without a mix until a model comes
         self._returning = False
@@ -114,10 +113,10 @@ class GossipProtocol:
     # ---- what happened -------------------------------------------------------------------------------------------
 
     def clock(self, now_s: float) -> None:
-        """What a clock says that only goes forward. At the start, before each `update_finished`, and again and again
-        while waiting."""
-        self._gap_s, self._now_s = now_s - self._now_s, now_s
-        if self._gap_s > self.patience_s and len(self.living) > 1:
+        """What a clock says that only goes forward: before each `update_finished`, and else as often as may be. That
+        nobody looked at it for long means that this rank was away."""
+        gap_s, self._now_s = now_s - self._now_s, now_s
+        if gap_s > self.patience_s and len(self.living) > 1:
             self._returning, self._whole_came = True, False
             self._stale = set(range(self.size)).difference(self._inbox)  # the dead sent some, too
             self._waits_since_s = math.inf
@@ -128,6 +127,7 @@ class GossipProtocol:
             self._waits_since_s = self._sent_again_s = now_s
         if now_s - self._waits_since_s > self.patience_s and self.healthy:  # a rank without a model has no choice
             self._gave_up, self._returning = True, False
+            self._stale.clear()
             self.waits_given_up += 1
         elif now_s - self._sent_again_s > self._again_s:
             self._sent_again_s = now_s
@@ -150,9 +150,10 @@ class GossipProtocol:
         self._check_budget()
 
     def is_stale(self, sender: int, took_s: float) -> bool:
-        """True if the model that has come from `sender` is too old to be received: its sender stopped while it sent it,
-        or this rank stopped (and is returning) before it could take it in."""
-        stale = took_s > self.patience_s or sender in self._stale
+        """True if the model that has come from `sender`, in so many seconds, is too old to be received: its sender
+        stopped while it sent it, or this rank stopped (and is returning) before it could take it in."""
+        stale = took_s > self.transfer_patience_s or sender in self._stale
+        self._transfer_s = 0.8 * self._transfer_s + 0.2 * min(took_s, 2 * self.transfer_patience_s)
         self._stale.discard(sender)
         return stale
 
@@ -209,6 +210,11 @@ class GossipProtocol:
         return max(self._patience_s, 5 * self._update_s)
 
     @property
+    def transfer_patience_s(self) -> float:
+        """How long a model may be on its way: longer on a slow link."""
+        return max(self.patience_s, 5 * self._transfer_s)
+
+    @property
     def has_model(self) -> bool:
         """False of a rank whose own model is of no use: not finite, or as old as the time that it was away."""
         return self.healthy and not self._returning
@@ -263,6 +269,7 @@ class GossipProtocol:
 
         `everything`: at the end, whatever has come.
         """
+        self._resumed_s = self._now_s
         is_due = (self.can_mix or everything) if self.has_model else self._whole_came
         if not self._inbox or not is_due:
             return None
@@ -303,10 +310,11 @@ class GossipProtocol:
 
     def _learn_pace(self) -> None:
         """A single long update, or a time that the rank was away, does not change much; a slower environment soon."""
+        took_s = self._now_s - self._resumed_s
         if self._update_s == math.inf:
-            self._update_s = self._gap_s
+            self._update_s = took_s if took_s >= 0 else math.inf  # not a number: nobody looked at the clock
         else:
-            self._update_s = 0.8 * self._update_s + 0.2 * min(self._gap_s, 2 * self.patience_s)
+            self._update_s = 0.8 * self._update_s + 0.2 * min(took_s, 2 * self.patience_s)
 
     def _next_peers(self) -> tuple[int, ...]:
         """Begin a new round of sending."""
@@ -314,8 +322,8 @@ class GossipProtocol:
         return graph.out_peers(self.topology, self.rank, self._in_touch(), self.round - 1, self.seed)
 
     def _in_touch(self) -> Sequence[int]:
-        """The living without the silent."""
-        silent = self.silent()
+        """The living without the silent. Whose model has come is not silent: it may wait for this rank's answer."""
+        silent = self.silent().difference(self._inbox)
         return [peer for peer in self.living if peer not in silent] if silent else self.living
 
     def _check_budget(self) -> None:

@@ -64,6 +64,9 @@ class Scenario:
     """Probability that a message on its way from a dying rank is lost; one to it always is."""
     stops: Mapping[int, Range] = field(default_factory=dict)
     """When which ranks are stopped and go on (SIGSTOP, SIGCONT)."""
+    cut_s: Range = (0.0, 0.0)
+    """When the links are cut between the ranks below `cut_at` and the others; what was sent comes after that."""
+    cut_at: int = 0
     poison: Mapping[int, Range] = field(default_factory=dict)
     """Ranks whose every update between these two times makes their model NaN."""
     whole_every: int = 1
@@ -135,7 +138,8 @@ class VirtualCluster:
         self.now, self.global_steps = 0.0, 0
         self.models_sent = self.models_refused = self.models_stale = self.mixes = 0
         self.lost_weight = 0.0  # push-sum weight that the dead took with them
-        self.violations: list[str] = []  # of the process lock, or of what may heal
+        self.violations: list[str] = []  # of the process lock, the staleness bound, or of what may heal
+        self.all_well_from_s = float("inf")  # from then on no patience should have to end
         self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
         self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -144,6 +148,7 @@ class VirtualCluster:
         self._not_taken_in: set[tuple[int, int]] = set()
         for rank in self.ranks:
             rank.protocol.clock(self.now)
+            rank.protocol.take()  # the first update begins
             self._start_update(rank)
         for number, time_s in s.deaths.items():
             self._at(time_s, self._die, self.ranks[number])
@@ -311,6 +316,12 @@ class VirtualCluster:
         if message is None:  # lost with its sender
             return
         sender, rank = self.ranks[message.sender], self.ranks[message.receiver]
+        begin_s, end_s = self.scenario.cut_s
+        if begin_s <= self.now < end_s and len({n < self.scenario.cut_at for n in message[1:3]}) == 2:
+            if ticket % 2:  # not even its announcement has come: nobody can tell how old it will be
+                self._on_their_way[ticket] = message._replace(time_s=end_s)
+            self._at(end_s + self._draw(self.scenario.control_s), self._deliver, ticket)
+            return
         if self._is_stopped(rank, self._deliver, ticket):
             return
         if message.model is not None and ticket % 2 and self._is_stopped(sender, self._deliver, ticket):
@@ -389,7 +400,9 @@ class VirtualCluster:
     def _count_update(self, rank: Rank) -> None:
         rank.since_mix += len(rank.protocol.living) > 1
         rank.staleness.append(rank.since_mix)
-        if rank.since_mix > self.scenario.max_staleness + 1 and rank.waited_since_mix_s < self.scenario.patience_s:
+        if rank.since_mix > self.scenario.max_staleness + 1 and (
+            rank.waited_since_mix_s < self.scenario.patience_s or self.now > self.all_well_from_s
+        ):
             self.violations.append(
                 f"staleness: at {self.now} s rank {rank.number} made {rank.since_mix} updates on its own"
             )

@@ -84,6 +84,8 @@ def _try(numbers: range, protocol: type[GossipProtocol]) -> Tried:
             )
             return Tried(count + 1, events, faults, sentence)
         events += cluster.num_events
-        kinds = {"deaths": scenario.deaths, "stops": scenario.stops, "NaN": scenario.poison}
-        faults[" and ".join(kind for kind, ranks in kinds.items() if ranks) or "no faults"] += 1
+        kinds = {
+            "deaths": scenario.deaths, "stops": scenario.stops, "NaN": scenario.poison, "cut links": scenario.cut_at,
+        }  # fmt: skip
+        faults[" and ".join(kind for kind, present in kinds.items() if present) or "no faults"] += 1
     return Tried(len(numbers), events, faults, None)

@@ -42,8 +42,9 @@ def schedule(number: int) -> Scenario:
     size = draw.choices(SIZES, _SIZE_WEIGHTS)[0]
     steps = draw.choice((1, 80))
     slowness = draw.choice(((1.0,), (1.0,), (1.0, 5.0), (1.0, 1.2, 0.8), (10.0,) + (1.0,) * (size - 1)))
-    fault = draw.choice(("none", "deaths", "stops", "poison", "deaths and stops"))
-    updates = draw.choice((12, 20))  # a rank
+    fault = draw.choice(("none", "deaths", "stops", "poison", "deaths and stops", "cut"))
+    # A rank's updates; far more after a fault that others outlive, to see that all come together again.
+    updates = 150 if fault in ("cut", "deaths and stops") and size <= 8 else draw.choice((12, 20))
     options: dict[str, Any] = NETWORKS[draw.choice(list(NETWORKS))] | {
         "topology": draw.choice(TOPOLOGIES), "mixing": draw.choice(MIXINGS), "max_staleness": draw.choice(STALENESS),
         "budget_steps": size * updates * steps + draw.randint(0, steps), "steps_per_update": steps,
@@ -59,8 +60,13 @@ def schedule(number: int) -> Scenario:
     if "stops" in fault:
         update_s = options["update_s"][1] * max(options["slowness"])  # no rank knows its own pace before two updates
         begins = {rank: draw.uniform(2, 15) * update_s for rank in range(size) if draw.random() < 0.5}
-        options["stops"] = {rank: (begin, begin + draw.choice((5.0, 500.0))) for rank, begin in begins.items()}
+        long_s = 60.0 if updates == 150 else 500.0
+        options["stops"] = {rank: (begin, begin + draw.choice((5.0, long_s))) for rank, begin in begins.items()}
         options["patience_s"] = _PATIENCE_S  # elsewhere none: a rank that waited would then end every deadlock
+    if fault == "cut":
+        begin_s = draw.uniform(0, 0.3 * end_s)
+        options["cut_s"], options["cut_at"] = (begin_s, begin_s + draw.choice((5.0, 60.0))), draw.randrange(1, size)
+        options["patience_s"] = _PATIENCE_S
     if fault == "poison":
         begins = {rank: draw.uniform(0, 10) for rank in some}
         length_s = draw.choice((1.5, 5.0))
@@ -80,7 +86,8 @@ def check(
     - Process lock: no model is sent to a peer that has not taken in the last one.
     - A rank that has no model of use takes a whole one for its own; NaN is never mixed.
     - Staleness: at the end of an update a rank has made at most max_staleness + 1 updates since its last mix, while it
-      has a living peer, or its patience has ended since then.
+      has a living peer, or its patience has ended since then; some time after the last fault that is no excuse, if
+      patience is long for the speed of ranks and network.
     - Nobody waits much longer than its patience, and no model is mixed that is much older than it.
     - Every living rank ends, and knows that the budget is met; a rank that lacked u steps of it when it was met, with B
       steps an update, makes no more than max(1, ceil(u / B)) updates after that.
@@ -102,6 +109,10 @@ def check(
             _demand(known <= cluster.global_steps, f"known steps that nobody made: {known}")
 
     cluster = VirtualCluster(scenario, protocol=protocol, observe=look, **options)
+    faults_end_s = max(0.0, *scenario.deaths.values(), *(end for _, end in scenario.stops.values()), scenario.cut_s[1])
+    slowest_s = scenario.update_s[1] * max(scenario.slowness, default=1.0) + scenario.model_s[1] + scenario.control_s[1]
+    if 4 * slowest_s < scenario.patience_s < _END_S and not scenario.pause_probability:  # else it may end by itself
+        cluster.all_well_from_s = faults_end_s + 4 * _longest_patience_s(scenario) + 2 * scenario.again_s
     cluster.run(until_s=_END_S)
     _check_end(scenario, cluster)
     return cluster
@@ -117,7 +128,7 @@ def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
         _demand(p.global_steps >= scenario.budget_steps, f"budget: rank {p.rank} ended at {p.global_steps} steps")
         finite = bool(np.isfinite(rank.model).all())
         _demand(finite or rank.number in scenario.poison, f"poison was mixed by rank {p.rank}")
-        if scenario.stops:
+        if scenario.patience_s < _END_S:
             was_stopped = rank.number in scenario.stops
             _demand(was_stopped or rank.longest_wait_s < longest_s, f"rank {p.rank} waited {rank.longest_wait_s} s")
             _demand(
