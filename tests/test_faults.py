@@ -72,12 +72,14 @@ def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, killed: t
     record, (segment,) = record_of(run), record_of(run)["segments"]
     assert record["completed"] and segment["status"] == "completed"
     assert [lost["rank"] for lost in segment["lost_ranks"]] == list(killed)
-    first = min({0, 1, 2, 3} - set(killed))
+    living = {0, 1, 2, 3} - set(killed)
+    first = min(living)
     for rank in killed:
         assert f"[rank {first}] rank {rank} on {segment['hosts'][rank]} has died" in job.output
-    for rank in {0, 1, 2, 3} - set(killed):
-        assert longest_gap_s(run, rank) < 4, "it waited for the dead"
-        assert intervals(run, rank)[-1]["local_steps"] > 2000
+    gap_s = max(longest_gap_s(run, rank) for rank in living)
+    print(f"\nthe longest time between two half-second records of those who live: {gap_s:.2f} s")
+    assert gap_s < 4, "they waited for the dead"
+    assert all(intervals(run, rank)[-1]["local_steps"] > 2000 for rank in living)
     # What a rank did between its last message and its death nobody can count.
     assert 30000 <= segment["global_steps"] < 33000 and sum(local_steps(run)) > 29000
     _, header = load_policy(run / "policy.safetensors")
@@ -164,8 +166,9 @@ def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     job.process.send_signal(signal.SIGUSR1)
     job.wait(30)
     assert total(run, 1, "models_stale") >= 1, "it mixed what was sent while it was away"
-    for rank in set(range(ranks)) - {1}:
-        assert longest_gap_s(run, rank) < 8
+    gap_s = max(longest_gap_s(run, rank) for rank in set(range(ranks)) - {1})
+    print(f"\nthe longest time between two half-second records of the others: {gap_s:.2f} s, patience 2 s")
+    assert gap_s < 8
     assert longest_gap_s(run, 1) > 11
     assert record_of(run)["segments"][0]["status"] == "stopped" and "has died" not in job.output
 

@@ -267,15 +267,15 @@ def test_patience_ends_a_wait_until_the_next_model() -> None:
 
 def test_a_peer_that_keeps_a_model_for_long_is_left_out_until_it_gives_the_credit_back() -> None:
     p = waiting_rank()
-    assert p.silent() == set()
+    assert p.silent == set()
     for second in (4.0, 5.0, 6.0, 7.0, 8.0, 9.0):
         p.clock(second)
-    assert p.silent() == {1} and len(p.living) == 4 and p.take() is None
+    assert p.silent == {1} and len(p.living) == 4 and p.take() is None
     p.clock(10.0)
     p.update_finished(1)
     assert p.sendable() == (2,), "the ring closes behind the silent one"
     p.credit_returned(1)
-    assert p.silent() == set()
+    assert p.silent == set()
 
 
 def test_a_rank_that_was_away_takes_only_what_was_sent_after_its_return() -> None:
@@ -727,7 +727,7 @@ class TakesWhatWasSentLongAgo(GossipProtocol):
 
 class TakesWhoWaitsForAnAnswerForSilent(GossipProtocol):
     def _in_touch(self):
-        return [peer for peer in self.living if peer not in self.silent()]
+        return [peer for peer in self.living if peer not in self.silent]
 
 
 class TakesTheDeadsWeightForLost(GossipProtocol):

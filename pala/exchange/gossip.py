@@ -176,7 +176,7 @@ class Gossip(Exchange):
             for buffer in surplus[: len(self._send_buffers) - _SEND_BUFFERS]:
                 self._send_buffers.remove(buffer)
         if free is None:
-            silent = self._protocol.silent()
+            silent = self._protocol.silent
             if all(not silent.isdisjoint(b.peers) for b in self._send_buffers):
                 self._send_buffers.append(free := self._make_send_buffer())
         return free

@@ -103,6 +103,7 @@ class GossipProtocol:
         self._resumed_s = math.nan  # when this update began
         self._update_s = math.inf  # what an update usually takes
         self._transfer_s = 0.0  # what a model usually takes to come
+        self.silent: set[int] = set()  # peers that have held a model of this rank for too long
         self._waits_since_s = self._sent_again_s = math.inf
         self._gave_up = False  # waited in vain: goes on without a mix until a model comes
         self._returning = False
@@ -120,6 +121,7 @@ class GossipProtocol:
             self._returning, self._whole_came = True, False
             self._stale = set(range(self.size)).difference(self._inbox)  # the dead sent some, too
             self._waits_since_s = math.inf
+        self.silent = self.lock.held_before(now_s - self.patience_s)
         if not self.must_wait:
             self._waits_since_s = self._sent_again_s = math.inf
             return
@@ -174,6 +176,7 @@ class GossipProtocol:
     def credit_returned(self, peer: int, wants_whole: bool = False) -> None:
         """`peer` has taken in (or refused) the last model sent to it, or waits to heal and asks for a whole one."""
         self.lock.release(peer)
+        self.silent.discard(peer)
         if wants_whole:
             self._wants_whole.add(peer)
 
@@ -182,6 +185,7 @@ class GossipProtocol:
         if peer in self.living:
             self.living = [p for p in self.living if p != peer]
             self.lock.release(peer)
+            self.silent.discard(peer)
             self._owed = [p for p in self._owed if p != peer]
             self._stop_told = False  # whom the dead peer should have told must hear it from others
 
@@ -236,10 +240,6 @@ class GossipProtocol:
         for sender in senders:
             self.model_refused(self._inbox.pop(sender))
         return senders
-
-    def silent(self) -> set[int]:
-        """Peers that have held a model of this rank for too long."""
-        return self.lock.held_before(self._now_s - self.patience_s)
 
     def sendable(self) -> tuple[int, ...]:
         """Peers that are owed a model and whose lock is free."""
@@ -323,8 +323,9 @@ class GossipProtocol:
 
     def _in_touch(self) -> Sequence[int]:
         """The living without the silent. Whose model has come is not silent: it may wait for this rank's answer."""
-        silent = self.silent().difference(self._inbox)
-        return [peer for peer in self.living if peer not in silent] if silent else self.living
+        if not self.silent:
+            return self.living
+        return [peer for peer in self.living if peer not in self.silent or peer in self._inbox]
 
     def _check_budget(self) -> None:
         if self.stop is Stop.NONE and self.global_steps >= self.budget_steps:
