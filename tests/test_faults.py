@@ -159,8 +159,7 @@ def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     os.kill(pids[1], signal.SIGSTOP)
     time.sleep(12)
     os.kill(pids[1], signal.SIGCONT)
-    waits = [total(run, rank, "waits_given_up") for rank in range(ranks)]
-    assert waits[2 % ranks] >= 1, "nobody waited for the stopped rank"
+    assert longest_gap_s(run, 2 % ranks) > 1.2, "nobody waited for the stopped rank"
     mixed = total(run, 1, "models_mixed")
     wait_for(lambda: total(run, 1, "models_mixed") > mixed + 20, 30, "the stopped rank's return")
     job.process.send_signal(signal.SIGUSR1)
