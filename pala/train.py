@@ -2,6 +2,7 @@
 
     one rank                python -m pala.train configs/pong.toml
     one machine             mpirun -np 4 python -m pala.train configs/pong.toml
+    outliving its ranks     mpirun --with-ft ulfm -np 4 python -m pala.train configs/pong.toml      (Open MPI 5)
     go on with a run        mpirun -np 4 python -m pala.train --resume runs/pong-20260101-120000
     from nothing installed  ./launch/train.sh
 
