@@ -400,8 +400,11 @@ class VirtualCluster:
     def _count_update(self, rank: Rank) -> None:
         rank.since_mix += len(rank.protocol.living) > 1
         rank.staleness.append(rank.since_mix)
-        if rank.since_mix > self.scenario.max_staleness + 1 and (
-            rank.waited_since_mix_s < self.scenario.patience_s or self.now > self.all_well_from_s
+        alone = len(rank.protocol.living) == 1
+        if (
+            rank.since_mix > self.scenario.max_staleness + 1
+            and not alone
+            and (rank.waited_since_mix_s < self.scenario.patience_s or self.now > self.all_well_from_s)
         ):
             self.violations.append(
                 f"staleness: at {self.now} s rank {rank.number} made {rank.since_mix} updates on its own"
