@@ -57,6 +57,16 @@ def can_survive() -> bool:
     return value.lower() in ("1", "true", "yes", "enabled")
 
 
+def die_with_launcher() -> None:
+    """Have the kernel kill this rank when what started it ends, even if the rank is stopped: a launcher that gives up a
+    job does not wait for that. Nothing is changed without a launcher."""
+    local_size = _environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1
+    # The signal comes when the thread ends that started the process. PRRTE starts 32 and more by threads of their own.
+    if Launch.detect().size > 1 and local_size < 32:
+        parent_death_signal = 1
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
 def share_of_cores(mine: set[int], on_this_host: list[set[int]]) -> int:
     """Threads for a rank that may run on the cores `mine`, when the ranks of its host have these sets (its own too).
 

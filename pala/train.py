@@ -26,7 +26,7 @@ import tyro
 from pala.config import Config, check, load_preset
 from pala.errors import CollectiveError, PalaError
 from pala.ranks import abort, collectively, cores_per_rank, leave_mpi, start_mpi
-from pala.runtime import Launch, prepare, say
+from pala.runtime import Launch, die_with_launcher, prepare, say
 
 if TYPE_CHECKING:
     from pala.trainer import Result
@@ -79,6 +79,7 @@ def main() -> None:
     """What `python -m pala.train` runs on every rank."""
     from pala.run_folder import provenance
 
+    die_with_launcher()
     facts = provenance() if Launch.detect().rank == 0 else {}
     try:
         comm = start_mpi()

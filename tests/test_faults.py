@@ -173,6 +173,38 @@ def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
 
 
 @pytest.mark.slow
+def test_a_rank_that_never_comes_to_the_end_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
+    """The others have met the budget without it; they wait for it, here for 4 s, and end with their checkpoints."""
+    (tmp_path / "script.py").write_text(
+        "import os, signal, sys\n"
+        "import gymnasium\n"
+        "import pala.train as cli\n"
+        "from pala import trainer\n"
+        "trainer._PATIENCE_S = 4.0\n"
+        "class Stops(gymnasium.Wrapper):\n"
+        "    steps = 0\n"
+        "    def step(self, action):\n"
+        "        self.steps += 1\n"
+        "        if os.environ['OMPI_COMM_WORLD_RANK'] == '1' and self.steps == 300:\n"
+        "            os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "        return super().step(action)\n"
+        "make = gymnasium.make\n"
+        "gymnasium.make = lambda *a, **k: Stops(make(*a, **k))\n"
+        f"sys.argv[1:] = {[*CARTPOLE, '--run.name', 'r', '--total-steps', '20000']!r}\n"
+        "cli.main()\n"
+    )
+    python = str(any_mpi.folder / "python")
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "script.py", cwd=tmp_path).wait()
+    assert job.status != 0 and "The other ranks did not answer within 4 s" in job.output, job.output
+    assert "Traceback" not in job.output
+    record = record_of(tmp_path / "runs/r")
+    assert not record["completed"] and record["segments"][0]["status"] == "failed"
+    wait_for(lambda: not processes_in(tmp_path), 10, "the end of the stopped rank, too")
+    job = any_mpi.train(3, "--resume", "runs/r", cwd=tmp_path)
+    assert job.status == 0 and record_of(tmp_path / "runs/r")["completed"], job.output
+
+
+@pytest.mark.slow
 def test_without_fault_tolerance_the_job_ends_and_is_resumed(mpi: Launcher, tmp_path: Path) -> None:
     job = mpi.start_train(3, *CARTPOLE, "--run.name", "r", "--run.checkpoint-interval-s", "1", *ENDLESS, cwd=tmp_path)
     run = tmp_path / "runs/r"
