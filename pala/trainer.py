@@ -257,7 +257,8 @@ class _Job:
 
     def _record_stop(self) -> None:
         self._lead_if_first()
-        if self._leads:
+        self.is_first = self._leads
+        if self.is_first:
             say(f"[rank {self.rank}] {self._signal().name}: checkpoint written to '{self.segment}'.")
         self.record_end("stopped", global_steps=self.exchange.global_steps, signal=self._signal().name)
 

@@ -121,6 +121,7 @@ def test_a_crash_at_any_rename_leaves_a_checkpoint(tmp_path, monkeypatch):
     assert loaded == [1, 1, 1, 2]
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_noticed(tmp_path):
     """A damaged file is refused or, where the bit meant nothing, read as it was; never read as something else."""
     state = make_state()

@@ -84,6 +84,7 @@ def bytes_sent(hosts: VirtualHosts, host: int) -> int:
     return int(re.search(r"eth0:(.*)", table)[1].split()[8])
 
 
+@pytest.mark.slow
 def test_a_killed_host_leaves_nothing(possible: Launcher, tmp_path: Path) -> None:
     with VirtualHosts(2) as hosts:
         job = start_train(hosts, possible, "--total-steps", "100000000", cwd=tmp_path)

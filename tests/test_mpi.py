@@ -43,7 +43,7 @@ def total(run: Path, key: str) -> int:
     return sum(r[key] for records in read_run(run) for r in records if r["type"] == "interval")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 def test_ranks_train_one_policy(mpi: Launcher, ranks: int, tmp_path: Path) -> None:
     job = mpi.train(ranks, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", cwd=tmp_path)
     assert job.status == 0, job.output
@@ -97,6 +97,7 @@ def test_every_topology_and_mixing_under_mpi(any_mpi: Launcher, topology: str, t
         assert worst <= 3  # max_staleness + the update after which it waits
 
 
+@pytest.mark.slow
 def test_complete_uniform_lockstep_keeps_models_close(any_mpi: Launcher, tmp_path: Path) -> None:
     """Under MPI models then stay close; that the average is exact is tested in test_protocol, without float noise."""
     job = any_mpi.train(
@@ -110,7 +111,9 @@ def test_complete_uniform_lockstep_keeps_models_close(any_mpi: Launcher, tmp_pat
     assert max(n for n in norms if n is not None) < 0.05
 
 
-@pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
+@pytest.mark.parametrize(
+    "compression", ["top_k", *(pytest.param(c, marks=pytest.mark.slow) for c in ("none", "bfloat16"))]
+)
 def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
     mpi: Launcher, compression: str, tmp_path: Path
 ) -> None:
@@ -136,6 +139,7 @@ def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
     assert all(float((model - mean).norm()) < 0.1 * float(mean.norm()) for model in models)
 
 
+@pytest.mark.slow
 def test_exchange_none_leaves_ranks_apart(any_mpi: Launcher, tmp_path: Path) -> None:
     job = any_mpi.train(
         2, *CARTPOLE, "--total-steps", "2000", "--run.name", "r", "--exchange.kind", "none", cwd=tmp_path
@@ -206,7 +210,7 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("compression", ["none", "top_k"])
+@pytest.mark.parametrize("compression", ["none", pytest.param("top_k", marks=pytest.mark.slow)])
 def test_nan_on_one_rank_is_refused_reported_and_healed(mpi: Launcher, compression: str, tmp_path: Path) -> None:
     arguments = [*CARTPOLE, "--total-steps", "12000", "--run.name", "r", "--exchange.compression", compression]
     job = mpi.script(3, POISON.format(arguments=arguments), tmp_path)
@@ -218,6 +222,7 @@ def test_nan_on_one_rank_is_refused_reported_and_healed(mpi: Launcher, compressi
     assert total(run, "models_refused") >= 1
 
 
+@pytest.mark.slow
 def test_nan_without_peers_ends_with_a_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
     arguments = [*CARTPOLE, "--total-steps", "12000", "--run.name", "r", "--exchange.kind", "none"]
     job = any_mpi.script(2, POISON.format(arguments=arguments), tmp_path)
@@ -239,11 +244,11 @@ def test_ranks_with_different_configurations_are_told(mpi: Launcher, tmp_path: P
     ("arguments", "sentence"),
     [
         (["missing.toml"], "Preset 'missing.toml' does not exist"),
-        (["--run.name", "x", "bad.toml"], "unknown key 'a2c.learning_rat'"),
+        pytest.param(["--run.name", "x", "bad.toml"], "unknown key 'a2c.learning_rat'", marks=pytest.mark.slow),
         (["bad.toml"], "unknown key 'a2c.learning_rat'; did you mean 'a2c.learning_rate'?"),
         (["--env.id", "ALE/Pogn-v5"], "did you mean 'ALE/Pong-v5'?"),
         (["--resume", "nowhere"], "'nowhere' is not a run's folder"),
-        (["--run.device", "cuda"], "sees no CUDA device"),
+        pytest.param(["--run.device", "cuda"], "sees no CUDA device", marks=pytest.mark.slow),
     ],
 )
 def test_user_mistakes_are_one_sentence(any_mpi: Launcher, arguments: list[str], sentence: str, tmp_path: Path) -> None:
@@ -256,7 +261,7 @@ def test_user_mistakes_are_one_sentence(any_mpi: Launcher, arguments: list[str],
     assert not list(tmp_path.glob("runs/*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_cleanly_and_resume_goes_on(mpi: Launcher, number: int, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     job = mpi.start_train(2, *CARTPOLE, "--total-steps", "100000000", "--run.name", "r", cwd=tmp_path)
@@ -419,6 +424,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_users_own_environment_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
     """Also without `python -m pala.train`: the script calls `pala.train`, and rank 1 alone raises."""
     source = SCRIPT_WITH_FACTORY.format(vectorization="sync").replace(
@@ -438,7 +444,7 @@ def test_an_exception_in_a_users_own_environment_ends_the_job(any_mpi: Launcher,
     assert "rank 1 failed" in job.output and "the planted fault" in job.output
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("vectorization", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_users_own_environment_from_python(any_mpi: Launcher, vectorization: str, tmp_path: Path) -> None:
     job = any_mpi.script(2, SCRIPT_WITH_FACTORY.format(vectorization=vectorization), tmp_path)
     assert job.status == 0, job.output
@@ -463,6 +469,7 @@ def test_two_gossiping_ranks_learn_cartpole(mpi: Launcher, tmp_path: Path) -> No
     assert means.max() > 150  # not the last one: A2C falls back and recovers here (8 seeds: 80 to 450 at the end)
 
 
+@pytest.mark.slow
 def test_continuous_actions(any_mpi: Launcher, tmp_path: Path) -> None:
     job = any_mpi.train(
         2, *CARTPOLE, "--env.id", "Pendulum-v1", "--total-steps", "4000", "--run.name", "r", cwd=tmp_path

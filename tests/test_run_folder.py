@@ -115,6 +115,7 @@ def test_a_host_that_does_not_see_the_folder_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_two_jobs_in_one_folder(mpi: Launcher, tmp_path: Path) -> None:
     """The second is refused with a sentence, the first does not notice; when all its ranks are killed, another may."""
     arguments = [*CARTPOLE, "--run.name", "r", "--run.checkpoint-interval-s", "1"]
