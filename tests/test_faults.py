@@ -29,6 +29,30 @@ def start(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
     return launcher.start("--with-ft", "ulfm", "-np", str(ranks), *train, cwd=cwd)
 
 
+def start_disturbed(launcher: Launcher, ranks: int, disturbance: str, *arguments: str, cwd: Path) -> Job:
+    """The same with environments that first do something else at each step: it knows `rank` and `steps`."""
+    (cwd / "script.py").write_text(f"""
+import os, signal, sys, time
+import gymnasium
+import pala.train as cli
+from pala import trainer
+trainer._PATIENCE_S = 4.0  # instead of 300
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+class Disturbed(gymnasium.Wrapper):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        steps = self.steps
+        {disturbance}
+        return super().step(action)
+make = gymnasium.make
+gymnasium.make = lambda *a, **k: Disturbed(make(*a, **k))
+sys.argv[1:] = {[*CARTPOLE, "--run.name", "r", *arguments]!r}
+cli.main()
+""")
+    return launcher.start("--with-ft", "ulfm", "-np", str(ranks), str(launcher.folder / "python"), "script.py", cwd=cwd)
+
+
 def wait_until_all_train(cwd: Path, ranks: int) -> dict[int, int]:
     """Until every rank has made a record; returns their processes."""
     run = cwd / "runs/r"
@@ -110,32 +134,12 @@ def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: P
     assert local_steps(run)[1:] == [3000, 3000]
 
 
-FAULTY = """
-import os, sys
-import gymnasium
-import pala.train as cli
-class Faulty(gymnasium.Wrapper):
-    steps = 0
-    def step(self, action):
-        self.steps += 1
-        if os.environ["OMPI_COMM_WORLD_RANK"] in {ranks!r} and self.steps == 500:
-            raise RuntimeError("the planted fault")
-        return super().step(action)
-make = gymnasium.make
-gymnasium.make = lambda *a, **k: Faulty(make(*a, **k))
-sys.argv[1:] = {arguments!r}
-cli.main()
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["1", "012"])
 def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, ranks: str, tmp_path: Path) -> None:
     """If all fail, the run is not complete, whatever mpirun's status says."""
-    arguments = [*CARTPOLE, "--run.name", "r", "--total-steps", "20000"]
-    (tmp_path / "script.py").write_text(FAULTY.format(ranks=ranks, arguments=arguments))
-    python = str(any_mpi.folder / "python")
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "script.py", cwd=tmp_path).wait()
+    disturbance = f"assert steps < 500 or str(rank) not in '{ranks}', 'the planted fault'"
+    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "20000", cwd=tmp_path).wait()
     record = record_of(tmp_path / "runs/r")
     assert "pala: rank 1 failed; the others go on." in job.output or ranks != "1"
     assert "the planted fault" in job.output
@@ -175,26 +179,8 @@ def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
 @pytest.mark.slow
 def test_a_rank_that_never_comes_to_the_end_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
     """The others have met the budget without it; they wait for it, here for 4 s, and end with their checkpoints."""
-    (tmp_path / "script.py").write_text(
-        "import os, signal, sys\n"
-        "import gymnasium\n"
-        "import pala.train as cli\n"
-        "from pala import trainer\n"
-        "trainer._PATIENCE_S = 4.0\n"
-        "class Stops(gymnasium.Wrapper):\n"
-        "    steps = 0\n"
-        "    def step(self, action):\n"
-        "        self.steps += 1\n"
-        "        if os.environ['OMPI_COMM_WORLD_RANK'] == '1' and self.steps == 300:\n"
-        "            os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "        return super().step(action)\n"
-        "make = gymnasium.make\n"
-        "gymnasium.make = lambda *a, **k: Stops(make(*a, **k))\n"
-        f"sys.argv[1:] = {[*CARTPOLE, '--run.name', 'r', '--total-steps', '20000']!r}\n"
-        "cli.main()\n"
-    )
-    python = str(any_mpi.folder / "python")
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "script.py", cwd=tmp_path).wait()
+    disturbance = "rank == 1 and steps == 300 and os.kill(os.getpid(), signal.SIGSTOP)"
+    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "20000", cwd=tmp_path).wait()
     assert job.status != 0 and "The other ranks did not answer within 4 s" in job.output, job.output
     assert "Traceback" not in job.output
     record = record_of(tmp_path / "runs/r")
@@ -252,33 +238,9 @@ def test_a_signal_during_the_start(any_mpi: Launcher, number: int, delay_s: floa
 @pytest.mark.slow
 def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi: Launcher, tmp_path: Path) -> None:
     """A step of five seconds stands for a slow environment or disk: mpirun would have killed it after a TERM."""
-    source = """
-        import sys, time
-        import gymnasium
-        import pala.train as cli
-        class Slow(gymnasium.Wrapper):
-            steps = 0
-            def step(self, action):
-                self.steps += 1
-                time.sleep(5 if self.steps > 400 else 0)
-                return super().step(action)
-        make = gymnasium.make
-        gymnasium.make = lambda *a, **k: Slow(make(*a, **k))
-        sys.argv[1:] = {arguments!r}
-        cli.main()
-    """
-    arguments = [*CARTPOLE, "--env.num-envs", "1", "--run.name", "r", *ENDLESS]
-    (tmp_path / "script.py").write_text(re.sub("(?m)^        ", "", source.format(arguments=arguments)))
-    python = str(any_mpi.folder / "python")
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "2", python, "script.py", cwd=tmp_path)
-    wait_for(
-        lambda: (
-            all(intervals(tmp_path / "runs/r", rank) for rank in range(2))
-            if (tmp_path / "runs/r/run.json").exists()
-            else False
-        ),
-        what="training",
-    )
+    disturbance = "time.sleep(5 if steps > 400 else 0)"
+    job = start_disturbed(any_mpi, 2, disturbance, "--env.num-envs", "1", *ENDLESS, cwd=tmp_path)
+    wait_until_all_train(tmp_path, 2)
     time.sleep(2)
     end_by(job, signal.SIGUSR1, tmp_path)
     assert re.search(r"\[rank 0\] SIGUSR1: checkpoint written to", job.output)
@@ -315,33 +277,15 @@ def test_ulfm_is_what_survives(any_mpi: Launcher) -> None:
     assert "(Open MPI) 5" in done.stdout
 
 
-SLOWED = """
-import os, sys, time
-import gymnasium
-import pala.train as cli
-RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
-class Slowed(gymnasium.Wrapper):
-    def step(self, action):
-        slow = RANK == 1 and int(time.time() / {period_s}) % 2
-        time.sleep(0.016 if slow else 0.004)
-        return super().step(action)
-make = gymnasium.make
-gymnasium.make = lambda *a, **k: Slowed(make(*a, **k))
-sys.argv[1:] = {arguments!r}
-cli.main()
-"""
-
-
 @pytest.mark.slow
 def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi: Launcher, tmp_path: Path) -> None:
     """It is slow for three seconds, then as fast as they for three, and so on; on a ring, everybody waits for one peer.
 
     The environments sleep, so that ranks do not take one another's cores."""
     period_s = 3.0
-    arguments = [*CARTPOLE, "--env.num-envs", "1", "--run.name", "r", "--exchange.topology", "ring", *ENDLESS]
-    (tmp_path / "script.py").write_text(SLOWED.format(period_s=period_s, arguments=arguments))
-    python = str(any_mpi.folder / "python")
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "4", python, "script.py", cwd=tmp_path)
+    disturbance = f"time.sleep(0.016 if rank == 1 and int(time.time() / {period_s}) % 2 else 0.004)"
+    options = ["--env.num-envs", "1", "--exchange.topology", "ring", *ENDLESS]
+    job = start_disturbed(any_mpi, 4, disturbance, *options, cwd=tmp_path)
     wait_until_all_train(tmp_path, 4)
     begin_s = time.time() - intervals(tmp_path / "runs/r", 0)[-1]["time_s"]
     time.sleep(6 * period_s)
