@@ -66,6 +66,11 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     assert len(record_of(tmp_path / name)["segments"]) == 2
 
 
+def test_the_schedules(any_mpi: Launcher) -> None:
+    (command,) = commands("python -m pala.simulate check")
+    assert "20 schedules held" in run(command.replace("2000", "20"), any_mpi)
+
+
 def test_the_python_example(any_mpi: Launcher, tmp_path: Path) -> None:
     """The script with a factory of the user's own, under mpirun."""
     (tmp_path / "my_preset.toml").write_text("total_steps = 3000\n[env]\nnum_envs = 4\n[run]\nname = 'r'\n")

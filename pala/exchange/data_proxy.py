@@ -96,7 +96,7 @@ class DataProxy(threading.Thread):
         self._outbox: deque[tuple[int, Outgoing]] = deque()
         self._control_outbox: deque[tuple[int, np.ndarray]] = deque()
         self._sends: list[_Send] = []
-        self._receives: list[_Receive] = []  # at most one model
+        self._receives: list[_Receive] = []  # at most one model that is not too late
         self._wake = threading.Event()
         self._closing = False
         self._calling_mpi = threading.Lock()

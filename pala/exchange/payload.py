@@ -41,11 +41,6 @@ class Payload(abc.ABC):
     whole_every = 1  # every so many sends carry a whole model
     keeps_block = False  # the sum may lie in the block that a model was received into
 
-    @property
-    def most_bytes(self) -> int:
-        """Of the largest message, without its header."""
-        return max(sizes[-1] for sizes in self.sizes.values())
-
     @abc.abstractmethod
     def pack(self, parameters: Tensor, whole: bool) -> Packed:
         """What is to be sent of these parameters now. `whole`: all of them."""
