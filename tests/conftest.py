@@ -128,6 +128,31 @@ def _named(name: str) -> Iterator[Launcher]:
         yield launcher
 
 
+def write_disturbed(folder: Path, disturbance: str, *arguments: str) -> str:
+    """Write a script that trains with environments that first do something else at each step: it knows `rank` and
+    `steps`. Returns its name."""
+    (folder / "disturbed.py").write_text(f"""
+import os, signal, sys, time
+import gymnasium
+import pala.train as cli
+from pala import trainer
+trainer._PATIENCE_S = 4.0  # instead of 300
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+class Disturbed(gymnasium.Wrapper):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        steps = self.steps
+        {disturbance}
+        return super().step(action)
+make = gymnasium.make
+gymnasium.make = lambda *a, **k: Disturbed(make(*a, **k))
+sys.argv[1:] = {[*CARTPOLE, "--run.name", "r", *arguments]!r}
+cli.main()
+""")
+    return "disturbed.py"
+
+
 def record_of(run: Path) -> dict:
     """run.json."""
     return json.loads((run / "run.json").read_text())

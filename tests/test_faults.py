@@ -12,7 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CARTPOLE, REPOSITORY, Job, Launcher, pids_of_ranks, processes_in, record_of, wait_for
+from conftest import (
+    CARTPOLE,
+    REPOSITORY,
+    Job,
+    Launcher,
+    pids_of_ranks,
+    processes_in,
+    record_of,
+    wait_for,
+    write_disturbed,
+)
 
 from pala.checkpoint import load_policy
 from pala.metrics import read_run
@@ -30,27 +40,9 @@ def start(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
 
 
 def start_disturbed(launcher: Launcher, ranks: int, disturbance: str, *arguments: str, cwd: Path) -> Job:
-    """The same with environments that first do something else at each step: it knows `rank` and `steps`."""
-    (cwd / "script.py").write_text(f"""
-import os, signal, sys, time
-import gymnasium
-import pala.train as cli
-from pala import trainer
-trainer._PATIENCE_S = 4.0  # instead of 300
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-class Disturbed(gymnasium.Wrapper):
-    steps = 0
-    def step(self, action):
-        self.steps += 1
-        steps = self.steps
-        {disturbance}
-        return super().step(action)
-make = gymnasium.make
-gymnasium.make = lambda *a, **k: Disturbed(make(*a, **k))
-sys.argv[1:] = {[*CARTPOLE, "--run.name", "r", *arguments]!r}
-cli.main()
-""")
-    return launcher.start("--with-ft", "ulfm", "-np", str(ranks), str(launcher.folder / "python"), "script.py", cwd=cwd)
+    """The same with environments that first do something else at each step."""
+    script = write_disturbed(cwd, disturbance, *arguments)
+    return launcher.start("--with-ft", "ulfm", "-np", str(ranks), str(launcher.folder / "python"), script, cwd=cwd)
 
 
 def wait_until_all_train(cwd: Path, ranks: int) -> dict[int, int]:

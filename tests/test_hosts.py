@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import virtual_hosts
-from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, record_of, wait_for
+from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, record_of, wait_for, write_disturbed
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
 from pala.metrics import read_run
@@ -102,10 +102,12 @@ def test_a_killed_host_leaves_nothing(possible: Launcher, tmp_path: Path) -> Non
 def test_ranks_outlive_a_link_that_is_cut_for_ten_seconds(possible: Launcher, tmp_path: Path) -> None:
     """Each side trains on, and the two find together again; what both do without knowing of it is overshoot."""
     with VirtualHosts(2) as hosts:
-        ranks = ["--with-ft", "ulfm", str(possible.folder / "python"), "-m", "pala.train", *CARTPOLE, "--run.name", "r"]
+        # At most 250 steps/s a rank: at least 40 s of training, however fast the machine is.
+        script = write_disturbed(tmp_path, "time.sleep(0.004)", "--total-steps", "40000")
         command, environment = hosts.mpirun(
-            [*ranks, "--total-steps", "100000"], ranks_per_host=2, mpirun=str(possible.folder / "mpirun")
-        )
+            ["--with-ft", "ulfm", str(possible.folder / "python"), script],
+            ranks_per_host=2, mpirun=str(possible.folder / "mpirun"),
+        )  # fmt: skip
         job = possible.start_command(command, cwd=tmp_path, env=environment)
         wait_for_training(job, tmp_path)
         hosts.set_link(1, up=False)
