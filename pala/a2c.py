@@ -93,16 +93,15 @@ class UpdateResult(NamedTuple):
 
 
 class A2C:
-    """The optimiser's state and one update of a network's flat parameters."""
+    """The optimiser's state and one update of a network's flat parameters: its gradient, then a step along it."""
 
     def __init__(self, tape: Tape, flat: FlatParameters, config: A2CConfig) -> None:
         self._tape, self._flat, self._config = tape, flat, config
         self.mean_square = torch.zeros_like(flat.data)
 
-    def update(self, rollout: Rollout, bootstrap_B: Tensor, learning_rate: float) -> UpdateResult:
-        """Differentiate the rollout and take one optimiser step, unless the gradient is not finite."""
+    def step(self, loss: Loss, learning_rate: float) -> UpdateResult:
+        """Clip the gradient in `flat.gradient` and take one optimiser step, unless it is not finite."""
         config = self._config
-        loss = self._differentiate(rollout, bootstrap_B)
         norm = clip_gradient_(self._flat.gradient, config.max_gradient_norm)
         finite = math.isfinite(norm)
         if finite:
@@ -110,10 +109,11 @@ class A2C:
                 self._flat.data, self._flat.gradient, self.mean_square, learning_rate,
                 config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,
             )  # fmt: skip
-        return UpdateResult(Loss(*(term.detach() for term in loss)), norm, finite)
+        return UpdateResult(loss, norm, finite)
 
-    def _differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
-        """The loss, and its gradient in `flat.gradient`: autograd down to the network's outputs, then the tape."""
+    def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
+        """The rollout's loss; its gradient goes to `flat.gradient`: autograd down to the network's outputs, then the
+        tape."""
         policy_TBA = torch.stack(rollout.policy_outputs).requires_grad_()
         values_TB = torch.stack(rollout.values).requires_grad_()
         loss = a2c_loss(self._tape.distribution, policy_TBA, values_TB, rollout, bootstrap_B, self._config)
@@ -121,4 +121,4 @@ class A2C:
         loss.total.backward()  # type: ignore[no-untyped-call]
         assert policy_TBA.grad is not None and values_TB.grad is not None
         self._tape.backward(policy_TBA.grad, values_TB.grad)
-        return loss
+        return Loss(*(term.detach() for term in loss))

@@ -106,16 +106,18 @@ class A2CConfig:
 class ExchangeConfig:
     """What the ranks tell each other."""
 
-    kind: Literal["gossip", "none"] = "gossip"
-    """`gossip`: PALA. `none`: independent learners, for comparison."""
-    topology: Literal["random", "ring", "exponential", "complete"] = "random"
-    """Who sends to whom: a new random peer each round; the next rank; the rank 1, 2, 4, … further on; everybody."""
+    kind: Literal["gossip", "shared_memory", "allreduce", "none"] = "gossip"
+    """`gossip`: PALA. `shared_memory`: GALA-A2C, on one host. `allreduce`: synchronous A2C, gradients averaged at each
+    update. `none`: independent learners."""
+    topology: Literal["auto", "random", "ring", "exponential", "complete"] = "auto"
+    """Who sends to whom: a new random peer each round; the next rank; the rank 1, 2, 4, … further on; everybody.
+    `auto`: random; with `shared_memory`, ring [GALA]."""
     mixing: Literal["uniform", "push_sum"] = "uniform"
     """`uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`: weighted so that skipped messages do
     not bias the mean (arXiv 1811.10792)."""
     max_staleness: int = 10
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
-    [GALA] calls it sync_freq."""
+    [GALA] calls it sync_freq: 100 million, never, in its example."""
     patience_s: float = 5.0
     """Seconds after which a rank goes on without a model that does not come, and leaves out a peer that does not
     answer, until it does; never less than five of the rank's own updates. Ours."""
@@ -124,6 +126,13 @@ class ExchangeConfig:
     bytes (ours). `top_k`: what changed most since it was last sent (parallel Sarsa, Grounds & Kudenko)."""
     top_k_fraction: float = 0.05
     """`top_k`: the most parameters a message holds, as a fraction of all; from 0.5 on models go whole. Ours."""
+
+    @property
+    def graph(self) -> str:
+        """The topology, with `auto` decided."""
+        if self.topology != "auto":
+            return self.topology
+        return "ring" if self.kind == "shared_memory" else "random"
 
 
 @dataclass(frozen=True)
@@ -242,14 +251,27 @@ def check(config: Config, source: str) -> None:
     for key in ("network.conv_channels", "network.mlp_hidden"):
         if not all(width >= 1 for width in values[key]):
             raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
-    if config.exchange.mixing == "push_sum" and config.exchange.compression == "top_k":
+    _check_exchange(config.exchange, source)
+    name = config.run.name
+    if name in (".", "..") or "/" in name:
+        raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
+
+
+def _check_exchange(exchange: ExchangeConfig, source: str) -> None:
+    if exchange.mixing == "push_sum" and exchange.compression == "top_k":
         raise PalaError(
             f"{source}: 'exchange.mixing' is 'push_sum', whose weights belong to whole models, but "
             "'exchange.compression' is 'top_k', which sends parts; set the one to 'uniform' or the other to 'bfloat16'."
         )
-    name = config.run.name
-    if name in (".", "..") or "/" in name:
-        raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
+    if exchange.kind != "shared_memory":
+        return
+    allowed = {"topology": ("auto", "ring", "complete"), "mixing": ("uniform",), "compression": ("none",)}
+    for key, values in allowed.items():
+        if (value := getattr(exchange, key)) not in values:
+            raise PalaError(
+                f"{source}: 'exchange.{key}' is {value!r}, but 'exchange.kind' is 'shared_memory', GALA's own way, "
+                f"which has {' and '.join(map(repr, values))} only; 'gossip' has all."
+            )
 
 
 def _build(cls: Any, table: dict[str, Any], source: str, prefix: str) -> Any:

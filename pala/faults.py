@@ -54,6 +54,21 @@ class Deaths:
         self.ranks |= fresh
         return fresh
 
+    def end_if_any(self) -> None:
+        """For an exchange that needs every rank: raise EndError if one has died."""
+        if self._can_survive:
+            try:
+                self._comm.Iprobe()  # MPI hears of deaths only while it is called
+            except MPI.Exception as error:
+                if not is_death(error):
+                    raise
+        self.look()
+        if self.ranks:
+            raise EndError(
+                f"Rank {', '.join(map(str, sorted(self.ranks)))} has died, and this 'exchange.kind' cannot go on "
+                "without it; the job ends here. Go on from the last checkpoint by `--resume`."
+            )
+
 
 class Barrier:
     """A barrier that is waited for asleep, by `done`, and that does not wait for the dead. Making one is collective."""
@@ -73,7 +88,9 @@ class Barrier:
             raise
 
 
-def wait_quietly(done: Callable[[], bool], timeout_s: float | None, interrupt: Interrupt) -> None:
+def wait_quietly(
+    done: Callable[[], bool], timeout_s: float | None, interrupt: Interrupt, longest_sleep_s: float = 0.01
+) -> None:
     """Wait without spinning a core; after a signal, not for long. Raises EndError when time is up."""
     begin, sleep_s = time.monotonic(), 1e-4
     signalled_at: float | None = None
@@ -89,7 +106,7 @@ def wait_quietly(done: Callable[[], bool], timeout_s: float | None, interrupt: I
         if signalled_at is not None and now > signalled_at + _PATIENCE_AFTER_SIGNAL_S:
             raise EndError("The other ranks did not end after the signal; this one's checkpoint is written.")
         time.sleep(sleep_s)
-        sleep_s = min(2 * sleep_s, 0.01)
+        sleep_s = min(2 * sleep_s, longest_sleep_s)
 
 
 def among_the_living(

@@ -1,6 +1,7 @@
 """The loop of one rank: environments, learn, exchange, log. The file to read first.
 
     act ──▶ rollout ──▶ A2C update ──flat parameters──▶ exchange ──flat parameters──▶ act …
+                          └─ its gradient, where the exchange averages that
 
 The loop knows nothing of ranks, peers or MPI; `exchange` is the one object in which the variants differ.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +73,8 @@ class Learner:
                 self._exchange.stop_now(Stop.SIGNAL)
                 break
             result = self._learn(rollout, bootstrap_B)
+            if result is None:
+                break
             self._share(result)
             now = time.perf_counter()
             if now >= next_log:
@@ -119,9 +123,16 @@ class Learner:
             rewards_B[self._to_device(truncated)] += self._config.a2c.gamma * value
         return rewards_B
 
-    def _learn(self, rollout: Rollout, bootstrap_B: Tensor) -> UpdateResult:
+    def _learn(self, rollout: Rollout, bootstrap_B: Tensor) -> UpdateResult | None:
+        """One update; None if training ends and it is left out."""
         with self._watch.section("update"):
-            result = self._a2c.update(rollout, bootstrap_B, self._learning_rate())
+            loss = self._a2c.differentiate(rollout, bootstrap_B)
+        with self._exchanging():
+            goes_on = self._exchange.average_gradient(self._flat.gradient)
+        if not goes_on:
+            return None
+        with self._watch.section("update"):
+            result = self._a2c.step(loss, self._learning_rate())
         self.counters.updates += 1
         self.counters.local_steps += self._config.steps_per_update
         self._interval.add(result)
@@ -131,10 +142,8 @@ class Learner:
         """Pass the parameters through the exchange, and deal with an update that was not finite."""
         healthy = result.applied or bool(self._flat.data.isfinite().all())
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
-        waited = self._exchange.waited_s
-        with self._watch.section("exchange"):
+        with self._exchanging():
             finite = self._exchange.after_update(self._config.steps_per_update, healthy)
-        self._watch.move(self._exchange.waited_s - waited, "exchange", "wait")
         if result.applied:
             return
         where = f"[rank {self._rank}] update {self.counters.updates}"
@@ -146,6 +155,14 @@ class Learner:
             raise PalaError(f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}")
         if self._skipped_in_a_row >= _MOST_SKIPPED_UPDATES:
             raise PalaError(f"{where}: no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}")
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Count the time of the block as the exchange's, and what it waited as waiting."""
+        waited_s = self._exchange.waited_s
+        with self._watch.section("exchange"):
+            yield
+        self._watch.move(self._exchange.waited_s - waited_s, "exchange", "wait")
 
     def _learning_rate(self) -> float:
         config = self._config

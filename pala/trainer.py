@@ -25,7 +25,7 @@ from pala.config import Config, to_table
 from pala.console import Reporter
 from pala.envs import MakeEnv
 from pala.errors import CollectiveError, EndError, PalaError
-from pala.exchange import ExchangeState, Stop, flat_checksum, make_exchange
+from pala.exchange import ExchangeState, Stop, check_placement, flat_checksum, make_exchange
 from pala.faults import among_the_living
 from pala.files import write_atomically
 from pala.learner import Counters, Learner
@@ -93,6 +93,7 @@ class _Job:
         """Environments, network, optimiser. Collective."""
         if self.make_env is None and resume is not None:
             self.make_env = collectively(self.comm, lambda: run_folder.load_make_env(resume))
+        collectively(self.comm, lambda: check_placement(self.comm, self.config))
         self.envs = build_envs(self.comm, self.config, self.threads, self.make_env)
         agent = build_agent(self.comm, self.config, self.envs)
         self.device, self.network, self.flat, self.tape, self.a2c = (
@@ -127,7 +128,7 @@ class _Job:
         """Equal weights on all ranks, or those of the checkpoints; a first checkpoint. Collective."""
         if resume is None:
             self._seed_streams(round_=0)
-            self._share_first_weights()
+            self._share_model(root=0)
         else:
             self._restore()
         collectively(self.comm, self.save)  # a run that cannot save should fail now
@@ -137,16 +138,17 @@ class _Job:
         self.generator.manual_seed(int(derive(self.config.seed, self.rank, f"actions {purpose}")[0]))
         self.env_seeds = derive(self.config.seed, self.rank, f"environments {purpose}", self.envs.num_envs)
 
-    def _share_first_weights(self) -> None:
-        """Everybody gets rank 0's weights, checked by checksum. Collective."""
-        weights = self.flat.data.cpu().numpy()
-        self.comm.Bcast(weights, root=0)
-        self.flat.data.copy_(torch.from_numpy(weights))
+    def _share_model(self, root: int) -> None:
+        """Everybody gets this rank's parameters and mean squares, checked by checksum. Collective."""
+        for tensor in (self.flat.data, self.a2c.mean_square):
+            host = tensor.cpu().numpy()
+            self.comm.Bcast(host, root)
+            tensor.copy_(torch.from_numpy(host))
         checksums = self.comm.allgather(flat_checksum(self.flat.data))
-        wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+        wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
         if wrong:
             raise CollectiveError(
-                f"Rank {wrong[0]} began with other weights than rank 0: its memory or link is faulty."
+                f"Rank {wrong[0]} began with other weights than rank {root}: its memory or link is faulty."
             )
 
     def _restore(self) -> None:
@@ -172,6 +174,10 @@ class _Job:
             state = checkpoint.average(states, independent=self.config.exchange.kind == "none")
         self.flat.data.copy_(state.parameters)
         self.a2c.mean_square.copy_(state.mean_square)
+        if self.config.exchange.kind == "allreduce":  # ranks save at unlike times, and must begin alike
+            updates = self.comm.allgather(state.counters["updates"])
+            state.counters["updates"] = max(updates)
+            self._share_model(root=updates.index(max(updates)))
         self._seed_streams(round_=1)
         self._restore_counters(state, same_ranks)
         saved = state.random_states.get("actions")

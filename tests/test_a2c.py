@@ -9,7 +9,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from pala.a2c import A2C, Loss, Rollout, a2c_loss, clip_gradient_, rmsprop_
+from pala.a2c import A2C, Loss, Rollout, UpdateResult, a2c_loss, clip_gradient_, rmsprop_
 from pala.config import A2CConfig, NetworkConfig
 from pala.networks import ActorCritic, Categorical, FlatParameters, Gaussian
 from pala.tape import AutogradTape
@@ -47,6 +47,10 @@ def play(tape: AutogradTape, kind: str) -> tuple[Rollout, torch.Tensor, torch.Te
         rollout.rewards.append(torch.randn(ENVS, generator=generator))
         rollout.ended.append((torch.arange(ENVS) == t).float())
     return rollout, observations, torch.randn(ENVS, generator=generator)
+
+
+def update(a2c: A2C, rollout: Rollout, bootstrap: torch.Tensor, learning_rate: float) -> UpdateResult:
+    return a2c.step(a2c.differentiate(rollout, bootstrap), learning_rate)
 
 
 def slow_loss(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig) -> tuple[float, float, float, float]:
@@ -90,7 +94,7 @@ def test_reused_passes_have_the_gradient_of_a_second_pass(kind):
     flat = FlatParameters(network, CPU)
     tape = AutogradTape(network)
     rollout, observations, bootstrap = play(tape, kind)
-    A2C(tape, flat, A2CConfig(max_gradient_norm=0)).update(rollout, bootstrap, learning_rate=0.0)
+    update(A2C(tape, flat, A2CConfig(max_gradient_norm=0)), rollout, bootstrap, learning_rate=0.0)
     output, value = network(observations.flatten(0, 1))
     outputs = [tensor.unflatten(0, (STEPS, ENVS)) for tensor in (output, value)]
     loss = a2c_loss(network.distribution, *outputs, rollout, bootstrap, A2CConfig())
@@ -164,7 +168,7 @@ def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
     total = loss_of(rollout, bootstrap, config, *map(torch.stack, zip(*map(network, observations), strict=True))).total
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(total, network.parameters(), retain_graph=True)])
     before = flat.data.clone()
-    result = A2C(tape, flat, config).update(rollout, bootstrap, learning_rate=0.01)
+    result = update(A2C(tape, flat, config), rollout, bootstrap, learning_rate=0.01)
     assert result.applied
     assert result.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
     gradient *= 0.1 / gradient.norm()
@@ -177,14 +181,14 @@ def test_a_gradient_that_is_not_finite_is_not_applied(reward):
     flat = FlatParameters(network, CPU)
     tape = AutogradTape(network)
     a2c = A2C(tape, flat, A2CConfig())
-    a2c.update(*play(tape, "vector")[::2], learning_rate=0.01)
+    update(a2c, *play(tape, "vector")[::2], learning_rate=0.01)
     before, mean_square = flat.data.clone(), a2c.mean_square.clone()
     rollout, _, bootstrap = play(tape, "vector")
     rollout.rewards[1][2] = reward
-    assert not a2c.update(rollout, bootstrap, learning_rate=0.01).applied
+    assert not update(a2c, rollout, bootstrap, learning_rate=0.01).applied
     assert flat.data.equal(before)
     assert a2c.mean_square.equal(mean_square)
-    assert a2c.update(*play(tape, "vector")[::2], learning_rate=0.01).applied
+    assert update(a2c, *play(tape, "vector")[::2], learning_rate=0.01).applied
     assert flat.data.isfinite().all()
     assert not flat.data.equal(before)
 

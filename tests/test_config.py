@@ -44,8 +44,11 @@ def test_every_preset_loads_and_says_something(path):
         ("[a2c]\nrmsprop_epsilon_inside_root = 1", "(int) but must be of type bool."),
         ("[env]\nid = 3", "'env.id' is 3 (int) but must be of type str."),
         ("env = 'ALE/Pong-v5'", "'env' is a section and needs a table, not 'ALE/Pong-v5'."),
-        ("[exchange]\nkind = 'gosip'", "must be one of 'gossip', 'none'; did you mean 'gossip'?"),
-        ("[exchange]\nkind = ['gossip']", "must be one of 'gossip', 'none'"),
+        (
+            "[exchange]\nkind = 'gosip'",
+            "must be one of 'gossip', 'shared_memory', 'allreduce', 'none'; did you mean 'gossip'?",
+        ),
+        ("[exchange]\nkind = ['gossip']", "must be one of 'gossip', 'shared_memory', 'allreduce', 'none'"),
         ("[network]\nconv_channels = [32, 64]", "'network.conv_channels' needs 3 values, not [32, 64]."),
         ("[network]\nconv_channels = 32", "'network.conv_channels' is 32 (int) but must be of type tuple"),
         ("[network]\nmlp_hidden = [64, 'x']", "'network.mlp_hidden' is 'x' (str) but must be of type int."),
@@ -65,6 +68,8 @@ def test_every_preset_loads_and_says_something(path):
             "[exchange]\ncompression = 'top_k'\nmixing = 'push_sum'",
             "'exchange.mixing' is 'push_sum', whose weights belong to whole models, but 'exchange.compression' is",
         ),
+        ("[exchange]\nkind = 'shared_memory'\ntopology = 'random'", "which has 'auto' and 'ring' and 'complete' only"),
+        ("[exchange]\nkind = 'shared_memory'\nmixing = 'push_sum'", "which has 'uniform' only; 'gossip' has all"),
     ],
 )
 def test_mistakes_are_named_with_the_file(text, words, tmp_path):

@@ -11,24 +11,37 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pala.config import Config
+from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import Exchange, ExchangeState
 from pala.exchange.gossip import Gossip
 from pala.exchange.none import NoExchange
 from pala.exchange.protocol import Stop
+from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.runtime import Interrupt
 from pala.seeding import derive
 
-__all__ = ["Exchange", "ExchangeState", "Stop", "flat_checksum", "make_exchange"]
+__all__ = ["Exchange", "ExchangeState", "Stop", "check_placement", "flat_checksum", "make_exchange"]
 
 
 def make_exchange(
     comm: MPI.Comm, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
 ) -> Exchange:
     """The exchange that the configuration names, on a flat parameter vector. Collective."""
-    if config.exchange.kind == "none":
-        return NoExchange(comm, parameters, config.total_steps, start, interrupt)
+    kind, budget_steps = config.exchange.kind, config.total_steps
+    if kind == "none":
+        return NoExchange(comm, parameters, budget_steps, start, interrupt)
+    if kind == "allreduce":
+        return AllReduce(comm, parameters, budget_steps, start, interrupt)
+    if kind == "shared_memory":
+        return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt)
     seed = int(derive(config.seed, 0, "topology")[0])
-    return Gossip(comm, parameters, signature, config.exchange, config.total_steps, seed, start, interrupt)
+    return Gossip(comm, parameters, signature, config.exchange, budget_steps, seed, start, interrupt)
+
+
+def check_placement(comm: MPI.Comm, config: Config) -> None:
+    """Raise PalaError if the ranks are where this exchange cannot work. Collective."""
+    if config.exchange.kind == "shared_memory":
+        check_one_host(comm)
 
 
 def flat_checksum(parameters: Tensor) -> int:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from pala.errors import PalaError
 from pala.exchange.protocol import Stop
 from pala.faults import among_the_living, wait_quietly
-from pala.runtime import Interrupt
+from pala.runtime import Interrupt, say
 
 
 class ExchangeState(NamedTuple):
@@ -50,6 +52,29 @@ def agree_on_end(
     return among_the_living(comm, agree, timeout_s, interrupt)
 
 
+def average_of_ranks(
+    comm: MPI.Comm, parameters: Tensor, weight: float, timeout_s: float | None, interrupt: Interrupt
+) -> Tensor:
+    """The weighted average of the living ranks' flat parameters, on the host; what is not finite has no part in it.
+    Collective. Raises PalaError if no rank's is finite."""
+    mine = parameters.detach().cpu()
+    if not bool(mine.isfinite().all()):
+        say(f"[rank {comm.rank}] its parameters are not finite and have no part in the final average")
+        mine, weight = torch.zeros_like(mine), 0.0
+
+    def average(living: MPI.Comm) -> Tensor:
+        total, weights = mine * weight, np.array([weight], np.float64)
+        wait_quietly(living.Iallreduce(MPI.IN_PLACE, weights).Test, timeout_s, interrupt)
+        wait_quietly(living.Iallreduce(MPI.IN_PLACE, total.numpy()).Test, timeout_s, interrupt)
+        if weights[0] == 0:
+            raise PalaError(
+                "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning rate."
+            )
+        return total.div_(float(weights[0]))
+
+    return among_the_living(comm, average, timeout_s, interrupt)
+
+
 class Exchange(abc.ABC):
     """Between two updates, the learner's parameters pass through here."""
 
@@ -74,6 +99,13 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def stop_now(self, reason: Stop) -> None:
         """End training on all ranks."""
+
+    def average_gradient(self, gradient: Tensor) -> bool:
+        """The flat gradient of an update, before the optimiser takes it; may be changed in place, and may wait.
+
+        False if training ends here and the update is to be left out. Most exchanges leave gradients alone.
+        """
+        return True
 
     @abc.abstractmethod
     def after_update(self, steps: int, healthy: bool) -> bool:

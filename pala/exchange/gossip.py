@@ -21,12 +21,11 @@ from torch import Tensor
 
 from pala.config import ExchangeConfig
 from pala.errors import PalaError
-from pala.exchange.base import Exchange, ExchangeState, agree_on_end
+from pala.exchange.base import Exchange, ExchangeState, agree_on_end, average_of_ranks
 from pala.exchange.data_proxy import DataProxy
 from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
 from pala.exchange.protocol import GossipProtocol, Stop
 from pala.exchange.wire import Format, Kind, Message, Refusal, Wire
-from pala.faults import among_the_living, wait_quietly
 from pala.runtime import Interrupt, say
 
 _SEND_BUFFERS = 2
@@ -45,7 +44,7 @@ class Gossip(Exchange):
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
         payload = make_payload(config, parameters)
         self._protocol = GossipProtocol(
-            comm.rank, comm.size, topology=config.topology, mixing=config.mixing, max_staleness=config.max_staleness,
+            comm.rank, comm.size, topology=config.graph, mixing=config.mixing, max_staleness=config.max_staleness,
             budget_steps=budget_steps, seed=seed, local_steps=start.local_steps, base_steps=start.base_steps,
             round_=start.round, weight=start.weight, whole_every=payload.whole_every, patience_s=config.patience_s,
         )  # fmt: skip
@@ -115,26 +114,9 @@ class Gossip(Exchange):
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        final = self._parameters.detach().cpu()
-        finite = bool(final.isfinite().all())
-        if not finite:
-            say(f"[rank {self._comm.rank}] its parameters are not finite and have no part in the final average")
         # A model as old as the time that this rank was away counts only if all are.
-        own_weight = self._protocol.weight * (1.0 if self._protocol.has_model else 1e-9) if finite else 0.0
-
-        def average(living: MPI.Comm) -> Tensor:
-            weight = np.array([own_weight], np.float64)
-            total = final * own_weight if finite else torch.zeros_like(final)
-            wait_quietly(living.Iallreduce(MPI.IN_PLACE, weight).Test, timeout_s, self._interrupt)
-            wait_quietly(living.Iallreduce(MPI.IN_PLACE, total.numpy()).Test, timeout_s, self._interrupt)
-            if weight[0] == 0:
-                raise PalaError(
-                    "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning "
-                    "rate."
-                )
-            return total.div_(float(weight[0]))
-
-        return among_the_living(self._comm, average, timeout_s, self._interrupt)
+        weight = self._protocol.weight * (1.0 if self._protocol.has_model else 1e-9)
+        return average_of_ranks(self._comm, self._parameters, weight, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
         with self._changed:

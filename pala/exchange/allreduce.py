@@ -1,0 +1,117 @@
+"""Synchronous A2C: the ranks' gradients are averaged before every update, so all hold one model and go in step.
+
+What GALA is compared with in its paper (Assran et al. 2019, arXiv 1906.04585, section 5): each update waits for the
+slowest rank, and the death of one ends the job.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pala.exchange.base import Exchange, ExchangeState, agree_on_end
+from pala.exchange.protocol import Stop
+from pala.faults import Deaths, is_death, wait_quietly
+from pala.runtime import Interrupt, say
+
+_LONGEST_SLEEP_S = 2e-4
+
+
+class AllReduce(Exchange):
+    """One reduction an update, of the flat gradient and one word more: whether a rank ends training."""
+
+    def __init__(
+        self, comm: MPI.Comm, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
+    ) -> None:
+        """`parameters`: equal on all ranks."""
+        self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
+        self._buffer = torch.zeros(parameters.numel() + 1, pin_memory=parameters.is_cuda)
+        self.message_bytes = self._buffer.nbytes
+        self._local_steps, self._base_steps = np.array(start.local_steps, np.uint64), start.base_steps
+        self._budget_steps = budget_steps
+        self._stop, self._all_know = Stop.NONE, False
+        self._deaths = Deaths(comm)
+        self._check_budget()
+
+    @property
+    def global_steps(self) -> int:
+        return self._base_steps + int(self._local_steps.sum())
+
+    @property
+    def living(self) -> range:
+        """All: if one dies, the job ends."""
+        return range(self._comm.size)
+
+    @property
+    def stop(self) -> Stop:
+        return self._stop
+
+    def stop_now(self, reason: Stop) -> None:
+        """The others learn of it by the next reduction, which `close` takes part in."""
+        if self._stop is Stop.NONE:
+            self._stop = reason
+
+    def average_gradient(self, gradient: Tensor) -> bool:
+        self._buffer[:-1].copy_(gradient)
+        self._reduce(timeout_s=None)
+        if self._all_know:
+            return False
+        gradient.copy_(self._buffer[:-1]).div_(self._comm.size)
+        return True
+
+    def after_update(self, steps: int, healthy: bool) -> bool:
+        self._local_steps += np.uint64(steps)
+        self._check_budget()
+        return healthy
+
+    def close(self, timeout_s: float) -> Stop:
+        if self._stop is not Stop.BUDGET and not self._all_know:
+            self._buffer.zero_()
+            self._reduce(timeout_s)  # the others are in theirs, or will be
+        return agree_on_end(self._comm, self._stop, self._local_steps, timeout_s, self._interrupt).stop
+
+    def final_parameters(self, timeout_s: float) -> Tensor:
+        """Of rank 0. That all ranks have the same is checked, and a difference is said."""
+        mine = self._parameters.detach().cpu()
+        final = mine.clone()
+        wait_quietly(self._comm.Ibcast(final.numpy(), root=0).Test, timeout_s, self._interrupt)
+        distance = float((final - mine).norm())
+        if not distance <= 1e-4 * float(final.norm()):
+            say(f"[rank {self._comm.rank}] its model is {distance:.3g} from rank 0's, which is exported.")
+        return final
+
+    def metrics(self) -> dict[str, Any]:
+        return {"consensus_distance": 0.0, "staleness_updates": 0}
+
+    def state(self) -> ExchangeState:
+        return ExchangeState([int(s) for s in self._local_steps], self._base_steps, 0, 1.0)
+
+    def _reduce(self, timeout_s: float | None) -> None:
+        """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core."""
+        self._buffer[-1] = float(self._stop is not Stop.NONE)
+        begin = time.perf_counter()
+        try:
+            barrier = self._comm.Ibarrier()
+            wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S)
+            self.waited_s += time.perf_counter() - begin
+            self._comm.Allreduce(MPI.IN_PLACE, self._buffer.numpy())
+        except MPI.Exception as error:
+            if is_death(error):
+                self._deaths.end_if_any()
+            raise
+        if float(self._buffer[-1]) > 0:
+            self._stop, self._all_know = Stop.SIGNAL, True
+
+    def _are_here(self, barrier: MPI.Request) -> bool:
+        self._deaths.end_if_any()
+        return barrier.Test()
+
+    def _check_budget(self) -> None:
+        """Every rank counts every update, so all stop after the same."""
+        if self.global_steps >= self._budget_steps:
+            self.stop_now(Stop.BUDGET)

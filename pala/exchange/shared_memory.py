@@ -1,0 +1,213 @@
+"""GALA-A2C as its authors' code does it: learners of one host mix through shared memory.
+
+Assran et al. 2019, arXiv 1906.04585, algorithm 1, and the released code's use of buffers and events, which are counts
+here: each learner has one broadcast buffer. After an update it
+
+1. writes its model there, unless an out-peer has not read the last one;
+2. mixes, x <- (x + sum of in-peers' models) / (1 + k), if every in-peer has written since it was last read; if one has
+   not and this would be more than `max_staleness` updates since the last mix, it waits.
+
+So it never sends what nobody takes, and no model is overwritten while it is read. The graph is a directed ring, or
+complete. There is no way to go on without a rank that died, or whose buffer is not on this host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, cast
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pala.config import ExchangeConfig
+from pala.errors import PalaError
+from pala.exchange.base import End, Exchange, ExchangeState, agree_on_end, average_of_ranks
+from pala.exchange.protocol import Stop
+from pala.exchange.topology import out_peers
+from pala.faults import Deaths, wait_quietly
+from pala.ranks import meet
+from pala.runtime import Interrupt
+
+_LONGEST_SLEEP_S = 5e-4
+_MIXES_A_MEASUREMENT = 8  # as gossip
+
+
+def check_one_host(comm: MPI.Comm) -> None:
+    """Raise PalaError if the ranks are on several hosts. Collective."""
+    hosts = comm.allgather(MPI.Get_processor_name())
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    together = node.size == comm.size
+    node.Free()
+    if not together:
+        raise PalaError(
+            f"'exchange.kind' is 'shared_memory', which is for ranks of one host, but they are on "
+            f"{', '.join(dict.fromkeys(hosts))}. Start all on one, or use 'gossip', which goes between hosts."
+        )
+
+
+class Window:
+    """Memory that all ranks of a host see: of each some counts, which it alone writes, and its broadcast buffer."""
+
+    def __init__(self, comm: MPI.Comm, num_parameters: int) -> None:
+        """Collective."""
+        columns = 3 + comm.size
+        sizes = (comm.size * columns * 8, comm.size * num_parameters * 4)
+        self._window = MPI.Win.Allocate_shared(sum(sizes) if comm.rank == 0 else 0, 1, comm=cast(MPI.Intracomm, comm))
+        block, _ = self._window.Shared_query(0)
+        memory = np.frombuffer(cast(memoryview, block), np.uint8, sum(sizes))
+        counts = memory[: sizes[0]].view(np.int64).reshape(comm.size, columns)
+        counts[comm.rank] = 0
+        self.models = torch.from_numpy(memory[sizes[0] :].view(np.float32).reshape(comm.size, num_parameters))
+        self.models[comm.rank] = 0.0  # the pages lie near the rank that first touches them
+        self.steps, self.stop, self.written, self.read = counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3:]
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        self.fence()
+        meet(comm)
+
+    def fence(self) -> None:
+        """What was written before is seen by others before what is written after."""
+        self._window.Sync()
+
+    def free(self) -> None:
+        """Collective. The arrays must not be used any more."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+class SharedMemory(Exchange):
+    """One broadcast buffer a rank; whoever reads it says so before it is written again."""
+
+    def __init__(
+        self, comm: MPI.Comm, parameters: Tensor, config: ExchangeConfig, budget_steps: int, start: ExchangeState,
+        interrupt: Interrupt,
+    ) -> None:  # fmt: skip
+        """Collective. All ranks are on one host."""
+        self._comm, self._rank, self._parameters, self._interrupt = comm, comm.rank, parameters, interrupt
+        self._max_staleness, self._budget_steps, self._base_steps = config.max_staleness, budget_steps, start.base_steps
+        everybody = range(comm.size)
+        self._out = list(out_peers(config.graph, comm.rank, everybody, 0, 0))
+        self._in = [rank for rank in everybody if comm.rank in out_peers(config.graph, rank, everybody, 0, 0)]
+        self._window = Window(comm, parameters.numel())
+        self._window.steps[self._rank] = start.local_steps[self._rank]
+        meet(comm)
+        self._deaths = Deaths(comm)
+        self.message_bytes = parameters.nbytes
+        self._staleness = 0
+        self._counts: Counter[str] = Counter()
+        self._distances: list[Tensor] = []
+        self._final: End | None = None
+
+    @property
+    def global_steps(self) -> int:
+        return self._base_steps + int(self._steps.sum())
+
+    @property
+    def living(self) -> range:
+        """All: if one dies, the job ends."""
+        return range(self._comm.size)
+
+    @property
+    def stop(self) -> Stop:
+        if self._final is not None:
+            return self._final.stop
+        if self.global_steps >= self._budget_steps:
+            self.stop_now(Stop.BUDGET)
+        return Stop(int(self._window.stop.max()))
+
+    def stop_now(self, reason: Stop) -> None:
+        if not self._window.stop.any():
+            self._window.stop[self._rank] = reason
+
+    def after_update(self, steps: int, healthy: bool) -> bool:
+        self._window.steps[self._rank] += steps
+        if healthy:
+            self._write()
+        return self._mix(healthy) or healthy
+
+    def close(self, timeout_s: float) -> Stop:
+        known = np.array(self._window.steps, np.uint64)
+        end = agree_on_end(self._comm, self.stop, known, timeout_s, self._interrupt)
+        self._final = end
+        self._window.free()  # nobody trains any more
+        return end.stop
+
+    def final_parameters(self, timeout_s: float) -> Tensor:
+        return average_of_ranks(self._comm, self._parameters, 1.0, timeout_s, self._interrupt)
+
+    def metrics(self) -> dict[str, Any]:
+        counts, self._counts = self._counts, Counter()
+        distances, self._distances = self._distances, []
+        consensus = float(torch.stack(distances).mean()) if distances else None
+        return {"consensus_distance": consensus} | {key: counts[key] for key in _COUNTS}
+
+    def state(self) -> ExchangeState:
+        return ExchangeState([int(s) for s in self._steps], self._base_steps, 0, 1.0)
+
+    @property
+    def _steps(self) -> np.ndarray:
+        """Of every rank, int64 or uint64 [ranks]."""
+        return self._window.steps if self._final is None else self._final.local_steps
+
+    def _write(self) -> None:
+        """Put this model into the broadcast buffer, unless an out-peer has not read the last one."""
+        window, rank = self._window, self._rank
+        if any(window.read[peer, rank] < window.written[rank] for peer in self._out):
+            self._counts["sends_without_buffer"] += 1
+            return
+        window.models[rank].copy_(self._parameters)
+        window.fence()
+        window.written[rank] += 1
+        self._counts["models_sent"] += len(self._out)
+
+    def _mix(self, healthy: bool) -> bool:
+        """Mix if every in-peer has written; wait for that if this rank's model is too stale, or of no use. True if it
+        was mixed."""
+        if not self._in:
+            return False
+        if not self._all_written() and (self._staleness >= self._max_staleness or not healthy):
+            self._wait()
+        if not self._all_written():
+            self._staleness += 1
+            self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._staleness)
+            return False
+        self._window.fence()
+        total = self._window.models[self._in].sum(0) if len(self._in) > 1 else self._window.models[self._in[0]]
+        self._mix_with(total.to(self._parameters.device), healthy)
+        self._window.fence()
+        for peer in self._in:
+            self._window.read[self._rank, peer] += 1
+        self._staleness = 0
+        return True
+
+    def _mix_with(self, total: Tensor, healthy: bool) -> None:
+        """x <- (x + sum of in-peers) / (1 + k); a model that is not finite is replaced."""
+        k, x = len(self._in), self._parameters
+        if healthy and self._counts["mixes"] % _MIXES_A_MEASUREMENT == 0:
+            self._distances.append((total / k - x).norm())
+        if healthy:
+            x.add_(total).mul_(1 / (1 + k))
+        else:
+            torch.mul(total, 1 / k, out=x)
+        self._counts["mixes"] += 1
+        self._counts["models_mixed"] += k
+
+    def _all_written(self) -> bool:
+        window, rank = self._window, self._rank
+        return all(window.written[peer] > window.read[rank, peer] for peer in self._in)
+
+    def _wait(self) -> None:
+        begin = time.perf_counter()
+        wait_quietly(self._may_go_on, None, self._interrupt, _LONGEST_SLEEP_S)
+        self.waited_s += time.perf_counter() - begin
+
+    def _may_go_on(self) -> bool:
+        self._deaths.end_if_any()
+        if self._interrupt.signal is not None:
+            self.stop_now(Stop.SIGNAL)
+        return self._all_written() or self.stop is not Stop.NONE
+
+
+_COUNTS = ("staleness_updates", "mixes", "models_sent", "models_mixed", "sends_without_buffer")

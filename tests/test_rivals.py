@@ -1,0 +1,215 @@
+"""What gossip is compared with: synchronous A2C by all-reduce, and GALA's shared memory; with real ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CARTPOLE, Job, Launcher, pids_of_ranks, processes_in, record_of, wait_for
+
+from pala.checkpoint import RankState, load_policy, load_rank, newest_segment
+from pala.exchange.topology import out_peers
+from pala.metrics import read_run
+
+pytestmark = pytest.mark.mpi
+
+KINDS = ["allreduce", "shared_memory"]
+ENDLESS = ["--total-steps", "100000000"]
+
+PREPARED = """
+import numpy as np, torch
+from pala.ranks import start_mpi
+comm = start_mpi()
+from pala.config import ExchangeConfig
+from pala.exchange.allreduce import AllReduce
+from pala.exchange.base import ExchangeState
+from pala.exchange.protocol import Stop
+from pala.exchange.shared_memory import SharedMemory
+from pala.runtime import Interrupt
+start = ExchangeState([0] * comm.size, 0, 0, 1.0)
+"""
+
+
+def exchange_script(launcher: Launcher, ranks: int, source: str, cwd: Path) -> str:
+    """Run `source` on every rank; returns what they printed."""
+    job = launcher.script(ranks, PREPARED + source, cwd)
+    assert job.status == 0, job.output
+    return job.output
+
+
+def train(launcher: Launcher, ranks: int, kind: str, *arguments: str, cwd: Path) -> Job:
+    return launcher.start_train(
+        ranks, *CARTPOLE, "--exchange.kind", kind, "--run.name", "r", *arguments, cwd=cwd
+    )  # fmt: skip
+
+
+def states_of(run: Path, ranks: int) -> list[RankState]:
+    signature = load_rank_signature(run)
+    return [load_rank(newest_segment(run), rank, signature) for rank in range(ranks)]
+
+
+def load_rank_signature(run: Path) -> int:
+    from pala.checkpoint import _rank_path, _read_rank
+
+    return _read_rank(_rank_path(newest_segment(run), 0, previous=False)).signature
+
+
+# ---- the arithmetic --------------------------------------------------------------------------------------------------
+
+
+def test_allreduce_gives_every_rank_the_mean_gradient(mpi: Launcher, tmp_path: Path) -> None:
+    """Against numpy's mean of what all ranks had; what is not finite on one rank is so on all."""
+    output = exchange_script(mpi, 3, """
+exchange = AllReduce(comm, torch.zeros(10_007), 10**9, start, Interrupt())
+gradients = np.random.default_rng(7).normal(size=(4, 3, 10_007)).astype(np.float32)
+gradients[3, 1, 5] = np.nan
+for of_ranks in gradients:
+    gradient = torch.from_numpy(of_ranks[comm.rank].copy())
+    assert exchange.average_gradient(gradient)
+    np.testing.assert_allclose(gradient.numpy(), of_ranks.astype(np.float64).mean(0), rtol=1e-5, atol=1e-6)
+    assert exchange.after_update(20, healthy=True)
+assert exchange.global_steps == 4 * 3 * 20 and exchange.stop is Stop.NONE
+if comm.rank == 1:
+    exchange.stop_now(Stop.SIGNAL)  # one leaves in mid-rollout: the others leave their update out
+else:
+    assert not exchange.average_gradient(torch.zeros(10_007))
+assert exchange.close(10) is exchange.stop is Stop.SIGNAL and exchange.global_steps == 240
+print("passed", comm.rank)
+""", tmp_path)  # fmt: skip
+    assert output.count("passed") == 3
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_shared_memory_mixes_by_galas_formula(mpi: Launcher, topology: str, tmp_path: Path) -> None:
+    """In step (staleness 0): x <- (x + sum of in-peers) / (1 + k), against the formula in float64."""
+    senders = [[i for i in range(4) if rank in out_peers(topology, i, range(4), 0, 0)] for rank in range(4)]
+    output = exchange_script(mpi, 4, f"""
+x = np.random.default_rng(3).normal(size=(4, 1001))
+parameters = torch.from_numpy(x[comm.rank].astype(np.float32))
+config = ExchangeConfig(kind="shared_memory", topology="{topology}", max_staleness=0)
+exchange = SharedMemory(comm, parameters, config, 10**9, start, Interrupt())
+for round_ in range(5):
+    x[:, round_] += np.arange(4)  # what the ranks learn
+    parameters[round_] += comm.rank
+    comm.Barrier()  # else a rank that is ahead would find its buffer unread
+    exchange.after_update(10, healthy=True)
+    x = np.array([(x[i] + x[peers].sum(0)) / (1 + len(peers)) for i, peers in enumerate({senders})])
+    np.testing.assert_allclose(parameters.numpy(), x[comm.rank], rtol=1e-5, atol=1e-5)
+comm.Barrier()  # who waits is let go when training ends
+exchange.stop_now(Stop.BUDGET)
+assert exchange.close(10) is Stop.BUDGET and exchange.global_steps == 4 * 5 * 10
+np.testing.assert_allclose(exchange.final_parameters(10).numpy(), x.mean(0), rtol=1e-5, atol=1e-5)
+figures = exchange.metrics()
+assert figures["mixes"] == 5 and figures["models_mixed"] == 5 * {len(senders[0])}, figures
+print("passed", comm.rank)
+""", tmp_path)  # fmt: skip
+    assert output.count("passed") == 4
+
+
+def test_no_model_is_read_while_it_is_written(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Every model is one number over and over, so a torn one would show; ranks of unlike speed, never further than
+    the staleness bound, a rank whose model is not finite is healed, and nobody hangs."""
+    output = exchange_script(any_mpi, 4, """
+import time
+rng = np.random.default_rng(comm.rank)
+parameters = torch.full((200_000,), float(comm.rank))
+config = ExchangeConfig(kind="shared_memory", topology="ring", max_staleness=3)
+exchange = SharedMemory(comm, parameters, config, 10**9, start, Interrupt())
+for update in range(300):
+    if exchange.stop is not Stop.NONE:
+        break
+    time.sleep(rng.exponential(0.002 if comm.rank == 2 else 0.0005))
+    parameters += rng.normal()
+    sick = update == 50 and comm.rank == 1
+    if sick:
+        parameters.fill_(float("nan"))
+    assert exchange.after_update(1, healthy=not sick) and bool((parameters == parameters[0]).all())
+figures = exchange.metrics()
+assert figures["mixes"] > 50 and figures["staleness_updates"] <= 4, figures
+exchange.stop_now(Stop.BUDGET)
+exchange.close(10)
+assert bool(exchange.final_parameters(10).isfinite().all())
+print("passed", comm.rank)
+""", tmp_path)  # fmt: skip
+    assert output.count("passed") == 4
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_completes_with_the_budget_met(mpi: Launcher, kind: str, tmp_path: Path) -> None:
+    job = train(mpi, 3, kind, "--total-steps", "6000", cwd=tmp_path).wait()
+    assert job.status == 0, job.output
+    run = tmp_path / "runs/r"
+    assert record_of(run)["completed"]
+    states = states_of(run, 3)
+    steps = [state.counters["own_steps"] for state in states]
+    assert 6000 <= sum(steps) == record_of(run)["segments"][0]["global_steps"] < 6000 + 3 * 3 * 20
+    if kind == "allreduce":
+        assert len(set(steps)) == 1
+        assert all(state.parameters.equal(states[0].parameters) for state in states)
+        assert all(state.mean_square.equal(states[0].mean_square) for state in states)
+        _, header = load_policy(run / "policy.safetensors")
+        assert header["global_steps"] == 6000
+    else:
+        intervals = [r for records in read_run(run) for r in records if r["type"] == "interval"]
+        assert sum(r["models_mixed"] for r in intervals) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(any_mpi: Launcher, kind: str, tmp_path: Path) -> None:
+    job = train(any_mpi, 2, kind, *ENDLESS, cwd=tmp_path)
+    run = tmp_path / "runs/r"
+    wait_for(lambda: run.exists() and all(len(r) > 2 for r in read_run(run)) and len(read_run(run)) == 2)
+    os.kill(pids_of_ranks(tmp_path)[1], signal.SIGUSR1)
+    job.wait(30)
+    assert "checkpoint written to" in job.output, job.output
+    stopped = states_of(run, 2)
+    made = sum(state.counters["own_steps"] for state in stopped)
+    if kind == "allreduce":
+        assert stopped[0].counters["own_steps"] == stopped[1].counters["own_steps"]
+        assert stopped[0].parameters.equal(stopped[1].parameters)
+    job = any_mpi.train(2, "--resume", str(run), "--total-steps", str(made + 2000), cwd=tmp_path)
+    assert job.status == 0, job.output
+    assert made + 2000 <= record_of(run)["segments"][-1]["global_steps"] < made + 2000 + 2 * 3 * 20
+
+
+def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(any_mpi: Launcher, tmp_path: Path) -> None:
+    """After a crash, each rank's newest checkpoint is of another update; they must not train apart from then on."""
+    options = ["--run.checkpoint-interval-s", "0.1"]
+    job = train(any_mpi, 2, "allreduce", *ENDLESS, *options, cwd=tmp_path)
+    run = tmp_path / "runs/r"
+    wait_for(lambda: run.exists() and all(len(r) > 3 for r in read_run(run)) and len(read_run(run)) == 2)
+    for pid in pids_of_ranks(tmp_path).values():
+        os.kill(pid, signal.SIGKILL)
+    job.wait(30)
+    killed = states_of(run, 2)
+    total = max(state.counters["own_steps"] for state in killed) * 2 + 1000
+    job = any_mpi.train(2, "--resume", str(run), "--total-steps", str(total), cwd=tmp_path)
+    assert job.status == 0, job.output
+    states = states_of(run, 2)
+    assert states[0].parameters.equal(states[1].parameters)
+    assert states[0].counters["updates"] == states[1].counters["updates"]
+    assert not any(torch.equal(states[0].parameters, old.parameters) for old in killed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_death_of_a_rank_ends_the_job_with_a_sentence(any_mpi: Launcher, kind: str, tmp_path: Path) -> None:
+    """Even where ranks outlive one another: both methods need all of theirs."""
+    python = str(any_mpi.folder / "python")
+    options = [*CARTPOLE, "--exchange.kind", kind, "--run.name", "r", "--exchange.max-staleness", "3", *ENDLESS]
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "-m", "pala.train", *options, cwd=tmp_path)
+    run = tmp_path / "runs/r"
+    wait_for(lambda: run.exists() and all(len(r) > 2 for r in read_run(run)) and len(read_run(run)) == 3)
+    os.kill(pids_of_ranks(tmp_path)[1], signal.SIGKILL)
+    job.wait(30)
+    assert job.status != 0 and "Rank 1 has died, and this 'exchange.kind' cannot go on" in job.output, job.output
+    assert not record_of(run)["completed"]
+    assert not processes_in(tmp_path)
+    job = any_mpi.train(3, "--resume", str(run), "--total-steps", "2000", cwd=tmp_path)
+    assert job.status == 0, job.output
