@@ -251,13 +251,14 @@ def check(config: Config, source: str) -> None:
     for key in ("network.conv_channels", "network.mlp_hidden"):
         if not all(width >= 1 for width in values[key]):
             raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
-    _check_exchange(config.exchange, source)
+    check_exchange(config.exchange, source)
     name = config.run.name
     if name in (".", "..") or "/" in name:
         raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
 
 
-def _check_exchange(exchange: ExchangeConfig, source: str) -> None:
+def check_exchange(exchange: ExchangeConfig, source: str) -> None:
+    """Raise PalaError for settings of the exchange that do not go together."""
     if exchange.mixing == "push_sum" and exchange.compression == "top_k":
         raise PalaError(
             f"{source}: 'exchange.mixing' is 'push_sum', whose weights belong to whole models, but "

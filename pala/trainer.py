@@ -93,7 +93,7 @@ class _Job:
         """Environments, network, optimiser. Collective."""
         if self.make_env is None and resume is not None:
             self.make_env = collectively(self.comm, lambda: run_folder.load_make_env(resume))
-        collectively(self.comm, lambda: check_placement(self.comm, self.config))
+        collectively(self.comm, lambda: check_placement(self.comm, self.config.exchange))
         self.envs = build_envs(self.comm, self.config, self.threads, self.make_env)
         agent = build_agent(self.comm, self.config, self.envs)
         self.device, self.network, self.flat, self.tape, self.a2c = (

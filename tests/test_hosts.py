@@ -127,6 +127,14 @@ def test_ranks_outlive_a_link_that_is_cut_for_ten_seconds(possible: Launcher, tm
         assert sum(r["models_mixed"] for r in later) > 0
 
 
+def test_shared_memory_between_hosts_is_refused(possible: Launcher, tmp_path: Path) -> None:
+    with VirtualHosts(2) as hosts:
+        job = start_train(hosts, possible, "--exchange.kind", "shared_memory", cwd=tmp_path).wait()
+    assert job.status == 2 and "Traceback" not in job.output
+    assert job.output.count("pala: error") == 1 and "they are on vhost0, vhost1. Start all on one" in job.output
+    assert not (tmp_path / "runs").exists()
+
+
 def test_links_can_be_cut_and_mended(possible: Launcher) -> None:
     with VirtualHosts(2) as hosts:
         carrier = [*hosts.inside(1), "ip", "-oneline", "link", "show", "eth0"]

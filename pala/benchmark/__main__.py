@@ -59,13 +59,15 @@ class Command:
     seconds: float | None = None
     """Length of one measurement of training; a part gets a fifth of it. Default 5; quick: at most 1.5."""
     exchanges: tuple[str, ...] = ()
-    """Kinds of exchange. Default: all."""
+    """Kinds of exchange. Default: all; quick: none and gossip."""
     precisions: tuple[str, ...] = ()
     """float32, bfloat16. Default: both where the processor or GPU has bfloat16's instructions; quick: float32."""
     launcher: str = "mpirun -np {ranks}"
     """Command that starts the ranks; `{ranks}` stands for their number."""
     output: Path | None = None
     """Folder to make for the results. Default: runs/benchmark-TIME."""
+    slowdown: float = 1.0
+    """How many times slower the last rank is to be: it sleeps after each step. For a look at stragglers."""
     quick: bool = False
     """Under a minute, with 2 ranks (1 on one core); ends with status 1 if an exchange costs more than a tenth."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -91,6 +93,8 @@ def parse(arguments: list[str]) -> Command:
         raise PalaError(f"'--ranks' is {shlex.join(map(str, command.ranks))} but every number must be at least 1.")
     if (command.rounds or 0) < 1:
         raise PalaError(f"'--rounds' is {command.rounds} but must be at least 1; medians want 5 or more.")
+    if not 1 <= command.slowdown <= 100:
+        raise PalaError(f"'--slowdown' is {command.slowdown:g} but must lie between 1 and 100.")
     if not 0 < (command.seconds or 0) <= 3600:
         raise PalaError(f"'--seconds' is {command.seconds:g} but must lie above 0 and be at most 3600.")
     return command
@@ -101,7 +105,8 @@ def _completed(command: Command) -> Command:
     cores = len(os.sched_getaffinity(0))
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
-    exchanges = tuple(dict.fromkeys(command.exchanges)) or exchange_kinds()
+    usual = ("none", "gossip") if command.quick else exchange_kinds()
+    exchanges = tuple(dict.fromkeys(command.exchanges)) or usual
     seconds = min(1.5, _QUICK_ROUND_S / len(exchanges)) if command.quick else 5.0
     return replace(
         command,
@@ -139,6 +144,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
         "options": {
             "ranks": command.ranks, "rounds": command.rounds, "seconds": command.seconds, "quick": command.quick,
             "exchanges": command.exchanges, "precisions": command.precisions, "launcher": command.launcher,
+            "slowdown": command.slowdown,
         },
     }  # fmt: skip
     write_atomically(output / "benchmark.json", (json.dumps(result, indent=1) + "\n").encode())
@@ -187,8 +193,8 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     folder = output / f"job-{ranks}-ranks"
     folder.mkdir()
     request = Request(
-        ranks, command.exchanges, command.precisions, command.rounds, command.seconds, to_table(command.config),
-        str(folder.resolve() / "result.json"),
+        ranks, command.exchanges, command.precisions, command.rounds, command.seconds, command.slowdown,
+        to_table(command.config), str(folder.resolve() / "result.json"),
     )  # fmt: skip
     request.write(folder / "request.json")
     variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))

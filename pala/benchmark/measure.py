@@ -62,10 +62,15 @@ def flops_per_step(
 
 
 class ContinuedEnvs(Envs):
-    """Games that go on from one measurement to the next: to begin 16 Atari games anew takes more than a second."""
+    """Games that go on from one measurement to the next: to begin 16 Atari games anew takes more than a second.
 
-    def __init__(self, envs: Envs, seeds: np.ndarray) -> None:
+    They can make their rank a slow one: after each step it then sleeps, for so many times what it has computed since
+    the last one.
+    """
+
+    def __init__(self, envs: Envs, seeds: np.ndarray, threads: int = 1, slowdown: float = 1.0) -> None:
         self._envs, self.num_envs = envs, envs.num_envs
+        self._sleep_per_cpu_s, self._cpu_s = (slowdown - 1) / threads, time.process_time()
         self.observation_space, self.action_space = envs.observation_space, envs.action_space
         self.observations = envs.reset(seeds)  # the newest
         self._stepped_at_s: list[float] = []
@@ -76,6 +81,9 @@ class ContinuedEnvs(Envs):
     def step(self, actions: np.ndarray) -> Step:
         step = self._envs.step(actions)
         self.observations = step.observations
+        if self._sleep_per_cpu_s > 0:
+            cpu_s, self._cpu_s = self._cpu_s, time.process_time()
+            time.sleep(self._sleep_per_cpu_s * (self._cpu_s - cpu_s))
         self._stepped_at_s.append(time.perf_counter())
         return step
 

@@ -176,12 +176,14 @@ def markdown(benchmark: dict[str, Any]) -> str:
         f"# Benchmark: {env['id']}, {env['num_envs']} environments a rank, {a2c['rollout_steps']}-step rollouts",
         f"{machine['cpu']}, {machine['cores']} cores{', ' if gpus else ''}{', '.join(gpus)}; "
         f"{benchmark['options']['rounds']} rounds of {benchmark['options']['seconds']:g} s a measurement, interleaved; "
-        "median (range) over rounds.\n"
+        f"median (range) over rounds.{_slowed(benchmark['options'])}\n"
         f"A step is {flops['forward'] / 1e6:.3g} million floating-point operations forward and "
         f"{flops['backward'] / 1e6:.3g} million backward.",
         "## The parts alone, and the floor\n\nMicroseconds a step of a rank; all ranks at the same time.\n\n"
         + _parts_table(jobs),
-        "## Training\n\nSteps of all ranks a second, and their ratios within a round.\n\n" + _training_table(jobs),
+        "## Training\n\nSteps of all ranks a second, and their ratios within a round.\n\n"
+        + _training_table(jobs)
+        + _left_out(jobs),
         "## Where the time of a step goes\n\nMicroseconds a step of a rank; processor time of the process and of the "
         "exchange's threads in wall time.\n\n" + _split_table(jobs),
         "## What was exchanged\n\nMedian over rounds and ranks.\n\n" + _exchange_table(jobs),
@@ -192,6 +194,16 @@ def markdown(benchmark: dict[str, Any]) -> str:
         f"`{benchmark['command']}`",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _slowed(options: dict[str, Any]) -> str:
+    slowdown = options.get("slowdown", 1.0)
+    return f" The last rank is made {slowdown:g} times slower: it sleeps after each step." if slowdown > 1 else ""
+
+
+def _left_out(jobs: list[dict[str, Any]]) -> str:
+    reasons = {(job["ranks"], *item) for job in jobs for item in job.get("left_out", {}).items()}
+    return "".join(f"\n\nLeft out with {ranks} ranks: {kind}. {reason}" for ranks, kind, reason in sorted(reasons))
 
 
 def _parts_table(jobs: list[dict[str, Any]]) -> str:

@@ -24,7 +24,9 @@ from pala.benchmark.measure import (
     network_us,
 )
 from pala.benchmark.worker import Request
-from pala.config import Config
+from pala.config import Config, check_exchange
+from pala.errors import PalaError
+from pala.exchange import check_placement
 from pala.ranks import check_agreement, meet
 from pala.runtime import process_age_s
 from pala.seeding import derive
@@ -43,7 +45,10 @@ class Rounds:
         self.comm, self.request, self.config, self.threads = comm, request, config, threads
         envs = build_envs(comm, config, threads)
         self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
-        self.envs = ContinuedEnvs(envs, self.seeds)
+        slowdown = request.slowdown if comm.rank == comm.size - 1 else 1.0
+        self.envs = ContinuedEnvs(envs, self.seeds, threads, slowdown)
+        self.left_out: dict[str, str] = {}
+        self.exchanges = [kind for kind in request.exchanges if self._is_possible(kind)]
         first = build_agent(comm, config, self.envs)
         self.device, self.first_weights = first.device, first.flat.data.clone()
         both = first.network.is_image and has_bfloat16(self.device)
@@ -54,11 +59,22 @@ class Rounds:
             self._add(precision)
         self.rates: dict[Key, float] = {}  # global steps/s of the last run, for the next one's budget
 
+    def _is_possible(self, kind: str) -> bool:
+        """Whether the ranks are where this exchange works; if not, `left_out` says why."""
+        exchange = replace(self.config.exchange, kind=cast(Any, kind))
+        check_exchange(exchange, source=f"With '--exchanges {kind}'")
+        try:
+            check_placement(self.comm, exchange)
+        except PalaError as error:
+            self.left_out[kind] = str(error)
+            return False
+        return True
+
     def _add(self, precision: str) -> None:
         with_precision = replace(self.config.network, precision=cast(Any, precision))
         config = replace(self.config, network=with_precision)
         self.agents[precision] = agent = build_agent(self.comm, config, self.envs)
-        for kind in self.request.exchanges:
+        for kind in self.exchanges:
             exchange = replace(config.exchange, kind=cast(Any, kind))
             trial = Trial(self.comm, replace(config, exchange=exchange), self.envs, agent, self.first_weights)
             self.trials[precision, kind] = trial
@@ -125,7 +141,7 @@ class Rounds:
         })  # fmt: skip
         return {
             "ranks": self.comm.size, "of_ranks": of_ranks, "precisions": list(self.precisions),
-            "exchanges": list(self.request.exchanges), "seconds": self.request.seconds,
+            "exchanges": self.exchanges, "left_out": self.left_out, "seconds": self.request.seconds,
             "flops_per_step": {"forward": forward, "backward": backward},
             "parameters": self.first_weights.numel(),
             "message_bytes": {exchange: trial.message_bytes for (_, exchange), trial in self.trials.items()},

@@ -24,6 +24,7 @@ class Request:
     precisions: tuple[str, ...]  # empty: those that the device has instructions for
     rounds: int
     seconds: float  # of one training measurement
+    slowdown: float  # of the last rank
     config: dict[str, Any]
     result: str  # file that rank 0 writes
 

@@ -10,7 +10,7 @@ import zlib
 from mpi4py import MPI
 from torch import Tensor
 
-from pala.config import Config
+from pala.config import Config, ExchangeConfig
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import Exchange, ExchangeState
 from pala.exchange.gossip import Gossip
@@ -38,9 +38,9 @@ def make_exchange(
     return Gossip(comm, parameters, signature, config.exchange, budget_steps, seed, start, interrupt)
 
 
-def check_placement(comm: MPI.Comm, config: Config) -> None:
+def check_placement(comm: MPI.Comm, config: ExchangeConfig) -> None:
     """Raise PalaError if the ranks are where this exchange cannot work. Collective."""
-    if config.exchange.kind == "shared_memory":
+    if config.kind == "shared_memory":
         check_one_host(comm)
 
 

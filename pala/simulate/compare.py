@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from pala.benchmark.report import Spread, training_of
+from pala.config import ExchangeConfig
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.costs import Costs, model_bytes_of, num_hosts, trained
 from pala.simulate.gossip import GossipCluster, measured
@@ -36,13 +37,14 @@ def _compare_job(name: str, job: dict[str, Any], benchmark: dict[str, Any], cost
     none, gossip = by_exchange["none"], by_exchange["gossip"]
     assert gossip.of_none is not None
     config = benchmark["config"]["exchange"]
+    topology = ExchangeConfig(topology=config["topology"]).graph
     cluster = cluster_of(job, benchmark)
     costs = replace(
         costs, model_bytes=model_bytes_of(job), max_staleness=config["max_staleness"], mixing=config["mixing"]
     )
     updates = [rank["updates"] for r in job["rounds"] for rank in trained(r, precision, "gossip")]
     predicted = [
-        _simulate_round(cluster, costs, config["topology"], seed + round_, round(statistics.median(updates)))
+        _simulate_round(cluster, costs, topology, seed + round_, round(statistics.median(updates)))
         for round_ in range(len(job["rounds"]))
     ]
     none_steps_per_s = sum(costs.steps_per_s / slowness for slowness in cluster.slowness(costs.threads))
