@@ -17,7 +17,7 @@ import pala.config
 from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig, from_table, load_preset, to_table
 from pala.errors import PalaError
 
-PRESETS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+PRESETS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.toml"))
 
 
 def test_there_are_presets():
