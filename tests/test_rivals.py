@@ -109,6 +109,7 @@ print("passed", comm.rank)
     assert output.count("passed") == 4
 
 
+@pytest.mark.slow
 def test_no_model_is_read_while_it_is_written(any_mpi: Launcher, tmp_path: Path) -> None:
     """Every model is one number over and over, so a torn one would show; ranks of unlike speed, never further than
     the staleness bound, a rank whose model is not finite is healed, and nobody hangs."""
@@ -160,6 +161,7 @@ def test_training_completes_with_the_budget_met(mpi: Launcher, kind: str, tmp_pa
         assert sum(r["models_mixed"] for r in intervals) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(any_mpi: Launcher, kind: str, tmp_path: Path) -> None:
     job = train(any_mpi, 2, kind, *ENDLESS, cwd=tmp_path)
@@ -178,6 +180,7 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(any_mpi: Launcher, 
     assert made + 2000 <= record_of(run)["segments"][-1]["global_steps"] < made + 2000 + 2 * 3 * 20
 
 
+@pytest.mark.slow
 def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(any_mpi: Launcher, tmp_path: Path) -> None:
     """After a crash, each rank's newest checkpoint is of another update; they must not train apart from then on."""
     options = ["--run.checkpoint-interval-s", "0.1"]

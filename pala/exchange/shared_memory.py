@@ -52,10 +52,17 @@ class Window:
     """Memory that all ranks of a host see: of each some counts, which it alone writes, and its broadcast buffer."""
 
     def __init__(self, comm: MPI.Comm, num_parameters: int) -> None:
-        """Collective."""
+        """Collective. Raises PalaError if there is not as much shared memory."""
         columns = 3 + comm.size
         sizes = (comm.size * columns * 8, comm.size * num_parameters * 4)
-        self._window = MPI.Win.Allocate_shared(sum(sizes) if comm.rank == 0 else 0, 1, comm=cast(MPI.Intracomm, comm))
+        own_bytes = sum(sizes) if comm.rank == 0 else 0
+        try:
+            self._window = MPI.Win.Allocate_shared(own_bytes, 1, comm=cast(MPI.Intracomm, comm))
+        except MPI.Exception as error:
+            raise PalaError(
+                f"{sum(sizes) / 2**20:.0f} MiB of shared memory for 'exchange.kind' 'shared_memory' could not be had "
+                f"({error}). In a container give it more (`--shm-size`); see `df /dev/shm`."
+            ) from None
         block, _ = self._window.Shared_query(0)
         memory = np.frombuffer(cast(memoryview, block), np.uint8, sum(sizes))
         counts = memory[: sizes[0]].view(np.int64).reshape(comm.size, columns)
@@ -118,7 +125,7 @@ class SharedMemory(Exchange):
         return Stop(int(self._window.stop.max()))
 
     def stop_now(self, reason: Stop) -> None:
-        if not self._window.stop.any():
+        if self._final is None and not self._window.stop.any():
             self._window.stop[self._rank] = reason
 
     def after_update(self, steps: int, healthy: bool) -> bool:
