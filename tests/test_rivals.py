@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import CARTPOLE, Job, Launcher, pids_of_ranks, processes_in, record_of, wait_for
 
-from pala.checkpoint import RankState, load_policy, load_rank, newest_segment
+from pala.checkpoint import RankState, _rank_path, _read_rank, load_policy, newest_segment
 from pala.exchange.topology import out_peers
 from pala.metrics import read_run
 
@@ -41,20 +41,13 @@ def exchange_script(launcher: Launcher, ranks: int, source: str, cwd: Path) -> s
 
 
 def train(launcher: Launcher, ranks: int, kind: str, *arguments: str, cwd: Path) -> Job:
-    return launcher.start_train(
-        ranks, *CARTPOLE, "--exchange.kind", kind, "--run.name", "r", *arguments, cwd=cwd
-    )  # fmt: skip
+    return launcher.start_train(ranks, *CARTPOLE, "--exchange.kind", kind, "--run.name", "r", *arguments, cwd=cwd)
 
 
 def states_of(run: Path, ranks: int) -> list[RankState]:
-    signature = load_rank_signature(run)
-    return [load_rank(newest_segment(run), rank, signature) for rank in range(ranks)]
-
-
-def load_rank_signature(run: Path) -> int:
-    from pala.checkpoint import _rank_path, _read_rank
-
-    return _read_rank(_rank_path(newest_segment(run), 0, previous=False)).signature
+    """The ranks' newest checkpoints."""
+    folder = newest_segment(run)
+    return [_read_rank(_rank_path(folder, rank, previous=False)) for rank in range(ranks)]
 
 
 # ---- the arithmetic --------------------------------------------------------------------------------------------------
