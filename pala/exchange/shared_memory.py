@@ -129,6 +129,7 @@ class SharedMemory(Exchange):
             self._window.stop[self._rank] = reason
 
     def after_update(self, steps: int, healthy: bool) -> bool:
+        self._deaths.end_if_any()
         self._window.steps[self._rank] += steps
         if healthy:
             self._write()
@@ -138,7 +139,8 @@ class SharedMemory(Exchange):
         known = np.array(self._window.steps, np.uint64)
         end = agree_on_end(self._comm, self.stop, known, timeout_s, self._interrupt)
         self._final = end
-        self._window.free()  # nobody trains any more
+        if len(end.living) == self._comm.size:  # freeing waits for everybody
+            self._window.free()
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
