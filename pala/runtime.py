@@ -103,16 +103,16 @@ def _parent(pid: int) -> tuple[str, int]:
     return name, int(rest.split()[1])
 
 
-def launcher_process() -> int:
-    """The outermost process of the launcher on this host; this process where there is none. Raises OSError."""
-    owner = os.getpid()
-    name, parent = _parent(owner)
-    while parent > 1:
-        name, grandparent = _parent(parent)
-        if name not in _LAUNCHERS:
-            break
-        owner, parent = parent, grandparent
-    return owner
+def launcher_process() -> int | None:
+    """The nearest process above this one that belongs to a launcher; None if there is none."""
+    with suppress(OSError):
+        _, pid = _parent(os.getpid())
+        while pid > 1:
+            name, parent = _parent(pid)
+            if name in _LAUNCHERS:
+                return pid
+            pid = parent
+    return None
 
 
 def terminal_size() -> tuple[int, int] | None:
@@ -121,8 +121,15 @@ def terminal_size() -> tuple[int, int] | None:
     `isatty` cannot tell: Open MPI gives every rank a pseudo-terminal even when its own output goes to a file, and
     MPICH gives every rank a pipe even on a terminal. The launcher's own output decides, so this walks up to it.
     """
+    owner = os.getpid()
     try:
-        descriptor = os.open(f"/proc/{launcher_process()}/fd/1", os.O_WRONLY | os.O_NOCTTY)
+        name, parent = _parent(owner)
+        while parent > 1:
+            name, grandparent = _parent(parent)
+            if name not in _LAUNCHERS:
+                break
+            owner, parent = parent, grandparent
+        descriptor = os.open(f"/proc/{owner}/fd/1", os.O_WRONLY | os.O_NOCTTY)
     except (OSError, ValueError):
         return None
     try:

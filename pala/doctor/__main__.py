@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _PROGRAM = "pala.doctor"
 _LIMIT_S, _LOADING_S = 120.0, 300.0  # a network file system may be slow
+_HEAD_START_S = 3.0
 _TOGETHER = "Look whether all hosts reach each other (firewalls, several networks: docs/doctor.md)."
 _ALONE = "Look at what this host is waiting for: a file system, a GPU's driver."
 
@@ -111,7 +113,9 @@ def _started(job: Job, watchdog: Watchdog) -> tuple[MPI.Comm | None, Job]:
         return None, job  # nothing to be had of MPI but a crash
     for advice in shared_memory(job):
         if advice.stops and facts.local_ranks_here()[0] == 0:
-            say(f"pala: {advice.text}")  # perhaps the last words
+            say(f"pala: {advice.text}")  # perhaps the last words,
+        elif advice.stops:
+            time.sleep(_HEAD_START_S)  # which must not come too late
     watchdog.expect("MPI's start", _LIMIT_S, _TOGETHER)
     comm, fault = None, ""
     try:

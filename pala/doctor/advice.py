@@ -50,8 +50,8 @@ def _mpi(job: Job) -> Iterator[Advice]:
     elif launcher.product.name == "Slurm" and job.alone:
         yield Advice(
             f"srun has started {launcher.processes} tasks, but for {job.library} each is alone: it has no PMI in "
-            "common with srun. Use `srun --mpi=pmix` for Open MPI or `srun --mpi=pmi2` for MPICH (`srun --mpi=list` "
-            "shows what this Slurm has), or `mpirun` inside the allocation.",
+            f"common with srun. Use `srun --mpi={'pmix' if job.library.family == 'Open MPI' else 'pmi2'}` (`srun "
+            "--mpi=list` shows what this Slurm has), or `mpirun` inside the allocation.",
             stops=True,
         )
     elif job.alone:
@@ -128,7 +128,7 @@ def _slots(job: Job) -> Iterator[Advice]:
     if job.trial is not None and job.trial.beyond_cores is False:
         cores = len(job.hosts[0].cores)
         yield Advice(
-            f"mpirun starts no more ranks than there are cores (here {cores}). For more, set "
+            f"mpirun refuses {cores + 1} ranks: it starts no more than it counts cores. For more, set "
             "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe, as ./launch/train.sh does, or give mpirun "
             "`--map-by :oversubscribe`."
         )

@@ -20,10 +20,11 @@ from pala.runtime import launcher_process
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SLURM = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK")
-# A variable that only this launcher's processes have, and where it writes their number and each one's.
+# A variable that only this launcher sets, and where it writes the number of processes and each one's. An mpirun inside
+# an allocation passes Slurm's variables on: its own come first.
 _LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("MPICH", "HYDI_CONTROL_FD", "PMI_SIZE", "PMI_RANK"),
+    ("MPICH", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK"),
     ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("", "PMI_SIZE", "PMI_SIZE", "PMI_RANK"),
 )
@@ -52,9 +53,9 @@ class Product:
         for name, pattern in (
             ("Open MPI", r"Open MPI\W+v?([\d.]+)"),
             ("Intel MPI", r"Intel\(R\) MPI Library\D*([\d.]+)"),
-            ("MVAPICH", r"MVAPICH\D*([\d.]+)"),
+            ("MVAPICH", r"MVAPICH2?\D*([\d.]+)"),
             ("MPICH", r"(?:MPICH|HYDRA)\D*([\d.]+)"),
-            ("Slurm", r"slurm\w*\W+([\d.]+)"),
+            ("Slurm", r"slurm\D*([\d.]+)"),
         ):
             if match := re.search(pattern, text):
                 return cls(name, match[1])
@@ -153,7 +154,6 @@ def launcher_here() -> Launcher:
     """What started this process, from the environment."""
     for name, sign, size, rank in _LAUNCHERS:
         if sign in os.environ:
-            # An allocation's mpirun may pass Slurm's variables on; its own come first.
             return Launcher(
                 Product(name), processes=int(os.environ.get(size, 1)), rank=int(os.environ.get(rank, 0))
             )  # fmt: skip
@@ -165,10 +165,9 @@ def launcher_command(launcher: Launcher) -> str:
     if not launcher.processes or launcher.product.name == "Slurm":
         return shutil.which("srun" if launcher.processes else "mpirun") or ""
     with contextlib.suppress(OSError):
-        if (process := launcher_process()) != os.getpid():  # else a script in between hides it
-            program = Path(f"/proc/{process}/exe").readlink()
-            mpirun = program.with_name("mpirun")  # Open MPI's runs another program
-            return str(mpirun if mpirun.exists() else program)
+        program = Path(f"/proc/{launcher_process()}/exe").readlink()
+        mpirun = program.with_name("mpirun")  # which has become, or has started, another program
+        return str(mpirun if mpirun.exists() else program)
     return ""
 
 
@@ -222,10 +221,8 @@ def rank_here(number: int) -> Rank:
 
 def _cores_of_launcher(launcher: Launcher) -> list[int]:
     """A launcher binds ranks, not itself. Slurm's runs outside of the job, and may use more than it gives."""
-    pid = 0
-    with contextlib.suppress(OSError):
-        pid = 0 if launcher.product.name == "Slurm" else launcher_process()
-    return sorted(os.sched_getaffinity(pid))
+    bound_alike = not launcher.processes or launcher.product.name == "Slurm"
+    return sorted(os.sched_getaffinity(0 if bound_alike else launcher_process() or 0))
 
 
 def _checksum_of_sources() -> str:
