@@ -121,7 +121,7 @@ PROBLEMS = {
     ),
     "bad link": (
         job(**TWO_HOSTS, pings=pings(r03=100)),
-        "The link between rank 0 on a and rank 3 on b has 100 MB/s where the median of its kind is 1,000", False,
+        "The link between rank 0 on a and rank 3 on b has 100 MB/s where the median between hosts is 1,000", False,
     ),
 }  # fmt: skip
 
@@ -154,6 +154,12 @@ def test_each_problem_gets_its_advice_and_no_other(problem: Job, sentence: str, 
 def test_where_nothing_is_wrong_nothing_is_said(sound: Job) -> None:
     assert advise(sound) == []
     assert "None: nothing stands in the way of training." in report(sound, [])
+
+
+def test_what_many_hosts_have_in_common_is_said_once() -> None:
+    crowded = job(hosts=[host(name) for name in "abcdef"], ranks=ranks(*"abcdef" * 5))
+    (advice,) = advise(crowded)
+    assert "(5 ranks, 4 cores on a, b, c, d and 2 more)" in advice.text
 
 
 def test_what_stops_training_comes_first() -> None:
@@ -311,7 +317,7 @@ def test_an_mpirun_that_hangs_is_ended(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(trial, "_LIMIT_S", 0.3)
     tried = trial.try_mpirun(fake_mpirun(tmp_path, f"cd {tmp_path}; sleep 1000\n"))
     assert "was not done after" in tried.failure and tried.size == 0
-    assert processes_in(tmp_path) == []
+    wait_for(lambda: not processes_in(tmp_path), 10, "its end")
 
 
 def fake_mpirun(folder: Path, script: str) -> str:

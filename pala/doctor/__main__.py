@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.doctor import facts
-from pala.doctor.advice import Advice, advise, is_mixed, shared_memory
+from pala.doctor.advice import Advice, advise, before_start, is_mixed
 from pala.doctor.facts import Host, Job
 from pala.doctor.ping import ping
 from pala.doctor.report import report
@@ -111,10 +111,10 @@ def _started(job: Job, watchdog: Watchdog) -> tuple[MPI.Comm | None, Job]:
     """The world, or why there is none."""
     if job.launcher.processes and is_mixed(job):
         return None, job  # nothing to be had of MPI but a crash
-    for advice in shared_memory(job):
-        if advice.stops and facts.local_ranks_here()[0] == 0:
+    for advice in before_start(job):
+        if facts.local_ranks_here()[0] == 0:
             say(f"pala: {advice.text}")  # perhaps the last words,
-        elif advice.stops:
+        else:
             time.sleep(_HEAD_START_S)  # which must not come too late
     watchdog.expect("MPI's start", _LIMIT_S, _TOGETHER)
     comm, fault = None, ""
