@@ -30,19 +30,22 @@ _LOCK = ".lock"  # says who holds it; means nothing while nobody does
 
 def provenance() -> dict[str, Any]:
     """Command line, git commit and versions. Starts a process, so call it before MPI is initialised."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "versions": versions,
+        "versions": installed_versions(),
         "platform": platform.platform(),
     }
+
+
+def installed_versions() -> dict[str, str]:
+    """Of Python and of the packages that matter, as far as they are installed."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _git(*arguments: str) -> str | None:

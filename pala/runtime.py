@@ -103,6 +103,18 @@ def _parent(pid: int) -> tuple[str, int]:
     return name, int(rest.split()[1])
 
 
+def launcher_process() -> int | None:
+    """The nearest process above this one that belongs to a launcher; None if there is none."""
+    with suppress(OSError):
+        _, pid = _parent(os.getpid())
+        while pid > 1:
+            name, parent = _parent(pid)
+            if name in _LAUNCHERS:
+                return pid
+            pid = parent
+    return None
+
+
 def terminal_size() -> tuple[int, int] | None:
     """(columns, lines) of the terminal that the job's output reaches, or None if it goes to a file or pipe.
 

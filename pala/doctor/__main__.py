@@ -1,0 +1,204 @@
+"""What stands in the way of training here, and what to do about it: `python -m pala.doctor`.
+
+    this machine, and whether mpirun works    python -m pala.doctor
+    a job as it would train                   mpirun -np 4 python -m pala.doctor
+    under Slurm                               srun python -m pala.doctor
+    all facts, for a bug report               mpirun -np 4 python -m pala.doctor --json doctor.json
+
+Ends with status 0 if nothing stops training, 1 if something would, 2 after a mistake. docs/doctor.md explains
+the advice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pala.doctor import facts
+from pala.doctor.advice import Advice, advise, before_start, is_mixed
+from pala.doctor.facts import Host, Job
+from pala.doctor.ping import ping
+from pala.doctor.report import report
+from pala.doctor.trial import identified, try_mpirun
+from pala.doctor.watchdog import Watchdog
+from pala.errors import PalaError
+from pala.files import write_atomically
+from pala.ranks import abort, cores_per_rank, leave_mpi, meet, start_mpi
+from pala.run_folder import provenance
+from pala.runtime import can_survive, die_with_launcher, prepare, say
+from pala.train import read_command
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_PROGRAM = "pala.doctor"
+_LIMIT_S, _LOADING_S = 120.0, 300.0  # a network file system may be slow
+_HEAD_START_S = 3.0
+_TOGETHER = "Look whether all hosts reach each other (firewalls, several networks: docs/doctor.md)."
+_ALONE = "Look at what this host is waiting for: a file system, a GPU's driver."
+
+
+@dataclass(frozen=True)
+class Command:
+    """Find out what a user must know of this machine, or of this job, before training."""
+
+    json: Path | None = None
+    """File for all facts and the advice, as for a bug report."""
+    runs: Path = Path("runs")
+    """Folder that runs are to be made in: must be seen by all hosts."""
+
+
+def main() -> None:
+    """What `python -m pala.doctor` runs on every rank."""
+    die_with_launcher()
+    launcher = facts.launcher_here()
+    if not launcher.processes:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a trial is ended, too
+    try:
+        command = read_command(_PROGRAM, sys.argv[1:], Command())
+    except PalaError as error:
+        _leave_to_first(launcher.rank)
+        say(f"pala: error: {error}")
+        sys.exit(2)
+    known = provenance() if launcher.rank == 0 else {}
+    with Watchdog(launcher.rank) as watchdog:
+        job = _alone(command, watchdog)
+        comm, job = _started(job, watchdog)
+        if comm is None:
+            _leave_to_first(launcher.rank)
+            sys.exit(_conclude(job, command, known))
+        try:
+            job = _together(comm, job, watchdog)
+        except (Exception, KeyboardInterrupt) as error:
+            abort(comm, error)
+        status = _conclude(job, command, known) if comm.rank == 0 else 0
+        watchdog.expect("the end of MPI", _LIMIT_S, _TOGETHER)
+        leave = leave_mpi(comm)
+    leave(status)
+
+
+def _leave_to_first(rank: int) -> None:
+    """Every process is alone, and one is enough to say so; the others' statuses must not make mpirun kill it."""
+    if rank > 0:
+        sys.exit(0)
+
+
+def _alone(command: Command, watchdog: Watchdog) -> Job:
+    """What this process knows before MPI starts."""
+    launcher = facts.launcher_here()
+    library, standard = facts.library_here()
+    launcher = replace(launcher, command=facts.launcher_command(launcher))
+    trial = None
+    if launcher.rank == 0 and launcher.command:
+        watchdog.expect("mpirun's trial", _LOADING_S, _ALONE)
+        launcher = identified(launcher)
+        if not launcher.processes:
+            trial = try_mpirun(launcher.command)
+    return Job(
+        launcher, [facts.host_here(launcher)], [facts.rank_here(0)], library, standard, trial, facts.slurm_here(),
+        facts.local_ranks_here()[1], can_survive(), runs=str(command.runs), python_in_path=facts.python_in_path(),
+    )  # fmt: skip
+
+
+def _started(job: Job, watchdog: Watchdog) -> tuple[MPI.Comm | None, Job]:
+    """The world, or why there is none."""
+    if job.launcher.processes and is_mixed(job):
+        return None, job  # nothing to be had of MPI but a crash
+    for advice in before_start(job):
+        if facts.local_ranks_here()[0] == 0:
+            say(f"pala: {advice.text}")  # perhaps the last words,
+        else:
+            time.sleep(_HEAD_START_S)  # which must not come too late
+    watchdog.expect("MPI's start", _LIMIT_S, _TOGETHER)
+    comm, fault = None, ""
+    try:
+        comm = start_mpi()
+    except PalaError as error:
+        fault = str(error)
+    if job.library.name and _is_alone(job.launcher.processes):
+        return None, replace(job, alone=True)
+    return comm, replace(job, mpi_fault=fault)
+
+
+def _is_alone(processes: int) -> bool:
+    """True if MPI runs, but for this process only."""
+    from mpi4py import MPI
+
+    return MPI.Is_initialized() and MPI.COMM_WORLD.size == 1 < processes
+
+
+def _together(comm: MPI.Comm, job: Job, watchdog: Watchdog) -> Job:
+    """What all ranks know, on every rank. Collective."""
+
+    def expect(what: str) -> None:
+        watchdog.expect(what, (2 if what.startswith("waiting") else 1) * _LIMIT_S, _TOGETHER)
+
+    expect("waiting for all ranks")
+    threads = cores_per_rank(comm)
+    rank = facts.with_mpi(replace(job.ranks[0], rank=comm.rank), job.library, threads)
+    ranks = comm.allgather(rank)
+    host = _with_runs(comm, job)
+    if rank.rank == min(other.rank for other in ranks if other.host == rank.host):
+        prepare(threads)
+        watchdog.expect("loading torch and Atari", _LOADING_S, _ALONE)
+        host = facts.with_torch(host)
+    watchdog.expect("waiting for torch and Atari on other hosts", 2 * _LOADING_S, _TOGETHER)
+    meet(comm)
+    hosts: dict[str, Host] = {}
+    for found in comm.allgather(host):
+        hosts.setdefault(found.name, found)  # the first of a host has seen most
+    pings = ping(comm, [rank.host for rank in ranks], expect)
+    return replace(job, hosts=list(hosts.values()), ranks=ranks, pings=pings)
+
+
+def _with_runs(comm: MPI.Comm, job: Job) -> Host:
+    """This host, with whether it sees what rank 0 writes where runs are to be. Collective."""
+    file = None
+    if comm.rank == 0:
+        folder = Path(job.runs)
+        while not folder.exists():
+            folder = folder.parent
+        try:
+            descriptor, name = tempfile.mkstemp(prefix=".pala-doctor-", dir=folder)
+            os.close(descriptor)
+            file = Path(name)
+        except OSError:
+            pass
+    file = comm.bcast(file)
+    host = replace(job.hosts[0], sees_runs=file is not None and file.exists())
+    meet(comm)
+    if comm.rank == 0 and file is not None:
+        file.unlink()
+    return host
+
+
+def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
+    """Print and write everything; the exit status."""
+    advice = advise(job)
+    print(report(job, advice), flush=True)
+    if command.json is not None:
+        try:
+            write_atomically(command.json, _json(job, advice, known))
+        except OSError as error:
+            say(f"pala: error: '--json': '{command.json}' cannot be written ({error.strerror}); name another file.")
+            return 2
+    return 1 if any(item.stops for item in advice) else 0
+
+
+def _json(job: Job, advice: list[Advice], known: dict[str, Any]) -> bytes:
+    table = {"format": 1} | known | {"job": asdict(job), "advice": [asdict(item) for item in advice]}
+    return (json.dumps(table, indent=1) + "\n").encode()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

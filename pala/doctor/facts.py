@@ -1,0 +1,305 @@
+"""What is to be known of a job: the launcher, the hosts, the ranks. Gathered here but for the trial and the ping."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import mpi4py
+
+from pala.run_folder import installed_versions
+from pala.runtime import launcher_process
+
+_CGROUP = Path("/sys/fs/cgroup")
+_SLURM = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK")
+# A variable that only this launcher sets, and where it writes the number of processes and each one's. An mpirun inside
+# an allocation passes Slurm's variables on: its own come first.
+_LAUNCHERS = (
+    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("MPICH", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK"),
+    ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("", "PMI_SIZE", "PMI_SIZE", "PMI_RANK"),
+)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A library or a launcher: "Open MPI" 5.0.11. Empty where it does not say."""
+
+    name: str = ""
+    version: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name or 'unknown'} {self.version}".strip()
+
+    @property
+    def family(self) -> str:
+        """Those of a family start each other's ranks; Slurm and what is unknown are of none."""
+        if self.name in ("MPICH", "Intel MPI", "MVAPICH"):
+            return "MPICH"
+        return "Open MPI" if self.name == "Open MPI" else ""
+
+    @classmethod
+    def read(cls, text: str) -> Product:
+        """From what `mpirun --version`, `srun --version` or MPI_Get_library_version says."""
+        for name, pattern in (
+            ("Open MPI", r"Open MPI\W+v?([\d.]+)"),
+            ("Intel MPI", r"Intel\(R\) MPI Library\D*([\d.]+)"),
+            ("MVAPICH", r"MVAPICH2?\D*([\d.]+)"),
+            ("MPICH", r"(?:MPICH|HYDRA)\D*([\d.]+)"),
+            ("Slurm", r"slurm\D*([\d.]+)"),
+        ):
+            if match := re.search(pattern, text):
+                return cls(name, match[1])
+        return cls()
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What started this program, or, if that was done by hand, the mpirun that would start training."""
+
+    product: Product = field(default_factory=Product)
+    command: str = ""  # its path, if there is any
+    processes: int = 0  # that it says it has started; 0: this program was started by hand
+    rank: int = 0  # of this process, as the launcher counts
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of starting jobs with mpirun. Only where this program was started by hand."""
+
+    refuses_root: bool = False
+    size: int = 0  # that a job of two ranks found; 0: it did not start
+    beyond_cores: bool | None = None  # whether more processes than cores start; None: not tried
+    failure: str = ""  # the job's words if it failed
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the ranks of a host have in common."""
+
+    name: str
+    python: str
+    versions: dict[str, str]
+    cores: list[int]  # that a launcher may give to its ranks
+    cpu_quota: float | None  # cores' worth of time that a container may use
+    memory_bytes: int  # that is available
+    shm_bytes: int  # free in /dev/shm
+    nvidia_driver: bool
+    torch_cuda: str | None = None  # the CUDA that torch is built for
+    gpus: list[str] = field(default_factory=list)
+    bfloat16: bool | None = None
+    atari_fault: str = ""
+    sees_runs: bool | None = None  # what rank 0 writes where runs are to be
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What each rank has of its own."""
+
+    rank: int
+    host: str
+    cores: list[int]
+    threads: int = 0  # 0: not known, as MPI did not start
+    library: Product = field(default_factory=Product)
+    thread_level: str = ""
+    cuda_aware: bool | None = None
+
+
+@dataclass(frozen=True)
+class PairPing:
+    """Messages between two ranks, there and back."""
+
+    ranks: tuple[int, int]
+    round_trip_us: float
+    megabytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the doctor knows."""
+
+    launcher: Launcher
+    hosts: list[Host]
+    ranks: list[Rank]
+    library: Product
+    standard: str = ""  # version of the MPI standard
+    trial: Trial | None = None
+    slurm: dict[str, str] = field(default_factory=dict)
+    local_ranks: int = 1  # on this host, as the launcher says
+    fault_tolerant: bool = False
+    mpi_fault: str = ""  # why MPI did not start
+    alone: bool = False  # it did, but for each process of a job alone
+    runs: str = "runs"
+    python_in_path: str = ""
+    pings: list[PairPing] = field(default_factory=list)
+
+    def ranks_of(self, host: Host) -> list[Rank]:
+        """In the order of their numbers."""
+        return [rank for rank in self.ranks if rank.host == host.name]
+
+
+# ---- before MPI starts -----------------------------------------------------------------------------------------------
+
+
+def launcher_here() -> Launcher:
+    """What started this process, from the environment."""
+    for name, sign, size, rank in _LAUNCHERS:
+        if sign in os.environ:
+            return Launcher(
+                Product(name), processes=int(os.environ.get(size, 1)), rank=int(os.environ.get(rank, 0))
+            )  # fmt: skip
+    return Launcher()
+
+
+def launcher_command(launcher: Launcher) -> str:
+    """Path of the launcher's program; of the mpirun in PATH if there was none."""
+    if not launcher.processes or launcher.product.name == "Slurm":
+        return shutil.which("srun" if launcher.processes else "mpirun") or ""
+    with contextlib.suppress(OSError):
+        program = Path(f"/proc/{launcher_process()}/exe").readlink()
+        mpirun = program.with_name("mpirun")  # which has become, or has started, another program
+        return str(mpirun if mpirun.exists() else program)
+    return ""
+
+
+def library_here() -> tuple[Product, str]:
+    """The MPI that mpi4py loads and the version of the standard; nothing if it loads none."""
+    mpi4py.rc.initialize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return Product(), ""
+    return Product.read(MPI.Get_library_version()), ".".join(map(str, MPI.Get_version()))
+
+
+def slurm_here() -> dict[str, str]:
+    """Slurm's variables, if it has given any."""
+    return {name: os.environ[name] for name in _SLURM if name in os.environ}
+
+
+def local_ranks_here() -> tuple[int, int]:
+    """This rank among those of this host, and their number, as the launcher says; (0, 1) if it does not."""
+    rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or os.environ.get("MPI_LOCALRANKID") or 0
+    size = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or 1
+    return int(rank), int(size)
+
+
+def python_in_path() -> str:
+    """The `python` that a launcher would find, if it is not this one."""
+    found = shutil.which("python") or "missing"
+    return "" if Path(found).parent == Path(sys.executable).parent else found
+
+
+def host_here(launcher: Launcher) -> Host:
+    """This host, without what torch and ale-py tell of it."""
+    shm = os.statvfs("/dev/shm") if Path("/dev/shm").exists() else None
+    return Host(
+        name=platform.node(),
+        python=sys.executable,
+        versions=installed_versions() | {"pala's files": _checksum_of_sources()},
+        cores=_cores_of_launcher(launcher),
+        cpu_quota=_cpu_quota(),
+        memory_bytes=_memory_bytes(),
+        shm_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
+        nvidia_driver=Path("/dev/nvidiactl").exists(),
+    )
+
+
+def rank_here(number: int) -> Rank:
+    """This rank, without what MPI tells of it."""
+    return Rank(number, platform.node(), sorted(os.sched_getaffinity(0)))
+
+
+def _cores_of_launcher(launcher: Launcher) -> list[int]:
+    """A launcher binds ranks, not itself. Slurm's runs outside of the job, and may use more than it gives."""
+    bound_alike = not launcher.processes or launcher.product.name == "Slurm"
+    return sorted(os.sched_getaffinity(0 if bound_alike else launcher_process() or 0))
+
+
+def _checksum_of_sources() -> str:
+    """Of pala's own files: a stale copy on another host has the same version."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).resolve().parent.parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _cgroup_numbers(*names: str) -> list[int] | None:
+    """Numbers in files of this container's control group; None if one is missing or sets no limit."""
+    try:
+        return [int(word) for name in names for word in (_CGROUP / name).read_text(encoding="ascii").split()]
+    except (OSError, ValueError):
+        return None
+
+
+def _cpu_quota() -> float | None:
+    numbers = _cgroup_numbers("cpu.max") or _cgroup_numbers("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    return numbers[0] / numbers[1] if numbers and numbers[0] > 0 else None
+
+
+def _memory_bytes() -> int:
+    """Available memory of the machine, or a container's limit if that is less."""
+    table = Path("/proc/meminfo").read_text(encoding="ascii")
+    match = re.search(r"MemAvailable:\s+(\d+) kB", table)
+    available = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _cgroup_numbers("memory.max") or _cgroup_numbers("memory/memory.limit_in_bytes")
+    return min(available, *limit) if limit else available
+
+
+# ---- once MPI runs ---------------------------------------------------------------------------------------------------
+
+
+def with_mpi(rank: Rank, library: Product, threads: int) -> Rank:
+    """And what MPI tells of it."""
+    from mpi4py import MPI
+
+    levels = {MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED", MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE"}
+    return replace(
+        rank, threads=threads, library=library, thread_level=levels[MPI.Query_thread()], cuda_aware=_cuda_aware(MPI)
+    )
+
+
+def _cuda_aware(mpi: object) -> bool | None:
+    """Whether MPI takes pointers to a GPU's memory; None if the library has no such question."""
+    try:
+        return bool(ctypes.CDLL(mpi.__file__).MPIX_Query_cuda_support())  # type: ignore[attr-defined]
+    except (OSError, AttributeError):
+        return None
+
+
+def with_torch(host: Host) -> Host:
+    """And what torch and ale-py tell of it: takes seconds, so for one rank of a host."""
+    import torch
+
+    from pala.agent import has_bfloat16
+
+    return replace(
+        host,
+        torch_cuda=torch.version.cuda,
+        gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        bfloat16=has_bfloat16(torch.device("cpu")),
+        atari_fault=_atari_fault(),
+    )
+
+
+def _atari_fault() -> str:
+    """Why no game of Pong can be begun; empty if one was."""
+    from pala.config import EnvConfig
+    from pala.envs import make_envs
+    from pala.errors import PalaError
+
+    try:
+        make_envs(EnvConfig(num_envs=1)).close()
+    except (PalaError, ImportError, OSError, RuntimeError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,461 @@
+"""The doctor: advice from planted facts, the order of the pings, limits, and real jobs, sound and mixed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import virtual_hosts
+from conftest import LAUNCHERS, Launcher, processes_in, wait_for
+from virtual_hosts import VirtualHosts
+
+from pala.doctor import facts, trial
+from pala.doctor.advice import Advice, advise
+from pala.doctor.facts import Host, Job, PairPing, Product, Rank, Trial
+from pala.doctor.ping import tournament, turns
+from pala.doctor.report import report
+
+OPEN_MPI, MPICH = Product("Open MPI", "5.0.11"), Product("MPICH", "5.0.2")
+GIB = 2**30
+
+
+# ---- advice ----------------------------------------------------------------------------------------------------------
+
+
+def host(name: str = "a", **changes) -> Host:
+    sound = Host(
+        name, "/env/bin/python", {"torch": "2.13.0"}, cores=[0, 1, 2, 3], cpu_quota=None, memory_bytes=8 * GIB,
+        shm_bytes=GIB, nvidia_driver=False, bfloat16=True, sees_runs=True,
+    )  # fmt: skip
+    return replace(sound, **changes)
+
+
+def ranks(*of_host: str, cores: tuple[int, ...] = (0, 1, 2, 3)) -> list[Rank]:
+    return [
+        Rank(number, name, list(cores), threads=2, library=OPEN_MPI, thread_level="MPI_THREAD_SERIALIZED")
+        for number, name in enumerate(of_host)
+    ]
+
+
+def job(**changes) -> Job:
+    """Two ranks on one host of four cores: nothing is wrong with it."""
+    launcher = facts.Launcher(OPEN_MPI, "/env/bin/mpirun", processes=2)
+    return replace(Job(launcher, [host()], ranks("a", "a"), OPEN_MPI, "3.1"), **changes)
+
+
+def by_hand(**changes) -> Job:
+    """`python -m pala.doctor`."""
+    tried = Trial(size=2, beyond_cores=True)
+    launcher = facts.Launcher(OPEN_MPI, "/env/bin/mpirun")
+    return replace(job(launcher=launcher, ranks=ranks("a"), trial=tried), **changes)
+
+
+def started_by(product: Product, **changes) -> facts.Launcher:
+    return replace(facts.Launcher(product, "/other/mpirun", processes=2), **changes)
+
+
+def pings(**slow: float) -> list[PairPing]:
+    """Of four ranks at 1,000 MB/s, but for pairs such as r03=10."""
+    rates = {pair: slow.get(f"r{pair[0]}{pair[1]}", 1000.0) for pair in itertools.combinations(range(4), 2)}
+    return [PairPing(pair, 10.0, rate) for pair, rate in rates.items()]
+
+
+TWO_HOSTS = {"hosts": [host("a"), host("b")], "ranks": ranks("a", "a", "b", "b")}
+PROBLEMS = {
+    "mixed": (job(launcher=started_by(MPICH)), "is of MPICH 5.0.2, but mpi4py loads Open MPI 5.0.11", True),
+    "mixed, by hand": (by_hand(launcher=started_by(MPICH, processes=0)), "is of MPICH 5.0.2, but mpi4py", True),
+    "a family": (job(launcher=started_by(Product("Intel MPI", "2021.9"))), "is of Intel MPI 2021.9", True),
+    "old": (by_hand(trial=Trial(size=1)), "starts two ranks, but for Open MPI 5.0.11, which mpi4py loads, each", True),
+    "fails": (by_hand(trial=Trial(failure="It said: no.")), "A job of two ranks does not start. It said: no.", True),
+    "no MPI": (job(library=Product(), mpi_fault="MPI cannot be loaded."), "MPI cannot be loaded.", True),
+    "alone": (job(alone=True), "has started 2 processes, but for Open MPI 5.0.11", True),
+    "srun": (job(alone=True, launcher=started_by(Product("Slurm"))), "Use `srun --mpi=pmix`", True),
+    "srun, MPICH": (
+        job(alone=True, launcher=started_by(Product("Slurm")), library=MPICH), "Use `srun --mpi=pmi2`", True
+    ),
+    "no mpirun": (by_hand(launcher=facts.Launcher()), "There is no mpirun in PATH", True),
+    "no mpirun, Slurm": (by_hand(launcher=facts.Launcher(), slurm={"SLURM_JOB_ID": "7"}), "no mpirun in PATH", False),
+    "python": (by_hand(python_in_path="/usr/bin/python"), "`python` in PATH is /usr/bin/python, not /env/bin/", False),
+    "root": (by_hand(trial=Trial(True, 2, True)), "OMPI_ALLOW_RUN_AS_ROOT=1", True),
+    "slots": (by_hand(trial=Trial(False, 2, False)), "mpirun refuses 5 ranks", False),
+    "tasks": (job(slurm={"SLURM_NTASKS": "8"}), "Slurm has allocated 8 tasks, but the job has 2 ranks", False),
+    "oversubscribed": (job(ranks=ranks(*"aaaaa")), "Ranks outnumber cores (5 ranks, 4 cores on a)", False),
+    "one core": (job(ranks=ranks("a", "a", cores=(0,))), "bound to the same cores (2 ranks, 1 core on a)", False),
+    "idle": (job(ranks=ranks("a", "a", cores=(0, 1))), "leave 2 cores idle (2 ranks, 2 cores on a)", False),
+    "quota": (job(hosts=[host(cpu_quota=1.5)]), "may use 1.5 cores' worth of time, but its ranks would start 4", False),
+    "memory": (job(hosts=[host(memory_bytes=600 << 20)]), "600 MiB of memory are available on a", False),
+    "shm": (job(hosts=[host(shm_bytes=9 << 20)]), "9 MiB are free in /dev/shm on a; Open MPI wants 16 MiB", False),
+    "shm, MPICH": (
+        job(hosts=[host(shm_bytes=9 << 20)], library=MPICH, launcher=started_by(MPICH)), "MPICH wants 12 MiB", True
+    ),
+    "torch differs": (
+        job(**TWO_HOSTS | {"hosts": [host("a"), host("b", versions={"torch": "2.4.0"})]}),
+        "Hosts differ in torch: 2.13.0 on a, 2.4.0 on b", False,
+    ),
+    "cores differ": (
+        job(hosts=[host("a"), host("b", cores=[4, 5])], ranks=[*ranks("a"), replace(ranks("b")[0], cores=[4, 5])]),
+        "Hosts differ in cores: 4 on a, 2 on b", False,
+    ),
+    "libraries differ": (
+        job(ranks=[ranks("a")[0], replace(ranks("a", "a")[1], library=Product("Open MPI", "5.0.3"))]),
+        "Ranks load different MPI libraries: Open MPI 5.0.11 on rank 0, Open MPI 5.0.3 on rank 1", False,
+    ),
+    "not shared": (
+        job(**TWO_HOSTS | {"hosts": [host("a"), host("b", sees_runs=False)]}), "'runs' on a is not seen by b", True
+    ),
+    "not writable": (job(hosts=[host(sees_runs=False)]), "Nothing can be written where 'runs' is", True),
+    "ROMs": (job(hosts=[host(atari_fault="no ROM.")]), "Pong does not start on a: no ROM. Reinstall ale-py", True),
+    "CPU build": (job(hosts=[host(nvidia_driver=True)]), "torch, built without CUDA, sees no GPU", False),
+    "GPUs": (job(hosts=[host(gpus=["H100"])]), "2 ranks share 1 GPU on a", False),
+    "slow link": (
+        job(**TWO_HOSTS, pings=pings(r02=12, r03=12, r12=12, r13=12)),
+        "A model takes 0.29 s between rank 0 on a and rank 2 on b", False,
+    ),
+    "bad link": (
+        job(**TWO_HOSTS, pings=pings(r03=100)),
+        "The link between rank 0 on a and rank 3 on b has 100 MB/s where the median between hosts is 1,000", False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "sentence", "stops"), PROBLEMS.values(), ids=PROBLEMS)
+def test_each_problem_gets_its_advice_and_no_other(problem: Job, sentence: str, stops: bool) -> None:
+    (advice,) = advise(problem)
+    assert sentence in advice.text
+    assert advice.stops == stops
+    text = report(problem, [advice])
+    assert ("  STOP  " in text) == stops and max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [
+        job(),
+        by_hand(),
+        job(**TWO_HOSTS, pings=pings()),
+        job(**TWO_HOSTS, pings=pings(r01=5000, r23=5000)),  # within hosts it is always faster
+        job(launcher=started_by(MPICH), library=Product("Intel MPI", "2021.9"), local_ranks=2),  # one family
+        job(launcher=started_by(Product("Slurm")), slurm={"SLURM_NTASKS": "2"}),
+        job(launcher=started_by(Product())),
+        by_hand(hosts=[host(shm_bytes=0)]),  # one rank needs none
+        job(hosts=[host(cpu_quota=4.0)]),
+        job(hosts=[host(gpus=["H100", "H100"], nvidia_driver=True)]),
+        job(hosts=[host(nvidia_driver=True, bfloat16=None)]),  # torch was not asked
+    ],
+)
+def test_where_nothing_is_wrong_nothing_is_said(sound: Job) -> None:
+    assert advise(sound) == []
+    assert "None: nothing stands in the way of training." in report(sound, [])
+
+
+def test_what_many_hosts_have_in_common_is_said_once() -> None:
+    crowded = job(hosts=[host(name) for name in "abcdef"], ranks=ranks(*"abcdef" * 5))
+    (advice,) = advise(crowded)
+    assert "(5 ranks, 4 cores on a, b, c, d and 2 more)" in advice.text
+
+
+def test_what_stops_training_comes_first() -> None:
+    troubled = by_hand(python_in_path="/usr/bin/python", trial=Trial(True, 2, False))
+    assert [advice.stops for advice in advise(troubled)] == [True, False, False]
+
+
+def test_the_right_mpirun_is_named_if_it_is_beside_this_python(tmp_path: Path) -> None:
+    mixed = by_hand(launcher=started_by(MPICH, processes=0), hosts=[host(python=str(tmp_path / "python"))])
+    assert "the mpirun that belongs to Open MPI 5.0.11" in advise(mixed)[0].text
+    (tmp_path / "mpirun").touch()
+    assert f"Use {tmp_path}/mpirun, or put its folder first in PATH." in advise(mixed)[0].text
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_shows_the_matrix_of_few_ranks_only() -> None:
+    text = report(job(**TWO_HOSTS, pings=pings(r03=7)), [])
+    assert "6 of 6 pairs; the slowest: rank 0 on a and rank 3 on b: 10.0 µs, 7.0 MB/s" in text
+    assert re.search(r"rank 0 +- +1,000 MB/s +1,000 MB/s +7 MB/s\n", text)
+    many = job(ranks=ranks(*"a" * 9), pings=[PairPing(pair, 1.0, 1.0) for pair in itertools.combinations(range(9), 2)])
+    assert "36 of 36 pairs" in report(many, []) and "rank 8  " not in report(many, [])
+
+
+def test_long_names_are_folded() -> None:
+    long = host(
+        "node-" + 40 * "x", gpus=["NVIDIA H100 80GB HBM3"] * 8, versions={f"package{i}": "1.2.3" for i in range(30)}
+    )
+    text = report(job(hosts=[long], ranks=ranks(long.name, long.name)), [Advice("word " * 60), Advice("a\n    b")])
+    assert max(map(len, text.splitlines())) <= 120
+
+
+# ---- the pings' order ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_in_a_tournament_all_meet_once_and_nobody_twice_in_a_round(size: int) -> None:
+    rounds = tournament(size)
+    assert sorted(pair for round_ in rounds for pair in round_) == [*itertools.combinations(range(size), 2)]
+    assert all(len({rank for pair in round_ for rank in pair}) == 2 * len(round_) for round_ in rounds)
+
+
+@pytest.mark.parametrize("hosts", ["a", "ab", "aabb", "aaaaa", "abcabcabc", "abcdefgh"])
+def test_no_host_is_in_two_pairs_of_a_turn(hosts: str) -> None:
+    order = turns(hosts)
+    assert sorted(pair for turn in order for pair in turn) == [*itertools.combinations(range(len(hosts)), 2)]
+    for turn in order:
+        at = [name for pair in turn for name in {hosts[rank] for rank in pair}]
+        assert len(at) == len(set(at))
+
+
+def test_hosts_of_one_rank_ping_at_the_same_time() -> None:
+    assert turns("abcdefgh") == tournament(8)
+
+
+def test_of_many_ranks_some_rounds_are_left_out() -> None:
+    order = turns([str(rank) for rank in range(100)], most_pairs=200)
+    assert sum(map(len, order)) == 200
+    assert {rank for turn in order for pair in turn for rank in pair} == set(range(100))
+    assert sum(map(len, turns(["a"] * 1000))) == 500  # one round at least
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "product"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/", ("Open MPI", "4.1.4")),
+        ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11", ("Open MPI", "5.0.11")),
+        ("HYDRA build details:\n    Version:           5.0.2\n    CC: cc", ("MPICH", "5.0.2")),
+        ("MPICH Version:      4.3.1 (5, 0)\nMPICH Release date: ...", ("MPICH", "4.3.1")),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307", ("Intel MPI", "2021.9")),
+        ("MVAPICH2 Version      :\t2.3.7", ("MVAPICH", "2.3.7")),
+        ("slurm-wlm 22.05.8", ("Slurm", "22.05.8")),
+        ("slurm 23.11.4", ("Slurm", "23.11.4")),
+        ("what is this", ("", "")),
+    ],
+)
+def test_products_are_told_by_what_they_say(text: str, product: tuple[str, str]) -> None:
+    assert Product.read(text) == Product(*product)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ("", 0, 0)),
+        ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "4"}, ("", 0, 0)),  # by hand, in an allocation
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, ("Open MPI", 4, 3)),
+        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4", "PMI_RANK": "1"}, ("MPICH", 4, 1)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "PMI_SIZE": "4", "PMI_RANK": "2"}, ("Slurm", 4, 2)),
+        ({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, ("Open MPI", 4, 3)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, ("", 4, 1)),
+    ],
+)
+def test_the_launcher_is_told_by_its_variables(environment, expected, monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "MPI_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    launcher = facts.launcher_here()
+    assert (launcher.product.name, launcher.processes, launcher.rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "limit_bytes"),
+    [
+        ({}, None, None),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, None, None),
+        ({"cpu.max": "150000 100000", "memory.max": "4096"}, 1.5, 4096),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, None),
+        (
+            {"cpu/cpu.cfs_quota_us": "90000", "cpu/cpu.cfs_period_us": "30000", "memory/memory.limit_in_bytes": "8192"},
+            3.0, 8192,
+        ),
+    ],
+)  # fmt: skip
+def test_a_containers_limits_are_read(files, quota, limit_bytes, monkeypatch, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(facts, "_CGROUP", tmp_path)
+    here = facts.host_here(facts.Launcher())
+    assert here.cpu_quota == quota
+    assert here.memory_bytes == limit_bytes if limit_bytes else here.memory_bytes > 1e6
+
+
+# ---- trying mpirun ---------------------------------------------------------------------------------------------------
+
+ROOT = 'if [ -z "$OMPI_ALLOW_RUN_AS_ROOT" ]; then echo "detected an attempt to run as root" >&2; exit 1; fi\n'
+SLOTS = 'if [ "$2" -gt 2 ]; then echo "not enough slots available" >&2; exit 1; fi\n'
+RUN = 'case "$3" in true) ;; *) echo "size $2" ;; esac\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (RUN, Trial(False, 2, True)),
+        (ROOT + RUN, Trial(True, 2, True)),
+        (SLOTS + RUN, Trial(False, 2, False)),
+        (ROOT + SLOTS + RUN, Trial(True, 2, False)),
+        ('echo "size 1"\n', Trial(False, 1, True)),
+        ('if [ "$2" -gt 1 ]; then echo "not enough slots" >&2; exit 1; fi\n', Trial(False, 0, False)),  # one core
+    ],
+    ids=["sound", "root", "slots", "both", "alone", "one core"],
+)
+def test_mpirun_is_tried(script: str, expected: Trial, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert trial.try_mpirun(fake_mpirun(tmp_path, script)) == expected
+
+
+def test_an_mpirun_that_hangs_is_ended(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trial, "_LIMIT_S", 0.3)
+    tried = trial.try_mpirun(fake_mpirun(tmp_path, f"cd {tmp_path}; sleep 1000\n"))
+    assert "was not done after" in tried.failure and tried.size == 0
+    wait_for(lambda: not processes_in(tmp_path), 10, "its end")
+
+
+def fake_mpirun(folder: Path, script: str) -> str:
+    path = folder / "mpirun"
+    path.write_text("#!/bin/sh\n" + script)
+    path.chmod(0o755)
+    return str(path)
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+WATCHED = """
+import time
+from pala.doctor.watchdog import Watchdog
+with Watchdog(0) as watchdog:
+    watchdog.expect("the first", {first}, "Do this.")
+    watchdog.expect("the second", {second}, "Do that.")
+    print("ready", flush=True)
+    time.sleep({work})
+"""
+
+
+def watched(folder: Path, **seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WATCHED.format(**seconds)]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_what_takes_too_long_is_ended_with_a_sentence(tmp_path: Path) -> None:
+    process = watched(tmp_path, first=1000, second=0.1, work=1000)
+    _, said = process.communicate(timeout=60)
+    assert said == "pala: error: rank 0: the second was not done after 0 s. Do that.\n"
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_only_the_newest_limit_counts(tmp_path: Path) -> None:
+    process = watched(tmp_path, first=1, second=1000, work=1.5)
+    assert process.communicate(timeout=60) == ("ready\n", "") and process.returncode == 0
+
+
+def test_the_watchdog_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    process = watched(tmp_path, first=1000, second=1000, work=1000)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert len(processes_in(tmp_path)) == 2
+    process.kill()
+    process.communicate(timeout=60)
+    wait_for(lambda: not processes_in(tmp_path), 10, "the watchdog's end")
+
+
+# ---- real jobs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+def test_a_sound_job(mpi: Launcher, tmp_path: Path) -> None:
+    done = mpi.start("-np", "2", str(mpi.folder / "python"), "-m", "pala.doctor", "--json", "facts.json", cwd=tmp_path)
+    done.wait()
+    assert done.status == 0, done.output
+    product = "Open MPI" if mpi.name == "openmpi" else "MPICH"
+    for words in (f"MPI library      {product}", "(started 2; fits the library)", "MPI_THREAD_SERIALIZED (enough)"):
+        assert words in done.output
+    assert re.search(r"rank 0 on \S+ and rank 1 on \S+: [\d,.]+ µs, [\d,.]+ MB/s", done.output)
+    assert [path.name for path in tmp_path.iterdir()] == ["facts.json"]  # no trace of what was tried
+    table = json.loads((tmp_path / "facts.json").read_text())
+    assert [rank["rank"] for rank in table["job"]["ranks"]] == [0, 1]
+    assert table["job"]["launcher"]["product"] == table["job"]["library"]
+    assert not any(advice["stops"] for advice in table["advice"])
+    assert not processes_in(tmp_path)
+
+
+@pytest.mark.mpi
+def test_by_hand_mpirun_is_tried(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Without what the launch scripts set."""
+    environment = {k: v for k, v in any_mpi.environment().items() if not k.startswith(("OMPI_", "PRTE_"))}
+    done = subprocess.run(
+        [any_mpi.folder / "python", "-m", "pala.doctor"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    root = os.geteuid() == 0
+    assert done.returncode == int(root) and done.stderr == ""
+    assert ("STOP  You are root, and Open MPI's mpirun refuses" in done.stdout) == root
+    assert f"mpirun refuses {len(os.sched_getaffinity(0)) + 1} ranks" in done.stdout
+    assert "fits the library" in done.stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launched_by", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
+def test_a_mixed_job_is_named_in_one_sentence(launched_by: str, tmp_path: Path) -> None:
+    """And by no crash in MPI_Init."""
+    if len(LAUNCHERS) < 2:
+        pytest.skip("only one MPI is installed: ./launch/test.sh installs two")
+    own, other = LAUNCHERS if launched_by == "openmpi" else LAUNCHERS[::-1]
+    job = own.start("-np", "2", str(other.folder / "python"), "-m", "pala.doctor", cwd=tmp_path).wait()
+    assert job.status == 1
+    words = " ".join(job.output.split())
+    assert words.count("they do not start a job together") == 1
+    assert f"Use {other.folder}/mpirun," in words
+    assert "Abort" not in job.output and "Traceback" not in job.output
+
+
+@pytest.mark.mpi
+def test_ranks_without_a_pmi_are_named_once(any_mpi: Launcher, tmp_path: Path) -> None:
+    """As under `srun --mpi=none`."""
+    jobs = [
+        any_mpi.start_command(
+            [str(any_mpi.folder / "python"), "-m", "pala.doctor"], cwd=tmp_path,
+            env={"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(task)},
+        )
+        for task in range(2)
+    ]  # fmt: skip
+    first, second = (job.wait() for job in jobs)
+    assert (first.status, second.status) == (1, 0) and second.output == ""
+    assert "srun has started 2 tasks, but for Open MPI" in first.output
+
+
+@pytest.mark.mpi
+def test_a_mistake_is_told_once(any_mpi: Launcher, tmp_path: Path) -> None:
+    job = any_mpi.start(
+        "-np", "2", str(any_mpi.folder / "python"), "-m", "pala.doctor", "--jsn", "x", cwd=tmp_path
+    ).wait()
+    assert job.status == 2
+    assert job.output.count("the command line was not understood") == 1 and "--json" in job.output
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_two_hosts_and_their_link(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Host 1 has a `runs` of its own, and a link of 100 Mbit/s: 12.5 MB/s."""
+    if (reason := virtual_hosts.why_not()) is not None:
+        pytest.skip(reason)
+    (tmp_path / "runs").mkdir()
+    doctor = f"exec {any_mpi.folder}/python -m pala.doctor --json {tmp_path}/facts.json"
+    own_runs = f"mount -t tmpfs tmpfs {tmp_path}/runs && cd . && {doctor}"
+    script = f"if [ $(hostname) = vhost1 ]; then exec unshare -m sh -c '{own_runs}'; fi; {doctor}"
+    with VirtualHosts(2, "100mbit") as hosts:
+        command, environment = hosts.mpirun(["sh", "-c", script], mpirun=str(any_mpi.folder / "mpirun"))
+        job = any_mpi.start_command(command, cwd=tmp_path, env=environment).wait()
+    assert job.status == 1
+    table = json.loads((tmp_path / "facts.json").read_text())
+    assert [host["name"] for host in table["job"]["hosts"]] == ["vhost0", "vhost1"]
+    (pair,) = table["job"]["pings"]
+    assert pair["ranks"] == [0, 1] and pair["megabytes_per_s"] < 13
+    assert "'runs' on vhost0 is not seen by vhost1" in job.output
+    assert "`--exchange.compression bfloat16` halves it" in job.output
