@@ -56,7 +56,7 @@ def _is_cut(file: BinaryIO) -> bool:
 
 
 class Tail:
-    """Reads what has been appended to a metrics file (or .gz) since the last call; a last line without its end waits."""
+    """Reads what has been appended to a metrics file (or .gz) since the last call; a line without its end waits."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
