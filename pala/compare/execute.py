@@ -3,6 +3,7 @@ part of what is measured. What a run still needs is read from its record, never 
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -105,7 +106,16 @@ class Executor:
         self._seconds = self._steps = 0.0  # of runs trained from start to end
 
     def run(self) -> list[str]:
-        """Returns a sentence for each run that failed. An interrupted job has written its checkpoints."""
+        """Returns a sentence for each run that failed. An interrupted job has written its checkpoints. Raises PalaError
+        if another comparison runs in the same folder."""
+        with contextlib.ExitStack() as locks:
+            for folder in {task.run.folder.parent for task in self.tasks}:
+                folder.mkdir(parents=True, exist_ok=True)
+                if (lock := run_folder.lock(folder)) is not None:
+                    locks.enter_context(lock)
+            return self._run()
+
+    def _run(self) -> list[str]:
         done = self._num_runs - len(self.tasks)
         print(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete", flush=True)
         failures: list[str] = []

@@ -109,17 +109,17 @@ def markdown(comparison: Comparison, images: Sequence[str]) -> str:
 _SCORES = f"""Interquartile mean over runs [95 % bootstrap interval]. Evaluation: mean unclipped return of the final
 policy. Training: of the last {WINDOW} training episodes of all ranks. Area: mean height of the learning curve over the
 steps that all runs of the game and number of ranks have."""
-_GAMES = """Human-normalised score: interquartile mean over runs and games [95 % interval, bootstrapped within games], of
-variants that have played all games."""
-_SPEED = """Steps of all ranks a second: median (range) over runs; the ratio to `none` is taken seed by seed. Shares of the
-learner's time: means."""
+_GAMES = """Human-normalised score: interquartile mean over runs and games [95 % interval, bootstrapped within games],
+of variants that have played all games."""
+_SPEED = """Steps of all ranks a second: median (range) over runs; the ratio to `none` is taken seed by seed. Shares of
+the learner's time: means."""
 _TARGET = f"""When the mean of {WINDOW} training episodes first was at least the target: median over runs, in which runs
 that never got there come last."""
 _SCALING = "Efficiency: speed a rank over that with the fewest ranks, of medians over runs."
 _EXCHANGE = """Relative distance: between a rank's model and what it mixes in, over the norm of its model; mean over
 intervals, ranks and runs. Staleness: the most updates since the last mix in an interval, its mean; and in all."""
-_HOW = """`python -m pala.compare` with `preset.toml`; each run's own command, commit and versions are in its `run.json`.
-To make this page again from the copies of the runs:
+_HOW = """`python -m pala.compare` with `preset.toml`; each run's command, commit and versions are in its `run.json`. To
+make this page again from the copies of the runs:
 
     python -m pala.compare results/{name}/preset.toml --report-only"""
 
