@@ -16,7 +16,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import tyro
 
@@ -83,17 +83,21 @@ def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
     print("\n".join(f"      {path}" for path in write(plan.preset, runs, results)), flush=True)
 
 
+def _stop(number: int, frame: object) -> NoReturn:
+    """The job that runs gets a minute to write its checkpoint (`run_job`); a second signal kills it."""
+    say("Stopping; a job that runs writes its checkpoint. The same command goes on later.")
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """What `python -m pala.compare` runs."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
         failures = compare(read_command(_PROGRAM, sys.argv[1:], Command()))
     except PalaError as error:
         say(f"pala: error: {error}")
         sys.exit(2)
-    except KeyboardInterrupt:
-        say("Interrupted; the same command goes on.")
-        sys.exit(130)
     for failure in failures:
         say(f"pala: {failure.splitlines()[0]}")
     sys.exit(1 if failures else 0)

@@ -151,8 +151,8 @@ class Executor:
     def _became(self, task: Task) -> str:
         run = load(task.run.folder, self._plan)
         speed = f", {run.steps_per_s:,.0f} steps/s" if run.steps_per_s else ""
-        score = run.score if run.score is not None else run.training_score
-        text = "no episode" if score is None else f"return {short_number(score)}"
+        score, what = (run.training_score, "in training") if run.score is None else (run.score, "evaluated")
+        text = "no episode" if score is None else f"return {short_number(score)} ({what})"
         return f"{text} after {run.last['global_steps']:,} steps{speed}"
 
     def _rest(self, number: int) -> str:

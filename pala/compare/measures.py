@@ -99,8 +99,8 @@ class Run:
         return statistics.fmean(values) if values else None
 
     def most(self, key: str) -> float | None:
-        """The greatest value of a key of the metrics."""
-        return max((record[key] for record in self.intervals if record.get(key) is not None), default=None)
+        """The greatest value of a key of the metrics, start-up included."""
+        return max((r[key] for rank in self.ranks for r in rank if r.get(key) is not None), default=None)
 
     def reaches(self, target: float) -> tuple[float, float] | None:
         """(steps, seconds) when the mean of 100 episodes first is at least `target`; None if it never is."""

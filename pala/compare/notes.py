@@ -21,8 +21,9 @@ def notes(comparison: Comparison) -> list[str]:
     fewest = min((len(runs) for runs in comparison.cells.values()), default=0)
     return [note for note in (
         _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
-        f"A variant has only {many(fewest, 'run')}: intervals of so few are rough, and rather too narrow."
-        if 0 < fewest < _FEW_RUNS else "",
+        "A variant has a single run: nothing is known of its spread." if fewest == 1 else "",
+        f"A variant has {fewest} runs: intervals of so few are rough, and rather too narrow."
+        if 1 < fewest < _FEW_RUNS else "",
         _differ(done, "the commit", commit),
         _named("Made from a changed working tree", [r for r in done if any(s.get("git_dirty") for s in r.segments)]),
         _differ(done, "versions", versions),

@@ -157,7 +157,7 @@ def _scaling(comparison: Comparison) -> Figure | None:
         efficiency.axhline(1, color="#999999", linewidth=1, linestyle="--")
         for panel, label in (
             (speed, "steps of all ranks a second"),
-            (efficiency, "speed a rank over the fewest ranks'"),
+            (efficiency, "efficiency"),
         ):
             panel.set_xscale("log", base=2)
             panel.set_xticks(counts, [str(ranks) for ranks in counts])

@@ -247,12 +247,14 @@ def _exchange(comparison: Comparison) -> str:
     header = ("game", "ranks", "variant", "relative distance", "staleness, updates", "most")
     rows = []
     for cell, runs in comparison.cells.items():
+        if cell.ranks == 1 or runs[0].config.exchange.kind == "none":
+            continue
         most = _values(runs, lambda run: run.most("staleness_updates"))
         rows.append((
             *_names(cell), _mean(runs, "consensus_distance_relative", ".4f"), _mean(runs, "staleness_updates", ".1f"),
             f"{max(most):.0f}" if most else "",
         ))  # fmt: skip
-    return _filled(header, [row for row in rows if any(row[3:])])
+    return _filled(header, rows)
 
 
 def _filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
