@@ -22,7 +22,7 @@ import tyro
 
 from pala.compare.collect import keep, load, runs_in
 from pala.compare.execute import Executor, chosen
-from pala.compare.plan import Plan
+from pala.compare.plan import Plan, Planned
 from pala.errors import PalaError
 from pala.files import write_atomically
 from pala.runtime import say
@@ -49,14 +49,14 @@ class Command:
     """Folder of the results. Default: results/NAME."""
 
 
-def compare(command: Command) -> list[str]:
-    """Run, collect and report; returns a sentence for each run that failed. Raises PalaError."""
+def compare(command: Command) -> list[Planned]:
+    """Run, collect and report; returns the runs that failed. Raises PalaError."""
     if command.preset is None:
         raise PalaError("Name a preset, such as configs/compare/pong.toml; `--help` explains the options.")
     plan = Plan(command.preset)
     results = command.output or Path("results") / plan.preset.name
     added = runs_in(command.add)
-    failures: list[str] = []
+    failures: list[Planned] = []
     if not command.report_only:
         executor = Executor(plan, chosen(plan, command.only), results)
         if command.dry_run:
@@ -73,6 +73,8 @@ def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
 
     copies = results / "runs"
     made = [run.folder for run in plan.runs if (run.folder / "run.json").exists()]
+    for run in added:
+        load(run, plan)  # one that has no place in the comparison should not be copied
     for run in (*made, *added):
         keep(run, copies)
     runs = [load(folder, plan) for folder in sorted(copies.glob("*")) if (folder / "run.json").exists()]
@@ -98,8 +100,8 @@ def main() -> None:
     except PalaError as error:
         say(f"pala: error: {error}")
         sys.exit(2)
-    for failure in failures:
-        say(f"pala: {failure.splitlines()[0]}")
+    if failures:
+        say(f"pala: failed: {'; '.join(map(str, failures))}. The same command tries again.")
     sys.exit(1 if failures else 0)
 
 

@@ -105,8 +105,8 @@ class Executor:
         self.tasks = [task for run in runs if (task := task_of(run, results)) is not None]
         self._seconds = self._steps = 0.0  # of runs trained from start to end
 
-    def run(self) -> list[str]:
-        """Returns a sentence for each run that failed. An interrupted job has written its checkpoints. Raises PalaError
+    def run(self) -> list[Planned]:
+        """Returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
         if another comparison runs in the same folder."""
         with contextlib.ExitStack() as locks:
             for folder in {task.run.folder.parent for task in self.tasks}:
@@ -115,17 +115,17 @@ class Executor:
                     locks.enter_context(lock)
             return self._run()
 
-    def _run(self) -> list[str]:
+    def _run(self) -> list[Planned]:
         done = self._num_runs - len(self.tasks)
         print(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete", flush=True)
-        failures: list[str] = []
+        failures: list[Planned] = []
         for number, task in enumerate(self.tasks):
             place = f"      {done + number + 1}/{self._num_runs}  {task.run}"
             print(f"{place}: {_VERBS[task.what]}", flush=True)
             begin = time.monotonic()
             fault = self._do(task)
             if fault is not None:
-                failures.append(f"{task.run}: {fault}")
+                failures.append(task.run)
                 print(f"{place}: FAILED. {fault}", flush=True)
                 continue
             seconds = time.monotonic() - begin
@@ -137,7 +137,7 @@ class Executor:
     def _do(self, task: Task) -> str | None:
         """What went wrong, if anything."""
         folder = task.run.folder
-        if task.what == "train" and folder.exists():  # a job ended before it had begun a record
+        if folder.exists() and not (folder / "run.json").exists():  # a job ended before it had begun a record
             folder.rename(folder.with_name(f"{folder.name}-not-begun-{time.strftime('%Y%m%d-%H%M%S')}"))
         words = [sys.executable if word == "python" else word for word in task.words]
         log = folder.with_name(f"{folder.name}.log")

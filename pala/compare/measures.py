@@ -129,10 +129,12 @@ def first_at_least(returns: np.ndarray, target: float) -> int | None:
     return int(reached[0]) + WINDOW - 1 if len(reached) else None
 
 
-def interquartile_mean(values: np.ndarray) -> float:
-    """Mean without the lowest and the highest quarter of the values, rounded down: of 1 to 3 values, their mean."""
-    cut = len(values) // 4
-    return float(np.sort(values)[cut : len(values) - cut].mean())
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    """Mean without the lowest and the highest quarter of the values, rounded down: of 1 to 3 values, their mean. Of the
+    last axis."""
+    cut = values.shape[-1] // 4
+    mean: np.ndarray = np.sort(values)[..., cut : values.shape[-1] - cut].mean(-1)
+    return mean
 
 
 def bootstrap_interval(strata: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -140,7 +142,7 @@ def bootstrap_interval(strata: Sequence[np.ndarray]) -> tuple[float, float]:
     2021, arXiv 2108.13264, section 4.1). The random numbers are the same each time."""
     generator = np.random.default_rng(0)
     drawn = np.concatenate([generator.choice(values, (_RESAMPLES, len(values))) for values in strata], axis=1)
-    low, high = np.percentile([interquartile_mean(values) for values in drawn], (2.5, 97.5))
+    low, high = np.percentile(interquartile_mean(drawn), (2.5, 97.5))
     return float(low), float(high)
 
 

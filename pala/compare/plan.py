@@ -16,7 +16,7 @@ from pala.errors import PalaError, nearest
 from pala.plot import settings_that_matter
 
 _VARIANTS_OWN = ("ranks", "launcher")  # keys of a variant that are no settings of a run
-_GIVEN = ("seed", "run.name")  # settings that the comparison gives itself
+_GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give
 _MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
 
 
@@ -83,9 +83,12 @@ class Plan:
         self.preset = build(Preset, read_toml(path), self.source)
         self._check()
         self._games = {name: load_preset(preset) for name, preset in self.preset.games.items()}
+        self._game_of = {config.env.id: name for name, config in self._games.items()}
+        if len(self._game_of) < len(self._games):
+            raise PalaError(f"{self.source}: two games have the same 'env.id'; runs of them could not be told apart.")
         self.runs = [
             self._planned(Cell(variant, game, ranks), seed)
-            for seed in self.preset.seeds for game in self._games
+            for seed in dict.fromkeys(self.preset.seeds) for game in self._games
             for ranks in self._rank_counts() for variant in self.preset.variants
             if ranks in self.preset.variants[variant].get("ranks", self.preset.ranks)
         ]  # fmt: skip
@@ -134,13 +137,12 @@ class Plan:
 
     def game_of(self, config: Config, source: Path) -> str:
         """The name of the game that a run plays. Raises PalaError if the preset has none."""
-        ids = {game.env.id: name for name, game in self._games.items()}
-        if config.env.id not in ids:
+        if config.env.id not in self._game_of:
             raise PalaError(
                 f"Run '{source}' plays '{config.env.id}', which is none of the games of the comparison; "
                 "add it to [games] or leave the run out."
             )
-        return ids[config.env.id]
+        return self._game_of[config.env.id]
 
 
 @dataclass(frozen=True)

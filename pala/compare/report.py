@@ -149,7 +149,7 @@ def _interval(strata: Sequence[Sequence[float]], form: Callable[[float], str] = 
     together = np.concatenate(arrays)
     if not len(together):
         return ""
-    text = form(interquartile_mean(together))
+    text = form(float(interquartile_mean(together)))
     if max(map(len, arrays)) == 1:
         return text
     low, high = bootstrap_interval(arrays)
