@@ -25,7 +25,6 @@ from pala.metrics import read_run
 from pala.plot import phrase
 
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:[\w.+@~-]+/)*(?=[\w.])")
-_LEVEL = 9
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
@@ -52,13 +51,18 @@ def keep(run: Path, folder: Path) -> None:
     try:
         (copy / "metrics").mkdir(parents=True, exist_ok=True)
         for file in (run / "metrics").glob("rank-*.jsonl*"):
-            packed = file.read_bytes() if file.suffix == ".gz" else gzip.compress(file.read_bytes(), _LEVEL, mtime=0)
-            write_atomically(copy / "metrics" / f"{file.name.removesuffix('.gz')}.gz", packed)
+            packed = file.read_bytes() if file.suffix == ".gz" else gzip.compress(file.read_bytes(), mtime=0)
+            _write(copy / "metrics" / f"{file.name.removesuffix('.gz')}.gz", packed)
         for name in ("evaluation.json", "evaluations.jsonl", "run.json"):
             if (run / name).exists():
-                write_atomically(copy / name, without_paths((run / name).read_text(encoding="utf-8")).encode())
+                _write(copy / name, without_paths((run / name).read_text(encoding="utf-8")).encode())
     except OSError as error:
         raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {error}.") from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    if not path.exists() or path.read_bytes() != data:
+        write_atomically(path, data)
 
 
 def without_paths(text: str) -> str:

@@ -124,7 +124,7 @@ def _final_scores(comparison: Comparison) -> Figure | None:
             low, high = bootstrap_interval([scores])
             panel.vlines(x, low, high, color=colour, linewidth=8, alpha=0.3)
             panel.hlines(interquartile_mean(scores), x - 0.22, x + 0.22, color=colour, linewidth=2.5)
-            panel.plot(x + np.linspace(-0.1, 0.1, len(scores)), scores, "o", color=colour, markersize=5)
+            panel.plot(x + 0.2 * np.linspace(-1, 1, len(scores) + 2)[1:-1], scores, "o", color=colour, markersize=5)
         several = len({cell.ranks for cell in mine}) > 1
         labels = [
             f"{cell.variant}\n{cell.ranks} rank{'s' * (cell.ranks > 1)}" if several else cell.variant for cell in mine

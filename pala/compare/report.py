@@ -193,7 +193,7 @@ def _speed(comparison: Comparison) -> str:
         speeds = _values(runs, lambda run: run.steps_per_s)
         memory = _values(runs, lambda run: run.most("memory_peak_bytes"))
         rows.append((
-            *_names(cell), Spread.of(speeds).text(",.0f") if speeds else "",
+            *_names(cell), _spread(speeds, ",.0f"),
             _of_none(runs, comparison.without_exchange(cell)),
             *(_mean(runs, key, ".1%") for key in ("time_exchange", "time_wait")),
             f"{max(memory) / 2**20:,.0f}" if memory else "",
@@ -209,7 +209,12 @@ def _of_none(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
     ratios = _values(
         runs, lambda run: run.steps_per_s / base if run.steps_per_s and (base := others.get(run.seed)) else None
     )
-    return Spread.of(ratios).text(".3f") if ratios else ""
+    return _spread(ratios, ".3f")
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """`1,930 (1,850-2,010)`; a single value has no range."""
+    return Spread.of(values).text(form) if len(values) > 1 else "".join(f"{value:{form}}" for value in values)
 
 
 def _mean(runs: Sequence[Run], key: str, form: str) -> str:
