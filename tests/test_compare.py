@@ -352,10 +352,10 @@ def test_paths_of_the_machine_are_left_out() -> None:
 
 def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) -> None:
     plan = plan_of()
-    plant(plan, {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
+    plant(plan, {"gossip": (90.0, 160.0), "none": (100.0, 200.0)})
     page, rows = report()
     assert cells_of(page, "Scores")[0][:6] == ["Pole", "1", "gossip", "2", "3,000", "55.0 [50.0, 60.0]"]
-    assert cells_of(page, "Speed")[2] == ["Pole", "2", "gossip", "170 (160-180)", "0.850 (0.800-0.900)", "25.0%", "1"]
+    assert cells_of(page, "Speed")[2] == ["Pole", "2", "gossip", "250 (180-320)", "0.850 (0.800-0.900)", "25.0%", "1"]
     assert [row[-1] for row in cells_of(page, "Scaling")] == ["1.00"] * 4
     assert [row[2:] for row in cells_of(page, "What was exchanged")] == [["gossip", "0.5000", "2.0", "3"]]
     # The mean of 100 episodes is i / 10 - 4.95, so 20 at the first i >= 249.5, and there are 250.
@@ -363,8 +363,8 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
     first = next(row for row in rows if row["run"] == "gossip-Pole-2-1")
     assert float(first["steps_per_s"]) == 180 and float(first["training_score"]) == pytest.approx(19.95)
     page, _ = report(preset=str(write_preset(PRESET.replace("Pole = 20", "Pole = 10"))))
-    # At i = 150 of 250 episodes, so after 151 / 250 of 3000 steps and, at 100 steps/s, of 30 s.
-    assert cells_of(page, "The way to a target return")[1][3:] == ["10.0", "2 of 2", "1,812", "0.3"]
+    # At i = 150 of 250 episodes, so after 151 / 250 of 3000 steps and, at 100 and 200 steps/s, of 30 and 15 s.
+    assert cells_of(page, "The way to a target return")[1][3:] == ["10.0", "2 of 2", "1,812", "0.2"]
     assert "learning" in section(page, "To bear in mind") and "2 runs: intervals" in page
 
 

@@ -205,10 +205,8 @@ def _of_none(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
     """Seed by seed: those runs were made one after the other."""
     if runs[0].config.exchange.kind == "none":
         return ""
-    others = {run.seed: run.steps_per_s for run in baseline}
-    ratios = _values(
-        runs, lambda run: run.steps_per_s / base if run.steps_per_s and (base := others.get(run.seed)) else None
-    )
+    speeds, others = ({run.seed: run.steps_per_s for run in side if run.steps_per_s} for side in (runs, baseline))
+    ratios = [speeds[seed] / others[seed] for seed in speeds if seed in others]
     return _spread(ratios, ".3f")
 
 
