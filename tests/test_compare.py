@@ -368,6 +368,17 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
     assert "learning" in section(page, "To bear in mind") and "2 runs: intervals" in page
 
 
+def test_speed_is_compared_with_its_like(there: Path, no_pictures: None) -> None:
+    """Of several variants without exchange with the one that is otherwise the same."""
+    small = "network.mlp_hidden = [8]\n"
+    text = PRESET.replace("[1, 2]", "[2]", 1).replace("[1, 2]", "[1]")
+    plan = plan_of(text + f'[variants.small]\n{small}[variants.small-none]\n{small}exchange.kind = "none"\n')
+    plant(plan, {"gossip": (90, 90), "none": (100, 100), "small": (150, 150), "small-none": (300, 300)})
+    page, _ = report()
+    ratios = {row[2]: row[4] for row in cells_of(page, "Speed")}
+    assert ratios == {"gossip": "0.900", "none": "", "small": "0.500", "small-none": ""}
+
+
 def write_preset(text: str) -> Path:
     Path("other.toml").write_text(text)
     return Path("other.toml")
@@ -384,7 +395,7 @@ def test_the_area_is_the_mean_height(there: Path, no_pictures: None) -> None:
 
 
 def test_the_report_can_be_made_again_from_the_results_alone(there: Path) -> None:
-    plant(plan_of(), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
+    plant(plan_of(PRESET.replace("seeds = [1, 2]", "seeds = [1]")), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
     report()
     made = {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()}
     assert {path.name for path in made} >= {"learning_curves.png", "final_scores.png", "scaling.png", "curves.csv"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pala.compare.measures import Run
-from pala.compare.plan import Cell, Preset
+from pala.compare.plan import Cell, Preset, differences
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,18 @@ class Comparison:
         )  # fmt: skip
 
     def without_exchange(self, cell: Cell) -> list[Run]:
-        """The completed runs that a cell's speed is compared with."""
-        for other, runs in self.cells.items():
-            if (other.game, other.ranks) == (cell.game, cell.ranks) and runs[0].config.exchange.kind == "none":
-                return runs
-        return []
+        """The completed runs that a cell's speed is compared with: of independent learners, with the fewest other
+        settings that differ. Empty if there are none."""
+        mine = self.cells[cell][0].config
+
+        def distance(runs: list[Run]) -> int:
+            return sum(not key.startswith("exchange.") for key in differences(runs[0].config, mine))
+
+        independent = [
+            runs for other, runs in self.cells.items()
+            if (other.game, other.ranks) == (cell.game, cell.ranks) and runs[0].config.exchange.kind == "none"
+        ]  # fmt: skip
+        return min(independent, key=distance, default=[])
 
     def speeds_over_ranks(self) -> dict[tuple[str, str], dict[int, float]]:
         """(game, variant) -> ranks -> median of steps a second; only of those with several numbers of ranks."""

@@ -48,7 +48,7 @@ def commit(run: Run) -> str:
 def versions(run: Run) -> str:
     """Of the newest segment: of the packages, and of MPI."""
     packages = ", ".join(f"{name} {version}" for name, version in run.last.get("versions", {}).items())
-    return f"{packages}; {str(run.last.get('mpi')).split(',')[0]}"
+    return f"{packages}; {' '.join(str(run.last.get('mpi')).split(',')[0].split())}"
 
 
 def machine(run: Run) -> str:

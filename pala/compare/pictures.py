@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
     rows = list(dict.fromkeys((run.cell.game, run.cell.ranks) for run in drawn))
     if not rows:
         return None
-    figure = _figure(11, 0.8 + 3.6 * len(rows))
+    figure = _figure(13, 0.8 + 3.6 * len(rows))
     panels = figure.subplots(len(rows), 2, squeeze=False)
     for (game, ranks), (over_steps, over_time) in zip(rows, panels, strict=True):
         mine = [run for run in drawn if (run.cell.game, run.cell.ranks) == (game, ranks)]
@@ -70,19 +71,21 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
             group, look = [run for run in mine if run.cell.variant == variant], _look(comparison, variant)
             _draw_variant(over_steps, group, [run.steps for run in group], variant, look)
             _draw_variant(over_time, group, [run.time_s / seconds for run in group], variant, look)
-        over_steps.legend(frameon=False)
+        over_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
 
 def _draw_variant(axes: Axes, runs: list[Run], x: list[np.ndarray], variant: str, look: dict[str, Any]) -> None:
     curves = [curve_of(of_run, run.returns, WINDOW) for run, of_run in zip(runs, x, strict=True)]
     complete = [curve for run, curve in zip(runs, curves, strict=True) if run.completed]
+    label = "" if complete else f"{variant}\nnot completed"
     for run, curve in zip(runs, curves, strict=True):
         if not run.completed:
-            axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look)
+            axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=label, **look)
+            label = ""
     if complete:
-        label = f"{variant} (mean and range of {len(complete)} runs)" if len(complete) > 1 else f"{variant} (1 run)"
-        draw_group(axes, complete, label, look)
+        size = f"mean and range of {len(complete)} runs" if len(complete) > 1 else "1 run"
+        draw_group(axes, complete, f"{variant}\n{size}", look)
 
 
 def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
@@ -112,30 +115,29 @@ def _final_scores(comparison: Comparison) -> Figure | None:
     """A panel for each game: every run's evaluation as a dot, the interquartile mean with its interval as a bar."""
     scored = {cell: [run.score for run in runs if run.score is not None] for cell, runs in comparison.cells.items()}
     scored = {cell: scores for cell, scores in scored.items() if scores}
-    games = list(dict.fromkeys(cell.game for cell in scored))
-    if not games:
+    sizes = Counter(cell.game for cell in scored)
+    if not sizes:
         return None
-    widest = max(sum(cell.game == game for cell in scored) for game in games)
-    figure = _figure(max(4.0, (1.2 + 1.1 * widest) * len(games)), 4.2)
-    for game, panel in zip(games, figure.subplots(1, len(games), squeeze=False)[0], strict=True):
-        mine = {cell: np.array(scores) for cell, scores in scored.items() if cell.game == game}
-        for x, (cell, scores) in enumerate(mine.items()):
-            colour = _look(comparison, cell.variant)["color"]
-            low, high = bootstrap_interval([scores])
-            panel.vlines(x, low, high, color=colour, linewidth=8, alpha=0.3)
-            panel.hlines(interquartile_mean(scores), x - 0.22, x + 0.22, color=colour, linewidth=2.5)
-            panel.plot(x + 0.2 * np.linspace(-1, 1, len(scores) + 2)[1:-1], scores, "o", color=colour, markersize=5)
-        several = len({cell.ranks for cell in mine}) > 1
-        labels = [
-            f"{cell.variant}\n{cell.ranks} rank{'s' * (cell.ranks > 1)}" if several else cell.variant for cell in mine
-        ]
-        panel.set_xticks(range(len(mine)), labels)
-        panel.set_xlim(-0.6, len(mine) - 0.4)
-        panel.grid(axis="y", alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
+    figure = _figure(8, 0.9 * len(sizes) + 0.5 * len(scored))
+    panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=list(sizes.values()))[:, 0]
+    for game, panel in zip(sizes, panels, strict=True):
+        _draw_scores(panel, {cell: np.array(of) for cell, of in scored.items() if cell.game == game}, comparison)
         panel.set_title(game, loc="left")
-        panel.set_ylabel("return of the final policy")
+    panels[-1].set_xlabel("return of the final policy")
     return figure
+
+
+def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Comparison) -> None:
+    for y, (cell, values) in enumerate(scores.items()):
+        colour = _look(comparison, cell.variant)["color"]
+        panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
+        panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
+        panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
+    labels = [f"{cell.variant}, {cell.ranks} rank{'s' * (cell.ranks > 1)}" for cell in scores]
+    panel.set_yticks(range(len(scores)), labels)
+    panel.set_ylim(len(scores) - 0.5, -0.5)
+    panel.grid(axis="x", alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def _scaling(comparison: Comparison) -> Figure | None:
