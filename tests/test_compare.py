@@ -419,6 +419,14 @@ def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> N
     assert "Runs differ in the machine" in said and "another run with the same seed: `gossip-Pole-1-1-2`" in said
 
 
+def test_an_earlier_state_of_a_run_does_not_replace_a_later_one(there: Path, no_pictures: None) -> None:
+    mine = plan_of().runs[0]
+    make_run(mine.folder, mine.config, 1)
+    early = make_run(there / "early" / mine.folder.name, mine.config, 1, completed=False)
+    _, rows = report(early)
+    assert [row["completed"] for row in rows] == ["True"]
+
+
 def test_a_run_without_a_place_is_not_copied(there: Path) -> None:
     plan_of()
     foreign = make_run(there / "foreign", Config(), 1)

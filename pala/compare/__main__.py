@@ -97,7 +97,7 @@ def main() -> None:
         signal.signal(number, _stop)
     try:
         failures = compare(read_command(_PROGRAM, sys.argv[1:], Command()))
-    except PalaError as error:
+    except (PalaError, OSError) as error:
         say(f"pala: error: {error}")
         sys.exit(2)
     if failures:

@@ -39,14 +39,14 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
 
 
 def keep(run: Path, folder: Path) -> None:
-    """Copy of a run what a report needs into `folder`, beside copies of other runs of the same name. A copy of the same
-    run is replaced. Raises PalaError."""
+    """Copy of a run what a report needs into `folder`, beside copies of other runs of the same name. An earlier copy of
+    the same run is replaced. Raises PalaError."""
     begun = _begun(run)
     number, copy = 1, folder / run.name
     while (copy / "run.json").exists() and _begun(copy) != begun:
         number += 1
         copy = folder / f"{run.name}-{number}"
-    if copy.resolve() == run.resolve():
+    if copy.resolve() == run.resolve() or ((copy / "run.json").exists() and _progress(copy) > _progress(run)):
         return
     try:
         (copy / "metrics").mkdir(parents=True, exist_ok=True)
@@ -74,6 +74,11 @@ def _begun(run: Path) -> Any:
     """What tells a run from all others."""
     first = run_folder.read(run)["segments"][0]
     return first["started"], first.get("hosts"), run_folder.config_of(run).seed
+
+
+def _progress(run: Path) -> tuple[int, bool]:
+    record = run_folder.read(run)
+    return len(record["segments"]), record["completed"]
 
 
 def load(folder: Path, plan: Plan) -> Run:

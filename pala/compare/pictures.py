@@ -157,10 +157,7 @@ def _scaling(comparison: Comparison) -> Figure | None:
             efficiency.plot(list(of), list(efficiencies(of).values()), label=variant, **look)
         counts = sorted({ranks for (of_game, _), of in lines.items() if of_game == game for ranks in of})
         efficiency.axhline(1, color="#999999", linewidth=1, linestyle="--")
-        for panel, label in (
-            (speed, "steps of all ranks a second"),
-            (efficiency, "efficiency"),
-        ):
+        for panel, label in ((speed, "steps of all ranks a second"), (efficiency, "efficiency")):
             panel.set_xscale("log", base=2)
             panel.set_xticks(counts, [str(ranks) for ranks in counts])
             panel.set_ylim(bottom=0)
