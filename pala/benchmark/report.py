@@ -295,7 +295,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
     columns = [[header[i], *(row[i] for row in rows)] for i in kept]
     widths = [max(map(len, column)) for column in columns]
-    figures = [all(not cell or cell[0].isdigit() for cell in column[1:]) for column in columns]
+    figures = [all(not cell or cell.lstrip("-")[:1].isdigit() for cell in column[1:]) for column in columns]
 
     def line(cells: Iterable[str]) -> str:
         padded = zip(cells, widths, figures, strict=True)

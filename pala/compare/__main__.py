@@ -1,0 +1,109 @@
+"""Compare ways to train: `python -m pala.compare configs/compare/pong.toml`.
+
+    what would be run                          python -m pala.compare PRESET --dry-run
+    run what is missing, then report           python -m pala.compare PRESET
+    a part of it                               python -m pala.compare PRESET --only gossip Pong
+    report what is there, with other runs      python -m pala.compare PRESET --report-only --add runs/from-a-cluster
+
+Each run is a job of MPI of its own, in runs/NAME; the report and copies of the runs go to results/NAME. ^C or SIGTERM
+ends the present job with a checkpoint, and the next call goes on. docs/compare.md explains the preset and the measures.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import tyro
+
+from pala.compare.collect import keep, load, runs_in
+from pala.compare.execute import Executor, chosen
+from pala.compare.plan import Plan, Planned
+from pala.errors import PalaError
+from pala.files import write_atomically
+from pala.runtime import say
+from pala.train import read_command
+
+_PROGRAM = "pala.compare"
+
+
+@dataclass(frozen=True)
+class Command:
+    """Run what is missing of variants x games x rank counts x seeds, and report all of it."""
+
+    preset: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file that says what is compared (configs/compare/)."""
+    only: tuple[str, ...] = ()
+    """Variants and games; runs of others are not started. The report has all."""
+    add: tuple[Path, ...] = ()
+    """Runs made elsewhere, or folders of such runs: they are copied into the results and reported with the others."""
+    report_only: bool = False
+    """Start nothing."""
+    dry_run: bool = False
+    """Print the commands of what is missing, and do nothing."""
+    output: Path | None = None
+    """Folder of the results. Default: results/NAME."""
+
+
+def compare(command: Command) -> list[Planned]:
+    """Run, collect and report; returns the runs that failed. Raises PalaError."""
+    if command.preset is None:
+        raise PalaError("Name a preset, such as configs/compare/pong.toml; `--help` explains the options.")
+    plan = Plan(command.preset)
+    results = command.output or Path("results") / plan.preset.name
+    added = runs_in(command.add)
+    failures: list[Planned] = []
+    if not command.report_only:
+        executor = Executor(plan, chosen(plan, command.only), results)
+        if command.dry_run:
+            print("\n".join(shlex.join(task.words) for task in executor.tasks) or "Nothing is missing.")
+            return []
+        failures = executor.run()
+    _report(plan, command.preset, added, results)
+    return failures
+
+
+def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
+    """Copy all runs into the results and report what is there."""
+    from pala.compare.report import write
+
+    copies = results / "runs"
+    made = [run.folder for run in plan.runs if (run.folder / "run.json").exists()]
+    for run in added:
+        load(run, plan)  # one that has no place in the comparison should not be copied
+    for run in (*made, *added):
+        keep(run, copies)
+    runs = [load(folder, plan) for folder in sorted(copies.glob("*")) if (folder / "run.json").exists()]
+    if not runs:
+        raise PalaError(f"There is no run of '{plan.preset.name}' to report, neither here nor in '{copies}'.")
+    if preset.resolve() != (results / "preset.toml").resolve():
+        write_atomically(results / "preset.toml", preset.read_bytes())
+    print("\n".join(f"      {path}" for path in write(plan.preset, runs, results)), flush=True)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    """The job that runs gets a minute to write its checkpoint (`run_job`); a second signal kills it."""
+    say("Stopping; a job that runs writes its checkpoint. The same command goes on later.")
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    """What `python -m pala.compare` runs."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    try:
+        failures = compare(read_command(_PROGRAM, sys.argv[1:], Command()))
+    except (PalaError, OSError) as error:
+        say(f"pala: error: {error}")
+        sys.exit(2)
+    if failures:
+        say(f"pala: failed: {'; '.join(map(str, failures))}. The same command tries again.")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Runs into results: copies that hold what a report needs, wherever the runs were made, and nothing of the machine's
+paths; and reading them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pala import run_folder
+from pala.compare.measures import Run
+from pala.compare.plan import Cell, Plan, differences
+from pala.config import Config, ExchangeConfig
+from pala.envs import atari_rom
+from pala.errors import PalaError
+from pala.evaluate import reference_scores
+from pala.files import write_atomically
+from pala.metrics import read_run
+from pala.plot import phrase
+
+_ABSOLUTE = re.compile(r"(?<![\w./:])/(?:[\w.+@~-]+/)*(?=[\w.])")
+
+
+def runs_in(folders: Sequence[Path]) -> list[Path]:
+    """The folders that are runs, and the runs in the others. Raises PalaError if one holds none."""
+    found: list[Path] = []
+    for folder in folders:
+        runs = [folder] if (folder / "run.json").exists() else sorted(f.parent for f in folder.glob("*/run.json"))
+        if not runs:
+            raise PalaError(f"'{folder}' is no run and holds none: there is no 'run.json' in it or one level below.")
+        found += runs
+    return found
+
+
+def keep(run: Path, folder: Path) -> None:
+    """Copy of a run what a report needs into `folder`, beside copies of other runs of the same name. An earlier copy of
+    the same run is replaced. Raises PalaError."""
+    begun = _begun(run)
+    number, copy = 1, folder / run.name
+    while (copy / "run.json").exists() and _begun(copy) != begun:
+        number += 1
+        copy = folder / f"{run.name}-{number}"
+    if copy.resolve() == run.resolve() or ((copy / "run.json").exists() and _progress(copy) > _progress(run)):
+        return
+    try:
+        (copy / "metrics").mkdir(parents=True, exist_ok=True)
+        for file in (run / "metrics").glob("rank-*.jsonl*"):
+            packed = file.read_bytes() if file.suffix == ".gz" else gzip.compress(file.read_bytes(), mtime=0)
+            _write(copy / "metrics" / f"{file.name.removesuffix('.gz')}.gz", packed)
+        for name in ("evaluation.json", "evaluations.jsonl", "run.json"):
+            if (run / name).exists():
+                _write(copy / name, without_paths((run / name).read_text(encoding="utf-8")).encode())
+    except OSError as error:
+        raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {error}.") from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    if not path.exists() or path.read_bytes() != data:
+        write_atomically(path, data)
+
+
+def without_paths(text: str) -> str:
+    """Absolute paths as their last names: what is published should not tell of a machine's folders."""
+    return _ABSOLUTE.sub("", text)
+
+
+def _begun(run: Path) -> Any:
+    """What tells a run from all others."""
+    first = run_folder.read(run)["segments"][0]
+    return first["started"], first.get("hosts"), run_folder.config_of(run).seed
+
+
+def _progress(run: Path) -> tuple[int, bool]:
+    record = run_folder.read(run)
+    return len(record["segments"]), record["completed"]
+
+
+def load(folder: Path, plan: Plan) -> Run:
+    """A run and the place in the comparison that its own record gives it. Raises PalaError."""
+    record, config = run_folder.read(folder), run_folder.config_of(folder)
+    ranks = read_run(folder)
+    episodes = sorted(
+        (r["time_s"], r["global_steps"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"
+    )
+    time_s, steps, returns = np.array(episodes, np.float64).reshape(-1, 3).T
+    return Run(
+        folder.name, _cell_of(config, record["segments"][-1].get("ranks", 1), plan, folder), config, record,
+        final_evaluation(folder, record), _reference(config), ranks, steps, time_s, returns,
+    )  # fmt: skip
+
+
+def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The newest evaluation, if it is of the final policy of a run that has completed. Raises PalaError."""
+    try:
+        if (folder / "evaluation.json").exists():
+            text = (folder / "evaluation.json").read_text(encoding="utf-8")
+        elif (folder / "evaluations.jsonl").exists():
+            text = (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+        else:
+            return None
+        evaluation: dict[str, Any] = json.loads(text)
+        is_final = evaluation["policy"] == "final"
+        is_final &= evaluation["global_steps"] == record["segments"][-1].get("global_steps")
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise PalaError(f"The evaluation of run '{folder}' cannot be read: {error!r}.") from None
+    return evaluation if record["completed"] and is_final else None
+
+
+def _reference(config: Config) -> tuple[float, float] | None:
+    return reference_scores(atari_rom(config.env.id)) if config.env.id.startswith("ALE/") else None
+
+
+def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:
+    """The variant is the one with the fewest other settings among those with the same kind of exchange; settings that
+    differ even so are named, so that runs which are not alike are not mixed."""
+    game, kind = plan.game_of(config, source), config.exchange.kind
+    wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
+    alike = {variant: settings for variant, settings in wanted.items() if settings.exchange.kind == kind}
+    if not alike:
+        alike = {kind: replace(next(iter(wanted.values())), exchange=ExchangeConfig(kind))}
+    differing = {variant: differences(config, settings) for variant, settings in alike.items()}
+    variant = min(differing, key=lambda variant: len(differing[variant]))
+    phrases = ", ".join(phrase(key, found) for key, (found, _) in differing[variant].items())
+    return Cell(f"{variant} ({phrases})" if phrases else variant, game, ranks)

@@ -1,0 +1,75 @@
+"""All runs of a comparison, in the order of the preset, and what they are compared with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pala.compare.measures import Run
+from pala.compare.plan import Cell, Preset, differences
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All runs, in the order of the preset."""
+
+    preset: Preset
+    runs: list[Run]
+    cells: dict[Cell, list[Run]]  # of runs that have completed
+
+    @classmethod
+    def of(cls, preset: Preset, runs: Sequence[Run]) -> Comparison:
+        """Sorted, and grouped."""
+        variants = _names(preset, runs)
+
+        def place(run: Run) -> tuple[Any, ...]:
+            cell = run.cell
+            return list(preset.games).index(cell.game), cell.ranks, variants.index(cell.variant), run.seed, run.name
+
+        ordered = sorted(runs, key=place)
+        cells: dict[Cell, list[Run]] = {}
+        for run in ordered:
+            if run.completed:
+                cells.setdefault(run.cell, []).append(run)
+        return cls(preset, ordered, cells)
+
+    @property
+    def variants(self) -> list[str]:
+        """All names, those of the preset first: the place decides the colour."""
+        return _names(self.preset, self.runs)
+
+    def common_steps(self, cell: Cell) -> int:
+        """The smallest budget among completed runs of a cell's game and number of ranks."""
+        return min(
+            run.last["global_steps"] for other, runs in self.cells.items() for run in runs
+            if (other.game, other.ranks) == (cell.game, cell.ranks)
+        )  # fmt: skip
+
+    def without_exchange(self, cell: Cell) -> list[Run]:
+        """The completed runs that a cell's speed is compared with: of independent learners, with the fewest other
+        settings that differ. Empty if there are none."""
+        mine = self.cells[cell][0].config
+
+        def distance(runs: list[Run]) -> int:
+            return sum(not key.startswith("exchange.") for key in differences(runs[0].config, mine))
+
+        independent = [
+            runs for other, runs in self.cells.items()
+            if (other.game, other.ranks) == (cell.game, cell.ranks) and runs[0].config.exchange.kind == "none"
+        ]  # fmt: skip
+        return min(independent, key=distance, default=[])
+
+    def speeds_over_ranks(self) -> dict[tuple[str, str], dict[int, float]]:
+        """(game, variant) -> ranks -> median of steps a second; only of those with several numbers of ranks."""
+        found: dict[tuple[str, str], dict[int, float]] = {}
+        for cell, runs in self.cells.items():
+            speeds = [run.steps_per_s for run in runs if run.steps_per_s is not None]
+            if speeds:
+                found.setdefault((cell.game, cell.variant), {})[cell.ranks] = statistics.median(speeds)
+        return {key: speeds for key, speeds in found.items() if len(speeds) > 1}
+
+
+def _names(preset: Preset, runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys([*preset.variants, *sorted({run.cell.variant for run in runs})]))

@@ -1,0 +1,167 @@
+"""Runs that a plan asks for and that are not there yet: each a job of its own, one after the other, as the machine is
+part of what is measured. What a run still needs is read from its record, never from a job's exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pala import run_folder
+from pala.compare.collect import final_evaluation, load
+from pala.compare.plan import Plan, Planned, differences, options
+from pala.config import load_preset
+from pala.errors import PalaError
+from pala.evaluate import short_number
+from pala.jobs import launcher_of, run_job
+
+_PATIENCE_S = 60.0  # for a job to write its checkpoints and end, after SIGUSR1
+_VERBS = {"train": "starts", "resume": "goes on", "evaluate": "is evaluated"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a planned run still needs."""
+
+    run: Planned
+    what: str  # of train, resume, evaluate
+    words: list[str]  # the command, with `python` for the interpreter
+
+
+def task_of(planned: Planned, results: Path) -> Task | None:
+    """What a run needs; None if it is complete, here or in the results. Raises PalaError if it was made otherwise than
+    the plan wants it."""
+    folder = planned.folder
+    if not (folder / "run.json").exists():
+        copy = results / "runs" / folder.name
+        if (copy / "run.json").exists() and _needs(planned, copy) in ("", "evaluate"):
+            return None
+        over = load_preset(planned.game_preset)
+        return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
+    needs = _needs(planned, folder)
+    if needs == "resume":
+        over = run_folder.config_of(folder)
+        return _training(planned, needs, ["--resume", str(folder), *options(planned.config, over)])
+    if needs == "evaluate":
+        wanted = planned.config.evaluation
+        numbers = {"episodes": wanted.episodes, "num-envs": wanted.num_envs, "seed": planned.config.seed}
+        words = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+        greedy = "--greedy" if wanted.greedy else "--no-greedy"
+        return Task(planned, needs, ["python", "-m", "pala.evaluate", str(folder), *words, greedy])
+    return None
+
+
+def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
+    launcher = launcher_of(planned.launcher, planned.cell.ranks)
+    return Task(planned, what, [*launcher, "python", "-m", "pala.train", *arguments])
+
+
+def _needs(planned: Planned, folder: Path) -> str:
+    record, config = run_folder.read(folder), run_folder.config_of(folder)
+    _check_fits(planned, folder)
+    if not record["completed"] or config.total_steps < planned.config.total_steps:
+        return "resume"
+    evaluation, episodes = final_evaluation(folder, record), planned.config.evaluation.episodes
+    return "evaluate" if episodes and (evaluation is None or evaluation["episodes"] < episodes) else ""
+
+
+def _check_fits(planned: Planned, folder: Path) -> None:
+    config, ranks = run_folder.config_of(folder), run_folder.read(folder)["segments"][-1].get("ranks")
+    wanted = planned.config
+    differing = differences(config, wanted)
+    if ranks != planned.cell.ranks:
+        differing["ranks"] = (ranks, planned.cell.ranks)
+    decays = wanted.a2c.learning_rate_decay != "none"
+    if config.total_steps > wanted.total_steps or (decays and config.total_steps != wanted.total_steps):
+        differing["total_steps"] = (config.total_steps, wanted.total_steps)
+    for key, (found, asked) in differing.items():
+        raise PalaError(
+            f"Run '{folder}' was made with '{key}' {found!r}, but the comparison now asks for {asked!r}. Put the "
+            "preset back, give the comparison another 'name', or move the run away."
+        )
+
+
+def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
+    """The runs of the variants and games that are named; of all where none is. Raises PalaError."""
+    variants, games = plan.preset.variants, plan.preset.games
+    for word in only:
+        if word not in variants and word not in games:
+            raise PalaError(f"'--only {word}' is no variant and no game; there are {', '.join((*variants, *games))}.")
+    of_variants = [word for word in only if word in variants] or list(variants)
+    of_games = [word for word in only if word in games] or list(games)
+    return [run for run in plan.runs if run.cell.variant in of_variants and run.cell.game in of_games]
+
+
+class Executor:
+    """Does the tasks of some planned runs, and says what becomes of each."""
+
+    def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
+        """Raises PalaError if a run that exists is not what the plan asks for."""
+        self._plan, self._results, self._num_runs = plan, results, len(runs)
+        self.tasks = [task for run in runs if (task := task_of(run, results)) is not None]
+        self._seconds = self._steps = 0.0  # of runs trained from start to end
+
+    def run(self) -> list[Planned]:
+        """Returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
+        if another comparison runs in the same folder."""
+        with contextlib.ExitStack() as locks:
+            for folder in {task.run.folder.parent for task in self.tasks}:
+                folder.mkdir(parents=True, exist_ok=True)
+                if (lock := run_folder.lock(folder)) is not None:
+                    locks.enter_context(lock)
+            return self._run()
+
+    def _run(self) -> list[Planned]:
+        done = self._num_runs - len(self.tasks)
+        print(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete", flush=True)
+        failures: list[Planned] = []
+        for number, task in enumerate(self.tasks):
+            place = f"      {done + number + 1}/{self._num_runs}  {task.run}"
+            print(f"{place}: {_VERBS[task.what]}", flush=True)
+            begin = time.monotonic()
+            fault = self._do(task)
+            if fault is not None:
+                failures.append(task.run)
+                print(f"{place}: FAILED. {fault}", flush=True)
+                continue
+            seconds = time.monotonic() - begin
+            if task.what == "train":
+                self._seconds, self._steps = self._seconds + seconds, self._steps + task.run.config.total_steps
+            print(f"{place}: {self._became(task)}, {_minutes(seconds)}{self._rest(number)}", flush=True)
+        return failures
+
+    def _do(self, task: Task) -> str | None:
+        """What went wrong, if anything."""
+        folder = task.run.folder
+        if folder.exists() and not (folder / "run.json").exists():  # a job ended before it had begun a record
+            folder.rename(folder.with_name(f"{folder.name}-not-begun-{time.strftime('%Y%m%d-%H%M%S')}"))
+        words = [sys.executable if word == "python" else word for word in task.words]
+        log = folder.with_name(f"{folder.name}.log")
+        try:
+            run_job(words, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S)
+            fault = f"The job ended, but the run is not complete; its output is in '{log}'."
+        except PalaError as error:
+            fault = str(error)
+        return fault if task_of(task.run, self._results) is not None else None
+
+    def _became(self, task: Task) -> str:
+        run = load(task.run.folder, self._plan)
+        speed = f", {run.steps_per_s:,.0f} steps/s" if run.steps_per_s else ""
+        score, what = (run.training_score, "in training") if run.score is None else (run.score, "evaluated")
+        text = "no episode" if score is None else f"return {short_number(score)} ({what})"
+        return f"{text} after {run.last['global_steps']:,} steps{speed}"
+
+    def _rest(self, number: int) -> str:
+        left = [task.run.config.total_steps for task in self.tasks[number + 1 :] if task.what != "evaluate"]
+        return f"; about {_minutes(sum(left) * self._seconds / self._steps)} left" if left and self._steps else ""
+
+
+def _minutes(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,158 @@
+"""What is measured of a run and of runs together. docs/compare.md has each measure with its formula. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pala.compare.plan import Cell
+from pala.config import Config
+from pala.evaluate import human_normalised
+from pala.metrics import Record
+from pala.plot import curve_of, running_mean
+
+WINDOW = 100  # episodes of a running mean
+_RESAMPLES = 2000
+_GRID = 500
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its files have it. E episodes of all ranks, in the order of time."""
+
+    name: str
+    cell: Cell
+    config: Config
+    record: dict[str, Any]  # run.json
+    evaluation: dict[str, Any] | None  # of the final policy
+    reference: tuple[float, float] | None  # scores of random play and of a human
+    ranks: list[list[Record]]
+    steps: np.ndarray  # [E] of all ranks, at an episode's end
+    time_s: np.ndarray  # [E] of training, at an episode's end
+    returns: np.ndarray  # [E] unclipped
+
+    @property
+    def seed(self) -> int:
+        """All random streams derive from it."""
+        return self.config.seed
+
+    @property
+    def completed(self) -> bool:
+        """The budget was met and the final policy written."""
+        return bool(self.record["completed"])
+
+    @property
+    def segments(self) -> list[dict[str, Any]]:
+        """One for each start."""
+        return list(self.record["segments"])
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest segment."""
+        return self.segments[-1]
+
+    @property
+    def num_lost(self) -> int:
+        """Ranks that died."""
+        return sum(len(segment.get("lost_ranks", [])) for segment in self.segments)
+
+    @property
+    def score(self) -> float | None:
+        """Mean return of the final policy's evaluation."""
+        return self.evaluation["mean_return"] if self.evaluation else None
+
+    @property
+    def training_score(self) -> float | None:
+        """Mean return of the last 100 training episodes of all ranks."""
+        return float(self.returns[-WINDOW:].mean()) if len(self.returns) else None
+
+    @property
+    def normalised(self) -> float | None:
+        """The score in per cent of the way from random play to a human."""
+        if self.score is None or self.reference is None:
+            return None
+        return human_normalised(self.score, *self.reference)
+
+    @property
+    def intervals(self) -> list[Record]:
+        """Of all ranks, without start-up."""
+        return [record for rank in self.ranks for record in settled(rank)]
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Of all ranks: the sum of their medians over intervals."""
+        speeds = [[record["local_steps_per_s"] for record in settled(rank)] for rank in self.ranks]
+        return sum(map(statistics.median, filter(None, speeds))) or None
+
+    @property
+    def training_s(self) -> float:
+        """Time of training over all segments; pauses between them do not count."""
+        return max((rank[-1]["time_s"] for rank in self.ranks if rank), default=0.0)
+
+    def mean(self, key: str) -> float | None:
+        """Of a key of the metrics, over intervals and ranks."""
+        values = [record[key] for record in self.intervals if record.get(key) is not None]
+        return statistics.fmean(values) if values else None
+
+    def most(self, key: str) -> float | None:
+        """The greatest value of a key of the metrics, start-up included."""
+        return max((r[key] for rank in self.ranks for r in rank if r.get(key) is not None), default=None)
+
+    def reaches(self, target: float) -> tuple[float, float] | None:
+        """(steps, seconds) when the mean of 100 episodes first is at least `target`; None if it never is."""
+        index = first_at_least(self.returns, target)
+        return None if index is None else (float(self.steps[index]), float(self.time_s[index]))
+
+    def area(self, end: float) -> float | None:
+        """Mean height of the learning curve over steps from 0 to `end`; before the first episode it is level."""
+        if not len(self.returns):
+            return None
+        curve = curve_of(self.steps, self.returns, WINDOW)
+        return float(np.interp(np.linspace(0, end, _GRID), curve.x, curve.y).mean())
+
+
+def settled(records: Sequence[Record]) -> list[Record]:
+    """A rank's intervals without the first of each segment, in which caches fill; with it if there is no other."""
+    intervals = [i for i, record in enumerate(records) if record["type"] == "interval"]
+    starts = [i for i, record in enumerate(records) if record["type"] == "start"]
+    first = {next((i for i in intervals if i > start), -1) for start in starts}
+    return [records[i] for i in intervals if i not in first] or [records[i] for i in intervals]
+
+
+def first_at_least(returns: np.ndarray, target: float) -> int | None:
+    """Index of the first episode at which the mean of a whole window of episodes is at least `target`."""
+    reached = np.flatnonzero(running_mean(returns, WINDOW)[WINDOW - 1 :] >= target)
+    return int(reached[0]) + WINDOW - 1 if len(reached) else None
+
+
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    """Mean without the lowest and the highest quarter of the values, rounded down: of 1 to 3 values, their mean. Of the
+    last axis."""
+    cut = values.shape[-1] // 4
+    mean: np.ndarray = np.sort(values)[..., cut : values.shape[-1] - cut].mean(-1)
+    return mean
+
+
+def bootstrap_interval(strata: Sequence[np.ndarray]) -> tuple[float, float]:
+    """95 % percentile interval of the interquartile mean of all values, resampled within each stratum (Agarwal et al.
+    2021, arXiv 2108.13264, section 4.1). The random numbers are the same each time."""
+    generator = np.random.default_rng(0)
+    drawn = np.concatenate([generator.choice(values, (_RESAMPLES, len(values))) for values in strata], axis=1)
+    low, high = np.percentile(interquartile_mean(drawn), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def median_reached(values: Sequence[float | None]) -> float | None:
+    """Median where None is later than everything; None if that is where the median lies."""
+    median = statistics.median(float("inf") if value is None else value for value in values)
+    return None if median == float("inf") else median
+
+
+def efficiencies(speeds: dict[int, float]) -> dict[int, float]:
+    """Ranks -> speed a rank over that with the fewest ranks, from ranks -> speed of all."""
+    fewest = min(speeds)
+    return {ranks: (speed / ranks) / (speeds[fewest] / fewest) for ranks, speed in speeds.items()}

@@ -1,0 +1,101 @@
+"""What limits a comparison: sentences on what is not alike among its runs, or rough; and where they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from pala.compare.comparison import Comparison
+from pala.compare.measures import Run
+
+_FEW_RUNS = 5
+
+
+def many(number: int, what: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What is not alike among the runs, or rough."""
+    done = [run for runs in comparison.cells.values() for run in runs]
+    fewest = min((len(runs) for runs in comparison.cells.values()), default=0)
+    return [note for note in (
+        _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
+        "A variant has a single run: nothing is known of its spread." if fewest == 1 else "",
+        f"A variant has {fewest} runs: intervals of so few are rough, and rather too narrow."
+        if 1 < fewest < _FEW_RUNS else "",
+        _differ(done, "the commit", commit),
+        _named("Made from a changed working tree", [r for r in done if any(s.get("git_dirty") for s in r.segments)]),
+        _differ(done, "versions", versions),
+        _differ(done, "the machine; do not compare their speeds", machine),
+        _differ(done, "threads", lambda run: f"{run.last.get('threads_per_rank')} a rank", _of_ranks),
+        _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
+        _named("Lost ranks", [run for run in done if run.num_lost]),
+        _named("Without an evaluation of the final policy", [run for run in done if run.evaluation is None]),
+        _differ(done, "the budget", lambda run: f"{run.config.total_steps:,} steps", _of_game),
+        _differ([run for run in done if run.evaluation], "the evaluation", _evaluation, _of_game),
+        _named("Of a cell that has another run with the same seed", _doubles(comparison)),
+        "Independent learners (`none`) export rank 0's policy, which has seen only its share of the steps: they are "
+        "the measure of speed, not of learning." if any(_is_independent(run) for run in done) else "",
+    ) if note]  # fmt: skip
+
+
+def commit(run: Run) -> str:
+    """Of the newest segment."""
+    return str(run.last.get("git_commit"))[:10]
+
+
+def versions(run: Run) -> str:
+    """Of the newest segment: of the packages, and of MPI."""
+    packages = ", ".join(f"{name} {version}" for name, version in run.last.get("versions", {}).items())
+    return f"{packages}; {' '.join(str(run.last.get('mpi')).split(',')[0].split())}"
+
+
+def machine(run: Run) -> str:
+    """Of the newest segment: where it was made, and on what."""
+    hosts = ", ".join(sorted(set(run.last.get("hosts", []))))
+    return f"{hosts} ({run.last.get('platform')}), {run.last.get('device')}"
+
+
+def _evaluation(run: Run) -> str:
+    facts = run.evaluation or {}
+    return f"{many(facts['episodes'], 'episode')}, {'greedy' if facts['greedy'] else 'sampled'} actions"
+
+
+def _of_game(run: Run) -> object:
+    return run.cell.game
+
+
+def _of_ranks(run: Run) -> object:
+    return run.cell.ranks
+
+
+def _is_independent(run: Run) -> bool:
+    return run.config.exchange.kind == "none" and run.cell.ranks > 1
+
+
+def _doubles(comparison: Comparison) -> list[Run]:
+    return [
+        run for runs in comparison.cells.values() for i, run in enumerate(runs)
+        if run.seed in {other.seed for other in runs[:i]}
+    ]  # fmt: skip
+
+
+def _listed(runs: Iterable[Run]) -> str:
+    return ", ".join(f"`{run.name}`" for run in runs)
+
+
+def _named(what: str, runs: Sequence[Run]) -> str:
+    return f"{what}: {_listed(runs)}." if runs else ""
+
+
+def _differ(
+    runs: Sequence[Run], what: str, fact: Callable[[Run], str], among: Callable[[Run], object] = lambda run: None
+) -> str:
+    """Which runs have which value of a fact, unless it is the same for all runs that are alike in `among`."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(fact(run), []).append(run)
+    if len({(among(run), fact(run)) for run in runs}) == len({among(run) for run in runs}):
+        return ""
+    return f"Runs differ in {what}. " + "; ".join(f"{value}: {_listed(of)}" for value, of in groups.items()) + "."

@@ -1,0 +1,170 @@
+"""The pictures of a comparison, and the numbers behind its curves. A variant has the same colour in all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pala.compare.comparison import Comparison
+from pala.compare.measures import WINDOW, Run, bootstrap_interval, efficiencies, interquartile_mean
+from pala.compare.plan import Cell
+from pala.errors import PalaError
+from pala.plot import COLOURS, Curve, curve_of, draw_group, dress, mean_of, steps_label, time_unit, write_picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = "osD^vP*X"
+_CSV_POINTS = 100
+
+
+def draw(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write the pictures that the runs allow; returns their paths. Raises PalaError."""
+    figures = {
+        "learning_curves.png": _learning_curves(comparison),
+        "final_scores.png": _final_scores(comparison),
+        "scaling.png": _scaling(comparison),
+    }
+    drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
+    for path, figure in drawn.items():
+        write_picture(figure, path)
+    return list(drawn)
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PalaError(f"A picture needs matplotlib ({error}): `pip install matplotlib`.") from None
+    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+
+
+def _look(comparison: Comparison, variant: str) -> dict[str, Any]:
+    number = comparison.variants.index(variant)
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": _STYLES[number // len(COLOURS) % len(_STYLES)]}
+
+
+# ---- learning curves -------------------------------------------------------------------------------------------------
+
+
+def _learning_curves(comparison: Comparison) -> Figure | None:
+    """A row for each game and number of ranks; over steps and over time. Runs that have not completed are thin."""
+    drawn = [run for run in comparison.runs if len(run.returns)]
+    rows = list(dict.fromkeys((run.cell.game, run.cell.ranks) for run in drawn))
+    if not rows:
+        return None
+    figure = _figure(13, 0.8 + 3.6 * len(rows))
+    panels = figure.subplots(len(rows), 2, squeeze=False)
+    for (game, ranks), (over_steps, over_time) in zip(rows, panels, strict=True):
+        mine = [run for run in drawn if (run.cell.game, run.cell.ranks) == (game, ranks)]
+        seconds, unit = time_unit(max(float(run.time_s.max()) for run in mine))
+        skips = {run.config.env.frame_skip if run.config.env.id.startswith("ALE/") else 1 for run in mine}
+        dress(over_steps, steps_label(skips), WINDOW)
+        dress(over_time, f"wall-clock time ({unit})", WINDOW)
+        over_steps.set_title(f"{game}, {ranks} rank{'s' * (ranks > 1)}", loc="left")
+        for variant in comparison.variants:
+            group, look = [run for run in mine if run.cell.variant == variant], _look(comparison, variant)
+            _draw_variant(over_steps, group, [run.steps for run in group], variant, look)
+            _draw_variant(over_time, group, [run.time_s / seconds for run in group], variant, look)
+        over_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    return figure
+
+
+def _draw_variant(axes: Axes, runs: list[Run], x: list[np.ndarray], variant: str, look: dict[str, Any]) -> None:
+    curves = [curve_of(of_run, run.returns, WINDOW) for run, of_run in zip(runs, x, strict=True)]
+    complete = [curve for run, curve in zip(runs, curves, strict=True) if run.completed]
+    label = "" if complete else f"{variant}\nnot completed"
+    for run, curve in zip(runs, curves, strict=True):
+        if not run.completed:
+            axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=label, **look)
+            label = ""
+    if complete:
+        size = f"mean and range of {len(complete)} runs" if len(complete) > 1 else "1 run"
+        draw_group(axes, complete, f"{variant}\n{size}", look)
+
+
+def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """The mean curves and their ranges, for curves.csv."""
+    rows = []
+    for cell, runs in comparison.cells.items():
+        drawn = [run for run in runs if len(run.returns)]
+        for axis in ("steps", "time_s"):
+            if not drawn:
+                continue
+            mean = mean_of([curve_of(getattr(run, axis), run.returns, WINDOW) for run in drawn])
+            at = range(0, len(mean.x), max(1, len(mean.x) // _CSV_POINTS))
+            rows += [_curve_row(cell, len(drawn), axis, mean, i) for i in at]
+    return rows
+
+
+def _curve_row(cell: Cell, num_runs: int, axis: str, curve: Curve, i: int) -> dict[str, Any]:
+    place: dict[str, Any] = {"game": cell.game, "ranks": cell.ranks, "variant": cell.variant, "runs": num_runs}
+    values = {"x": curve.x[i], "mean_return": curve.y[i], "lowest": curve.low[i], "highest": curve.high[i]}
+    return place | {"axis": axis} | {key: round(float(value), 3) for key, value in values.items()}
+
+
+# ---- scores and scaling ----------------------------------------------------------------------------------------------
+
+
+def _final_scores(comparison: Comparison) -> Figure | None:
+    """A panel for each game: every run's evaluation as a dot, the interquartile mean with its interval as a bar."""
+    scored = {cell: [run.score for run in runs if run.score is not None] for cell, runs in comparison.cells.items()}
+    scored = {cell: scores for cell, scores in scored.items() if scores}
+    sizes = Counter(cell.game for cell in scored)
+    if not sizes:
+        return None
+    figure = _figure(8, 0.9 * len(sizes) + 0.5 * len(scored))
+    panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=list(sizes.values()))[:, 0]
+    for game, panel in zip(sizes, panels, strict=True):
+        _draw_scores(panel, {cell: np.array(of) for cell, of in scored.items() if cell.game == game}, comparison)
+        panel.set_title(game, loc="left")
+    panels[-1].set_xlabel("return of the final policy")
+    return figure
+
+
+def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Comparison) -> None:
+    for y, (cell, values) in enumerate(scores.items()):
+        colour = _look(comparison, cell.variant)["color"]
+        panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
+        panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
+        panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
+    labels = [f"{cell.variant}, {cell.ranks} rank{'s' * (cell.ranks > 1)}" for cell in scores]
+    panel.set_yticks(range(len(scores)), labels)
+    panel.set_ylim(len(scores) - 0.5, -0.5)
+    panel.grid(axis="x", alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _scaling(comparison: Comparison) -> Figure | None:
+    """Steps a second and efficiency over the number of ranks; a row for each game. None with one number of ranks."""
+    lines = comparison.speeds_over_ranks()
+    games = list(dict.fromkeys(game for game, _ in lines))
+    if not games:
+        return None
+    figure = _figure(9.5, 0.8 + 3.2 * len(games))
+    for game, (speed, efficiency) in zip(games, figure.subplots(len(games), 2, squeeze=False), strict=True):
+        for variant in comparison.variants:
+            if (game, variant) not in lines:
+                continue
+            of = lines[game, variant]
+            look = _look(comparison, variant) | {"marker": _MARKERS[comparison.variants.index(variant) % len(_MARKERS)]}
+            speed.plot(list(of), list(of.values()), label=variant, **look)
+            efficiency.plot(list(of), list(efficiencies(of).values()), label=variant, **look)
+        counts = sorted({ranks for (of_game, _), of in lines.items() if of_game == game for ranks in of})
+        efficiency.axhline(1, color="#999999", linewidth=1, linestyle="--")
+        for panel, label in ((speed, "steps of all ranks a second"), (efficiency, "efficiency")):
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(counts, [str(ranks) for ranks in counts])
+            panel.set_ylim(bottom=0)
+            panel.grid(alpha=0.25)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.set_xlabel("ranks")
+            panel.set_ylabel(label)
+        speed.set_title(game, loc="left")
+        speed.legend(frameon=False)
+    return figure

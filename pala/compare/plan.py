@@ -1,0 +1,182 @@
+"""What is to be compared: a preset of variants x games x rank counts x seeds, and the runs that it asks for.
+
+A preset is a TOML file (docs/compare.md). The settings of a run come in layers, the later over the earlier: the game's
+preset of pala.train, `[train]`, `[train_at.N]` for N ranks, the variant.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pala.config import Config, build, flatten, from_table, load_preset, read_toml, to_table
+from pala.errors import PalaError, nearest
+from pala.plot import settings_that_matter
+
+_VARIANTS_OWN = ("ranks", "launcher")  # keys of a variant that are no settings of a run
+_GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give
+_MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A comparison, as its file has it."""
+
+    name: str = ""
+    """Results go to results/NAME, runs to runs/NAME."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """A run for each."""
+    ranks: tuple[int, ...] = (2,)
+    """Numbers of ranks."""
+    launcher: str = "mpirun -np {ranks}"
+    """Command that starts the ranks; `{ranks}` stands for their number."""
+    games: dict[str, str] = field(default_factory=dict)
+    """Name of a game -> its preset of pala.train."""
+    target_return: dict[str, float] = field(default_factory=dict)
+    """Name of a game -> mean return of 100 episodes whose time is asked for."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """Settings of every run, as in a preset of pala.train."""
+    train_at: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Number of ranks -> settings of runs with so many, such as a learning rate."""
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name -> settings; also `ranks` and `launcher`, where they differ from the above. `ranks = []`: made elsewhere."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What runs that differ only in their seed have in common."""
+
+    variant: str
+    game: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.variant} {self.game}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that the preset asks for."""
+
+    cell: Cell
+    game_preset: str
+    config: Config
+    launcher: str
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self.config.run.dir) / self.config.run.name
+
+    def __str__(self) -> str:
+        return f"{self.cell}, seed {self.config.seed}"
+
+
+class Plan:
+    """A preset, checked."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises PalaError that names the file and the key."""
+        self.source = f"Preset '{path}'"
+        self.preset = build(Preset, read_toml(path), self.source)
+        self._check()
+        self._games = {name: load_preset(preset) for name, preset in self.preset.games.items()}
+        self._game_of = {config.env.id: name for name, config in self._games.items()}
+        if len(self._game_of) < len(self._games):
+            raise PalaError(f"{self.source}: two games have the same 'env.id'; runs of them could not be told apart.")
+        self.runs = [
+            self._planned(Cell(variant, game, ranks), seed)
+            for seed in dict.fromkeys(self.preset.seeds) for game in self._games
+            for ranks in self._rank_counts() for variant in self.preset.variants
+            if ranks in self.preset.variants[variant].get("ranks", self.preset.ranks)
+        ]  # fmt: skip
+
+    def _check(self) -> None:
+        preset = self.preset
+        for key in ("name", "seeds", "games", "variants"):
+            if not getattr(preset, key):
+                raise PalaError(f"{self.source}: '{key}' is missing; docs/compare.md shows a whole preset.")
+        for name in (preset.name, *preset.games, *preset.variants):
+            if not re.fullmatch(r"\w[\w.+-]*", name):
+                raise PalaError(f"{self.source}: '{name}' cannot name a folder; use letters, digits, '-', '_' and '.'.")
+        for game in preset.target_return:
+            if game not in preset.games:
+                raise PalaError(f"{self.source}: 'target_return.{game}' is of no game{nearest(game, preset.games)}.")
+        for variant, table in preset.variants.items():
+            build(_Own, {key: table[key] for key in _VARIANTS_OWN if key in table}, f"{self.source}, '{variant}'")
+        if not all(ranks.isdigit() for ranks in preset.train_at):
+            raise PalaError(f"{self.source}: 'train_at' needs numbers of ranks, as in [train_at.4].")
+        if min(self._rank_counts(), default=1) < 1:
+            raise PalaError(f"{self.source}: 'ranks' has a number below 1.")
+
+    def _rank_counts(self) -> list[int]:
+        own = (table["ranks"] for table in self.preset.variants.values() if "ranks" in table)
+        return sorted({ranks for ranks_list in (self.preset.ranks, *own) for ranks in ranks_list})
+
+    def _planned(self, cell: Cell, seed: int) -> Planned:
+        name = f"{cell.variant}-{cell.game}-{cell.ranks}-{seed}"
+        config = self.config_of(cell)
+        given = {"seed": seed, "run": {"name": name, "dir": str(Path(config.run.dir) / self.preset.name)}}
+        launcher = self.preset.variants[cell.variant].get("launcher", self.preset.launcher)
+        return Planned(cell, self.preset.games[cell.game], _over(config, given, self.source), launcher)
+
+    def config_of(self, cell: Cell) -> Config:
+        """The settings of a variant on a game with so many ranks, but for the seed. Raises PalaError."""
+        variant = self.preset.variants[cell.variant]
+        config = self._games[cell.game]
+        for where, table in (
+            ("train", self.preset.train), (f"train_at.{cell.ranks}", self.preset.train_at.get(str(cell.ranks), {})),
+            (f"variants.{cell.variant}", {k: v for k, v in variant.items() if k not in _VARIANTS_OWN}),
+        ):  # fmt: skip
+            if given := [key for key in flatten(table) if key in _GIVEN]:
+                raise PalaError(f"{self.source}: '{where}.{given[0]}' is given by the comparison itself; leave it out.")
+            config = _over(config, table, f"{self.source}, [{where}]")
+        return config
+
+    def game_of(self, config: Config, source: Path) -> str:
+        """The name of the game that a run plays. Raises PalaError if the preset has none."""
+        if config.env.id not in self._game_of:
+            raise PalaError(
+                f"Run '{source}' plays '{config.env.id}', which is none of the games of the comparison; "
+                "add it to [games] or leave the run out."
+            )
+        return self._game_of[config.env.id]
+
+
+@dataclass(frozen=True)
+class _Own:
+    ranks: tuple[int, ...] = ()
+    launcher: str = ""
+
+
+def _over(config: Config, table: dict[str, Any], source: str) -> Config:
+    return from_table(_merged(to_table(config), table), source)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = [key for key in above if isinstance(above[key], dict) and isinstance(below.get(key), dict)]
+    return below | above | {key: _merged(below[key], above[key]) for key in both}
+
+
+def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings that decide how a run learns and differ, seed and budget aside: dotted key -> (found, wanted)."""
+    one, other = (settings_that_matter(flatten(to_table(c)), without=("seed", "total_steps")) for c in (found, wanted))
+    pairs = {key: (one.get(key), other.get(key)) for key in one | other if not key.startswith(_MACHINE)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def options(config: Config, over: Config) -> list[str]:
+    """The command line of pala.train that makes `config` of the settings `over`."""
+    known, words = flatten(to_table(over)), []
+    for key, value in flatten(to_table(config)).items():
+        if value == known[key]:
+            continue
+        section, _, name = key.replace("_", "-").rpartition(".")
+        prefix = f"--{section}." if section else "--"
+        if isinstance(value, bool):
+            words.append(f"{prefix}{'' if value else 'no-'}{name}")
+        else:
+            words += [prefix + name, *map(str, value if isinstance(value, tuple) else [value])]
+    return words

@@ -1,0 +1,544 @@
+"""The comparison: plans, mathematics against slow formulas, reports of planted runs, and one as a user starts it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Job, Launcher, ranks_in, record_of, wait_for
+
+from pala import run_folder
+from pala.compare import measures, pictures
+from pala.compare.__main__ import Command, compare
+from pala.compare.collect import without_paths
+from pala.compare.execute import chosen, task_of
+from pala.compare.plan import Cell, Plan, Planned, differences, options
+from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
+from pala.errors import PalaError
+from pala.metrics import MetricsWriter, Record, metrics_path
+from pala.train import parse
+
+pytest.importorskip("matplotlib")
+
+GAME = """
+total_steps = 3000
+[env]
+id = "CartPole-v1"
+num_envs = 4
+[run]
+log_interval_s = 0.2
+checkpoint_interval_s = 0.5
+tensorboard = false
+[evaluation]
+episodes = 2
+"""
+PRESET = """
+name = "tiny"
+ranks = [1, 2]
+seeds = [1, 2]
+launcher = "sh -c 'exit 3' {ranks}"
+target_return = {Pole = 20}
+[games]
+Pole = "game.toml"
+[train]
+a2c.learning_rate = 1e-3
+[train_at.2]
+a2c.learning_rate = 2e-3
+[variants.gossip]
+[variants.none]
+exchange.kind = "none"
+"""
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a preset of a comparison and of its game."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.toml").write_text(GAME)
+    (tmp_path / "preset.toml").write_text(PRESET)
+    return tmp_path
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take most of a report's time."""
+    monkeypatch.setattr(pictures, "draw", lambda comparison, folder: [])
+
+
+def plan_of(text: str = PRESET) -> Plan:
+    Path("preset.toml").write_text(text)
+    return Plan(Path("preset.toml"))
+
+
+def make_run(
+    folder: Path, config: Config, ranks: int, speed: float = 100.0, episodes: int = 250, completed: bool = True,
+    score: float | None = 50.0, **facts: Any,
+) -> Path:  # fmt: skip
+    """A run whose returns rise from 0 by 0.1 an episode. Of each rank the first interval is slow."""
+    (folder / "metrics").mkdir(parents=True)
+    segment = {"started": f"{folder.name} {speed}", "hosts": ["vm"] * ranks, "ranks": ranks, "git_commit": "a" * 40}
+    record = run_folder.RunRecord.begin(folder, config, segment | facts)
+    end = config.total_steps / speed
+    for rank in range(ranks):
+        records: list[Record] = [stamp("start", 0, 0)]
+        for i in range(rank, episodes, ranks):
+            part = (i + 1) / episodes
+            records.append(stamp("episode", end * part, config.total_steps * part) | {"return": i / 10})
+        for i, factor in enumerate((0.1, 1.0, 1.0, 7.0)):
+            records.append(stamp("interval", end * (i + 1) / 4, config.total_steps * (i + 1) / 4) | {
+                "local_steps_per_s": factor * speed / ranks, "time_wait": 0.25, "memory_peak_bytes": 2**20,
+                "staleness_updates": i, "consensus_distance_relative": None if i == 1 else 0.5,
+            })  # fmt: skip
+        MetricsWriter(metrics_path(folder, rank), rank).write(records)
+    if completed:
+        record.end("completed", global_steps=config.total_steps)
+    if score is not None:
+        evaluation = {"policy": "final", "global_steps": config.total_steps, "mean_return": score}
+        facts = {"episodes": 2, "greedy": False, "standard_error": 1.0}
+        (folder / "evaluation.json").write_text(json.dumps(evaluation | facts))
+    return folder
+
+
+def stamp(type_: str, time_s: float, steps: float) -> Record:
+    return {"type": type_, "time_s": time_s, "local_steps": int(steps), "global_steps": int(steps), "segment": "s"}
+
+
+def plant(plan: Plan, speeds: dict[str, Sequence[float]], **facts: Any) -> None:
+    """All runs of a plan; `speeds`: of a variant, by seed."""
+    for run in plan.runs:
+        speed = speeds[run.cell.variant][run.config.seed - 1] * run.cell.ranks
+        make_run(run.folder, run.config, run.cell.ranks, speed, score=40.0 + 10 * run.config.seed, **facts)
+
+
+def report(*arguments: Path, preset: str = "preset.toml") -> tuple[str, list[dict[str, str]]]:
+    """The page and the rows of runs.csv."""
+    assert compare(Command(Path(preset), report_only=True, add=arguments)) == []
+    with open("results/tiny/runs.csv") as file:
+        return Path("results/tiny/compare.md").read_text(), list(csv.DictReader(file))
+
+
+def section(page: str, title: str) -> str:
+    return page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def cells_of(page: str, title: str) -> list[list[str]]:
+    """The rows of a section's table."""
+    lines = [line for line in section(page, title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_disturbances_meet_all_variants_alike(there: Path) -> None:
+    names = [run.folder.name for run in plan_of().runs]
+    assert names[:5] == ["gossip-Pole-1-1", "none-Pole-1-1", "gossip-Pole-2-1", "none-Pole-2-1", "gossip-Pole-1-2"]
+    assert len(names) == 8
+
+
+def test_settings_come_in_layers(there: Path) -> None:
+    plan = plan_of(PRESET + "a2c.gamma = 0.9\nranks = [2]\ntotal_steps = 7000\n")
+    gossip, none = plan.config_of(Cell("gossip", "Pole", 1)), plan.config_of(Cell("none", "Pole", 2))
+    assert (gossip.a2c.learning_rate, gossip.a2c.gamma, gossip.total_steps) == (1e-3, 0.99, 3000)
+    assert (none.a2c.learning_rate, none.a2c.gamma, none.total_steps) == (2e-3, 0.9, 7000)
+    assert [run.cell for run in plan.runs if run.cell.variant == "none"] == [Cell("none", "Pole", 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("seeds =", "seed =", "unknown key 'seed'; did you mean 'seeds'?"),
+        ("[games]", "[variants.x]", "'games' is missing"),
+        ('"game.toml"', '"gmae.toml"', "Preset 'gmae.toml' does not exist; did you mean 'game.toml'?"),
+        ("{Pole = 20}", "{Pol = 20}", "'target_return.Pol' is of no game; did you mean 'Pole'?"),
+        ("exchange.kind", "exchange.knd", "[variants.none]: unknown key 'exchange.knd'; did you mean 'exchange.kind'?"),
+        ("a2c.learning_rate = 1e-3", "seed = 5", "'train.seed' is given by the comparison itself"),
+        ("[train_at.2]", "[train_at.two]", "'train_at' needs numbers of ranks"),
+        ("[1, 2]", "[0, 2]", "'ranks' has a number below 1"),
+        ("[1, 2]", "2", "'ranks' is 2 (int) but must be of type"),
+        ('name = "tiny"', 'name = "a/b"', "'a/b' cannot name a folder"),
+        ("[variants.gossip]", "[variants.gossip]\nranks = 2", "'ranks' is 2 (int)"),
+    ],
+)
+def test_mistakes_in_a_preset_are_told(there: Path, old: str, new: str, words: str) -> None:
+    assert old in PRESET
+    with pytest.raises(PalaError) as caught:
+        plan_of(PRESET.replace(old, new, 1))
+    assert words in str(caught.value)
+
+
+def test_the_command_line_makes_the_settings(there: Path) -> None:
+    wanted = Config(
+        total_steps=5, seed=3, network=NetworkConfig(mlp_hidden=(7, 8), conv_channels=(1, 2, 3)),
+        a2c=A2CConfig(learning_rate=1.5e-7, rmsprop_epsilon_inside_root=True),
+        exchange=ExchangeConfig(kind="none"), run=RunConfig(dir="a b", name="x", tensorboard=False),
+        evaluation=EvaluationConfig(greedy=True),
+    )  # fmt: skip
+    assert parse(options(wanted, Config())).config == wanted
+    assert options(wanted, wanted) == []
+
+
+def test_only_what_decides_a_run_differs() -> None:
+    none = Config(exchange=ExchangeConfig(kind="none"))
+    other = replace(none, seed=2, total_steps=1, run=RunConfig(threads=8), exchange=ExchangeConfig("none", "ring"))
+    assert differences(none, other) == {}
+    assert differences(Config(), Config(exchange=ExchangeConfig(topology="ring"))) == {
+        "exchange.topology": ("auto", "ring")
+    }
+
+
+# ---- what a run still needs ------------------------------------------------------------------------------------------
+
+
+def only_run(there: Path, **train: Any) -> Planned:
+    settings = "".join(f"{key} = {value}\n" for key, value in train.items())
+    text = PRESET.replace("[train]", f"[train]\n{settings}").replace("[1, 2]", "[1]")
+    return plan_of(text).runs[0]
+
+
+def test_what_a_run_still_needs(there: Path) -> None:
+    results, planned = Path("results/tiny"), only_run(there)
+    new = task_of(planned, results)
+    assert new is not None and new.what == "train" and new.words[:3] == ["sh", "-c", "exit 3"]
+    assert parse(new.words[new.words.index("pala.train") + 1 :]).config == planned.config
+    make_run(planned.folder, planned.config, 1, score=None)
+    unscored = task_of(planned, results)
+    assert unscored is not None and unscored.words[2:4] == ["pala.evaluate", "runs/tiny/gossip-Pole-1-1"]
+    shutil.rmtree(planned.folder)
+    make_run(planned.folder, planned.config, 1)
+    assert task_of(planned, results) is None
+    longer = task_of(only_run(there, total_steps=9000), results)
+    assert longer is not None and longer.words[-4:] == ["--resume", str(planned.folder), "--total-steps", "9000"]
+    shutil.rmtree(planned.folder)
+    make_run(planned.folder, planned.config, 1, completed=False)
+    stopped = task_of(planned, results)
+    assert stopped is not None and stopped.words[-2:] == ["--resume", str(planned.folder)]
+
+
+def test_a_run_in_the_results_is_not_made_again(there: Path, no_pictures: None) -> None:
+    planned = only_run(there)
+    make_run(planned.folder, planned.config, 1)
+    report()
+    shutil.rmtree("runs")
+    assert task_of(planned, Path("results/tiny")) is None
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"a2c.gamma": 0.5}, "'a2c.gamma' 0.99, but the comparison now asks for 0.5"),
+        ({"total_steps": 100}, "'total_steps' 3000, but the comparison now asks for 100"),
+    ],
+)
+def test_a_run_made_otherwise_is_not_mixed_in(there: Path, train: dict[str, Any], words: str) -> None:
+    planned = only_run(there)
+    make_run(planned.folder, planned.config, 1)
+    with pytest.raises(PalaError) as caught:
+        task_of(only_run(there, **train), Path("results/tiny"))
+    assert words in str(caught.value)
+
+
+def test_a_longer_budget_is_no_longer_decay(there: Path) -> None:
+    """A learning rate that has fallen to 0 would have been another with the longer budget."""
+    decay = {"a2c.learning_rate_decay": '"linear"'}
+    planned = only_run(there, **decay)
+    make_run(planned.folder, planned.config, 1)
+    with pytest.raises(PalaError, match="'total_steps' 3000, but the comparison now asks for 9000"):
+        task_of(only_run(there, **decay, total_steps=9000), Path("results/tiny"))
+
+
+def test_a_part_is_chosen_by_name(there: Path) -> None:
+    plan = plan_of()
+    assert {run.cell.variant for run in chosen(plan, ["none"])} == {"none"}
+    assert len(chosen(plan, ["Pole"])) == 8
+    with pytest.raises(PalaError, match=r"'--only gosip' is no variant and no game; there are gossip, none, Pole\."):
+        chosen(plan, ["gosip"])
+
+
+def test_jobs_that_fail_do_not_stop_the_others(
+    there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither does one that ends well without a run that is complete. What is there is reported."""
+    plan = plan_of(PRESET.replace("exchange.kind", 'launcher = "true"\nexchange.kind'))
+    make_run(plan.runs[0].folder, plan.runs[0].config, 1)
+    failed = compare(Command(Path("preset.toml")))
+    assert failed == plan.runs[1:]
+    said = capsys.readouterr().out
+    assert "1 of 8 runs are complete" in said and "8/8  none Pole, 2 ranks, seed 2: FAILED. The job ended, but" in said
+    assert "failed with status 3" in said
+    assert "1 completed run of 1 begun" in Path("results/tiny/compare.md").read_text()
+
+
+def test_a_dry_run_does_nothing(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_of()
+    assert compare(Command(Path("preset.toml"), dry_run=True, only=("none",))) == []
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(" -m pala.train game.toml " in line and "kind none" in line for line in lines)
+    assert sorted(path.name for path in there.iterdir()) == ["game.toml", "preset.toml"]
+
+
+# ---- mathematics -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(1, 13))
+def test_interquartile_mean(size: int) -> None:
+    values = np.random.default_rng(size).normal(size=size)
+    inner = sorted(values)
+    for _ in range(size // 4):
+        inner = inner[1:-1]
+    assert float(measures.interquartile_mean(values)) == pytest.approx(sum(inner) / len(inner))
+
+
+def test_the_bootstrap_covers_what_it_should() -> None:
+    generator = np.random.default_rng(1)
+    intervals = [measures.bootstrap_interval([generator.normal(size=30)]) for _ in range(200)]
+    assert 0.88 <= np.mean([low <= 0 <= high for low, high in intervals]) <= 0.98
+
+
+def test_the_bootstrap_keeps_strata_apart() -> None:
+    """Drawn from all together, the share of each would vary."""
+    strata = [np.full(4, 1.0), np.full(4, 5.0)]
+    assert measures.bootstrap_interval(strata) == (3.0, 3.0)
+    low, high = measures.bootstrap_interval([np.concatenate(strata)])
+    assert low < 3 < high
+
+
+def test_a_target_is_reached_by_a_whole_window() -> None:
+    returns = np.random.default_rng(2).normal(np.linspace(0, 3, 400), 1)
+    slow = next(i for i in range(99, 400) if returns[i - 99 : i + 1].mean() >= 1.5)
+    assert measures.first_at_least(returns, 1.5) == slow
+    assert measures.first_at_least(returns, 9.0) is None
+    assert measures.first_at_least(np.full(99, 10.0), 1.5) is None
+    assert measures.first_at_least(np.full(100, 10.0), 1.5) == 99
+
+
+def test_runs_that_never_reach_the_target_come_last() -> None:
+    assert measures.median_reached([3.0, None, 1.0]) == 3.0
+    assert measures.median_reached([None, None, 1.0]) is None
+    assert measures.median_reached([2.0, None]) is None
+    assert measures.median_reached([2.0, 4.0]) == 3.0
+
+
+def test_efficiency_is_speed_a_rank() -> None:
+    assert measures.efficiencies({2: 100.0, 8: 300.0}) == {2: 1.0, 8: 0.75}
+
+
+def test_the_first_interval_of_each_start_is_left_out() -> None:
+    kinds = ["start", "interval", "interval", "episode", "start", "interval", "episode", "interval"]
+    records = [{"type": kind, "place": place} for place, kind in enumerate(kinds)]
+    assert [record["place"] for record in measures.settled(records)] == [2, 7]
+    assert [record["place"] for record in measures.settled(records[:2])] == [1]
+
+
+def test_paths_of_the_machine_are_left_out() -> None:
+    text = '"command": "python -m pala.train /home/a.b/configs/pong.toml --run.dir=/scratch/x", "dir": "/data/y/runs"'
+    assert without_paths(text) == '"command": "python -m pala.train pong.toml --run.dir=x", "dir": "runs"'
+    kept = '"ALE/Pong-v5" "configs/pong.toml" "1/2" "https://example.org/a" "a / b"'
+    assert without_paths(kept) == kept
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) -> None:
+    plan = plan_of()
+    plant(plan, {"gossip": (90.0, 160.0), "none": (100.0, 200.0)})
+    page, rows = report()
+    assert cells_of(page, "Scores")[0][:6] == ["Pole", "1", "gossip", "2", "3,000", "55.0 [50.0, 60.0]"]
+    assert cells_of(page, "Speed")[2] == ["Pole", "2", "gossip", "250 (180-320)", "0.850 (0.800-0.900)", "25.0%", "1"]
+    assert [row[-1] for row in cells_of(page, "Scaling")] == ["1.00"] * 4
+    assert [row[2:] for row in cells_of(page, "What was exchanged")] == [["gossip", "0.5000", "2.0", "3"]]
+    # The mean of 100 episodes is i / 10 - 4.95, so 20 at the first i >= 249.5, and there are 250.
+    assert cells_of(page, "The way to a target return")[0][3:] == ["20.0", "0 of 2", "not reached", "not reached"]
+    first = next(row for row in rows if row["run"] == "gossip-Pole-2-1")
+    assert float(first["steps_per_s"]) == 180 and float(first["training_score"]) == pytest.approx(19.95)
+    page, _ = report(preset=str(write_preset(PRESET.replace("Pole = 20", "Pole = 10"))))
+    # At i = 150 of 250 episodes, so after 151 / 250 of 3000 steps and, at 100 and 200 steps/s, of 30 and 15 s.
+    assert cells_of(page, "The way to a target return")[1][3:] == ["10.0", "2 of 2", "1,812", "0.2"]
+    assert "learning" in section(page, "To bear in mind") and "2 runs: intervals" in page
+
+
+def test_speed_is_compared_with_its_like(there: Path, no_pictures: None) -> None:
+    """Of several variants without exchange with the one that is otherwise the same."""
+    small = "network.mlp_hidden = [8]\n"
+    text = PRESET.replace("[1, 2]", "[2]", 1).replace("[1, 2]", "[1]")
+    plan = plan_of(text + f'[variants.small]\n{small}[variants.small-none]\n{small}exchange.kind = "none"\n')
+    plant(plan, {"gossip": (90, 90), "none": (100, 100), "small": (150, 150), "small-none": (300, 300)})
+    page, _ = report()
+    ratios = {row[2]: row[4] for row in cells_of(page, "Speed")}
+    assert ratios == {"gossip": "0.900", "none": "", "small": "0.500", "small-none": ""}
+
+
+def write_preset(text: str) -> Path:
+    Path("other.toml").write_text(text)
+    return Path("other.toml")
+
+
+def test_the_area_is_the_mean_height(there: Path, no_pictures: None) -> None:
+    plant(plan_of(), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
+    _, rows = report()
+    means = [np.mean([i / 10 for i in range(max(0, k - 99), k + 1)]) for k in range(250)]
+    steps = np.array([3000 * (k + 1) / 250 for k in range(250)]).astype(int)
+    heights, places = np.concatenate([means[:1], means]), np.concatenate([[0], steps])
+    slow = ((heights[1:] + heights[:-1]) / 2 * np.diff(places)).sum() / 3000
+    assert float(rows[0]["area"]) == pytest.approx(slow, abs=0.05)
+
+
+def test_the_report_can_be_made_again_from_the_results_alone(there: Path) -> None:
+    plant(plan_of(PRESET.replace("seeds = [1, 2]", "seeds = [1]")), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
+    report()
+    made = {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()}
+    assert {path.name for path in made} >= {"learning_curves.png", "final_scores.png", "scaling.png", "curves.csv"}
+    shutil.rmtree("runs")
+    report(preset="results/tiny/preset.toml")
+    assert {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()} == made
+
+
+def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> None:
+    plan = plan_of()
+    mine = plan.runs[0]
+    make_run(mine.folder, mine.config, 1)
+    same_name = make_run(there / "cluster" / mine.folder.name, mine.config, 1, speed=200.0, hosts=["node1"])
+    other = from_table({"total_steps": 3000, "env": {"id": "CartPole-v1", "num_envs": 4}}, "test")
+    make_run(there / "cluster" / "mine", other, 4)
+    for _ in range(2):
+        page, rows = report(same_name.parent)
+        assert [row["run"] for row in rows] == ["gossip-Pole-1-1", "gossip-Pole-1-1-2", "mine"]
+    assert [row["variant"] for row in rows] == ["gossip", "gossip", "gossip (learning rate 0.0007)"]
+    said = section(page, "To bear in mind")
+    assert "Runs differ in the machine" in said and "another run with the same seed: `gossip-Pole-1-1-2`" in said
+
+
+def test_an_earlier_state_of_a_run_does_not_replace_a_later_one(there: Path, no_pictures: None) -> None:
+    mine = plan_of().runs[0]
+    make_run(mine.folder, mine.config, 1)
+    early = make_run(there / "early" / mine.folder.name, mine.config, 1, completed=False)
+    _, rows = report(early)
+    assert [row["completed"] for row in rows] == ["True"]
+
+
+def test_a_run_without_a_place_is_not_copied(there: Path) -> None:
+    plan_of()
+    foreign = make_run(there / "foreign", Config(), 1)
+    with pytest.raises(PalaError, match=r"plays 'ALE/Pong-v5', which is none of the games"):
+        report(foreign)
+    assert not Path("results").exists()
+    with pytest.raises(PalaError, match=r"'nowhere' is no run and holds none"):
+        report(Path("nowhere"))
+
+
+def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
+    plan = plan_of(PRESET.replace("[1, 2]", "[1]", 1))
+    dead = [{"rank": 0, "host": "vm", "noticed_s": 1.0}]
+    odd = {"git_commit": "b" * 40, "git_dirty": True, "threads_per_rank": 7, "lost_ranks": dead}
+    for run, more in zip(plan.runs, ({}, odd, {"score": None}, {"completed": False}), strict=True):
+        make_run(run.folder, run.config, 1, **more)
+    page, rows = report()
+    said = section(page, "To bear in mind")
+    for words in (
+        "Not completed, so in the learning curves only: `none-Pole-1-2`.", f"{'b' * 10}: `none-Pole-1-1`.",
+        "Made from a changed working tree: `none-Pole-1-1`.", "Runs differ in threads.", "Lost ranks: `none-Pole-1-1`.",
+        "Without an evaluation of the final policy: `gossip-Pole-1-2`.", "A variant has a single run",
+    ):  # fmt: skip
+        assert words in said
+    assert [row["completed"] for row in rows] == ["True", "True", "True", "False"]
+    assert [row[3] for row in cells_of(page, "Scores")] == ["2", "1"]
+
+
+ATARI = PRESET.replace('Pole = "game.toml"', 'Pong = "a.toml"\nBreakout = "b.toml"').replace("Pole = 20", "Pong = 1")
+
+
+def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures: None) -> None:
+    for name, game in (("a", "Pong"), ("b", "Breakout")):
+        (there / f"{name}.toml").write_text(
+            f'total_steps = 3000\n[env]\nid = "ALE/{game}-v5"\n[evaluation]\nepisodes = 2'
+        )
+    plan = plan_of(ATARI)
+    human = {"Pong": 14.6, "Breakout": 30.5}
+    for run in plan.runs:
+        make_run(run.folder, run.config, run.cell.ranks, score=human[run.cell.game])
+    page, rows = report()
+    assert [row[3] for row in cells_of(page, "All games together")] == ["100 % [100 %, 100 %]"] * 4
+    assert {row["game"] for row in rows} == set(human)
+
+
+@pytest.mark.parametrize(("variants", "seeds"), [(1, 1), (3, 3)])
+def test_curves_of_any_number(there: Path, variants: int, seeds: int) -> None:
+    text = PRESET.replace("seeds = [1, 2]", f"seeds = {list(range(1, seeds + 1))}").replace("[1, 2]", "[1]")
+    text += '[variants.ring]\nexchange.topology = "ring"\n' * (variants > 1)
+    plan = plan_of(text)
+    for run in plan.runs:
+        if variants > 1 or run.cell.variant == "gossip":
+            make_run(run.folder, run.config, 1)
+    report()
+    with open("results/tiny/curves.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["runs"] for row in rows} == {str(seeds)}
+    assert len({row["variant"] for row in rows}) == variants
+    assert Path("results/tiny/learning_curves.png").stat().st_size > 10_000
+
+
+# ---- as a user starts it ---------------------------------------------------------------------------------------------
+
+REAL = """
+name = "tiny"
+seeds = [1]
+[games]
+Pole = "game.toml"
+[train]
+total_steps = 3000
+[variants.none]
+exchange.kind = "none"
+[variants.gossip]
+total_steps = 30_000
+[variants.broken]
+env.num_envs = 1
+launcher = "mpirun -np {ranks} no-such-program"
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_comparison_that_is_interrupted_goes_on(any_mpi: Launcher, there: Path) -> None:
+    Path("preset.toml").write_text(REAL)
+
+    def start(*arguments: str) -> Job:
+        python = str(any_mpi.folder / "python")
+        return any_mpi.start_command([python, "-m", "pala.compare", "preset.toml", *arguments], cwd=there)
+
+    stopped, run = start("--only", "none", "gossip"), there / "runs" / "tiny" / "gossip-Pole-2-1"
+    wait_for(lambda: list(run.glob("metrics/*")) and "interval" in metrics_path(run, 1).read_text(), what="training")
+    os.kill(stopped.process.pid, signal.SIGTERM)
+    assert stopped.wait().status == 143, stopped.output
+    assert "The same command goes on later." in stopped.output
+    assert (record_of(run)["completed"], record_of(run)["segments"][-1]["status"]) == (False, "stopped")
+    assert ranks_in(there) == []
+    done = start().wait()
+    assert done.status == 1, done.output
+    assert "1 of 3 runs are complete" in done.output and "none Pole, 2 ranks, seed 1: starts" not in done.output
+    assert "gossip Pole, 2 ranks, seed 1: goes on" in done.output and done.output.count("FAILED") == 1
+    assert len(record_of(run)["segments"]) == 2 and record_of(run)["completed"]
+    page = (there / "results" / "tiny" / "compare.md").read_text()
+    assert "2 completed runs of 2 begun" in page and "Resumed; pauses do not count as time: `gossip-Pole-2-1`" in page
+    again = start("--only", "none", "gossip").wait()
+    assert again.status == 0 and "2 of 2 runs are complete" in again.output and "starts" not in again.output
+    assert str(there) not in "".join(file.read_text() for file in (there / "results").rglob("*.json"))
+
+
+def test_a_mistake_is_one_sentence(there: Path, any_mpi: Launcher) -> None:
+    done = subprocess.run(
+        [any_mpi.folder / "python", "-m", "pala.compare", "preset.tml"], capture_output=True, text=True, timeout=60,
+        env=any_mpi.environment(),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "pala: error: Preset 'preset.tml' does not exist; did you mean 'preset.toml'?\n"
