@@ -268,11 +268,11 @@ def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, numbe
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
-def test_a_scheduler_signals_every_process(mpi: Launcher, tmp_path: Path) -> None:
+def test_a_scheduler_signals_every_process(any_mpi: Launcher, tmp_path: Path) -> None:
     """As Slurm does, here twice. Ranks still have the time to finish a step, longer than Open MPI's 0.2 s, and save."""
     run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.15)  # by 4 environments, one after the other
     arguments = ["-n", "2", *CARTPOLE, *OFTEN, "--env.id", "Paced-v0", "--total-steps", "100000"]
-    job = start(mpi, *arguments, cwd=tmp_path, env=paced)
+    job = start(any_mpi, *arguments, cwd=tmp_path, env=paced)
     wait_for_checkpoints(job, run)
     for _ in range(2):
         for pid in processes_in(tmp_path):
