@@ -9,9 +9,9 @@ explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's deat
 
 Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
 does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
-of the user's, after SIGTERM or ^C (the job is told to write its checkpoint and end; the second one goes on to mpirun as
-it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks outlive mpirun is waited
-for: the run's folder is locked as long as one of them lives.
+of the user's, after SIGTERM, SIGUSR1 or ^C (the job is told to write its checkpoint and end; a second ^C goes on to
+mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks outlive mpirun
+is waited for: the run's folder is locked as long as one of them lives.
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ class Supervisor:
             self.run, self.resumes = command.resume, True
         else:
             stem = command.preset.stem if command.preset else command.config.env.id.split("/")[-1]
+            if options.go_on and not command.config.run.name:
+                raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
             name = command.config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
             self.run, self.resumes = Path(command.config.run.dir) / name, False
-        self._was_told = False  # a job has been told to make the run
+        self._was_told = options.go_on  # a job has been told to make the run
         self._job: subprocess.Popen[bytes] | None = None
         self._starting = self._said_mistake = False
         self._signal: int | None = None
@@ -117,11 +119,11 @@ class Supervisor:
         return self._give_up(f"{self.restarts} restarts were not enough" if self.restarts else "the job failed")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass it on to the job; without one, end."""
+        """Pass it on to the job; without one, end. Schedulers send theirs more than once, people mean a second ^C."""
         del frame
-        first, self._signal = self._signal is None, number
+        again, self._signal = self._signal is not None, number
         if self._job is not None:
-            self._job.send_signal(_GENTLY if first else number)
+            self._job.send_signal(number if again and number == signal.SIGINT else _GENTLY)
         elif not self._starting:
             sys.exit(128 + number)
 
@@ -140,12 +142,15 @@ class Supervisor:
         placed = ["-np", str(ranks), *(["--host", where] if where else [])]
         self._said_mistake = False
         self._starting = True
-        # A session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here alone.
+        # A session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here alone. Nor shall
+        # it see the SIGTERM that a scheduler sends to every process of a job.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self._job = subprocess.Popen(
             [*self.mpirun, *placed, sys.executable, "-m", "pala.train", *arguments],
             env=os.environ | (_BETWEEN_HOSTS if hosts else {}), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         if self._signal is not None:  # it came before there was a job to pass it on to
             self._job.send_signal(_GENTLY)
         assert self._job.stderr is not None
@@ -167,9 +172,10 @@ class Supervisor:
         """A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
         if self.resumes:
             return self.arguments
-        if self._was_told and (self.run / "run.json").exists():
-            return ["--resume", str(self.run), *self.options]
-        while self._was_told and self.run.exists():  # it failed before it had begun
+        while self._was_told and self.run.exists():
+            if (self.run / "run.json").exists():
+                return ["--resume", str(self.run), *self.options]
+            # It failed before it had begun.
             number = re.fullmatch(r"(.*)-try(\d+)", self.run.name)
             self.run = self.run.with_name(f"{number[1]}-try{int(number[2]) + 1}" if number else f"{self.run.name}-try2")
         self._was_told = True
@@ -275,6 +281,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="RANKS", help="by default 2, or what hosts take")
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="resume '--run.name' if it has begun")
     parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="before the first; it doubles (%(default)s)")
     parser.add_argument("--mpirun", default="mpirun", help="and its options, in quotes (%(default)s)")
@@ -288,7 +295,7 @@ def main() -> NoReturn:
     """Supervise one run; the exit status is 0 only if it is complete."""
     try:
         supervisor = Supervisor(*read_options(sys.argv[1:]))
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, supervisor.on_signal)
         sys.exit(supervisor.supervise())
     except PalaError as error:

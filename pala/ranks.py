@@ -51,8 +51,17 @@ def start_mpi() -> MPI.Comm:
             "MPI_THREAD_SERIALIZED. Use an MPI that is built with threads."
         )
     if ranks > 1 and MPI.COMM_WORLD.size == 1:
-        raise PalaError(_mixed(ranks, library))
+        by_srun = os.environ.get("SLURM_STEP_NUM_TASKS") == str(ranks)
+        raise CollectiveError(_apart(ranks, library) if by_srun else _mixed(ranks, library))
     return MPI.COMM_WORLD
+
+
+def _apart(ranks: int, library: str) -> str:
+    # Each task would train alone, and nobody would say so (open-mpi/ompi#13523).
+    return (
+        f"srun started {ranks} tasks, but to MPI each is alone ({library}). Start them by mpirun in the batch script "
+        "(launch/slurm/), or by `srun --mpi=pmi2` for MPICH; for Open MPI `srun --mpi=pmix` needs a Slurm with PMIx."
+    )
 
 
 def _mixed(ranks: int, library: str) -> str:

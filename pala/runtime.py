@@ -37,17 +37,20 @@ def _environment_int(*names: str) -> int | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (of Open MPI, or one that speaks PMI) says in the environment, before MPI itself is asked."""
+    """What the launcher says in the environment, before MPI itself is asked: Open MPI's, one that speaks PMI, or srun.
+
+    An mpirun inside a task of srun is the nearer one. `SLURM_NTASKS` would be the allocation's; only a task of srun has
+    `SLURM_STEP_NUM_TASKS`, a batch script and what its mpirun starts on that node have not.
+    """
 
     rank: int
     size: int
 
     @classmethod
     def detect(cls) -> Launch:
-        size = _environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") or 1
         return cls(
-            rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK") or 0,
-            size=size,
+            rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0,
+            size=_environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") or 1,
         )
 
 

@@ -84,7 +84,8 @@ def main() -> None:
     try:
         comm = start_mpi()
     except PalaError as error:
-        say(f"pala: error: {error}")
+        if not isinstance(error, CollectiveError) or Launch.detect().rank == 0:
+            say(f"pala: error: {error}")
         sys.exit(2)
     rank = comm.rank
     try:

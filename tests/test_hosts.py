@@ -23,6 +23,7 @@ from pala.metrics import read_run
 pytestmark = pytest.mark.mpi
 
 SCRIPT = REPOSITORY / "launch" / "virtual_hosts.py"
+SUPERVISE = REPOSITORY / "launch" / "supervise.py"
 
 
 @functools.cache
@@ -48,20 +49,38 @@ def start_train(hosts: VirtualHosts, launcher: Launcher, *arguments: str, cwd: P
     return launcher.start_command(command, cwd=cwd, env=environment)
 
 
-@pytest.mark.parametrize("rate", [None, pytest.param("100mbit", marks=pytest.mark.slow)])
-def test_two_hosts_gossip_over_tcp(possible: Launcher, rate: str | None, tmp_path: Path) -> None:
-    with VirtualHosts(2, rate) as hosts:
+def test_two_hosts_gossip_over_tcp(possible: Launcher, tmp_path: Path) -> None:
+    with VirtualHosts(2) as hosts:
         networks = [hosts.network(host) for host in range(2)]
         job = start_train(hosts, possible, "--total-steps", "8000", cwd=tmp_path).wait()
         assert job.status == 0, job.output
         assert bytes_sent(hosts, 0) > 100_000 and bytes_sent(hosts, 1) > 100_000
     assert not any(virtual_hosts.processes_in(network) for network in networks)
     assert not processes_in(tmp_path)
-    record, ranks = record_of(tmp_path / "runs/r"), read_run(tmp_path / "runs/r")
-    assert record["completed"]
+    assert_gossiped(tmp_path / "runs/r", hosts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_hosts", "rate"), [(2, "1gbit"), (4, "100mbit")])
+def test_training_over_a_host_file(possible: Launcher, num_hosts: int, rate: str, tmp_path: Path) -> None:
+    with VirtualHosts(num_hosts, rate) as hosts:
+        (tmp_path / "hosts.txt").write_text("".join(f"{address} slots=1\n" for address in hosts.addresses))
+        command = [*hosts.inside(0), str(possible.folder / "python"), str(SUPERVISE), "--hostfile", "hosts.txt"]
+        job = possible.start_command(
+            [*command, *CARTPOLE, "--run.name", "r", "--total-steps", "8000"], cwd=tmp_path, env=hosts.mpirun([])[1]
+        ).wait()
+        assert job.status == 0, job.output
+        assert all(bytes_sent(hosts, host) > 100_000 for host in range(num_hosts))
+    assert_gossiped(tmp_path / "runs/r", hosts)
+
+
+def assert_gossiped(run: Path, hosts: VirtualHosts) -> None:
+    """The run is complete, with a rank on each host, which has mixed what others sent."""
+    record, ranks = record_of(run), read_run(run)
+    assert record["completed"] and len(ranks) == hosts.num_hosts
     segment = record["segments"][0]
-    assert segment["hosts"] == ["vhost0", "vhost1"]
-    assert segment["threads_per_rank"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert segment["hosts"] == hosts.names
+    assert segment["threads_per_rank"] == max(1, len(os.sched_getaffinity(0)) // hosts.num_hosts)
     for records in ranks:
         intervals = [r for r in records if r["type"] == "interval"]
         assert sum(r["models_mixed"] for r in intervals) > 0

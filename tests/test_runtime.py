@@ -44,10 +44,15 @@ def test_threads_are_a_ranks_share_of_the_cores(ranks, threads):
         ),
         ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Launch(3, 4)),
         ({"PMI_RANK": "", "PMI_SIZE": "what"}, Launch(0, 1)),
+        # A task of srun; a batch script; mpirun -np 1 in a task of srun; MPICH's mpirun, which starts its own by srun.
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, Launch(3, 4)),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch(0, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "4"}, Launch(0, 1)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Launch(1, 2)),
     ],
 )
 def test_the_launcher_is_read_from_the_environment(environment, launch, monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "MPI_"))]:
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "MPI_", "SLURM_"))]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import supervise
-from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, ranks_in, record_of, wait_for
+from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, ranks_in, record_of, wait_for, write_paced
 from supervise import Host, Supervisor, read_hosts, read_options
 from test_checkpoint import make_state
 from test_hosts import possible  # noqa: F401 - a fixture
@@ -103,6 +103,18 @@ def test_a_run_that_never_began_is_begun_anew(there: Path) -> None:
     assert [told[-1] for told in supervisor.told] == ["r", "r", "r-try2"]
 
 
+def test_a_run_that_has_begun_is_continued(there: Path) -> None:
+    """A requeued job is started by the same command, and the job before it may have got as far as a folder only."""
+    arguments = ["--continue", "--restarts", "0", "--run.name", "r", "--total-steps", "9"]
+    (there / "runs/r").mkdir(parents=True)
+    first = Scripted(arguments, [attempt(5, 137)])
+    assert first.supervise() == 1 and first.told[0][-1] == "r-try2"
+    second = Scripted(arguments, [attempt(9, 0, completes=True)])
+    assert second.supervise() == 0
+    assert second.told == [["--resume", "runs/r-try2", "--run.name", "r", "--total-steps", "9"]]
+    assert Scripted([*arguments, "--run.name", "new"], [attempt(9, 0, completes=True)]).supervise() == 0
+
+
 def test_an_earlier_completion_is_not_this_ones(there: Path) -> None:
     assert Scripted(["--run.name", "r"], [attempt(5, 0, completes=True)]).supervise() == 0
     later = Scripted(["--resume", "runs/r", "--total-steps", "9"], [dies_early, attempt(9, 0, completes=True)])
@@ -172,6 +184,7 @@ def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str
         (["--host", "a:0"], "that takes no rank"), (["--hostfile", "nowhere"], "Host file 'nowhere' cannot be read"),
         (["--host", "a", "--hostfile", "b"], "not both"), (["missing.toml"], "Preset 'missing.toml' does not exist"),
         (["--resume", "nowhere"], "'nowhere' is not a run's folder"), (["--a2c.gama", "1"], "was not understood"),
+        (["--continue"], "'--continue' needs the run's name"),
     ],
 )  # fmt: skip
 def test_mistakes_are_found_before_anything_starts(arguments: list[str], sentence: str, there: Path) -> None:
@@ -182,9 +195,9 @@ def test_mistakes_are_found_before_anything_starts(arguments: list[str], sentenc
 # ---- with real jobs --------------------------------------------------------------------------------------------------
 
 
-def start(launcher: Launcher, *arguments: str, cwd: Path) -> Job:
+def start(launcher: Launcher, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
     command = [str(launcher.folder / "python"), str(SCRIPT), "--pause-s", "0.2", *arguments]
-    return launcher.start_command(command, cwd=cwd)
+    return launcher.start_command(command, cwd=cwd, env=env)
 
 
 def wait_for_checkpoints(job: Job, run: Path) -> None:
@@ -238,7 +251,9 @@ def test_a_killed_mpirun_is_resumed_beside_nobody(mpi: Launcher, tmp_path: Path)
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("tidy")
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))]
+)
 def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     job = start(any_mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "100000000", cwd=tmp_path)
@@ -247,6 +262,24 @@ def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, numbe
     job.wait(60)
     assert job.status != 0 and "checkpoint written to" in job.output, job.output
     assert f"after {signal.Signals(number).name}" in job.output and "restart" not in job.output
+    assert [segment["status"] for segment in record_of(run)["segments"]] == ["stopped"]
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.usefixtures("tidy")
+def test_a_scheduler_signals_every_process(any_mpi: Launcher, tmp_path: Path) -> None:
+    """As Slurm does, here twice. Ranks still have the time to finish a step, longer than Open MPI's 0.2 s, and save."""
+    run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.15)  # by 4 environments, one after the other
+    arguments = ["-n", "2", *CARTPOLE, *OFTEN, "--env.id", "Paced-v0", "--total-steps", "100000"]
+    job = start(any_mpi, *arguments, cwd=tmp_path, env=paced)
+    wait_for_checkpoints(job, run)
+    for _ in range(2):
+        for pid in processes_in(tmp_path):
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1)
+    job.wait(60)
+    assert job.status != 0 and "checkpoint written to" in job.output and "restart" not in job.output, job.output
     assert [segment["status"] for segment in record_of(run)["segments"]] == ["stopped"]
 
 

@@ -1,0 +1,175 @@
+"""The batch scripts as they are shipped, and srun, on a real Slurm of one node and of two (`slurm_cluster.py`)."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import CARTPOLE, LAUNCHERS, REPOSITORY, Launcher, record_of, wait_for, write_paced
+from slurm_cluster import Node, Slurm, SlurmError
+from virtual_hosts import VirtualHosts, VirtualHostsError
+
+pytestmark = pytest.mark.mpi
+OFTEN = ["--run.checkpoint-interval-s", "0.5"]
+
+
+@contextmanager
+def started(num_nodes: int) -> Iterator[Slurm]:
+    """One node is this machine; several are virtual hosts of it. Skips, with the reason, where that cannot be."""
+    with ExitStack() as stack:
+        try:
+            if num_nodes == 1:
+                nodes = [Node(platform.node().split(".")[0], "127.0.0.1")]
+            else:
+                hosts = stack.enter_context(VirtualHosts(num_nodes))
+                nodes = [Node(hosts.names[i], hosts.addresses[i], hosts.inside(i)) for i in range(num_nodes)]
+            cluster = stack.enter_context(Slurm(nodes))
+        except (SlurmError, VirtualHostsError) as error:
+            pytest.skip(str(error))
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with started(1) as cluster:
+        yield cluster
+
+
+class Submitted:
+    """A batch script of launch/slurm, as it is, with options of sbatch and of pala.train."""
+
+    def __init__(self, slurm: Slurm, script: str, *train: str, options: list[str], folder: Path) -> None:
+        self.slurm, self.runs, self._logs = slurm, folder / "runs", folder
+        environment = {k: v for k, v in LAUNCHERS[0].environment().items() if not k.startswith(("OMPI_", "PRTE_"))}
+        environment |= write_paced(folder, step_s=0.001)  # no job ends before it is told to, on any machine
+        said = slurm.run(
+            "sbatch", *options, f"--output={folder}/%j.log", f"launch/slurm/{script}.sbatch", *train, *CARTPOLE,
+            "--env.id", "Paced-v0", "--run.dir", str(self.runs), cwd=REPOSITORY, env=environment,
+        ).output  # fmt: skip
+        assert "Submitted batch job" in said, said
+        self.id = said.split()[-1]
+
+    def log(self) -> str:
+        return "\n".join(file.read_text(errors="replace") for file in sorted(self._logs.glob("*.log")))
+
+    def has_ended(self) -> bool:
+        return not {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"} & set(self.slurm.states(self.id))
+
+    def wait(self) -> None:
+        wait_for(self.has_ended, 120, "the end of the job")
+
+    def wait_for_checkpoints(self, run: str, segment: int = 0) -> None:
+        """Until the ranks have saved while they trained."""
+        later = self.runs / run / f"checkpoints/segment-{segment:03d}/rank-0000.previous.safetensors"
+        wait_for(lambda: later.exists() or self.has_ended(), what="a second checkpoint")
+        assert not self.has_ended(), self.log()
+
+
+@pytest.mark.slow
+def test_one_node(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
+    train = ["configs/pong.toml", "--run.name", "r", "--total-steps", "1000"]
+    job = Submitted(slurm, "one_node", *train, options=["--ntasks=2"], folder=tmp_path)
+    job.wait()
+    assert slurm.states(job.id) == ["COMPLETED"], job.log()
+    record = record_of(job.runs / "r")
+    assert record["completed"] and record["segments"][0]["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_a_preemptible_job_goes_on_to_the_end(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
+    """Told to end and requeued by hand; then as if its time were over; then preempted by a job that needs all cores."""
+    train = ["configs/pong.toml", *OFTEN, "--total-steps", "16000"]
+    job = Submitted(slurm, "preemptible", *train, options=["--ntasks=2"], folder=tmp_path)
+    run = f"slurm-{job.id}"
+    job.wait_for_checkpoints(run)
+    assert slurm.run("scancel", "--signal=TERM", "--batch", job.id).status == 0
+    job.wait()
+    assert slurm.states(job.id) == ["FAILED"], job.log()
+    assert slurm.run("scontrol", "requeue", job.id).status == 0
+    job.wait_for_checkpoints(run, segment=1)
+    assert slurm.run("scancel", "--signal=USR1", "--batch", job.id).status == 0
+    job.wait_for_checkpoints(run, segment=2)
+    urgent = ["--partition=high", "--ntasks=4", "--output=/dev/null", "--wrap=true"]
+    assert slurm.run("sbatch", *urgent).status == 0
+    job.wait()
+    assert slurm.states(job.id) == ["COMPLETED"], job.log()
+    record = record_of(job.runs / run)
+    assert record["completed"] and job.log().count("checkpoint written to") == 3
+    assert [s["status"] for s in record["segments"]] == ["stopped", "stopped", "stopped", "completed"]
+    assert [s["resumed"] for s in record["segments"]] == [False, True, True, True]
+
+
+@pytest.mark.slow
+def test_an_array_is_a_run_for_each_game_and_seed(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
+    options = ["--array=0,7", "--ntasks=1"]
+    job = Submitted(slurm, "array", "--total-steps", "200", options=options, folder=tmp_path)
+    job.wait()
+    assert slurm.states(job.id) == ["COMPLETED"] * 2, job.log()
+    seeds = {run.name: record_of(run)["config"]["seed"] for run in job.runs.iterdir()}
+    assert seeds == {f"beam_rider-seed-1-{job.id}": 1, f"breakout-seed-2-{job.id}": 2}
+
+
+@pytest.mark.slow
+def test_several_nodes(any_mpi: Launcher, tmp_path: Path) -> None:
+    """scancel reaches every process on every node, Open MPI's own too; the ranks have the time for their checkpoint."""
+    with started(2) as slurm:
+        options, endless = ["--ntasks-per-node=1"], ["--run.name", "r", "--total-steps", "100000000", *OFTEN]
+        job = Submitted(slurm, "several_nodes", "configs/pong.toml", *endless, options=options, folder=tmp_path)
+        job.wait_for_checkpoints("r")
+        assert slurm.run("scancel", job.id).status == 0
+        job.wait()
+        assert "checkpoint written to" in job.log(), job.log()
+        go_on = ["--resume", str(job.runs / "r"), "--total-steps", "1000"]  # those are done already
+        job = Submitted(slurm, "several_nodes", *go_on, options=options, folder=tmp_path)
+        job.wait()
+        assert slurm.states(job.id) == ["COMPLETED"], job.log()
+    segments = record_of(job.runs / "r")["segments"]
+    assert [segment["status"] for segment in segments] == ["stopped", "completed"]
+    assert [segment["hosts"] for segment in segments] == [["vhost0", "vhost1"]] * 2
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_that_mpi_does_not_join_are_a_mistake(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
+    train = [str(any_mpi.folder / "python"), "-m", "pala.train", *CARTPOLE, "--total-steps", "500"]
+    said = slurm.run("srun", "--mpi=none", "--ntasks=2", *train, cwd=tmp_path, env=any_mpi.environment())
+    assert said.status == 2 and said.output.count("srun started 2 tasks, but to MPI each is alone") == 1, said.output
+    assert "Traceback" not in said.output and not (tmp_path / "runs").exists()
+    mpirun = [str(any_mpi.folder / "mpirun"), "-np", "1"]
+    said = slurm.run("salloc", "--ntasks=2", *mpirun, *train, cwd=tmp_path, env=any_mpi.environment())
+    assert said.status == 0 and "completed" in said.output, said.output
+
+
+@pytest.mark.slow
+def test_srun_starts_mpichs_ranks(slurm: Slurm, tmp_path: Path) -> None:
+    mpich = next((launcher for launcher in LAUNCHERS if launcher.name == "mpich"), None)
+    if mpich is None:
+        pytest.skip("mpich is not installed: ./launch/test.sh installs it")
+    train = [str(mpich.folder / "python"), "-m", "pala.train", *CARTPOLE, "--total-steps", "500", "--run.name", "r"]
+    said = slurm.run("srun", "--mpi=pmi2", "--ntasks=2", *train, cwd=tmp_path, env=mpich.environment())
+    assert said.status == 0, said.output
+    record = record_of(tmp_path / "runs/r")
+    assert record["completed"] and record["segments"][0]["ranks"] == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_task_says_that_srun_and_mpi_disagree(any_mpi: Launcher, rank: int, tmp_path: Path) -> None:
+    """Without Slurm: with what a task of srun finds in its environment."""
+    task = {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2"}
+    job = any_mpi.start_command(
+        [str(any_mpi.folder / "python"), "-m", "pala.train", *CARTPOLE], cwd=tmp_path, env=task
+    ).wait()
+    assert job.status == 2 and job.output.count("srun started 2 tasks") == 1 - rank, job.output
+    assert "Traceback" not in job.output
+
+
+def test_every_script_is_bash_and_says_how_it_is_submitted() -> None:
+    scripts = sorted((REPOSITORY / "launch/slurm").glob("*.sbatch"))
+    assert len(scripts) == 4
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+        assert re.search(rf"sbatch( \S+)? launch/slurm/{script.name}", script.read_text())
