@@ -75,7 +75,7 @@ print("passed", comm.rank)
     assert output.count("passed") == 3
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete"])
+@pytest.mark.parametrize("topology", ["ring", pytest.param("complete", marks=pytest.mark.slow)])
 def test_shared_memory_mixes_by_galas_formula(mpi: Launcher, topology: str, tmp_path: Path) -> None:
     """In step (staleness 0): x <- (x + sum of in-peers) / (1 + k), against the formula in float64."""
     senders = [[i for i in range(4) if rank in out_peers(topology, i, range(4), 0, 0)] for rank in range(4)]
@@ -134,7 +134,7 @@ print("passed", comm.rank)
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["allreduce", pytest.param("shared_memory", marks=pytest.mark.slow)])
 def test_training_completes_with_the_budget_met(mpi: Launcher, kind: str, tmp_path: Path) -> None:
     job = train(mpi, 3, kind, "--total-steps", "6000", cwd=tmp_path).wait()
     assert job.status == 0, job.output

@@ -219,6 +219,7 @@ def tidy(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
 def test_a_job_whose_rank_is_killed_is_resumed_to_completion(mpi: Launcher, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
