@@ -269,14 +269,15 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
             f"{source}: 'exchange.mixing' is 'push_sum', whose weights belong to whole models, but "
             "'exchange.compression' is 'top_k', which sends parts; set the one to 'uniform' or the other to 'bfloat16'."
         )
-    if exchange.kind != "shared_memory":
-        return
-    allowed = {"topology": ("auto", "ring", "complete"), "mixing": ("uniform",), "compression": ("none",)}
-    for key, values in allowed.items():
+    allowed: dict[str, dict[str, tuple[str, ...]]] = {
+        "shared_memory": {"topology": ("auto", "ring", "complete"), "mixing": ("uniform",), "compression": ("none",)},
+        "allreduce": {"mixing": ("uniform",), "compression": ("none",)},
+    }
+    for key, values in allowed.get(exchange.kind, {}).items():
         if (value := getattr(exchange, key)) not in values:
             raise PalaError(
-                f"{source}: 'exchange.{key}' is {value!r}, but 'exchange.kind' is 'shared_memory', GALA's own way, "
-                f"which has {' and '.join(map(repr, values))} only; 'gossip' has all."
+                f"{source}: 'exchange.{key}' is {value!r}, but 'exchange.kind' is {exchange.kind!r}, which has "
+                f"{' and '.join(map(repr, values))} only; 'gossip' has all."
             )
 
 

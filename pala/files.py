@@ -22,7 +22,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(neighbour, path)
-    except OSError:
+    except BaseException:  # ^C is none of the Exceptions
         neighbour.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)

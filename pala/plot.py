@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 
 from pala import run_folder
-from pala.config import flatten, to_table
+from pala.config import ExchangeConfig, flatten, to_table
 from pala.errors import PalaError
 from pala.files import write_atomically
 from pala.metrics import read_run
@@ -42,6 +42,9 @@ _WITHOUT_INFLUENCE = (
     "run.name", "run.dir", "run.console", "run.log_interval_s", "run.tensorboard", "run.checkpoint_interval_s",
     "evaluation.episodes", "evaluation.num_envs", "evaluation.greedy",
 )  # fmt: skip
+_READ_BY = {  # settings of the exchange; a kind that is not here reads all
+    "none": (), "allreduce": (), "shared_memory": ("exchange.topology", "exchange.max_staleness"),
+}  # fmt: skip
 _MOST_DIFFERENCES = 3  # that a label names
 
 
@@ -159,11 +162,13 @@ def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
 
 
 def settings_that_matter(facts: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Of settings with dotted keys those that decide how a run goes. Without an exchange its other settings mean
-    nothing."""
+    """Of settings with dotted keys those that decide how a run goes; of the exchange's those that its kind reads."""
+    kind, topology = facts["exchange.kind"], facts["exchange.topology"]
+    facts = facts | {"exchange.topology": ExchangeConfig(kind=kind, topology=topology).graph}
     ignored = {*_WITHOUT_INFLUENCE, *without}
-    if facts["exchange.kind"] == "none":
-        ignored |= {key for key in facts if key.startswith("exchange.") and key != "exchange.kind"}
+    if kind in _READ_BY:
+        read = {"exchange.kind", *_READ_BY[kind]}
+        ignored |= {key for key in facts if key.startswith("exchange.") and key not in read}
     return {key: value for key, value in facts.items() if key not in ignored}
 
 

@@ -174,10 +174,8 @@ class _Job:
             state = checkpoint.average(states, independent=self.config.exchange.kind == "none")
         self.flat.data.copy_(state.parameters)
         self.a2c.mean_square.copy_(state.mean_square)
-        if self.config.exchange.kind == "allreduce":  # ranks save at unlike times, and must begin alike
-            updates = self.comm.allgather(state.counters["updates"])
-            state.counters["updates"] = max(updates)
-            self._share_model(root=updates.index(max(updates)))
+        if self.config.exchange.kind == "allreduce" and same_ranks:
+            self._begin_alike(state)
         self._seed_streams(round_=1)
         self._restore_counters(state, same_ranks)
         saved = state.random_states.get("actions")
@@ -186,6 +184,14 @@ class _Job:
                 self.generator.set_state(saved)
             elif self.rank == 0:
                 say("The checkpoint is of another kind of device: the random streams of actions are new.")
+
+    def _begin_alike(self, state: RankState) -> None:
+        """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Collective."""
+        updates = self.comm.allgather(state.counters["updates"])
+        root = updates.index(max(updates))
+        self._share_model(root)
+        newest = self.comm.bcast(state.counters, root)
+        state.counters |= {"updates": newest["updates"], "own_steps": newest["local_steps"][self.rank]}
 
     def _restore_counters(self, state: RankState, same_ranks: bool) -> None:
         """Collective: push-sum weights are scaled so that their sum is the number of ranks again."""

@@ -193,7 +193,7 @@ def test_only_what_decides_a_run_differs() -> None:
     other = replace(none, seed=2, total_steps=1, run=RunConfig(threads=8), exchange=ExchangeConfig("none", "ring"))
     assert differences(none, other) == {}
     assert differences(Config(), Config(exchange=ExchangeConfig(topology="ring"))) == {
-        "exchange.topology": ("auto", "ring")
+        "exchange.topology": ("random", "ring")
     }
 
 

@@ -84,10 +84,10 @@ def test_seeds_are_merged_and_settings_told_apart(tmp_path: Path) -> None:
     ring = make_run(tmp_path / "ring", replace(CONFIG, exchange=RING))
     groups = _grouped([read(path) for path in (*seeds, ring)], "preset")
     assert {label: len(runs) for label, runs in groups.items()} == {
-        "topology auto (mean and range of 3 seeds)": 3, "topology ring": 1,
+        "topology random (mean and range of 3 seeds)": 3, "topology ring": 1,
     }  # fmt: skip
     figure = _draw_many(groups, 100)
-    mean = next(line for line in figure.axes[0].lines if str(line.get_label()).startswith("topology auto"))
+    mean = next(line for line in figure.axes[0].lines if str(line.get_label()).startswith("topology random"))
     assert set(np.asarray(mean.get_ydata())) == {3.0}
     path = plot([*seeds, ring], tmp_path / "all.png")
     assert path.stat().st_size > 20_000

@@ -103,14 +103,17 @@ print("passed", comm.rank)
 
 
 @pytest.mark.slow
-def test_no_model_is_read_while_it_is_written(any_mpi: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_no_model_is_read_while_it_is_written(any_mpi: Launcher, topology: str, tmp_path: Path) -> None:
     """Every model is one number over and over, so a torn one would show; ranks of unlike speed, never further than
-    the staleness bound, a rank whose model is not finite is healed, and nobody hangs."""
-    output = exchange_script(any_mpi, 4, """
+    the staleness bound, a rank whose model is not finite is healed if anybody can, and nobody hangs."""
+    output = exchange_script(any_mpi, 4, f"""
 import time
+import pala.exchange.shared_memory as module
+from pala.errors import PalaError
 rng = np.random.default_rng(comm.rank)
 parameters = torch.full((200_000,), float(comm.rank))
-config = ExchangeConfig(kind="shared_memory", topology="ring", max_staleness=3)
+config = ExchangeConfig(kind="shared_memory", topology="{topology}", max_staleness=3)
 exchange = SharedMemory(comm, parameters, config, 10**9, start, Interrupt())
 for update in range(300):
     if exchange.stop is not Stop.NONE:
@@ -127,8 +130,16 @@ exchange.stop_now(Stop.BUDGET)
 exchange.close(10)
 assert bool(exchange.final_parameters(10).isfinite().all())
 print("passed", comm.rank)
+module._HEALING_S = 0.3  # instead of 60
+exchange = SharedMemory(comm, parameters, config, 10**9, start, Interrupt())
+try:
+    exchange.after_update(1, healthy=False)
+except PalaError as error:
+    assert "no peer has sent finite ones" in str(error)
+    print("not healed")
+comm.Barrier()
 """, tmp_path)  # fmt: skip
-    assert output.count("passed") == 4
+    assert output.count("passed") == output.count("not healed") == 4
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -183,13 +194,17 @@ def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(any_m
     for pid in pids_of_ranks(tmp_path).values():
         os.kill(pid, signal.SIGKILL)
     job.wait(30)
+    older = _rank_path(newest_segment(run), 1, previous=True)
+    older.replace(_rank_path(newest_segment(run), 1, previous=False))
     killed = states_of(run, 2)
+    assert killed[0].counters["updates"] > killed[1].counters["updates"]
     total = max(state.counters["own_steps"] for state in killed) * 2 + 1000
     job = any_mpi.train(2, "--resume", str(run), "--total-steps", str(total), cwd=tmp_path)
     assert job.status == 0, job.output
     states = states_of(run, 2)
     assert states[0].parameters.equal(states[1].parameters)
     assert states[0].counters["updates"] == states[1].counters["updates"]
+    assert states[0].counters["own_steps"] == states[1].counters["own_steps"] == states[0].counters["updates"] * 20
     assert not any(torch.equal(states[0].parameters, old.parameters) for old in killed)
 
 

@@ -193,7 +193,8 @@ def main() -> None:
     """What `python -m pala.benchmark` runs."""
     from pala.benchmark.report import far_off, markdown
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the job is ended, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         command = parse(sys.argv[1:])
         output, result = benchmark(command)

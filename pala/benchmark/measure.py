@@ -94,17 +94,18 @@ class ContinuedEnvs(Envs):
         return [end - begin for begin, end in pairwise(ends)]
 
     def forget_durations(self) -> None:
-        """What lies between two measurements is none."""
-        self._stepped_at_s = []
+        """What lies between two measurements is none, and nothing to sleep for."""
+        self._stepped_at_s, self._cpu_s = [], time.process_time()
 
     def close(self) -> None:
         self._envs.close()
 
 
-def environment_us(envs: Envs, agent: Agent, seconds: float) -> float:
+def environment_us(envs: ContinuedEnvs, agent: Agent, seconds: float) -> float:
     """Random actions and nothing else: microseconds a step."""
     distribution = agent.tape.distribution
     generator = torch.Generator(agent.device)
+    envs.forget_durations()
     no_preference = torch.zeros(envs.num_envs, distribution.num_outputs, device=agent.device)
     actions = [
         distribution.to_env(distribution.sample(no_preference, generator)).cpu().numpy()

@@ -62,8 +62,8 @@ class Rounds:
     def _is_possible(self, kind: str) -> bool:
         """Whether the ranks are where this exchange works; if not, `left_out` says why."""
         exchange = replace(self.config.exchange, kind=cast(Any, kind))
-        check_exchange(exchange, source=f"With '--exchanges {kind}'")
         try:
+            check_exchange(exchange, source=f"With '--exchanges {kind}'")
             check_placement(self.comm, exchange)
         except PalaError as error:
             self.left_out[kind] = str(error)

@@ -93,7 +93,7 @@ def _stop(number: int, frame: object) -> NoReturn:
 
 def main() -> None:
     """What `python -m pala.compare` runs."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
         failures = compare(read_command(_PROGRAM, sys.argv[1:], Command()))

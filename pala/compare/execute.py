@@ -146,7 +146,10 @@ class Executor:
             fault = f"The job ended, but the run is not complete; its output is in '{log}'."
         except PalaError as error:
             fault = str(error)
-        return fault if task_of(task.run, self._results) is not None else None
+        try:
+            return fault if task_of(task.run, self._results) is not None else None
+        except PalaError as error:  # it is not what was asked for: a launcher that starts another number of ranks
+            return str(error)
 
     def _became(self, task: Task) -> str:
         run = load(task.run.folder, self._plan)

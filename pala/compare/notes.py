@@ -41,8 +41,8 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def commit(run: Run) -> str:
-    """Of the newest segment."""
-    return str(run.last.get("git_commit"))[:10]
+    """Of all segments."""
+    return ", then ".join(dict.fromkeys(str(segment.get("git_commit"))[:10] for segment in run.segments))
 
 
 def versions(run: Run) -> str:

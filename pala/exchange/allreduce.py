@@ -86,7 +86,7 @@ class AllReduce(Exchange):
         return final
 
     def metrics(self) -> dict[str, Any]:
-        return {"consensus_distance": 0.0, "staleness_updates": 0}
+        return {}
 
     def state(self) -> ExchangeState:
         return ExchangeState([int(s) for s in self._local_steps], self._base_steps, 0, 1.0)
@@ -97,7 +97,8 @@ class AllReduce(Exchange):
         begin = time.perf_counter()
         try:
             barrier = self._comm.Ibarrier()
-            wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S)
+            what = f"[rank {self._comm.rank}] a gradient of every rank"
+            wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, what)
             self.waited_s += time.perf_counter() - begin
             self._comm.Allreduce(MPI.IN_PLACE, self._buffer.numpy())
         except MPI.Exception as error:

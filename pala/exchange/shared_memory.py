@@ -5,7 +5,8 @@ here: each learner has one broadcast buffer. After an update it
 
 1. writes its model there, unless an out-peer has not read the last one;
 2. mixes, x <- (x + sum of in-peers' models) / (1 + k), if every in-peer has written since it was last read; if one has
-   not and this would be more than `max_staleness` updates since the last mix, it waits.
+   not and this would be more than `max_staleness` updates since the last mix, it waits, and does 1 as soon as it can.
+   (Without that, ours, learners of the complete graph that have all left out 1 would wait for one another for ever.)
 
 So it never sends what nobody takes, and no model is overwritten while it is read. The graph is a directed ring, or
 complete. There is no way to go on without a rank that died, or whose buffer is not on this host.
@@ -13,6 +14,7 @@ complete. There is no way to go on without a rank that died, or whose buffer is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Any, cast
@@ -32,6 +34,7 @@ from pala.ranks import meet
 from pala.runtime import Interrupt
 
 _LONGEST_SLEEP_S = 5e-4
+_HEALING_S = 60.0
 _MIXES_A_MEASUREMENT = 8  # as gossip
 
 
@@ -103,6 +106,7 @@ class SharedMemory(Exchange):
         self._deaths = Deaths(comm)
         self.message_bytes = parameters.nbytes
         self._staleness = 0
+        self._is_owed = False  # this update's model is still to be written
         self._counts: Counter[str] = Counter()
         self._distances: list[Tensor] = []
         self._final: End | None = None
@@ -131,8 +135,9 @@ class SharedMemory(Exchange):
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._deaths.end_if_any()
         self._window.steps[self._rank] += steps
-        if healthy:
-            self._write()
+        self._is_owed = healthy
+        if not self._write():
+            self._counts["sends_without_buffer"] += healthy
         return self._mix(healthy) or healthy
 
     def close(self, timeout_s: float) -> Stop:
@@ -160,16 +165,19 @@ class SharedMemory(Exchange):
         """Of every rank, int64 or uint64 [ranks]."""
         return self._window.steps if self._final is None else self._final.local_steps
 
-    def _write(self) -> None:
-        """Put this model into the broadcast buffer, unless an out-peer has not read the last one."""
+    def _write(self) -> bool:
+        """Put this model into the broadcast buffer if it is still to be; False if an out-peer has not read the last."""
         window, rank = self._window, self._rank
+        if not self._is_owed:
+            return True
         if any(window.read[peer, rank] < window.written[rank] for peer in self._out):
-            self._counts["sends_without_buffer"] += 1
-            return
+            return False
         window.models[rank].copy_(self._parameters)
         window.fence()
         window.written[rank] += 1
         self._counts["models_sent"] += len(self._out)
+        self._is_owed = False
+        return True
 
     def _mix(self, healthy: bool) -> bool:
         """Mix if every in-peer has written; wait for that if this rank's model is too stale, or of no use. True if it
@@ -177,10 +185,10 @@ class SharedMemory(Exchange):
         if not self._in:
             return False
         if not self._all_written() and (self._staleness >= self._max_staleness or not healthy):
-            self._wait()
+            self._wait(healthy)
+        self._staleness += 1
+        self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._staleness)
         if not self._all_written():
-            self._staleness += 1
-            self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._staleness)
             return False
         self._window.fence()
         total = self._window.models[self._in].sum(0) if len(self._in) > 1 else self._window.models[self._in[0]]
@@ -207,16 +215,27 @@ class SharedMemory(Exchange):
         window, rank = self._window, self._rank
         return all(window.written[peer] > window.read[rank, peer] for peer in self._in)
 
-    def _wait(self) -> None:
+    def _wait(self, healthy: bool) -> None:
+        """Until every in-peer has written, or training ends. Raises PalaError if nobody can replace this rank's model,
+        because nobody has a finite one."""
         begin = time.perf_counter()
-        wait_quietly(self._may_go_on, None, self._interrupt, _LONGEST_SLEEP_S)
-        self.waited_s += time.perf_counter() - begin
+        give_up_s = begin + (math.inf if healthy else _HEALING_S)
 
-    def _may_go_on(self) -> bool:
-        self._deaths.end_if_any()
-        if self._interrupt.signal is not None:
-            self.stop_now(Stop.SIGNAL)
-        return self._all_written() or self.stop is not Stop.NONE
+        def may_go_on() -> bool:
+            self._deaths.end_if_any()
+            if self._interrupt.signal is not None:
+                self.stop_now(Stop.SIGNAL)
+            self._write()
+            return self._all_written() or self.stop is not Stop.NONE or time.perf_counter() > give_up_s
+
+        what = f"[rank {self._rank}] the model of rank {', '.join(map(str, self._in))}"
+        wait_quietly(may_go_on, None, self._interrupt, _LONGEST_SLEEP_S, what)
+        self.waited_s += time.perf_counter() - begin
+        if not self._all_written() and self.stop is Stop.NONE:
+            raise PalaError(
+                f"[rank {self._rank}] its parameters are not finite and no peer has sent finite ones for "
+                f"{_HEALING_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
+            )
 
 
 _COUNTS = ("staleness_updates", "mixes", "models_sent", "models_mixed", "sends_without_buffer")

@@ -83,7 +83,7 @@ def run(comm: Any, options: argparse.Namespace, facts: dict[str, Any], threads: 
     envs = build_envs(comm, config, threads)
     agent = build_agent(comm, config, envs)
     first = agent.flat.data.clone()
-    for variant in [v for v in options.variants if not is_done(options, v)]:
+    for variant in [v for v in options.variants if not is_done(options, v, comm.size)]:
         seeds = derive(config.seed, comm.rank, f"environments {variant}", envs.num_envs)
         agent.flat.data.copy_(first)
         agent.a2c.mean_square.zero_()
@@ -91,26 +91,29 @@ def run(comm: Any, options: argparse.Namespace, facts: dict[str, Any], threads: 
         every = settings.pop("every", 1)
         of_variant = replace(config, exchange=replace(config.exchange, **settings))
         probe = Segments(comm, of_variant, agent, ContinuedEnvs(envs, seeds), every)
+        rows = []
         for segment in range(options.segments):
             begin = time.perf_counter()
             row = probe.segment(options.steps // options.segments)
+            rows.append({
+                "variant": variant, "seed": options.seed, "ranks": comm.size, "segment": segment + 1,
+                "segments": options.segments, "asked_steps": options.steps,
+                "seconds": round(time.perf_counter() - begin, 1),
+            } | row | {key: facts[key] for key in ("command", "git_commit", "git_dirty", "versions")})  # fmt: skip
             if comm.rank == 0:
-                row = {
-                    "variant": variant, "seed": options.seed, "ranks": comm.size, "segment": segment + 1,
-                    "steps": (segment + 1) * options.steps // options.segments,
-                    "seconds": round(time.perf_counter() - begin, 1),
-                } | row | {key: facts[key] for key in ("command", "git_commit", "git_dirty", "versions")}  # fmt: skip
-                with open(options.output, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print({k: v for k, v in row.items() if k not in facts}, flush=True)
+                print({k: v for k, v in rows[-1].items() if k not in facts}, flush=True)
+        if comm.rank == 0:
+            with open(options.output, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
     envs.close()
 
 
-def is_done(options: argparse.Namespace, variant: str) -> bool:
-    """Whether the output has this variant's last segment with this seed."""
+def is_done(options: argparse.Namespace, variant: str, ranks: int) -> bool:
+    """Whether the output has this variant, as it is asked for now."""
     lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
-    last = {"variant": variant, "seed": options.seed, "segment": options.segments}
-    return any(last.items() <= json.loads(line).items() for line in lines)
+    wanted = {"variant": variant, "seed": options.seed, "ranks": ranks, "segments": options.segments}
+    wanted["asked_steps"] = options.steps
+    return any(wanted.items() <= json.loads(line).items() for line in lines)
 
 
 class Segments:
@@ -122,6 +125,7 @@ class Segments:
         self.comm, self.config, self.agent, self.envs, self.every = comm, config, agent, envs, every
         self.generator = torch.Generator().manual_seed(int(derive(config.seed, comm.rank, "actions")[0]))
         self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
+        self.steps = 0  # of all ranks
 
     def segment(self, steps: int) -> dict[str, Any]:
         """Train for `steps` of all ranks, then probe. Collective."""
@@ -144,6 +148,7 @@ class Segments:
         records: list[dict[str, Any]] = []
         learner.run(self.seeds, records.extend, lambda: None)
         exchange.close(300)
+        self.steps += sum(comm.allgather(learner.counters.local_steps))
         exchange.between_steps = lambda: None  # type: ignore[method-assign]  # the probe plays on without it
         return self.probe(learner, records)
 
@@ -174,6 +179,7 @@ class Segments:
         updates = sum(r["updates"] for r in intervals)
         mean = x.mean(0)
         return {
+            "steps": self.steps,
             "gradient_cosine_between": float(np.mean([(unit[i] * unit[j]).sum(-1) for i, j in pairs])),
             "gradient_cosine_within": float((unit[:, 1:] * unit[:, :-1]).sum(-1).mean()),
             "gradient_signal": float((g.mean((0, 1)) ** 2).sum() / (g**2).sum(-1).mean()),

@@ -35,6 +35,8 @@ PANELS = ("mean_return", "gradient_cosine_between", "policy_kl", "distance")
 def main() -> None:
     """Read all rows, write the table and the picture."""
     rows = [json.loads(line) for file in sys.argv[1:] for line in Path(file).read_text().splitlines()]
+    if len(kinds := {(row["ranks"], row["segments"], row["asked_steps"]) for row in rows}) > 1:
+        sys.exit(f"The files are not of one experiment: ranks, segments and steps are {sorted(kinds)}.")
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     (HERE / "table.md").write_text(make_table(rows, variants) + "\n")
     draw(rows, variants)
@@ -70,9 +72,11 @@ def draw(rows: list[dict[str, Any]], variants: list[str]) -> None:
     for axes, key in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         for number, variant in enumerate(variants):
             own = [row for row in rows if row["variant"] == variant]
-            steps = sorted({row["steps"] for row in own})
-            means = [[row[key] for row in own if row["steps"] == step and row[key] is not None] for step in steps]
-            points = [(step, statistics.fmean(of_step)) for step, of_step in zip(steps, means, strict=True) if of_step]
+            points = []
+            for segment in sorted({row["segment"] for row in own}):
+                there = [row for row in own if row["segment"] == segment and row[key] is not None]
+                if there:
+                    points.append([statistics.fmean(row[what] for row in there) for what in ("steps", key)])
             axes.plot(
                 *zip(*points, strict=True), label=variant, color=COLOURS[number % len(COLOURS)],
                 linestyle="-" if number < len(COLOURS) else "--", marker=".",
