@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from pala.errors import PalaError
 
@@ -15,10 +17,17 @@ def write_atomically(path: Path, data: bytes) -> None:
 
     So does one after a crash of the machine. Raises OSError, and then the old file is as it was.
     """
+    with open_atomically(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """`write_atomically` for what is too large to be held as bytes: the file takes its place when the block ends."""
     neighbour = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(neighbour, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(neighbour, path)
