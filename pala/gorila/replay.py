@@ -1,0 +1,245 @@
+"""Replay: a bounded memory of the transitions that one rank's environments made.
+
+A frame is stored once, though `frame_stack` observations hold it, and each environment has a ring of its own. Row r
+of a ring has the newest frame of an observation and what was done there; row r + 1 has that of the observation after.
+So a transition is one row, and the two stacks are cut out of the ring when it is sampled:
+
+    row             5     6     7     8     9           8 is the last observation before a time limit: no transition
+    frame           f5    f6    f7    f8    f9          9 is the first of the next episode, a row without a past
+    frames before   3     3     3     3     0           those of the same episode, as far as a stack goes
+    transition      yes   yes   yes   no    no yet
+
+A row from which no step was made is a *gap*, which is never sampled but takes a row of the capacity: the last
+observation at a time limit, and the last before new games began (after a resume).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium
+import numpy as np
+
+from pala.envs import Step
+from pala.errors import PalaError
+from pala.files import open_atomically
+
+_FILE = "PALA replay memory 1"  # the number is the format's
+_SLAB_BYTES = 16 << 20  # of one read or write
+
+
+class Batch(NamedTuple):
+    """N transitions.
+
+    A time limit does not terminate: the value of the next observation, there the last of the cut episode, stands for
+    the rest of the return.
+    """
+
+    observations: np.ndarray  # [N, *obs]
+    actions: np.ndarray  # [N] int64
+    rewards: np.ndarray  # [N] float32, as the environments gave them (clipped or not)
+    next_observations: np.ndarray  # [N, *obs]; where a game is over, the first of the next game: not to be used
+    terminated: np.ndarray  # [N] bool: the return ends here (a game over, or a lost life) and is not bootstrapped
+
+
+class Replay:
+    """The newest `capacity` transitions of `num_envs` environments, sampled uniformly.
+
+    `capacity` is of all environments together; each has an equal share (rounded down), of which a gap takes one.
+    `frame_stack` frames make an observation, the oldest first, and those before an episode's first are zeros, as
+    ale-py's vector environment gives them; with 1 an observation is stored as it is. All memory is reserved at once,
+    but a page of it is taken only when it is first written. Raises PalaError.
+    """
+
+    def __init__(self, capacity: int, num_envs: int, observation_space: gymnasium.Space, frame_stack: int = 1) -> None:
+        shape, dtype = observation_space.shape, observation_space.dtype
+        assert shape is not None and (frame_stack == 1 or shape[0] == frame_stack)
+        self._rows = capacity // num_envs
+        if self._rows == 0:
+            raise PalaError(
+                f"A replay memory of {capacity} transitions is too small for {num_envs} environments: "
+                "each needs at least one."
+            )
+        self._file_header = (
+            f"{_FILE}: {num_envs} environments x {self._rows} transitions of {dtype} {list(shape)} "
+            f"in stacks of {frame_stack}\n"
+        )
+        self._stack = frame_stack
+        self._observation_shape = shape
+        self._frame_shape = shape if frame_stack == 1 else shape[1:]
+        self._envs = np.arange(num_envs)
+        self._heads = np.full(num_envs, -1)  # the newest observation's row, not wrapped around
+        self._begun = False
+        # The oldest transition's stack begins `frame_stack` - 1 rows before it; the newest observation has a row too.
+        self._ring_rows = self._rows + frame_stack
+        ring = (num_envs, self._ring_rows)
+        try:
+            self._frames = np.zeros((*ring, *self._frame_shape), dtype)
+            self._past_frames = np.zeros(ring, np.uint8)  # of the same episode, at most `frame_stack` - 1
+            self._is_transition = np.zeros(ring, bool)
+            self._actions = np.zeros(ring, np.int64)
+            self._rewards = np.zeros(ring, np.float32)
+            self._terminated = np.zeros(ring, bool)
+        except (MemoryError, ValueError):
+            raise PalaError(
+                f"The system does not grant the memory for {capacity:,} transitions of {dtype} {list(shape)}: "
+                "lower the replay memory's capacity."
+            ) from None
+
+    def __len__(self) -> int:
+        """Transitions that can be sampled."""
+        return int(np.count_nonzero(self._is_transition))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the memory takes when it is full."""
+        return self._heads.nbytes + sum(ring.nbytes for ring in self._rings())
+
+    @property
+    def bytes_per_transition(self) -> int:
+        """Of one row; `memory_bytes` has `frame_stack` rows more than transitions for each environment."""
+        return sum(ring[0, 0].nbytes for ring in self._rings())
+
+    def begin(self, observations: np.ndarray) -> None:
+        """Take the observations [B, *obs] of a reset of all environments: before the first `add`, and after `load`."""
+        self._advance(self._envs)  # what was the newest row becomes a gap
+        self._place(self._envs, observations, np.ones(len(self._envs), bool))
+        self._begun = True
+
+    def add(self, actions: np.ndarray, step: Step) -> None:
+        """Take the transitions of one step: `actions` [B] and what `Envs.step` gave for them."""
+        assert self._begun, "`begin` takes the first observations"
+        row = (self._envs, self._heads % self._ring_rows)
+        self._actions[row], self._rewards[row], self._terminated[row] = actions, step.rewards, step.terminated
+        self._is_transition[row] = True
+        self._advance(self._envs)
+        cut = np.flatnonzero(step.truncated)
+        if cut.size:
+            self._place(cut, step.final_observations, np.zeros(cut.size, bool))
+            self._advance(cut)
+        first = np.zeros(len(self._envs), bool)  # not after a lost life: the game and its stack of frames go on
+        first[[episode.env_index for episode in step.episodes]] = True
+        self._place(self._envs, step.observations, first)
+
+    def sample(self, count: int, rng: np.random.Generator) -> Batch:
+        """`count` transitions, each drawn uniformly from all (so one can come twice). Raises ValueError if empty."""
+        if not self._is_transition.any():
+            raise ValueError("The replay memory is empty: nothing can be sampled yet.")
+        envs, rows = self._draw(count, rng)
+        return Batch(
+            observations=self._observations(envs, rows),
+            actions=self._actions[envs, rows],
+            rewards=self._rewards[envs, rows],
+            next_observations=self._observations(envs, rows + 1),
+            terminated=self._terminated[envs, rows],
+        )
+
+    def save(self, path: Path) -> None:
+        """Write what is filled, atomically. Raises OSError.
+
+        A file of our own, since what holds gigabytes must not be copied as a whole: a line of text, the arrays' bytes,
+        and their CRC.
+        """
+        crc = 0
+        with open_atomically(path) as file:
+            file.write(self._file_header.encode())
+            for slab in self._slabs():
+                data = slab.tobytes()
+                crc = zlib.crc32(data, crc)
+                file.write(data)
+            file.write(crc.to_bytes(4, "little"))
+
+    def load(self, path: Path) -> None:
+        """Take what `save` wrote instead of what is here; `begin` must follow, since environments begin new games.
+
+        Raises PalaError if the file cannot be read or is of another memory than this one; then the memory is empty.
+        """
+        try:
+            self._read(path)
+        except BaseException:
+            self._is_transition[:] = False
+            self._heads[:] = -1
+            raise
+        finally:
+            self._begun = False
+
+    def _advance(self, envs: np.ndarray) -> None:
+        """Begin a row in the rings of `envs`; the oldest transition goes."""
+        self._heads[envs] += 1
+        self._is_transition[envs, (self._heads[envs] - self._rows - 1) % self._ring_rows] = False
+
+    def _place(self, envs: np.ndarray, observations: np.ndarray, first: np.ndarray) -> None:
+        """Store the newest frames of `observations` [N, *obs] in the newest rows; `first` [N]: of their episodes."""
+        stacks = observations.reshape(len(envs), self._stack, *self._frame_shape)
+        if stacks[first, :-1].any():
+            raise PalaError(
+                f"An episode's first observation is not {self._stack - 1} frames of zeros and one other; the replay "
+                "memory cannot store the frames of this environment once: use a frame stack of 1 for it."
+            )
+        rows = self._heads[envs] % self._ring_rows
+        self._frames[envs, rows] = stacks[:, -1]
+        past = self._past_frames[envs, rows - 1] + 1  # row -1 is the last of the ring, as it should be
+        self._past_frames[envs, rows] = np.where(first, 0, np.minimum(past, self._stack - 1))
+
+    def _draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """(environments, rows) of `count` transitions: uniform over all rows, and drawn again where there is a gap."""
+        ends = np.cumsum(np.minimum(self._heads, self._rows))  # the rings' newest rows in one line
+        drawn = rng.integers(ends[-1], size=count)
+        while True:
+            envs = np.searchsorted(ends, drawn, side="right")
+            rows = (self._heads[envs] - ends[envs] + drawn) % self._ring_rows
+            gaps = ~self._is_transition[envs, rows]
+            if not gaps.any():
+                return envs, rows
+            drawn[gaps] = rng.integers(ends[-1], size=np.count_nonzero(gaps))
+
+    def _observations(self, envs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The observations [N, *obs] whose newest frames are in `rows` [N]."""
+        ages = np.arange(self._stack - 1, -1, -1)
+        past = self._past_frames[envs, rows % self._ring_rows]
+        stacks = self._frames[envs[:, None], (rows[:, None] - ages) % self._ring_rows]
+        stacks[ages > past[:, None]] = 0
+        return stacks.reshape(len(rows), *self._observation_shape)
+
+    def _rings(self) -> list[np.ndarray]:
+        return [
+            self._frames, self._past_frames, self._is_transition, self._actions, self._rewards, self._terminated
+        ]  # fmt: skip
+
+    def _slabs(self) -> Iterator[np.ndarray]:
+        """Views of all that is filled, one after the other. The heads come first and say how much that is."""
+        yield self._heads
+        filled = min(max(int(self._heads.max()) + 1, 0), self._ring_rows)
+        for ring in self._rings():
+            rows = max(_SLAB_BYTES // ring[:, 0].nbytes, 1)
+            for start in range(0, filled, rows):
+                yield ring[:, start : min(start + rows, filled)]
+
+    def _read(self, path: Path) -> None:
+        crc = 0
+        try:
+            with open(path, "rb") as file:
+                header = file.readline(1000).decode(errors="replace")
+                if header != self._file_header:
+                    raise self._refusal(path, header)
+                for slab in self._slabs():
+                    data = file.read(slab.nbytes)
+                    if len(data) < slab.nbytes:
+                        raise PalaError(f"Replay memory '{path}' is damaged: it ends too early.")
+                    crc = zlib.crc32(data, crc)
+                    slab[:] = np.frombuffer(data, slab.dtype).reshape(slab.shape)
+                if file.read(5) != crc.to_bytes(4, "little"):
+                    raise PalaError(f"Replay memory '{path}' is damaged: its checksum does not fit.")
+        except OSError as error:
+            raise PalaError(f"Replay memory '{path}' cannot be read ({error}).") from None
+
+    def _refusal(self, path: Path, header: str) -> PalaError:
+        if not header.startswith(f"{_FILE}: "):
+            return PalaError(f"'{path}' is damaged, or no replay memory that this version of PALA reads.")
+        theirs, ours = (text.removeprefix(f"{_FILE}: ").strip() for text in (header, self._file_header))
+        return PalaError(
+            f"Replay memory '{path}' is of {theirs}, this run's of {ours}: resume with the settings it was made with."
+        )

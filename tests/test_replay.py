@@ -1,0 +1,324 @@
+"""The replay memory against a slow list of all that was really played."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gymnasium.spaces import Box
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pala.config import EnvConfig
+from pala.envs import Episode, Step, make_envs
+from pala.errors import PalaError
+from pala.gorila.replay import Batch, Replay
+
+Row = tuple  # what tells a transition from all others; an empty one is a gap
+
+
+def told(batch: Batch) -> list[Row]:
+    observations, actions, rewards, next_observations, terminated = batch
+    return [
+        (observations[i].tobytes(), actions[i], rewards[i], next_observations[i].tobytes(), bool(terminated[i]))
+        for i in range(len(actions))
+    ]
+
+
+class History:
+    """A replay memory, and beside it a list of every environment's transitions and gaps, whole stacks and all."""
+
+    def __init__(self, replay: Replay, num_envs: int, capacity: int) -> None:
+        self.replay, self.rows_per_env = replay, capacity // num_envs
+        self.played: list[list[Row]] = [[] for _ in range(num_envs)]
+        self.observations: np.ndarray | None = None
+
+    def begin(self, observations: np.ndarray) -> None:
+        if self.observations is not None:  # new games follow
+            for rows in self.played:
+                rows.append(())
+        self.observations = observations.copy()
+        self.replay.begin(observations)
+
+    def add(self, actions: np.ndarray, step: Step) -> None:
+        after = step.observations.copy()
+        after[step.truncated] = step.final_observations
+        made = told(Batch(self.observations, actions, step.rewards, after, step.terminated))
+        for rows, row, cut in zip(self.played, made, step.truncated, strict=True):
+            rows.extend([row, ()] if cut else [row])
+        self.observations = step.observations.copy()
+        self.replay.add(actions, step)
+
+    def newest(self) -> list[Row]:
+        return [row for rows in self.played for row in rows[-self.rows_per_env :] if row]
+
+    def check(self, rng: np.random.Generator, draws: int = 40) -> None:
+        """What can be drawn is what was played last: all of it, and nothing else."""
+        newest = self.newest()
+        assert len(self.replay) == len(newest)
+        if newest:  # of n transitions, k n draws leave one out with a probability below n exp(-k)
+            drawn = {row for _ in range(draws) for row in told(self.replay.sample(len(newest), rng))}
+            assert drawn == set(newest)
+
+
+# ---- a planted game --------------------------------------------------------------------------------------------------
+
+FRAMES, VECTORS = (np.uint8, (2, 2)), (np.float32, (3,))
+
+
+class Game:
+    """Environments whose every frame is new: each step ends as it is told to ('on', 'life', 'over' or 'limit')."""
+
+    def __init__(self, num_envs: int, frame_stack: int, kind: tuple) -> None:
+        self.dtype, self.shape = kind
+        self.num_frames = 0
+        self.stacks = [deque[np.ndarray](maxlen=frame_stack) for _ in range(num_envs)]
+        self.space = Box(0, 255, self.shape if frame_stack == 1 else (frame_stack, *self.shape), self.dtype)
+
+    def _frame(self) -> np.ndarray:
+        self.num_frames += 1
+        if self.dtype == np.uint8:
+            return np.array([self.num_frames], "<i4").view(np.uint8).reshape(self.shape)
+        return np.full(self.shape, self.num_frames, self.dtype)
+
+    def _observation(self, env: int) -> np.ndarray:
+        return np.stack(self.stacks[env]).reshape(self.space.shape)
+
+    def _first(self, env: int) -> None:
+        self.stacks[env].extend([np.zeros(self.shape, self.dtype)] * (self.stacks[env].maxlen - 1) + [self._frame()])
+
+    def reset(self) -> np.ndarray:
+        for env in range(len(self.stacks)):
+            self._first(env)
+        return np.stack([self._observation(env) for env in range(len(self.stacks))])
+
+    def step(self, ends: list[str]) -> Step:
+        final = []
+        for env, end in enumerate(ends):
+            self.stacks[env].append(self._frame())
+            if end == "limit":
+                final.append(self._observation(env))
+            if end in ("over", "limit"):
+                self._first(env)
+        return Step(
+            np.stack([self._observation(env) for env in range(len(ends))]),
+            np.arange(len(ends), dtype=np.float32) + self.num_frames,
+            np.array([end in ("life", "over") for end in ends]),
+            np.array([end == "limit" for end in ends]),
+            np.array(final, self.dtype).reshape(-1, *self.space.shape),
+            [Episode(0.0, 0, env) for env, end in enumerate(ends) if end in ("over", "limit")],
+        )
+
+
+def planted(num_envs: int, rows_per_env: int, frame_stack: int, kind: tuple = FRAMES) -> tuple[Game, History]:
+    game, capacity = Game(num_envs, frame_stack, kind), rows_per_env * num_envs
+    history = History(Replay(capacity, num_envs, game.space, frame_stack), num_envs, capacity)
+    history.begin(game.reset())
+    return game, history
+
+
+def play(game: Game, history: History, ends: list[str]) -> None:
+    history.add(np.arange(len(ends)) + game.num_frames, game.step(ends))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_is_drawn_was_played(data):
+    """Any ends, life losses and new starts, checked on the way: also while the oldest is overwritten."""
+    num_envs, kind = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([FRAMES, VECTORS]))
+    frame_stack = data.draw(st.integers(1, 4)) if kind is FRAMES else 1
+    game, history = planted(num_envs, data.draw(st.integers(1, 9)), frame_stack, kind)
+    rng = np.random.default_rng(0)
+    end = st.sampled_from(["on", "on", "on", "life", "over", "limit"])
+    moves = st.lists(end, min_size=num_envs, max_size=num_envs) | st.sampled_from(["reset", "check"])
+    for move in data.draw(st.lists(moves, max_size=40)):
+        if move == "reset":
+            history.begin(game.reset())
+        elif move == "check":
+            history.check(rng)
+        else:
+            play(game, history, move)
+    history.check(rng)
+
+
+def test_sampling_is_uniform_over_environments_and_around_gaps():
+    game, history = planted(num_envs=2, rows_per_env=10, frame_stack=4)
+    for _ in range(5):
+        play(game, history, ["limit", "on"])
+        play(game, history, ["on", "life"])
+    transitions = history.newest()
+    assert len(transitions) == 7 + 10  # the limits' own rows are in the first environment's ten
+    drawn = told(history.replay.sample(17_000, np.random.default_rng(0)))
+    counts = np.array([drawn.count(row) for row in transitions])
+    assert np.abs(counts - 1000).max() < 5 * np.sqrt(1000)
+
+
+def test_the_same_generator_draws_the_same():
+    game, history = planted(num_envs=2, rows_per_env=10, frame_stack=2)
+    for _ in range(8):
+        play(game, history, ["on", "over"])
+    batches = [told(history.replay.sample(32, np.random.default_rng(seed))) for seed in (1, 1, 2)]
+    assert batches[0] == batches[1] != batches[2]
+
+
+def test_nothing_is_drawn_from_an_empty_memory():
+    game, history = planted(num_envs=2, rows_per_env=3, frame_stack=4)
+    assert len(history.replay) == 0
+    with pytest.raises(ValueError, match="empty"):
+        history.replay.sample(1, np.random.default_rng(0))
+    play(game, history, ["over", "limit"])
+    history.check(np.random.default_rng(0))
+
+
+def test_frames_that_are_not_stacked_as_ale_stacks_them_are_refused():
+    replay = Replay(8, 2, Box(0, 255, (4, 2, 2), np.uint8), frame_stack=4)
+    with pytest.raises(PalaError, match="frame stack of 1"):
+        replay.begin(np.ones((2, 4, 2, 2), np.uint8))
+
+
+# ---- Atari -----------------------------------------------------------------------------------------------------------
+
+
+def atari(game: str, **settings: object) -> Iterator[tuple[np.ndarray, Step]]:
+    """First (observations, None), then (actions, step) for ever, at random."""
+    envs = make_envs(EnvConfig(f"ALE/{game}-v5", num_envs=2, **settings))
+    rng = np.random.default_rng(0)
+    yield envs.reset(np.array([1, 2], np.int32)), None
+    while True:
+        actions = rng.integers(0, envs.action_space.n, 2)
+        yield actions, envs.step(actions)
+
+
+@pytest.mark.parametrize(
+    ("game", "settings", "steps", "ends"),
+    [
+        ("Breakout", {}, 260, {"life", "over"}),
+        ("Breakout", {"terminal_on_life_loss": False}, 260, {"over"}),
+        ("Seaquest", {"max_episode_frames": 500}, 260, {"life", "limit"}),
+        ("Pong", {"max_episode_frames": 100, "frame_stack": 2}, 110, {"limit"}),
+        ("SpaceInvaders", {"frame_stack": 1, "frame_skip": 12}, 260, {"life", "over"}),
+    ],
+)
+def test_rebuilt_stacks_are_what_the_emulators_gave(game, settings, steps, ends):
+    config = EnvConfig(**settings)
+    space = Box(0, 255, (config.frame_stack, 84, 84), np.uint8)
+    history, rng = History(Replay(80, 2, space, config.frame_stack), 2, 80), np.random.default_rng(0)
+    playing, seen = atari(game, **settings), set()
+    history.begin(next(playing)[0])
+    for count, (actions, step) in zip(range(1, steps + 1), playing, strict=False):
+        history.add(actions, step)
+        over = np.isin([0, 1], [episode.env_index for episode in step.episodes])
+        seen |= {name for name, which in (
+            ("life", step.terminated & ~over), ("over", step.terminated & over), ("limit", step.truncated)
+        ) if which.any()}  # fmt: skip
+        if count % 36 == 0 or count == steps:
+            history.check(rng, draws=12)
+    assert seen == ends
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_million_atari_frames_fit_in_8_gib():
+    space = Box(0, 255, (4, 84, 84), np.uint8)
+    replay = Replay(1_000_000, 16, space, frame_stack=4)  # no page of it is written here
+    assert 84 * 84 < replay.bytes_per_transition < 84 * 84 + 32
+    assert replay.bytes_per_transition * 1_000_000 < replay.memory_bytes < 8 << 30
+    arrays = [value for value in vars(replay).values() if isinstance(value, np.ndarray)]
+    assert replay.memory_bytes <= sum(array.nbytes for array in arrays) <= replay.memory_bytes + 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("capacity", "words"), [(3, "3 transitions is too small for 4 environments"), (10**15, "lower"), (10**19, "lower")]
+)
+def test_a_capacity_that_cannot_be_is_one_sentence(capacity, words):
+    with pytest.raises(PalaError, match=words):
+        Replay(capacity, 4, Box(0, 255, (4, 84, 84), np.uint8), frame_stack=4)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 5, 30])
+@pytest.mark.parametrize("kind", [FRAMES, VECTORS])
+def test_a_memory_goes_on_after_it_was_saved(tmp_path, steps, kind, monkeypatch):
+    """A file in many small pieces; the games after it are new ones, also when the ring was full and is overwritten."""
+    monkeypatch.setattr("pala.gorila.replay._SLAB_BYTES", 50)
+    frame_stack = 4 if kind is FRAMES else 1
+    game, history = planted(2, 12, frame_stack, kind)
+    for step in range(steps):
+        play(game, history, ["limit" if step % 7 == 6 else "on", "over" if step % 5 == 4 else "on"])
+    history.replay.save(tmp_path / "replay")
+
+    restored = Replay(24, 2, game.space, frame_stack)
+    restored.begin(game.reset())  # goes with whatever else the memory has
+    restored.load(tmp_path / "replay")
+    history.replay, rng = restored, np.random.default_rng(0)
+    history.check(rng)
+    with pytest.raises(AssertionError, match="begin"):
+        restored.add(np.zeros(2, np.int64), game.step(["on", "on"]))
+    history.begin(game.reset())
+    for _ in range(16):
+        play(game, history, ["on", "life"])
+        history.check(rng)
+
+
+def test_only_what_is_filled_is_written(tmp_path):
+    game = Game(2, 4, FRAMES)
+    replay = Replay(20_000, 2, game.space, 4)
+    replay.begin(game.reset())
+    replay.add(np.zeros(2, np.int64), game.step(["on", "on"]))
+    replay.save(tmp_path / "replay")
+    assert (tmp_path / "replay").stat().st_size < 500 < replay.memory_bytes
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    game, history = planted(num_envs=2, rows_per_env=5, frame_stack=4)
+    for _ in range(8):
+        play(game, history, ["on", "limit"])
+    path = tmp_path_factory.mktemp("saved") / "replay"
+    history.replay.save(path)
+    return path
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_damaged_file_is_refused_and_leaves_an_empty_memory(saved, tmp_path, data):
+    whole = saved.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :]
+    damaged = data.draw(st.sampled_from([flipped, whole[:at], whole + whole[at:], flipped[:at]]))
+    (tmp_path / "replay").write_bytes(damaged)
+    game = Game(2, 4, FRAMES)
+    history = History(Replay(10, 2, game.space, 4), 2, 10)
+    with pytest.raises(PalaError):
+        history.replay.load(tmp_path / "replay")
+    history.begin(game.reset())
+    play(game, history, ["on", "over"])
+    history.check(np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "num_envs", "shape", "dtype", "frame_stack"),
+    [
+        (12, 2, (4, 2, 2), np.uint8, 4),
+        (10, 1, (4, 2, 2), np.uint8, 4),
+        (10, 2, (4, 1, 4), np.uint8, 4),
+        (10, 2, (4, 2, 2), np.uint8, 1),
+        (10, 2, (4, 2, 2), np.int8, 4),
+    ],
+)
+def test_a_file_of_another_memory_is_refused(saved, capacity, num_envs, shape, dtype, frame_stack):
+    replay = Replay(capacity, num_envs, Box(0, 100, shape, dtype), frame_stack)
+    with pytest.raises(PalaError, match="is of 2 environments x 5 transitions of uint8") as caught:
+        replay.load(saved)
+    assert f"this run's of {num_envs} environments x {capacity // num_envs} " in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(PalaError, match="No such file"):
+        Replay(10, 2, Box(0, 255, (3,), np.float32)).load(tmp_path / "replay")
