@@ -5,7 +5,8 @@ A configuration is made in three layers, the later over the earlier: the default
 wrong type is a `PalaError` that names the file, the key and the nearest known key.
 
 Sources: [GALA] Assran et al. 2019, arXiv 1906.04585, and its released settings; [PALA] the PALA paper and its
-released settings; [A3C] Mnih et al. 2016, arXiv 1602.01783; [DQN] Mnih et al. 2015.
+released settings; [A3C] Mnih et al. 2016, arXiv 1602.01783; [DQN] Mnih et al. 2015, Nature 518; [Gorila] Nair et al.
+2015, arXiv 1507.04296.
 "Steps" are agent decisions; one Atari step is `frame_skip` emulator frames. `local_` is one rank, `global_` all ranks.
 """
 
@@ -60,14 +61,14 @@ class EnvConfig:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The actor-critic network. Image observations get GALA's convolutions, vectors an MLP."""
+    """The network of either algorithm. Image observations get GALA's convolutions, vectors an MLP."""
 
     conv_channels: tuple[int, int, int] = (32, 64, 32)
-    """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32]."""
+    """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32; DQN: 32, 64, 64]."""
     conv_hidden: int = 512
-    """Units of the linear layer behind the convolutions [GALA: 512]."""
+    """Units of the linear layer behind the convolutions [GALA, DQN: 512]."""
     mlp_hidden: tuple[int, ...] = (64, 64)
-    """Units of each hidden layer (tanh) for vector observations, policy and value apart. Ours."""
+    """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation are
     float32. bfloat16 is faster where the processor or GPU has its instructions. Ours."""
@@ -138,6 +139,75 @@ class ExchangeConfig:
 
 
 @dataclass(frozen=True)
+class GorilaConfig:
+    """Gorila: DQN whose actors, learners, replay and parameter server are roles that ranks take [Gorila]."""
+
+    roles: Literal["bundled", "separate"] = "bundled"
+    """`bundled`: every rank acts, learns and holds replay [Gorila]; the first `num_shards` ranks serve parameters too
+    (ours). `separate`: a rank has one role, and the four numbers below add up to the number of ranks."""
+    num_actors: int = 0
+    """Ranks that play, if `separate`."""
+    num_learners: int = 0
+    """Ranks that compute gradients, if `separate`."""
+    num_replays: int = 0
+    """Ranks that hold replay, if `separate` and `replay` is global; each needs an actor that fills it."""
+    num_shards: int = 1
+    """Ranks that serve parameters, each a slice of all [Gorila: 31]."""
+    replay: Literal["local", "global"] = "local"
+    """`local`: steps stay on their actor's rank, whose learner samples them (`separate`: learners share out the
+    actors) [Gorila]. `global`: every learner samples from all ranks that hold replay [Gorila]."""
+    replay_capacity_steps: int = 1_000_000
+    """Steps that the replay holds over all ranks, 7 KB each for Atari; the oldest are overwritten [DQN: 1 M; Gorila:
+    1 M a bundle]. Over all ranks is ours: more ranks on a host need no more memory."""
+    min_replay_steps: int = 50_000
+    """Steps over all ranks before learning begins [DQN]."""
+    save_replay: bool = False
+    """Keep the replay in checkpoints too; otherwise a resumed run fills it anew before it learns on. Ours."""
+    minibatch_size: int = 32
+    """Transitions sampled for one gradient [DQN]."""
+    update_period_steps: int = 4
+    """Environment steps over all ranks for each gradient over all learners, who wait rather than learn more often
+    [DQN: 4]."""
+    parameters_period_updates: int = 1
+    """Gradients of a learner between two fetches of parameters; an actor's rank without learner: as many times
+    `update_period_steps` of its steps. Ours."""
+    gamma: float = 0.99
+    """Discount a step [DQN]."""
+    double_dqn: bool = False
+    """The online network chooses the next action that the target network values (van Hasselt et al. 2016)."""
+    target_period_updates: int = 60_000
+    """Server updates between two copies of the parameters to the target network [Gorila: 60,000; DQN: 10,000]."""
+    optimiser: Literal["adagrad", "rmsprop"] = "adagrad"
+    """How the server applies gradients: AdaGrad [Gorila]; RMSprop, not centred [DQN: centred]."""
+    adagrad_learning_rate: float = 1e-2
+    """Step size of AdaGrad. Ours; not tuned."""
+    adagrad_epsilon: float = 1e-5
+    """Added to the root of the sum of squares. Ours."""
+    rmsprop_learning_rate: float = 2.5e-4
+    """Step size of RMSprop [DQN]."""
+    rmsprop_alpha: float = 0.95
+    """Decay of the mean square an update [DQN]."""
+    rmsprop_epsilon: float = 1e-5
+    """Added to the mean square, under the root [DQN: 0.01 for gradients summed over 32 transitions; here they are
+    averaged, so 0.01 / 32²]."""
+    max_staleness_updates: int = 100
+    """A shard discards gradients computed with parameters more than so many of its updates old [Gorila]. The number is
+    ours; as many as learners, times `parameters_period_updates`, is usual."""
+    loss_filter_deviations: float = 5.0
+    """A learner discards gradients whose mean absolute error is more than so many standard deviations above the running
+    mean ("several" [Gorila]); 0 discards none. 5 is ours."""
+    loss_filter_horizon_updates: int = 1000
+    """Gradients that the running mean and deviation remember; of the first so many, none is discarded. Ours."""
+    epsilon_first: float = 1.0
+    """Probability of a random action until learning begins [DQN]."""
+    epsilon_last: float = 0.1
+    """Probability of a random action after `epsilon_decay_steps` [DQN, Gorila]."""
+    epsilon_decay_steps: int = 1_000_000
+    """Steps over all ranks, since learning began, in which epsilon falls linearly [DQN: 1 M "frames", which the
+    released code counts in steps]."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Where results go and how often."""
 
@@ -168,13 +238,18 @@ class EvaluationConfig:
     num_envs: int = 16
     """Episodes played at the same time."""
     greedy: bool = False
-    """The most probable action instead of a sampled one [PALA and GALA sample]."""
+    """A2C: the most probable action instead of a sampled one [PALA and GALA sample]."""
+    epsilon: float = 0.05
+    """Gorila: probability of a random action instead of the best [DQN, Gorila: 0.05]."""
 
 
 @dataclass(frozen=True)
 class Config:
     """Everything that decides a run, but for the number of ranks, which is mpirun's."""
 
+    algorithm: Literal["a2c", "gorila"] = "a2c"
+    """`a2c`: actor-learners, as the sections `a2c` and `exchange` say. `gorila`: DQN with a parameter server,
+    as the section `gorila` says."""
     total_steps: int = 40_000_000
     """Budget of environment steps over all ranks [GALA: 40 M]."""
     seed: int = 1
@@ -183,6 +258,7 @@ class Config:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     a2c: A2CConfig = field(default_factory=A2CConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    gorila: GorilaConfig = field(default_factory=GorilaConfig)
     run: RunConfig = field(default_factory=RunConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
@@ -242,8 +318,17 @@ _RANGES: dict[str, tuple[float, float]] = {
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
     "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.1, 1e6), "exchange.top_k_fraction": (1e-9, 1),
+    "gorila.num_actors": (0, 1e6), "gorila.num_learners": (0, 1e6), "gorila.num_replays": (0, 1e6),
+    "gorila.num_shards": (1, 1e6), "gorila.replay_capacity_steps": (1, 1e12), "gorila.min_replay_steps": (1, 1e12),
+    "gorila.minibatch_size": (1, 1e6), "gorila.update_period_steps": (1, 1e9),
+    "gorila.parameters_period_updates": (1, 1e9), "gorila.gamma": (0, 1), "gorila.target_period_updates": (1, 1e12),
+    "gorila.adagrad_learning_rate": (0, 1e6), "gorila.adagrad_epsilon": (1e-15, 1),
+    "gorila.rmsprop_learning_rate": (0, 1e6), "gorila.rmsprop_alpha": (0, 1), "gorila.rmsprop_epsilon": (1e-15, 1),
+    "gorila.max_staleness_updates": (0, 1e12),
+    "gorila.loss_filter_deviations": (0, 1e6), "gorila.loss_filter_horizon_updates": (2, 1e9),
+    "gorila.epsilon_first": (0, 1), "gorila.epsilon_last": (0, 1), "gorila.epsilon_decay_steps": (1, 1e12),
     "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
-    "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4),
+    "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4), "evaluation.epsilon": (0, 1),
 }  # fmt: skip
 
 
@@ -257,6 +342,7 @@ def check(config: Config, source: str) -> None:
         if not all(width >= 1 for width in values[key]):
             raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
     check_exchange(config.exchange, source)
+    check_gorila(config, source)
     name = config.run.name
     if name in (".", "..") or "/" in name:
         raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
@@ -277,8 +363,56 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
         if (value := getattr(exchange, key)) not in values:
             raise PalaError(
                 f"{source}: 'exchange.{key}' is {value!r}, but 'exchange.kind' is {exchange.kind!r}, which has "
-                f"{' and '.join(map(repr, values))} only; 'gossip' has all."
+                f"{_listed(values)} only; 'gossip' has all."
             )
+
+
+def check_gorila(config: Config, source: str) -> None:
+    """Raise PalaError for settings of Gorila that do not go together."""
+    gorila = config.gorila
+    check_roles(gorila, source)
+    if gorila.min_replay_steps > gorila.replay_capacity_steps:
+        raise PalaError(
+            f"{source}: 'gorila.min_replay_steps' is {gorila.min_replay_steps}, but 'gorila.replay_capacity_steps' is "
+            f"{gorila.replay_capacity_steps}, so learning would never begin; lower the one or raise the other."
+        )
+    if gorila.epsilon_last > gorila.epsilon_first:
+        raise PalaError(
+            f"{source}: 'gorila.epsilon_last' is {gorila.epsilon_last:g}, above 'gorila.epsilon_first' "
+            f"({gorila.epsilon_first:g}), but epsilon falls; lower the one or raise the other."
+        )
+    allowed = {"precision": ("float32",), "passes": ("auto", "autograd")} if config.algorithm == "gorila" else {}
+    for key, values in allowed.items():
+        if (value := getattr(config.network, key)) not in values:
+            raise PalaError(
+                f"{source}: 'network.{key}' is {value!r}, but 'algorithm' is 'gorila': it has {_listed(values)} only."
+            )
+
+
+def check_roles(gorila: GorilaConfig, source: str) -> None:
+    """Raise PalaError for a role that nobody has, or that cannot be counted so."""
+    for key in ("num_actors", "num_learners", "num_replays"):
+        number, uncounted = getattr(gorila, key), ""
+        if gorila.roles == "bundled":
+            uncounted = "'gorila.roles' is 'bundled', in which every rank acts, learns and holds replay"
+        elif key == "num_replays" and gorila.replay == "local":
+            uncounted = "'gorila.replay' is 'local': it is on the actors' ranks"
+        if uncounted and number:
+            raise PalaError(f"{source}: 'gorila.{key}' is {number}, but {uncounted}; leave it out.")
+        if not uncounted and number == 0:
+            raise PalaError(
+                f"{source}: 'gorila.{key}' is 0, but 'gorila.roles' is 'separate', which needs at least one; set it, "
+                "or set 'gorila.roles' to 'bundled'."
+            )
+    if gorila.num_replays > gorila.num_actors:
+        raise PalaError(
+            f"{source}: 'gorila.num_replays' is {gorila.num_replays}, but each is filled by actors of its own and "
+            f"'gorila.num_actors' is {gorila.num_actors}; lower the one or raise the other."
+        )
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    return " and ".join(map(repr, values))
 
 
 def build(cls: type[T], table: dict[str, Any], source: str) -> T:

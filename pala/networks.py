@@ -1,4 +1,4 @@
-"""Actor-critic networks, their action distributions, and flat parameter storage."""
+"""Networks' trunks, the actor-critic over them, its action distributions, and flat parameter storage."""
 
 from __future__ import annotations
 
@@ -83,31 +83,26 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         self.distribution = _distribution(action_space)
-        shape = observation_space.shape
-        if not isinstance(observation_space, gymnasium.spaces.Box) or shape is None or len(shape) not in (1, 3):
-            raise PalaError(f"Observations must be a Box of one or three dimensions, not {observation_space}.")
-        self.is_image = len(shape) == 3
-        if self.is_image and observation_space.dtype != "uint8":
-            raise PalaError(f"Image observations must be uint8, not {observation_space.dtype}; wrap the environment.")
-        if self.is_image:
-            self.trunk, features = _conv_trunk(shape, config), config.conv_hidden
-        else:
-            self.trunk, features = _mlp_trunk(shape[0], config.mlp_hidden)
-            self.value_trunk, _ = _mlp_trunk(shape[0], config.mlp_hidden)
-        self.policy_head = _orthogonal(nn.Linear(features, self.distribution.num_outputs), 0.01)
-        self.value_head = _orthogonal(nn.Linear(features, 1), 1.0)
+        self.trunk, features = make_trunk(observation_space, config)
+        self.is_image = len(observation_space.shape or ()) == 3
+        if not self.is_image:
+            self.value_trunk, _ = make_trunk(observation_space, config)
+        self.policy_head = orthogonal(nn.Linear(features, self.distribution.num_outputs), 0.01)
+        self.value_head = orthogonal(nn.Linear(features, 1), 1.0)
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        observations = self._prepare(observations)
+        observations = as_inputs(observations)
         features = self.trunk(observations)
         value_features = features if self.is_image else self.value_trunk(observations)
         with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
             return self.policy_head(features.float()), self.value_head(value_features.float()).squeeze(-1)
 
-    def _prepare(self, observations: Tensor) -> Tensor:
-        if self.is_image:
-            return channels_last(observations).to(torch.float32).mul_(1 / 255)
-        return observations.to(torch.float32)
+
+def as_inputs(observations: Tensor) -> Tensor:
+    """What a trunk takes of observations [B, ...]: float32; images scaled to 0..1 and channels-last."""
+    if observations.dim() == 4:
+        return channels_last(observations).to(torch.float32).mul_(1 / 255)
+    return observations.to(torch.float32)
 
 
 def channels_last(images: Tensor) -> Tensor:
@@ -124,7 +119,20 @@ def _distribution(space: gymnasium.Space) -> Categorical | Gaussian:
     raise PalaError(f"Actions must be Discrete or a Box, not {space}; wrap the environment.")
 
 
-def _orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> nn.Module:
+def make_trunk(space: gymnasium.Space, config: NetworkConfig) -> tuple[nn.Sequential, int]:
+    """Convolutions for images, an MLP for vectors, and the number of features. Raises PalaError for other spaces."""
+    shape = space.shape
+    if not isinstance(space, gymnasium.spaces.Box) or shape is None or len(shape) not in (1, 3):
+        raise PalaError(f"Observations must be a Box of one or three dimensions, not {space}.")
+    if len(shape) == 1:
+        return _mlp_trunk(shape[0], config.mlp_hidden)
+    if space.dtype != "uint8":
+        raise PalaError(f"Image observations must be uint8, not {space.dtype}; wrap the environment.")
+    return _conv_trunk(shape, config), config.conv_hidden
+
+
+def orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> nn.Module:
+    """The layer with orthogonal weights of this gain and no bias."""
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
@@ -137,13 +145,13 @@ def _conv_trunk(shape: tuple[int, ...], config: NetworkConfig) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (out, kernel, stride) in enumerate(zip(config.conv_channels, (8, 4, 3), (4, 2, 1), strict=True), 1):
         height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-        layers[f"conv{i}"] = _orthogonal(nn.Conv2d(channels, out, kernel, stride), gain)
+        layers[f"conv{i}"] = orthogonal(nn.Conv2d(channels, out, kernel, stride), gain)
         layers[f"relu{i}"] = nn.ReLU()
         channels = out
     if height < 1 or width < 1:
         raise PalaError(f"Image observations {shape} are too small for the convolutions; 84 x 84 is usual.")
     layers["flatten"] = _FlattenChannelsLast()
-    layers["linear"] = _orthogonal(nn.Linear(height * width * channels, config.conv_hidden), gain)
+    layers["linear"] = orthogonal(nn.Linear(height * width * channels, config.conv_hidden), gain)
     layers["relu"] = nn.ReLU()
     return nn.Sequential(layers)
 
@@ -158,7 +166,7 @@ class _FlattenChannelsLast(nn.Module):
 def _mlp_trunk(inputs: int, hidden: Iterable[int]) -> tuple[nn.Sequential, int]:
     layers: list[nn.Module] = []
     for width in hidden:
-        layers += [_orthogonal(nn.Linear(inputs, width), math.sqrt(2)), nn.Tanh()]
+        layers += [orthogonal(nn.Linear(inputs, width), math.sqrt(2)), nn.Tanh()]
         inputs = width
     return nn.Sequential(*layers), inputs
 

@@ -40,7 +40,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _STYLES = ("-", "--", ":", "-.")
 _WITHOUT_INFLUENCE = (
     "run.name", "run.dir", "run.console", "run.log_interval_s", "run.tensorboard", "run.checkpoint_interval_s",
-    "evaluation.episodes", "evaluation.num_envs", "evaluation.greedy",
+    "evaluation.episodes", "evaluation.num_envs", "evaluation.greedy", "evaluation.epsilon",
 )  # fmt: skip
 _READ_BY = {  # settings of the exchange; a kind that is not here reads all
     "none": (), "allreduce": (), "shared_memory": ("exchange.topology", "exchange.max_staleness"),

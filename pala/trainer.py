@@ -55,6 +55,8 @@ def train(
     """Train on all ranks of `comm`. Collective."""
     with Interrupt().installed() as interrupt:
         check_agreement(comm, config)
+        if config.algorithm == "gorila":
+            raise CollectiveError("'algorithm' is 'gorila', which cannot be trained yet; set it to 'a2c'.")
         job = _Job(comm, config, make_env, interrupt)
         try:
             job.build(resume)

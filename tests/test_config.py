@@ -37,7 +37,7 @@ def test_every_preset_loads_and_says_something(path):
         ("gamma = 0.9", "unknown key 'gamma'; did you mean 'a2c.gamma'?"),
         ("[a2c]\nnum_envs = 4", "unknown key 'a2c.num_envs'; did you mean 'env.num_envs'?"),
         ("[exchnage]\nkind = 'none'", "unknown key 'exchnage'"),
-        ("qqqq = 1", "unknown key 'qqqq'; here are total_steps, seed, env, "),
+        ("qqqq = 1", "unknown key 'qqqq'; here are algorithm, total_steps, seed, env, "),
         ("seed = 'one'", "'seed' is 'one' (str) but must be of type int."),
         ("seed = 1.5", "'seed' is 1.5 (float) but must be of type int."),
         ("seed = true", "'seed' is True (bool) but must be of type int."),

@@ -73,8 +73,8 @@ class Teller(nn.Module):
 def configured(total_steps: int = 5 * BATCH, seed: int = 1, **a2c: object) -> Config:
     """A record of the metrics and a checkpoint after every update."""
     return Config(
-        total_steps, seed, EnvConfig(num_envs=ENVS), NetworkConfig(mlp_hidden=(8,)),
-        A2CConfig(rollout_steps=STEPS, **a2c), run=RunConfig(log_interval_s=0, checkpoint_interval_s=0),
+        total_steps=total_steps, seed=seed, env=EnvConfig(num_envs=ENVS), network=NetworkConfig(mlp_hidden=(8,)),
+        a2c=A2CConfig(rollout_steps=STEPS, **a2c), run=RunConfig(log_interval_s=0, checkpoint_interval_s=0),
     )  # fmt: skip
 
 

@@ -1,0 +1,66 @@
+"""Who does what: the roles of every rank, from the configuration and the number of ranks. Pure.
+
+`bundled`: every rank acts, learns and holds replay; the first ones serve a shard too. `separate`: the ranks are shards
+first, then replays, learners and actors, one role each; with a local replay, actors hold it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pala.config import GorilaConfig
+from pala.errors import PalaError
+
+
+class Roles(NamedTuple):
+    """The ranks of each role, rising; a rank may have several roles."""
+
+    shards: tuple[int, ...]  # shard i is served by rank shards[i]
+    replays: tuple[int, ...]
+    learners: tuple[int, ...]
+    actors: tuple[int, ...]
+    replay_is_local: bool
+
+    def replay_of(self, actor: int) -> int:
+        """The rank that holds what this actor plays."""
+        return self.replays[self.actors.index(actor) % len(self.replays)]
+
+    def sampled_by(self, learner: int) -> tuple[int, ...]:
+        """The ranks whose replay this learner samples: all, or of a local replay its share (bundled: its own).
+
+        With fewer replays than learners, several learners share one.
+        """
+        if not self.replay_is_local:
+            return self.replays
+        groups = min(len(self.learners), len(self.replays))
+        mine = self.learners.index(learner) % groups
+        return self.replays[mine::groups]
+
+
+def assign(config: GorilaConfig, num_ranks: int) -> Roles:
+    """The roles of a job of so many ranks. Raises PalaError if they cannot be shared out; the configuration itself is
+    checked already (`config.check`)."""
+    local = config.replay == "local"
+    if config.roles == "bundled":
+        if config.num_shards > num_ranks:
+            raise PalaError(
+                f"'gorila.num_shards' is {config.num_shards}, but a rank serves one shard and the job has "
+                f"{_counted(num_ranks, 'rank')}; lower it, or start more ranks."
+            )
+        everybody = tuple(range(num_ranks))
+        return Roles(everybody[: config.num_shards], everybody, everybody, everybody, local)
+    counts = (config.num_shards, config.num_replays, config.num_learners, config.num_actors)
+    if sum(counts) != num_ranks:
+        names = ("shard", "replay", "learner", "actor")
+        asked = ", ".join(_counted(count, name) for count, name in zip(counts, names, strict=True) if count)
+        raise PalaError(
+            f"'gorila.roles' is 'separate' with {asked}: {_counted(sum(counts), 'rank')}, but the job has {num_ranks}; "
+            f"start it with `mpirun -np {sum(counts)}`, or change the 'gorila.num_...' so that every rank has one role."
+        )
+    ranks = iter(range(num_ranks))
+    shards, replays, learners, actors = (tuple(next(ranks) for _ in range(count)) for count in counts)
+    return Roles(shards, actors if local else replays, learners, actors, local)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
