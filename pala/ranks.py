@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FINALIZE_S = 60.0
+_ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
 
 
 def start_mpi() -> MPI.Comm:
@@ -143,6 +144,8 @@ def abort(comm: MPI.Comm, error: BaseException) -> NoReturn:
         say(f"pala: rank {comm.rank} failed; {'the job ends' if is_alone(comm) else 'the others go on'}.\n{text}")
     if not is_alone(comm) and not isinstance(error, (EndError, KeyboardInterrupt)):
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
+    if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
+        time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
     comm.Abort(status)
     raise error  # not reached
 

@@ -397,7 +397,7 @@ def test_by_hand_mpirun_is_tried(any_mpi: Launcher, tmp_path: Path) -> None:
     assert done.returncode == int(root) and done.stderr == ""
     assert ("STOP  You are root, and Open MPI's mpirun refuses" in done.stdout) == root
     assert f"mpirun refuses {len(os.sched_getaffinity(0)) + 1} ranks" in done.stdout
-    assert "fits the library" in done.stdout
+    assert "fits the library" in " ".join(done.stdout.split())  # the path before it may be long
 
 
 @pytest.mark.mpi

@@ -221,6 +221,6 @@ def test_the_death_of_a_rank_ends_the_job_with_a_sentence(any_mpi: Launcher, kin
     job.wait(30)
     assert job.status != 0 and "Rank 1 has died, and this 'exchange.kind' cannot go on" in job.output, job.output
     assert not record_of(run)["completed"]
-    assert not processes_in(tmp_path)
+    wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
     job = any_mpi.train(3, "--resume", str(run), "--total-steps", "2000", cwd=tmp_path)
     assert job.status == 0, job.output
