@@ -24,7 +24,7 @@ from pala.config import Config
 from pala.envs import Envs
 from pala.errors import PalaError
 from pala.exchange.base import Exchange
-from pala.exchange.protocol import Stop
+from pala.exchange.budget import Stop
 from pala.metrics import Record, Stopwatch
 from pala.networks import FlatParameters
 from pala.runtime import Interrupt, say

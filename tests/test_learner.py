@@ -20,8 +20,8 @@ from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
 from pala.errors import PalaError
 from pala.exchange.base import ExchangeState
+from pala.exchange.budget import Stop
 from pala.exchange.none import NoExchange
-from pala.exchange.protocol import Stop
 from pala.learner import Counters, Learner
 from pala.metrics import SECTIONS, Record
 from pala.networks import ActorCritic, Categorical, FlatParameters

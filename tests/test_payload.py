@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pala.config import ExchangeConfig
+from pala.exchange.budget import Stop
 from pala.exchange.payload import Payload, ReceiveBuffer, SendBuffer, TopK, make_payload
-from pala.exchange.protocol import GossipProtocol, Stop
-from pala.exchange.wire import Format, Kind, Message, Refusal, Wire
+from pala.exchange.protocol import GossipProtocol
+from pala.exchange.wire import Format, Kind, Message, Refusal, Wire, gossip_sizes
 
 RANKS, PARAMETERS, SIGNATURE = 5, 41, 0xFEDCBA9876543210
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ class Node:
         config = ExchangeConfig(compression=compression, top_k_fraction=fraction)
         self.parameters = parameters.clone()
         self.payload: Payload = make_payload(config, self.parameters)
-        self.wire = Wire(ranks, parameters.numel(), SIGNATURE, self.payload.sizes)
+        self.wire = Wire(ranks, parameters.numel(), SIGNATURE, gossip_sizes(self.payload.sizes))
         self.send, self.inbox = (
             kind(self.wire, self.payload, parameters.device) for kind in (SendBuffer, ReceiveBuffer)
         )
@@ -341,7 +342,7 @@ def test_when_parts_would_be_longer_models_go_whole() -> None:
         node = Node(normal(0), "top_k", fraction=fraction)
         node.parameters += 1
         assert isinstance(node.wire.decode(node.message()), Message)
-        assert len(node.message()) == node.wire.model_bytes == node.wire.control_bytes + 4 * PARAMETERS
+        assert len(node.message()) == node.wire.most_bytes == node.wire.control_bytes + 4 * PARAMETERS
 
 
 # ---- top_k: many ranks -----------------------------------------------------------------------------------------------

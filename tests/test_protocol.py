@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pala.exchange import topology as graph
-from pala.exchange.protocol import GossipProtocol, Mix, Stop
+from pala.exchange.budget import Stop
+from pala.exchange.protocol import GossipProtocol, Mix
 from pala.exchange.virtual import Scenario, VirtualCluster
 from pala.simulate.check import try_all
 from pala.simulate.schedules import MIXINGS, NETWORKS, STALENESS, TOPOLOGIES, InvariantError, check, schedule

@@ -26,7 +26,7 @@ comm = start_mpi()
 from pala.config import ExchangeConfig
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ExchangeState
-from pala.exchange.protocol import Stop
+from pala.exchange.budget import Stop
 from pala.exchange.shared_memory import SharedMemory
 from pala.runtime import Interrupt
 start = ExchangeState([0] * comm.size, 0, 0, 1.0)

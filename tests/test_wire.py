@@ -10,9 +10,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pala.exchange.budget import Stop
 from pala.exchange.payload import Float32, ReceiveBuffer, SendBuffer
-from pala.exchange.protocol import GossipProtocol, Stop
-from pala.exchange.wire import Kind, Message, Refusal, Wire
+from pala.exchange.protocol import GossipProtocol
+from pala.exchange.wire import Kind, Message, Refusal, Wire, gossip_sizes
 
 RANKS, PARAMETERS, SIGNATURE = 5, 37, 0xFEDCBA9876543210
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ devices = pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cud
 
 
 def wire(ranks: int = RANKS, parameters: int = PARAMETERS, signature: int = SIGNATURE) -> Wire:
-    return Wire(ranks, parameters, signature, Float32(torch.zeros(parameters)).sizes)
+    return Wire(ranks, parameters, signature, gossip_sizes(Float32(torch.zeros(parameters)).sizes))
 
 
 def send_buffer(of: Wire | None = None, device: torch.device = CPU) -> SendBuffer:
@@ -158,7 +159,7 @@ def test_truncated_and_oversized_messages_are_refused() -> None:
         assert isinstance(wire().decode(data), Message)
         for length in {*range(0, len(data), 7), len(data) - 1}:
             assert isinstance(wire().decode(data[:length]), Refusal), length
-        for extra in (1, 64, wire().model_bytes):
+        for extra in (1, 64, wire().most_bytes):
             assert isinstance(wire().decode(np.concatenate([data, np.zeros(extra, np.uint8)])), Refusal), extra
 
 

@@ -27,7 +27,7 @@ from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
 from pala.exchange import ExchangeState, Stop, make_exchange
 from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
-from pala.exchange.wire import Kind, Message, Wire
+from pala.exchange.wire import Kind, Message, Wire, gossip_sizes
 from pala.learner import Counters, Learner
 from pala.metrics import SECTIONS, Record
 from pala.networks import ActorCritic
@@ -179,7 +179,7 @@ def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -
     `receive`, its bytes copied, checked and added; `mix`. Medians. Caches are emptied before each, as by an update."""
     now, other = _clock(parameters.device), torch.zeros(_CACHE_BYTES // 4)
     mixed, payload = parameters.clone(), make_payload(config, parameters)
-    wire = Wire(2, parameters.numel(), 0, payload.sizes)
+    wire = Wire(2, parameters.numel(), 0, gossip_sizes(payload.sizes))
     buffer, inbox = SendBuffer(wire, payload, parameters.device), ReceiveBuffer(wire, payload, parameters.device)
     message = Message(Kind.MODEL, 0, 0, 1.0, Stop.NONE, np.zeros(2, np.uint64))
 

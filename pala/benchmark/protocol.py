@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from pala.exchange.protocol import GossipProtocol
-from pala.exchange.wire import Format, Kind, Message, Refusal, Wire
+from pala.exchange.wire import NOTHING, Kind, Message, Refusal, Wire, gossip_sizes
 
 _BLOCK = 200  # messages that are timed together, at least
 
@@ -43,8 +43,8 @@ class _Rank:
         self.protocol = GossipProtocol(
             rank, num_ranks, topology="random", mixing="uniform", max_staleness=10, budget_steps=1 << 62, seed=1
         )
-        self._wire = Wire(num_ranks, 0, signature=1, sizes={Format.FLOAT32: range(1)})  # models without parameters
-        self._bytes = np.zeros(self._wire.model_bytes, np.uint8)
+        self._wire = Wire(num_ranks, 0, signature=1, sizes=gossip_sizes(NOTHING))  # models without parameters
+        self._bytes = np.zeros(self._wire.most_bytes, np.uint8)
 
     def update(self) -> tuple[tuple[int, ...], np.ndarray]:
         """The peers that get a model after this update, and its header."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from pala.config import Config, ExchangeConfig
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import Exchange, ExchangeState
+from pala.exchange.budget import Stop
 from pala.exchange.gossip import Gossip
 from pala.exchange.none import NoExchange
-from pala.exchange.protocol import Stop
 from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.runtime import Interrupt
 from pala.seeding import derive

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pala.exchange.base import Exchange, ExchangeState, agree_on_end
-from pala.exchange.protocol import Stop
+from pala.exchange.budget import Stop
 from pala.faults import Deaths, is_death, wait_quietly
 from pala.runtime import Interrupt, say
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pala.errors import PalaError
-from pala.exchange.protocol import Stop
+from pala.exchange.budget import Stop
 from pala.faults import among_the_living, wait_quietly
 from pala.runtime import Interrupt, say
 

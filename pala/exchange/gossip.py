@@ -22,10 +22,11 @@ from torch import Tensor
 from pala.config import ExchangeConfig
 from pala.errors import PalaError
 from pala.exchange.base import Exchange, ExchangeState, agree_on_end, average_of_ranks
+from pala.exchange.budget import Stop
 from pala.exchange.data_proxy import DataProxy
 from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
-from pala.exchange.protocol import GossipProtocol, Stop
-from pala.exchange.wire import Format, Kind, Message, Refusal, Wire
+from pala.exchange.protocol import GossipProtocol
+from pala.exchange.wire import Format, Kind, Message, Refusal, Wire, gossip_sizes
 from pala.runtime import Interrupt, say
 
 _SEND_BUFFERS = 2
@@ -48,8 +49,8 @@ class Gossip(Exchange):
             budget_steps=budget_steps, seed=seed, local_steps=start.local_steps, base_steps=start.base_steps,
             round_=start.round, weight=start.weight, whole_every=payload.whole_every, patience_s=config.patience_s,
         )  # fmt: skip
-        self._wire = Wire(comm.size, parameters.numel(), signature, payload.sizes)
-        self.message_bytes = self._wire.model_bytes
+        self._wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(payload.sizes))
+        self.message_bytes = self._wire.most_bytes
         self._inbox = ReceiveBuffer(self._wire, payload, parameters.device)
         self._make_send_buffer = partial(SendBuffer, self._wire, payload, parameters.device)
         self._send_buffers = [self._make_send_buffer() for _ in range(_SEND_BUFFERS)]

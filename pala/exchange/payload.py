@@ -272,7 +272,7 @@ class SendBuffer:
 
     def __init__(self, wire: Wire, payload: Payload, device: torch.device) -> None:
         self._wire, self._payload = wire, payload
-        self._block = torch.zeros(wire.model_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._block = torch.zeros(wire.most_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.bytes: np.ndarray = self._block.numpy()  # as many as the message has
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
@@ -316,7 +316,7 @@ class ReceiveBuffer:
         cuda = device.type == "cuda"
         self._control_bytes, self._payload = wire.control_bytes, payload
         blocks = 2 if payload.keeps_block else 1
-        self._blocks = [torch.empty(wire.model_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(blocks)]
+        self._blocks = [torch.empty(wire.most_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(blocks)]
         self._stream = torch.cuda.Stream(device) if cuda else None
 
     @property

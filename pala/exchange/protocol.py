@@ -32,31 +32,17 @@ debt stays until it is paid, and a rank that mixed k rounds at once owes its mod
 Mixing. `uniform`: x <- (x + sum of k models) / (1 + k), the rule of GALA and PALA. `push_sum`: each model carries a
 weight; a sender keeps one part of its weight and gives the others away; a receiver takes the weighted mean and adds
 the weights. The sum of all weights, those in flight included, is the number of ranks.
-
-Budget. Every message carries the local steps of all ranks as far as its sender knows; they are merged by maximum, so
-the known total never exceeds the true one. A rank that sees the budget met stops and tells log2 n others, who pass it
-on. Overshoot: what is done while the news travels.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from pala.exchange import topology as graph
+from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.process_lock import ProcessLock
-
-
-class Stop(enum.IntEnum):
-    """Why training ends."""
-
-    NONE = 0
-    BUDGET = 1
-    SIGNAL = 2
 
 
 class Mix(NamedTuple):
@@ -66,7 +52,7 @@ class Mix(NamedTuple):
     senders: tuple[int, ...]
 
 
-class GossipProtocol:
+class GossipProtocol(StepBudget):
     """The state of one rank. Every method is a pure transition; none communicates."""
 
     def __init__(
@@ -74,21 +60,17 @@ class GossipProtocol:
         local_steps: Iterable[int] | None = None, base_steps: int = 0, round_: int = 0, weight: float = 1.0,
         whole_every: int = 1, again_s: float = 2.0, patience_s: float = 5.0,
     ) -> None:  # fmt: skip
-        """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks.
+        """`local_steps`, `base_steps`: as in `StepBudget`.
 
         `whole_every`: of so many sends one must carry the whole model, the others may carry a part. Prime, or in the
         exponential graph, whose rounds repeat, some ranks might get no whole model at all.
         """
-        self.rank, self.size = rank, size
+        super().__init__(rank, size, budget_steps, local_steps, base_steps)
         self.topology, self.push_sum, self.max_staleness = topology, mixing == "push_sum", max_staleness
-        self.budget_steps, self.base_steps, self.seed = budget_steps, base_steps, seed
-        start = np.zeros(size) if local_steps is None else list(local_steps)
-        self.local_steps = np.array(start, np.uint64)
+        self.seed = seed
         self.round, self.weight = round_, weight
         self.staleness = 0
-        self.stop = Stop.NONE
         self.lock = ProcessLock()
-        self.living: Sequence[int] = range(size)  # a list once a rank is dead: 10,000 such lists would take 4 GB
         self.healthy = True  # this rank's model is finite
         self.waits_given_up = 0
         self._owed: list[int] = []
@@ -108,8 +90,6 @@ class GossipProtocol:
         self._gave_up = False  # waited in vain: goes on without a mix until a model comes
         self._returning = False
         self._stale: set[int] = set()  # of a returning rank: peers whose next model may be as old as its own
-        self._stop_told = False
-        self._check_budget()
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
@@ -139,7 +119,6 @@ class GossipProtocol:
         """This rank made one update from `steps` environment steps. `healthy`: its model is finite."""
         self.healthy = healthy
         self._learn_pace()
-        self.local_steps[self.rank] += np.uint64(steps)
         self.staleness += len(self.living) > 1
         if self.max_staleness > 0:
             self._owed.clear()
@@ -149,7 +128,7 @@ class GossipProtocol:
         # Who waits to heal should not have to wait for its turn as well.
         self._owed += [p for p in sorted(self._wants_whole) if p in self.living and p not in self._owed]
         self._rounds_due = 1
-        self._check_budget()
+        self.add_steps(steps)
 
     def is_stale(self, sender: int, took_s: float) -> bool:
         """True if the model that has come from `sender`, in so many seconds, is too old to be received: its sender
@@ -182,31 +161,12 @@ class GossipProtocol:
 
     def peer_died(self, peer: int) -> None:
         """`peer` is gone, and with it the weight it held."""
-        if peer in self.living:
-            self.living = [p for p in self.living if p != peer]
-            self.lock.release(peer)
-            self.silent.discard(peer)
-            self._owed = [p for p in self._owed if p != peer]
-            self._stop_told = False  # whom the dead peer should have told must hear it from others
-
-    def news(self, local_steps: np.ndarray, stop: Stop) -> None:
-        """What a message says of everyone's steps and of the end. uint64 [size]."""
-        np.maximum(self.local_steps, local_steps, out=self.local_steps)
-        if self.stop is Stop.NONE and stop is not Stop.NONE:
-            self.stop = stop
-        self._check_budget()
-
-    def stop_now(self, reason: Stop) -> None:
-        """This rank ends training, and will tell the others."""
-        if self.stop is Stop.NONE:
-            self.stop = reason
+        super().peer_died(peer)
+        self.lock.release(peer)
+        self.silent.discard(peer)
+        self._owed = [p for p in self._owed if p != peer]
 
     # ---- what to do ----------------------------------------------------------------------------------------------
-
-    @property
-    def global_steps(self) -> int:
-        """Environment steps of all ranks, as far as known here: never more than were made."""
-        return self.base_steps + int(self.local_steps.sum())
 
     @property
     def patience_s(self) -> float:
@@ -287,13 +247,6 @@ class GossipProtocol:
             self.weight += received
         return Mix(fraction, senders)
 
-    def tell_stop(self) -> tuple[int, ...]:
-        """Peers to tell that training ends: once, when it does."""
-        if self.stop is Stop.NONE or self._stop_told:
-            return ()
-        self._stop_told = True
-        return graph.broadcast_peers(self.rank, self.living)
-
     @property
     def can_mix(self) -> bool:
         """True if a full round of models has come, and at least one could be accepted."""
@@ -326,7 +279,3 @@ class GossipProtocol:
         if not self.silent:
             return self.living
         return [peer for peer in self.living if peer not in self.silent or peer in self._inbox]
-
-    def _check_budget(self) -> None:
-        if self.stop is Stop.NONE and self.global_steps >= self.budget_steps:
-            self.stop = Stop.BUDGET

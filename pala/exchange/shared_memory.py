@@ -27,7 +27,7 @@ from torch import Tensor
 from pala.config import ExchangeConfig
 from pala.errors import PalaError
 from pala.exchange.base import End, Exchange, ExchangeState, agree_on_end, average_of_ranks
-from pala.exchange.protocol import Stop
+from pala.exchange.budget import Stop
 from pala.exchange.topology import out_peers
 from pala.faults import Deaths, wait_quietly
 from pala.ranks import meet

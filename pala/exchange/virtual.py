@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pala.exchange.protocol import GossipProtocol, Stop
+from pala.exchange.budget import Stop
+from pala.exchange.protocol import GossipProtocol
 
 Range = tuple[float, float]
 Learn = Callable[[int, np.ndarray], None]

@@ -4,9 +4,10 @@
 |---|---|
 | 0-63 | little endian: magic `PALA`, version, kind, format, stop, sender, ranks, round, signature, weight, size |
 | 64-... | local steps of every rank, uint64, padded to a multiple of 64 bytes |
-| then | parameters in the header's format (kind MODEL only; see `payload.py`) |
+| then | of some kinds: parameters or arrays, in the header's format |
 
-Formats: FLOAT32 and BFLOAT16 hold every parameter; TOP_K holds int32 indices, rising, then as many float32 values.
+Formats: FLOAT32 and BFLOAT16 hold every parameter; TOP_K holds int32 indices, rising, then as many float32 values
+(`payload.py`); ARRAYS hold steps of environments (`pala/gorila/`).
 
 The signature is a hash of the network's parameter names and shapes, so that models of another network are refused.
 `decode` believes nothing: any bytes give a `Message` or a `Refusal` with a sentence.
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pala.exchange.protocol import Stop
+from pala.exchange.budget import Stop
 
 _MAGIC, _VERSION = b"PALA", 1
 _HEADER = struct.Struct("<4sHBBBxxxIIQQdQ")
@@ -38,6 +39,16 @@ class Kind(enum.IntEnum):
     CREDIT = 2  # the receiver's process lock is free again
     STOP = 3  # training ends
     ASK_WHOLE = 4  # a credit for a part of a model, from a rank that only a whole one can heal
+    GRADIENT = 5  # of a shard's slice, computed with the parameters of version `round`
+    GRADIENT_AND_FETCH = 6  # the same, to be answered by PARAMETERS
+    FETCH = 7  # asks a shard for PARAMETERS
+    PARAMETERS = 8  # a shard's slice, of version `round`
+    FETCH_TARGET = 9  # asks a shard for TARGET
+    TARGET = 10  # a shard's slice of the target network, the `round`-th
+    RESET = 11  # the first frames of an actor's environments
+    EXPERIENCE = 12  # one step of an actor's environments
+    SAMPLE = 13  # asks for BATCH
+    BATCH = 14  # a minibatch of transitions
 
 
 class Format(enum.IntEnum):
@@ -46,6 +57,7 @@ class Format(enum.IntEnum):
     FLOAT32 = 1
     BFLOAT16 = 2
     TOP_K = 3  # a part of a model
+    ARRAYS = 4
 
 
 class Message(NamedTuple):
@@ -66,19 +78,26 @@ class Refusal(NamedTuple):
     reason: str
 
 
-_WITHOUT_PARAMETERS = {Format.FLOAT32: range(1)}
+Sizes = Mapping[Format, range]
+NOTHING: Sizes = {Format.FLOAT32: range(1)}  # behind the counters
+
+
+def gossip_sizes(model: Sizes) -> dict[Kind, Sizes]:
+    """The messages of a run that gossips, whose models have these sizes."""
+    return {Kind.MODEL: model, Kind.CREDIT: NOTHING, Kind.STOP: NOTHING, Kind.ASK_WHOLE: NOTHING}
 
 
 class Wire:
-    """The messages of one run: so many ranks, so many parameters, this network, these formats."""
+    """The messages of one run: so many ranks, so many parameters, this network, these kinds."""
 
-    def __init__(self, num_ranks: int, num_parameters: int, signature: int, sizes: Mapping[Format, range]) -> None:
-        """`sizes`: bytes that a model of each allowed format may have behind the counters."""
+    def __init__(self, num_ranks: int, num_parameters: int, signature: int, sizes: Mapping[Kind, Sizes]) -> None:
+        """`sizes`: bytes that a message of each allowed kind and format may have behind the counters."""
         self.num_ranks, self.num_parameters, self.signature = num_ranks, num_parameters, signature
         self._sizes = sizes
         counters = 8 * num_ranks
         self.control_bytes = _ALIGNMENT + -(-counters // _ALIGNMENT) * _ALIGNMENT
-        self.model_bytes = self.control_bytes + max(allowed[-1] for allowed in sizes.values())  # the largest model
+        most = max(allowed[-1] for formats in sizes.values() for allowed in formats.values())
+        self.most_bytes = self.control_bytes + most  # of any message
 
     def encode(self, message: Message, into: np.ndarray) -> None:
         """Write header and counters to the first `control_bytes` of a uint8 buffer."""
@@ -89,7 +108,7 @@ class Wire:
         into[_ALIGNMENT : _ALIGNMENT + 8 * self.num_ranks] = message.local_steps.astype("<u8").view(np.uint8)
 
     def decode(self, data: np.ndarray) -> Message | Refusal:
-        """Any uint8 bytes to a Message or a Refusal; the parameters are looked at by `ReceiveBuffer.check`."""
+        """Any uint8 bytes to a Message or a Refusal; what is behind the counters is looked at by others."""
         if len(data) < self.control_bytes:
             return Refusal(f"it has {len(data)} bytes, fewer than a header")
         magic, version, kind, format_, stop, sender, ranks, round_, signature, weight, parameters = _HEADER.unpack_from(
@@ -97,13 +116,13 @@ class Wire:
         )
         if magic != _MAGIC or version != _VERSION:
             return Refusal(f"it begins with {magic!r} version {version}")
-        if kind not in set(Kind) or stop not in set(Stop):
+        if kind not in self._sizes or stop not in set(Stop):
             return Refusal(f"its kind is {kind} and its stop {stop}")
         if ranks != self.num_ranks or sender >= ranks:
             return Refusal(f"it comes from rank {sender} of {ranks}, not of {self.num_ranks}")
         if signature != self.signature or parameters != self.num_parameters:
             return Refusal(f"it is of another network ({parameters} parameters, not {self.num_parameters})")
-        sizes = self._sizes if kind == Kind.MODEL else _WITHOUT_PARAMETERS
+        sizes = self._sizes[kind]
         if format_ not in sizes:
             return Refusal(f"its format is {format_}, which this run does not use")
         if len(data) - self.control_bytes not in sizes[Format(format_)]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pala.errors import PalaError
-from pala.exchange.wire import Format, Wire
+from pala.exchange.wire import NOTHING, Wire, gossip_sizes
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def model_bytes_of(job: dict[str, Any]) -> int:
 
 
 def _header_bytes(ranks: int) -> int:
-    return Wire(ranks, 0, 0, {Format.FLOAT32: range(1)}).control_bytes
+    return Wire(ranks, 0, 0, gossip_sizes(NOTHING)).control_bytes
 
 
 def num_hosts(job: dict[str, Any]) -> int:

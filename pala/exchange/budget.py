@@ -1,0 +1,77 @@
+"""The budget of environment steps that all ranks share, and the news of its end. Pure.
+
+Every message carries the local steps of all ranks as far as its sender knows; they are merged by maximum, so the known
+total never exceeds the true one. A rank that sees the budget met stops and tells log2 n others, who pass it on.
+Overshoot: what is done while the news travels.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from pala.exchange import topology as graph
+
+
+class Stop(enum.IntEnum):
+    """Why training ends."""
+
+    NONE = 0
+    BUDGET = 1
+    SIGNAL = 2
+
+
+class StepBudget:
+    """What one rank knows of everybody's steps, of who lives and of the end. Every method is a pure transition."""
+
+    def __init__(
+        self, rank: int, size: int, budget_steps: int, local_steps: Iterable[int] | None = None, base_steps: int = 0
+    ) -> None:
+        """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks."""
+        self.rank, self.size = rank, size
+        self.budget_steps, self.base_steps = budget_steps, base_steps
+        self.local_steps = np.array(np.zeros(size) if local_steps is None else list(local_steps), np.uint64)
+        self.stop = Stop.NONE
+        self.living: Sequence[int] = range(size)  # a list once a rank is dead: 10,000 such lists would take 4 GB
+        self._stop_told = False
+        self._check_budget()
+
+    @property
+    def global_steps(self) -> int:
+        """Environment steps of all ranks, as far as known here: never more than were made."""
+        return self.base_steps + int(self.local_steps.sum())
+
+    def add_steps(self, steps: int) -> None:
+        """This rank made so many."""
+        self.local_steps[self.rank] += np.uint64(steps)
+        self._check_budget()
+
+    def news(self, local_steps: np.ndarray, stop: Stop) -> None:
+        """What a message says of everyone's steps and of the end. uint64 [size]."""
+        np.maximum(self.local_steps, local_steps, out=self.local_steps)
+        self.stop_now(stop)
+        self._check_budget()
+
+    def stop_now(self, reason: Stop) -> None:
+        """This rank ends training, and will tell the others."""
+        if self.stop is Stop.NONE:
+            self.stop = reason
+
+    def peer_died(self, peer: int) -> None:
+        """`peer` is gone."""
+        if peer in self.living:
+            self.living = [p for p in self.living if p != peer]
+            self._stop_told = False  # whom the dead peer should have told must hear it from others
+
+    def tell_stop(self) -> tuple[int, ...]:
+        """Peers to tell that training ends: once, when it does."""
+        if self.stop is Stop.NONE or self._stop_told:
+            return ()
+        self._stop_told = True
+        return graph.broadcast_peers(self.rank, self.living)
+
+    def _check_budget(self) -> None:
+        if self.global_steps >= self.budget_steps:
+            self.stop_now(Stop.BUDGET)
