@@ -28,7 +28,8 @@ from pala.errors import CollectiveError, EndError, PalaError
 from pala.exchange import ExchangeState, Stop, check_placement, flat_checksum, make_exchange
 from pala.faults import among_the_living
 from pala.files import write_atomically
-from pala.learner import Counters, Learner
+from pala.learner import Learner
+from pala.loop import Counters
 from pala.metrics import MetricsWriter, Record, metrics_path
 from pala.ranks import check_agreement, collectively, cores_per_rank, is_alone
 from pala.runtime import Interrupt, process_age_s, say

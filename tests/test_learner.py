@@ -22,7 +22,8 @@ from pala.errors import PalaError
 from pala.exchange.base import ExchangeState
 from pala.exchange.budget import Stop
 from pala.exchange.none import NoExchange
-from pala.learner import Counters, Learner
+from pala.learner import Learner
+from pala.loop import Counters
 from pala.metrics import SECTIONS, Record
 from pala.networks import ActorCritic, Categorical, FlatParameters
 from pala.runtime import Interrupt

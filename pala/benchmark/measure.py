@@ -28,7 +28,8 @@ from pala.envs import Envs, Step
 from pala.exchange import ExchangeState, Stop, make_exchange
 from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
 from pala.exchange.wire import Kind, Message, Wire, gossip_sizes
-from pala.learner import Counters, Learner
+from pala.learner import Learner
+from pala.loop import Counters
 from pala.metrics import SECTIONS, Record
 from pala.networks import ActorCritic
 from pala.runtime import Interrupt

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pala.config import Config, ExchangeConfig
 from pala.exchange.allreduce import AllReduce
-from pala.exchange.base import Exchange, ExchangeState
+from pala.exchange.base import Exchange, ExchangeState, ModelExchange
 from pala.exchange.budget import Stop
 from pala.exchange.gossip import Gossip
 from pala.exchange.none import NoExchange
@@ -20,12 +20,12 @@ from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.runtime import Interrupt
 from pala.seeding import derive
 
-__all__ = ["Exchange", "ExchangeState", "Stop", "check_placement", "flat_checksum", "make_exchange"]
+__all__ = ["Exchange", "ExchangeState", "ModelExchange", "Stop", "check_placement", "flat_checksum", "make_exchange"]
 
 
 def make_exchange(
     comm: MPI.Comm, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
-) -> Exchange:
+) -> ModelExchange:
     """The exchange that the configuration names, on a flat parameter vector. Collective."""
     kind, budget_steps = config.exchange.kind, config.total_steps
     if kind == "none":

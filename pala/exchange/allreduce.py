@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pala.exchange.base import Exchange, ExchangeState, agree_on_end
+from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
 from pala.exchange.budget import Stop
 from pala.faults import Deaths, is_death, wait_quietly
 from pala.runtime import Interrupt, say
@@ -22,7 +22,7 @@ from pala.runtime import Interrupt, say
 _LONGEST_SLEEP_S = 2e-4
 
 
-class AllReduce(Exchange):
+class AllReduce(ModelExchange):
     """One reduction an update, of the flat gradient and one word more: whether a rank ends training."""
 
     def __init__(

@@ -76,10 +76,10 @@ def average_of_ranks(
 
 
 class Exchange(abc.ABC):
-    """Between two updates, the learner's parameters pass through here."""
+    """Of either algorithm."""
 
-    waited_s = 0.0  # time in which the learner could not go on
-    message_bytes = 0  # of one model on the wire
+    waited_s = 0.0  # time in which this rank could not go on
+    message_bytes = 0  # of the largest message
 
     @property
     @abc.abstractmethod
@@ -100,23 +100,8 @@ class Exchange(abc.ABC):
     def stop_now(self, reason: Stop) -> None:
         """End training on all ranks."""
 
-    def average_gradient(self, gradient: Tensor) -> bool:
-        """The flat gradient of an update, before the optimiser takes it; may be changed in place, and may wait.
-
-        False if training ends here and the update is to be left out. Most exchanges leave gradients alone.
-        """
-        return True
-
-    @abc.abstractmethod
-    def after_update(self, steps: int, healthy: bool) -> bool:
-        """One update from `steps` steps is done; mix the parameters in place. May wait. Not collective.
-
-        `healthy` is False if the parameters are not finite: then they are replaced by what peers sent. Returns whether
-        the parameters are finite now.
-        """
-
     def between_steps(self) -> None:  # noqa: B027  most exchanges have nothing to do here
-        """Called by the learner between two steps, to move messages on. Returns at once. Not collective."""
+        """Called between two steps, to move messages on. Returns at once. Not collective."""
 
     @abc.abstractmethod
     def close(self, timeout_s: float) -> Stop:
@@ -137,3 +122,22 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def state(self) -> ExchangeState:
         """For the checkpoint."""
+
+
+class ModelExchange(Exchange):
+    """Of A2C: between two updates, the learner's parameters pass through here."""
+
+    def average_gradient(self, gradient: Tensor) -> bool:
+        """The flat gradient of an update, before the optimiser takes it; may be changed in place, and may wait.
+
+        False if training ends here and the update is to be left out. Most exchanges leave gradients alone.
+        """
+        return True
+
+    @abc.abstractmethod
+    def after_update(self, steps: int, healthy: bool) -> bool:
+        """One update from `steps` steps is done; mix the parameters in place. May wait. Not collective.
+
+        `healthy` is False if the parameters are not finite: then they are replaced by what peers sent. Returns whether
+        the parameters are finite now.
+        """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pala.config import ExchangeConfig
 from pala.errors import PalaError
-from pala.exchange.base import Exchange, ExchangeState, agree_on_end, average_of_ranks
+from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import Stop
 from pala.exchange.data_proxy import DataProxy
 from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
@@ -34,7 +34,7 @@ _COMPLAIN_AFTER_S = 60.0
 _MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
-class Gossip(Exchange):
+class Gossip(ModelExchange):
     """Sends this rank's model to a peer after each update and averages in what peers sent."""
 
     def __init__(

@@ -9,13 +9,13 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from pala.exchange.base import Exchange, ExchangeState, agree_on_end
+from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
 from pala.exchange.budget import Stop
 from pala.faults import Deaths, among_the_living, wait_quietly
 from pala.runtime import Interrupt
 
 
-class NoExchange(Exchange):
+class NoExchange(ModelExchange):
     """Every rank makes an equal share of the budget; one that dies takes its share along. The final policy is that of
     the lowest rank that lives; nothing is averaged."""
 

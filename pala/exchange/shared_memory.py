@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pala.config import ExchangeConfig
 from pala.errors import PalaError
-from pala.exchange.base import End, Exchange, ExchangeState, agree_on_end, average_of_ranks
+from pala.exchange.base import End, ExchangeState, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import Stop
 from pala.exchange.topology import out_peers
 from pala.faults import Deaths, wait_quietly
@@ -87,7 +87,7 @@ class Window:
         self._window.Free()
 
 
-class SharedMemory(Exchange):
+class SharedMemory(ModelExchange):
     """One broadcast buffer a rank; whoever reads it says so before it is written again."""
 
     def __init__(

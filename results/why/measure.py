@@ -130,7 +130,8 @@ class Segments:
     def segment(self, steps: int) -> dict[str, Any]:
         """Train for `steps` of all ranks, then probe. Collective."""
         from pala.exchange import ExchangeState, make_exchange
-        from pala.learner import Counters, Learner
+        from pala.learner import Learner
+        from pala.loop import Counters
 
         agent, comm, interrupt = self.agent, self.comm, Interrupt()
         config = replace(

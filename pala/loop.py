@@ -1,0 +1,134 @@
+"""What the loops of both algorithms share: when to end, log and save, and where the time goes.
+
+A loop knows nothing of ranks, peers or MPI; its `exchange` does.
+"""
+
+from __future__ import annotations
+
+import abc
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pala.config import RunConfig
+from pala.exchange.base import Exchange
+from pala.exchange.budget import Stop
+from pala.metrics import Record, Stopwatch
+from pala.runtime import Interrupt
+
+
+@dataclass
+class Counters:
+    """What a rank has done so far; a resumed rank goes on from its checkpoint."""
+
+    updates: int = 0
+    local_steps: int = 0
+    time_s: float = 0.0  # training time of all segments
+
+
+class Loop(abc.ABC):
+    """One rank's training."""
+
+    def __init__(
+        self, run: RunConfig, exchange: Exchange, counters: Counters, interrupt: Interrupt, device: torch.device
+    ) -> None:
+        self._run, self._exchange, self.counters = run, exchange, counters
+        self._interrupt, self._device = interrupt, device
+        self._watch = Stopwatch()
+        self._records: list[Record] = []
+        self._begin = time.perf_counter() - counters.time_s
+
+    def run(self, env_seeds: np.ndarray, on_interval: Callable[[list[Record]], None], save: Callable[[], None]) -> Stop:
+        """Train until the budget is met or a signal comes; returns which.
+
+        `on_interval` gets the new records every `log_interval_s`, `save` is called every `checkpoint_interval_s`.
+        """
+        self._reset(env_seeds)
+        self._watch.split()
+        now = time.perf_counter()
+        next_log, next_save = now + self._run.log_interval_s, now + self._run.checkpoint_interval_s
+        while self._exchange.stop is Stop.NONE:
+            self._advance()
+            if self._interrupt.signal is not None:
+                self._exchange.stop_now(Stop.SIGNAL)
+                break
+            now = time.perf_counter()
+            if now >= next_log:
+                on_interval(self._take_records())
+                next_log = now + self._run.log_interval_s
+            if now >= next_save:
+                save()
+                next_save = now + self._run.checkpoint_interval_s
+        on_interval(self._take_records())
+        return self._exchange.stop
+
+    @abc.abstractmethod
+    def _reset(self, env_seeds: np.ndarray) -> None:
+        """Begin new games."""
+
+    @abc.abstractmethod
+    def _advance(self) -> None:
+        """Train for a short while."""
+
+    @abc.abstractmethod
+    def _interval_figures(self, seconds: float) -> Record:
+        """The algorithm's part of the interval record, for the seconds since the last."""
+
+    def _stamp(self, type_: str, steps_since_update: int = 0) -> Record:
+        """The keys that every record has."""
+        self.counters.time_s = time.perf_counter() - self._begin
+        return {
+            "type": type_,
+            "time_s": round(self.counters.time_s, 3),
+            "local_steps": self.counters.local_steps + steps_since_update,
+            "global_steps": self._exchange.global_steps,
+        }
+
+    def _take_records(self) -> list[Record]:
+        """The episodes since the last call and one interval record."""
+        seconds, fractions = self._watch.split()
+        record = self._stamp("interval") | self._interval_figures(seconds) | {
+            "updates": self.counters.updates,
+            "memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }  # fmt: skip
+        record |= {f"time_{name}": round(fraction, 4) for name, fraction in fractions.items()}
+        records, self._records = [*self._records, record], []
+        return records
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Count the time of the block as the exchange's, and what it waited as waiting."""
+        waited_s = self._exchange.waited_s
+        with self._watch.section("exchange"):
+            yield
+        self._watch.move(self._exchange.waited_s - waited_s, "exchange", "wait")
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+class Means:
+    """Means of the figures of updates since they were last taken; tensors are read only then."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._count = 0
+
+    def add(self, **figures: Tensor | float) -> None:
+        """Count one update."""
+        self._count += 1
+        for key, value in figures.items():
+            self._sums[key] = self._sums.get(key, 0.0) + value
+
+    def take(self) -> dict[str, float]:
+        """The means; then begin anew."""
+        means = {key: float(value) / self._count for key, value in self._sums.items()}
+        self._sums, self._count = {}, 0
+        return means
