@@ -30,6 +30,13 @@ _MOST_HEADER_BYTES = 4 << 20  # counters of 100,000 ranks fit
 _COUNTS = ("updates", "own_steps", "base_steps", "round")
 
 
+_CONTENTS = (
+    {"parameters", "mean_square"},  # A2C: of the whole network; RMSprop's mean squares
+    {"parameters", "squares", "target"},  # Gorila: a shard's slices; the optimiser's squares; the target network
+    set[str](),  # Gorila: a rank that serves no shard
+)
+
+
 @dataclass
 class RankState:
     """What one rank needs to go on."""
@@ -37,8 +44,7 @@ class RankState:
     rank: int
     ranks: int
     signature: int  # of the network's layout
-    parameters: Tensor  # flat float32
-    mean_square: Tensor  # flat float32, RMSprop's
+    tensors: dict[str, Tensor]  # flat float32, all of one length; which: `_CONTENTS`
     random_states: dict[str, Tensor]  # generator name -> uint8
     counters: dict[str, Any]  # JSON: updates, time, the exchange's state
 
@@ -49,7 +55,7 @@ def _rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
 
 def save_rank(folder: Path, state: RankState) -> None:
     """Write a rank's checkpoint and keep the one before it. Raises OSError and then leaves both as they were."""
-    tensors = {"parameters": state.parameters.detach().cpu(), "mean_square": state.mean_square.detach().cpu()}
+    tensors = {name: tensor.detach().cpu() for name, tensor in state.tensors.items()}
     tensors |= {f"random.{name}": value for name, value in state.random_states.items()}
     header = {"rank": state.rank, "ranks": state.ranks, "signature": state.signature, "counters": state.counters}
     data = _pack(tensors, header)
@@ -77,8 +83,8 @@ def load_rank(folder: Path, rank: int, signature: int, ranks: int | None = None)
             continue
         if state.signature != signature:
             raise PalaError(
-                f"Checkpoint '{path}' is of another network ({state.parameters.numel()} parameters); resume with the "
-                "environment and the network sizes that it was made with."
+                f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
+                "that it was made with."
             )
         if faults:
             say(f"[rank {rank}] {faults[0]} The one before it is used.")
@@ -128,22 +134,29 @@ def global_steps(run: Path) -> int:
 def average(states: list[RankState], independent: bool = False) -> RankState:
     """One state from many, for another number of ranks.
 
-    Kept: the parameters, averaged with their push-sum weights; RMSprop's mean squares, averaged; all steps made.
-    Not kept: each rank's random streams. A rank whose parameters are not finite is left out; raises PalaError if
+    Of A2C. Kept: the parameters, averaged with their push-sum weights; RMSprop's mean squares, averaged; all steps
+    made. Not kept: each rank's random streams. A rank whose parameters are not finite is left out; raises PalaError if
     that leaves none. Of `independent` learners (exchange `none`), whose average means nothing, rank 0's are taken.
     """
-    known = np.max([state.counters["local_steps"] for state in states], axis=0)
-    states = [state for state in states[: 1 if independent else None] if bool(state.parameters.isfinite().all())]
+    counters = joint_counters(states)
+    states = [
+        state for state in states[: 1 if independent else None] if bool(state.tensors["parameters"].isfinite().all())
+    ]
     if not states:
         raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
     weights = [state.counters["weight"] for state in states]
-    parameters = sum(w * state.parameters for w, state in zip(weights, states, strict=True))
-    mean_square = sum(w * state.mean_square for w, state in zip(weights, states, strict=True))
-    assert isinstance(parameters, Tensor) and isinstance(mean_square, Tensor)
-    counters = dict(states[0].counters)
-    counters["base_steps"] = states[0].counters["base_steps"] + int(known.sum())
-    total = sum(weights)
-    return RankState(0, 1, states[0].signature, parameters / total, mean_square / total, {}, counters)
+    tensors = {
+        name: sum((w * state.tensors[name] for w, state in zip(weights, states, strict=True)), torch.zeros(()))
+        / sum(weights)
+        for name in states[0].tensors
+    }
+    return RankState(0, 1, states[0].signature, tensors, {}, counters)
+
+
+def joint_counters(states: list[RankState]) -> dict[str, Any]:
+    """The first state's counters, with the steps of all as those of an earlier run with other ranks."""
+    known = np.max([state.counters["local_steps"] for state in states], axis=0)
+    return states[0].counters | {"base_steps": states[0].counters["base_steps"] + int(known.sum())}
 
 
 def newest_segment(run: Path) -> Path:
@@ -243,9 +256,9 @@ def _read_rank(path: Path) -> RankState:
     tensors, header = _unpack(path)
     try:
         random_states = {k.removeprefix("random."): v for k, v in tensors.items() if k.startswith("random.")}
+        flat = {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
         state = RankState(
-            header["rank"], header["ranks"], header["signature"], tensors["parameters"], tensors["mean_square"],
-            random_states, header["counters"],
+            header["rank"], header["ranks"], header["signature"], flat, random_states, header["counters"]
         )  # fmt: skip
     except KeyError as error:
         raise PalaError(f"Checkpoint '{path}' lacks {error}.") from None
@@ -256,12 +269,11 @@ def _read_rank(path: Path) -> RankState:
 
 def _are_vectors(state: RankState) -> bool:
     """True if the tensors are what `save_rank` writes: flat, alike, of the right types."""
-    flat = [state.parameters, state.mean_square]
-    shapes = {tensor.shape for tensor in flat} | {torch.Size([state.parameters.numel()])}
-    streams = state.random_states.values()
+    flat, streams = state.tensors.values(), state.random_states.values()
     return (
-        len(shapes) == 1
-        and all(tensor.dtype == torch.float32 for tensor in flat)
+        set(state.tensors) in _CONTENTS
+        and len({tensor.numel() for tensor in flat}) <= 1
+        and all(tensor.dtype == torch.float32 and tensor.dim() == 1 for tensor in flat)
         and all(stream.dtype == torch.uint8 and stream.dim() == 1 for stream in streams)
     )
 

@@ -149,7 +149,7 @@ def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
         states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature)
         independent = config.exchange.kind == "none"
         mean = checkpoint.average(states, independent)
-        flat.data.copy_(mean.parameters)
+        flat.data.copy_(mean.tensors["parameters"])
         ranks = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
         source = f"checkpoint of rank 0 of {ranks}" if independent else f"mean of checkpoints of {ranks}"
         policy = Policy(network, mean.counters["base_steps"], source)

@@ -29,14 +29,16 @@ def make_state(
         "local_steps": [steps if r == rank else 10 for r in range(ranks)],
     }  # fmt: skip
     return RankState(
-        rank, ranks, SIGNATURE, parameters, parameters.square(), {"actions": generator.get_state()[:8]}, counters
-    )
+        rank, ranks, SIGNATURE, {"parameters": parameters, "mean_square": parameters.square()},
+        {"actions": generator.get_state()[:8]}, counters,
+    )  # fmt: skip
 
 
 def same(a: RankState, b: RankState) -> bool:
     """Equal to the last bit, NaN included."""
     names = sorted(a.random_states)
-    pairs = [(a.parameters, b.parameters), (a.mean_square, b.mean_square)]
+    assert a.tensors.keys() == b.tensors.keys()
+    pairs = [(a.tensors[name], b.tensors[name]) for name in a.tensors]
     pairs += [(a.random_states[name], b.random_states.get(name, torch.zeros(0))) for name in names]
     alike = (a.rank, a.ranks, a.signature, a.counters, names) == (
         b.rank, b.ranks, b.signature, b.counters, sorted(b.random_states),
@@ -50,7 +52,7 @@ def file_of(folder: Path, rank: int = 0) -> Path:
 
 def test_a_state_is_read_back_bit_for_bit(tmp_path):
     state = make_state(rank=3, ranks=5)
-    state.parameters[:4] = torch.tensor([float("nan"), float("-inf"), -0.0, 1e-45])
+    state.tensors["parameters"][:4] = torch.tensor([float("nan"), float("-inf"), -0.0, 1e-45])
     save_rank(tmp_path, state)
     assert same(load_rank(tmp_path, 3, SIGNATURE), state)
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0003.safetensors"]
@@ -73,7 +75,7 @@ def test_nothing_is_pickled(tmp_path):
     data = file_of(tmp_path).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    tensors = [state.parameters, state.mean_square, *state.random_states.values()]
+    tensors = [*state.tensors.values(), *state.random_states.values()]
     assert sorted(header) == ["__metadata__", "mean_square", "parameters", "random.actions"]
     assert len(data) == 8 + length + sum(tensor.nbytes for tensor in tensors)
     assert all(tensor.numpy().tobytes() in data for tensor in tensors)
@@ -94,7 +96,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(failing, tmp_path, monkeypatc
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     monkeypatch.undo()
     save_rank(tmp_path, make_state(fill=3.0))
-    assert load_rank(tmp_path, 0, SIGNATURE).parameters[0] == 3
+    assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 3
 
 
 def test_a_crash_at_any_rename_leaves_a_checkpoint(tmp_path, monkeypatch):
@@ -116,7 +118,7 @@ def test_a_crash_at_any_rename_leaves_a_checkpoint(tmp_path, monkeypatch):
             save_rank(folder, make_state(fill=2.0))
         except KeyboardInterrupt:
             monkeypatch.setattr(os, "replace", real)
-        loaded.append(float(load_rank(folder, 0, SIGNATURE).parameters[0]))
+        loaded.append(float(load_rank(folder, 0, SIGNATURE).tensors["parameters"][0]))
         monkeypatch.undo()
     assert loaded == [1, 1, 1, 2]
 
@@ -169,7 +171,7 @@ def test_another_ranks_file_is_refused(tmp_path, capsys):
     for fill in (1.0, 2.0):
         save_rank(tmp_path, make_state(0, 2, fill=fill))
     file_of(tmp_path).write_bytes(file_of(tmp_path, 1).read_bytes())
-    assert load_all(tmp_path, SIGNATURE)[0].parameters[0] == 1
+    assert load_all(tmp_path, SIGNATURE)[0].tensors["parameters"][0] == 1
     assert "is rank 1's of 2 ranks" in capsys.readouterr().err
 
 
@@ -187,7 +189,7 @@ def test_no_crash_of_the_machine_undoes_a_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     save_rank(tmp_path, make_state(fill=1.0))
     assert synced == [False, True, True]  # the file, its neighbour's name, its own
-    assert load_rank(tmp_path, 0, SIGNATURE).parameters[0] == 1
+    assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 1
 
 
 def test_the_steps_of_the_newest_checkpoints(tmp_path):
@@ -205,12 +207,12 @@ def test_the_steps_of_the_newest_checkpoints(tmp_path):
 def test_a_damaged_file_falls_back_to_the_one_before(tmp_path, capsys):
     save_rank(tmp_path, make_state(fill=1.0))
     save_rank(tmp_path, make_state(fill=2.0))
-    assert load_rank(tmp_path, 0, SIGNATURE).parameters[0] == 2
+    assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 2
     assert capsys.readouterr().err == ""
     data = bytearray(file_of(tmp_path).read_bytes())
     data[-1] ^= 1
     file_of(tmp_path).write_bytes(data)
-    assert load_rank(tmp_path, 0, SIGNATURE).parameters[0] == 1
+    assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 1
     said = capsys.readouterr().err
     assert "[rank 0]" in said
     assert "is damaged: a checksum does not fit. The one before it is used." in said
@@ -244,7 +246,7 @@ def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
 
 def test_another_network_is_refused(tmp_path):
     save_rank(tmp_path, make_state())
-    with pytest.raises(PalaError, match=r"is of another network \(6 parameters\)"):
+    with pytest.raises(PalaError, match="is of another network"):
         load_rank(tmp_path, 0, SIGNATURE - 1)
 
 
@@ -255,9 +257,9 @@ def test_average_is_the_weighted_mean_and_counts_all_steps(tmp_path):
         save_rank(tmp_path, state)
     result = average(load_all(tmp_path, SIGNATURE))
     for name in ("parameters", "mean_square"):
-        columns = zip(*(getattr(state, name).tolist() for state in states), strict=True)
+        columns = zip(*(state.tensors[name].tolist() for state in states), strict=True)
         expected = [(0.5 * a + 1.5 * b + 2.0 * c) / 4.0 for a, b, c in columns]
-        assert getattr(result, name).tolist() == pytest.approx(expected, abs=1e-6)
+        assert result.tensors[name].tolist() == pytest.approx(expected, abs=1e-6)
     assert result.counters["base_steps"] == 1000 + 100 + 200 + 300
     assert result.random_states == {}
 
@@ -266,7 +268,7 @@ def test_average_leaves_out_ranks_that_are_not_finite():
     poisoned = [make_state(rank, 3, fill=float("nan")) for rank in range(3)]
     healthy = make_state(1, 3, fill=2.0, steps=100)
     result = average([poisoned[0], healthy, poisoned[2]])
-    assert (result.parameters == 2).all()
+    assert (result.tensors["parameters"] == 2).all()
     assert result.counters["base_steps"] == 1000 + 10 + 100 + 10
     with pytest.raises(PalaError, match="not finite"):
         average(poisoned)

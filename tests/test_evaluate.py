@@ -107,7 +107,9 @@ def save_rank(run: Path, rank: int, weight: float, flat: FlatParameters, ranks: 
     parameters = torch.randn(len(flat.data))
     counters = {"weight": weight, "local_steps": [100, 200], "base_steps": 7}
     counters |= {"updates": 1, "own_steps": 100, "round": 1, "time_s": 1.0}
-    state = RankState(rank, ranks, flat.signature, parameters, torch.zeros_like(parameters), {}, counters)
+    state = RankState(
+        rank, ranks, flat.signature, {"parameters": parameters, "mean_square": parameters * 0}, {}, counters
+    )
     checkpoint.save_rank(folder, state)
     return parameters
 

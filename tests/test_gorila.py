@@ -18,7 +18,7 @@ from pala.errors import PalaError
 from pala.gorila.dqn import LossFilter, Transitions, differentiate, dqn_loss, epsilon_at, epsilon_greedy, targets
 from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
-from pala.gorila.shard import Shard, slices
+from pala.gorila.shard import Beginning, Shard, slices
 from pala.networks import FlatParameters
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
@@ -222,6 +222,10 @@ def gradients_of_several_steps(size: int = 7, count: int = 5) -> torch.Tensor:
     return torch.randn(count, size, generator=torch.Generator().manual_seed(12)) * torch.logspace(-4, 1, size)
 
 
+def whole_shard(parameters: torch.Tensor, config: GorilaConfig) -> Shard:
+    return Shard(Beginning.fresh(parameters), slice(None), config)
+
+
 @given(st.integers(1, 10**9), st.integers(1, 200))
 @settings(derandomize=True, deadline=None, max_examples=100)
 def test_slices_fill_the_vector_without_gap_or_overlap(num_parameters, num_shards):
@@ -244,7 +248,7 @@ def test_the_optimisers_are_torchs(optimiser):
         optimiser=optimiser, adagrad_learning_rate=0.02, adagrad_epsilon=1e-6,
         rmsprop_learning_rate=0.01, rmsprop_alpha=0.9, rmsprop_epsilon=1e-15,
     )  # fmt: skip
-    shard, parameter = Shard(torch.ones(7), config), torch.nn.Parameter(torch.ones(7))
+    shard, parameter = whole_shard(torch.ones(7), config), torch.nn.Parameter(torch.ones(7))
     torchs = {
         "adagrad": torch.optim.Adagrad([parameter], lr=0.02, eps=1e-6),
         "rmsprop": torch.optim.RMSprop([parameter], lr=0.01, alpha=0.9, eps=0),
@@ -257,7 +261,8 @@ def test_the_optimisers_are_torchs(optimiser):
 
 
 def test_rmsprops_epsilon_is_under_the_root():
-    shard = Shard(torch.zeros(1), GorilaConfig(optimiser="rmsprop", rmsprop_learning_rate=0.01, rmsprop_epsilon=4.0))
+    config = GorilaConfig(optimiser="rmsprop", rmsprop_learning_rate=0.01, rmsprop_epsilon=4.0)
+    shard = whole_shard(torch.zeros(1), config)
     shard.apply(torch.tensor([1e-3]), 0)
     assert float(shard.parameters) == pytest.approx(-0.01 * 1e-3 / 2, rel=1e-5)
 
@@ -269,18 +274,18 @@ def test_sharded_updates_equal_the_unsharded_one_bit_for_bit(data, optimiser, si
     vector = st.lists(finite, min_size=size, max_size=size).map(torch.tensor)
     start, gradients = data.draw(vector), data.draw(st.lists(vector, min_size=1, max_size=3))
     parts = slices(size, data.draw(st.integers(1, size)))
-    together, whole = start.clone(), Shard(start.clone(), config)
-    shards = [Shard(together[part], config) for part in parts]
+    whole = whole_shard(start, config)
+    shards = [Shard(Beginning.fresh(start), part, config) for part in parts]
     for gradient in gradients:
         whole.apply(gradient, whole.version)
         for shard, part in zip(shards, parts, strict=True):
             shard.apply(gradient[part], shard.version)
-    assert together.equal(whole.parameters)
+    assert torch.cat([shard.parameters for shard in shards]).equal(whole.parameters)
     assert torch.cat([shard.squares for shard in shards]).equal(whole.squares)
 
 
 def test_a_stale_gradient_is_discarded_and_counted():
-    shard = Shard(torch.zeros(3), GorilaConfig(max_staleness_updates=2))
+    shard = whole_shard(torch.zeros(3), GorilaConfig(max_staleness_updates=2))
     gradient = torch.ones(3)
     assert [shard.apply(gradient, 0) for _ in range(5)] == [True, True, True, False, False]
     assert (shard.version, shard.stale, shard.not_finite) == (3, 2, 0)
@@ -293,7 +298,7 @@ def test_a_stale_gradient_is_discarded_and_counted():
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30], ids=["nan", "inf", "-inf", "overflow"])
 @pytest.mark.parametrize("optimiser", ["adagrad", "rmsprop"])
 def test_a_poisoned_gradient_is_discarded_and_counted(poison, optimiser):
-    shard = Shard(torch.zeros(3), GorilaConfig(optimiser=optimiser))
+    shard = whole_shard(torch.zeros(3), GorilaConfig(optimiser=optimiser))
     assert shard.apply(torch.ones(3), 0)
     parameters, squares = shard.parameters.clone(), shard.squares.clone()
     assert not shard.apply(torch.tensor([1.0, poison, 1.0]), 1)
@@ -310,13 +315,14 @@ def test_a_shard_of_a_network_learns_what_it_is_taught(optimiser):
     flat = FlatParameters(network, CPU)
     config = GorilaConfig(optimiser=optimiser, adagrad_learning_rate=0.02, rmsprop_learning_rate=0.02)
     parts = slices(flat.data.numel(), 2)
-    shards = [Shard(flat.data[part], config) for part in parts]
+    shards = [Shard(Beginning.fresh(flat.data), part, config) for part in parts]
     batch = make_batch()._replace(terminated=torch.ones(COUNT, dtype=torch.bool))
     losses = []
     for _ in range(300):
         losses.append(float(differentiate(network, network, flat, batch, config).total))
         for shard, part in zip(shards, parts, strict=True):
             shard.apply(flat.gradient[part], shard.version)
+            flat.data[part] = shard.parameters
     assert losses[-1] < 0.2 * losses[0]
 
 

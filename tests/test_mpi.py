@@ -30,7 +30,7 @@ def parameters_of(run: Path, rank: int, segment: str = "segment-000") -> torch.T
     env = gymnasium.make("CartPole-v1")
     network = ActorCritic(env.observation_space, env.action_space, config_of(run).network)
     signature = FlatParameters(network, torch.device("cpu")).signature
-    return load_rank(run / "checkpoints" / segment, rank, signature).parameters
+    return load_rank(run / "checkpoints" / segment, rank, signature).tensors["parameters"]
 
 
 def last_intervals(run: Path) -> list[dict]:

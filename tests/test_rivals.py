@@ -156,8 +156,8 @@ def test_training_completes_with_the_budget_met(mpi: Launcher, kind: str, tmp_pa
     assert 6000 <= sum(steps) == record_of(run)["segments"][0]["global_steps"] < 6000 + 3 * 3 * 20
     if kind == "allreduce":
         assert len(set(steps)) == 1
-        assert all(state.parameters.equal(states[0].parameters) for state in states)
-        assert all(state.mean_square.equal(states[0].mean_square) for state in states)
+        assert all(state.tensors["parameters"].equal(states[0].tensors["parameters"]) for state in states)
+        assert all(state.tensors["mean_square"].equal(states[0].tensors["mean_square"]) for state in states)
         _, header = load_policy(run / "policy.safetensors")
         assert header["global_steps"] == 6000
     else:
@@ -178,7 +178,7 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(any_mpi: Launcher, 
     made = sum(state.counters["own_steps"] for state in stopped)
     if kind == "allreduce":
         assert stopped[0].counters["own_steps"] == stopped[1].counters["own_steps"]
-        assert stopped[0].parameters.equal(stopped[1].parameters)
+        assert stopped[0].tensors["parameters"].equal(stopped[1].tensors["parameters"])
     job = any_mpi.train(2, "--resume", str(run), "--total-steps", str(made + 2000), cwd=tmp_path)
     assert job.status == 0, job.output
     assert made + 2000 <= record_of(run)["segments"][-1]["global_steps"] < made + 2000 + 2 * 3 * 20
@@ -202,10 +202,10 @@ def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(any_m
     job = any_mpi.train(2, "--resume", str(run), "--total-steps", str(total), cwd=tmp_path)
     assert job.status == 0, job.output
     states = states_of(run, 2)
-    assert states[0].parameters.equal(states[1].parameters)
+    assert states[0].tensors["parameters"].equal(states[1].tensors["parameters"])
     assert states[0].counters["updates"] == states[1].counters["updates"]
     assert states[0].counters["own_steps"] == states[1].counters["own_steps"] == states[0].counters["updates"] * 20
-    assert not any(torch.equal(states[0].parameters, old.parameters) for old in killed)
+    assert not any(torch.equal(states[0].tensors["parameters"], old.tensors["parameters"]) for old in killed)
 
 
 @pytest.mark.slow

@@ -43,6 +43,17 @@ class Outgoing(Protocol):
     def ready(self) -> bool: ...
 
 
+@dataclass
+class Block:
+    """Bytes that are ready to be sent."""
+
+    bytes: np.ndarray
+    pending: int = 0  # copies that have not left
+
+    def ready(self) -> bool:
+        return True
+
+
 class Incoming(Protocol):
     """Where the next model is to be received."""
 
@@ -65,27 +76,26 @@ class _Receive:
 
 
 class _Send(NamedTuple):
-    """A message that is leaving; `buffer` of a model."""
+    """A message that is leaving."""
 
     request: MPI.Request
-    buffer: Outgoing | None
+    buffer: Outgoing
 
     def done(self) -> None:
-        if self.buffer is not None:
-            self.buffer.pending -= 1
+        self.buffer.pending -= 1
 
 
 class DataProxy(threading.Thread):
     """Sends and receives for one rank of `comm`, which it duplicates. Starting and closing are collective."""
 
     def __init__(
-        self, comm: MPI.Comm, incoming: Incoming, on_message: Callable[[int, np.ndarray, float, bool], None],
+        self, comm: MPI.Comm, incoming: Incoming | None, on_message: Callable[[int, np.ndarray, float, bool], None],
         on_death: Callable[[int], None], on_tick: Callable[[], None], patience_s: Callable[[], float],
     ) -> None:  # fmt: skip
-        """Each model is received into what `incoming.bytes` then is; `on_message(source, bytes, seconds that it took,
-        whether it is too late)` and `on_death(rank)` are called on whichever thread polls, `on_tick()` ten times a
-        second on this one. A model that has taken more than `patience_s()` seconds when the next one comes is too late,
-        and no more in `incoming.bytes`."""
+        """Each model is received into what `incoming.bytes` then is (None: nobody sends models); `on_message(source,
+        bytes, seconds that it took, whether it is too late)` and `on_death(rank)` are called on whichever thread polls,
+        `on_tick()` ten times a second on this one. A model that has taken more than `patience_s()` seconds when the
+        next one comes is too late, and no more in `incoming.bytes`."""
         super().__init__(name="pala-data-proxy", daemon=True)
         self.failure: BaseException | None = None
         self._hurry = False
@@ -94,7 +104,7 @@ class DataProxy(threading.Thread):
         self._incoming, self._on_message, self._on_death = incoming, on_message, on_death
         self._on_tick, self._patience_s = on_tick, patience_s
         self._outbox: deque[tuple[int, Outgoing]] = deque()
-        self._control_outbox: deque[tuple[int, np.ndarray]] = deque()
+        self._control_outbox: deque[tuple[int, Block]] = deque()
         self._sends: list[_Send] = []
         self._receives: list[_Receive] = []  # at most one model that is not too late
         self._wake = threading.Event()
@@ -121,9 +131,12 @@ class DataProxy(threading.Thread):
         buffer.pending += 1
         self._outbox.append((peer, buffer))
 
-    def send_control(self, peer: int, data: np.ndarray) -> None:
-        """Send a small message to `peer` with the next poll. Any thread."""
-        self._control_outbox.append((peer, data))
+    def send_control(self, peer: int, data: np.ndarray) -> Block:
+        """Send a message of its own memory to `peer` with the next poll; `pending` of what is returned is 0 when it has
+        left. Any thread."""
+        block = Block(data, pending=1)
+        self._control_outbox.append((peer, block))
+        return block
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:
         """Receive what is still coming until every rank that lives has closed. Collective.
@@ -201,12 +214,7 @@ class DataProxy(threading.Thread):
         if message is None:
             return False
         tag, count = status.Get_tag(), status.Get_count(MPI.BYTE)
-        if coming is not None and tag == _MODEL_TAG:
-            coming.too_late = True
-            self._incoming.give_up_block()
-        # A message of the wrong size is received all the same, so that it can be refused.
-        fits = tag == _MODEL_TAG and count <= len(self._incoming.bytes)
-        data = self._incoming.bytes[:count] if fits else np.empty(count, np.uint8)
+        data = self._memory_for(tag, count, coming)
         try:
             request = message.Irecv([data, MPI.BYTE])
         except MPI.Exception as error:
@@ -215,6 +223,16 @@ class DataProxy(threading.Thread):
             return False
         self._receives.append(_Receive(request, status.Get_source(), tag, data, time.monotonic()))
         return True
+
+    def _memory_for(self, tag: int, count: int, coming: _Receive | None) -> np.ndarray:
+        """Where a message goes. One of the wrong size is received all the same, so that it can be refused."""
+        if tag == _MODEL_TAG and self._incoming is not None:
+            if coming is not None:
+                coming.too_late = True
+                self._incoming.give_up_block()
+            if count <= len(self._incoming.bytes):
+                return self._incoming.bytes[:count]
+        return np.empty(count, np.uint8)
 
     def _complete_receives(self) -> bool:
         completed = False
@@ -231,18 +249,18 @@ class DataProxy(threading.Thread):
     def _start_sends(self) -> bool:
         started = False
         while self._control_outbox:
-            peer, data = self._control_outbox.popleft()
-            self._send(peer, data, _CONTROL_TAG, None)
+            peer, block = self._control_outbox.popleft()
+            self._send(peer, block, _CONTROL_TAG)
             started = True
         while self._outbox and self._outbox[0][1].ready():
             peer, buffer = self._outbox.popleft()
-            self._send(peer, buffer.bytes, _MODEL_TAG, buffer)
+            self._send(peer, buffer, _MODEL_TAG)
             started = True
         return started
 
-    def _send(self, peer: int, data: np.ndarray, tag: int, buffer: Outgoing | None) -> None:
+    def _send(self, peer: int, buffer: Outgoing, tag: int) -> None:
         try:
-            self._sends.append(_Send(self._comm.Issend([data, MPI.BYTE], peer, tag), buffer))
+            self._sends.append(_Send(self._comm.Issend([buffer.bytes, MPI.BYTE], peer, tag), buffer))
         except MPI.Exception as error:
             if not is_death(error):
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,20 @@ def adagrad_(
     parameters.addcdiv_(gradient, (sum_of_squares + ABOVE_ZERO).sqrt_().add_(epsilon), value=-learning_rate)
 
 
+class Beginning(NamedTuple):
+    """What all shards together begin with: flat vectors of the whole network, and how many gradients are in them."""
+
+    parameters: Tensor
+    squares: Tensor
+    target: Tensor
+    version: int = 0
+
+    @classmethod
+    def fresh(cls, parameters: Tensor) -> Beginning:
+        """Of a new run; copies the parameters."""
+        return cls(parameters.clone(), torch.zeros_like(parameters), parameters.clone())
+
+
 class Shard:
     """Applies gradients to its slice of the parameters, in the order in which they come.
 
@@ -41,17 +56,25 @@ class Shard:
     |---|---|
     | parameters | float32 [n], changed in place |
     | squares | float32 [n], the optimiser's state: the sum of squared gradients, or with RMSprop their mean |
+    | target | float32 [n], of the target network: copied from the parameters every `target_period_updates` |
     | version | gradients applied |
     | stale, not_finite | gradients discarded |
 
-    All of them are what a checkpoint needs.
+    The first four are what a checkpoint needs.
     """
 
-    def __init__(self, parameters: Tensor, config: GorilaConfig) -> None:
-        """`parameters`: this shard's slice of the flat vector, a view of it."""
-        self.parameters, self._config = parameters, config
-        self.squares = torch.zeros_like(parameters)
-        self.version = self.stale = self.not_finite = 0
+    def __init__(self, begin: Beginning, part: slice, config: GorilaConfig) -> None:
+        """Copies `part` of what the run begins with, to the host."""
+        self.parameters, self.squares, self.target = (
+            vector[part].detach().to("cpu", copy=True) for vector in (begin.parameters, begin.squares, begin.target)
+        )
+        self.version, self._config = begin.version, config
+        self.stale = self.not_finite = 0
+
+    @property
+    def num_targets(self) -> int:
+        """How often the target was copied."""
+        return self.version // self._config.target_period_updates
 
     def apply(self, gradient: Tensor, computed_at_version: int) -> bool:
         """Take one optimiser step, unless the gradient [n] is older than `max_staleness_updates` or not finite.
@@ -66,6 +89,8 @@ class Shard:
             return False
         self._step(gradient)
         self.version += 1
+        if self.version % self._config.target_period_updates == 0:
+            self.target.copy_(self.parameters)
         return True
 
     def _step(self, gradient: Tensor) -> None:

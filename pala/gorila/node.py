@@ -1,0 +1,328 @@
+"""One rank of Gorila as a state machine: what it does with messages, in all its roles. No MPI, no threads, no clock.
+
+    actor ──EXPERIENCE──▶ replay ──BATCH──▶ learner ──GRADIENT──▶ shards ──PARAMETERS──▶ learner, actor
+
+What a rank has to tell itself goes without a message. Every message carries everybody's steps (`StepBudget`). Once
+training ends, nobody is answered any more: gradients that still come are applied, and that is all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor
+
+from pala.config import EnvConfig, GorilaConfig
+from pala.exchange.budget import Stop, StepBudget
+from pala.exchange.wire import NOTHING, Format, Kind, Message, Refusal, Sizes, Wire
+from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
+from pala.gorila.replay import Batch, Experience
+from pala.gorila.roles import Roles
+from pala.gorila.shard import Shard, slices
+from pala.gorila.store import ReplayStore
+from pala.networks import FlatParameters
+
+
+class Formats(NamedTuple):
+    """How steps travel."""
+
+    reset: FramesFormat
+    experience: ExperienceFormat
+    batch: BatchFormat
+
+    @classmethod
+    def of(
+        cls, env: EnvConfig, frame_stack: int, gorila: GorilaConfig, space: gymnasium.Space, num_actions: int
+    ) -> Formats:
+        """Of these environments."""
+        return cls(
+            FramesFormat(env.num_envs, space, frame_stack),
+            ExperienceFormat(env.num_envs, num_actions, space, frame_stack),
+            BatchFormat(gorila.minibatch_size, num_actions, space),
+        )
+
+
+def make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats: Formats) -> Wire:
+    """The messages of a run of Gorila."""
+    lengths = [4 * (part.stop - part.start) for part in parts]
+    part: Sizes = {Format.FLOAT32: range(min(lengths), max(lengths) + 1, 4)}
+    sizes: dict[Kind, Sizes] = {
+        Kind.GRADIENT: part, Kind.GRADIENT_AND_FETCH: part, Kind.PARAMETERS: part, Kind.TARGET: part,
+        Kind.FETCH: NOTHING, Kind.FETCH_TARGET: NOTHING, Kind.SAMPLE: NOTHING, Kind.STOP: NOTHING,
+        Kind.RESET: {Format.ARRAYS: formats.reset.sizes},
+        Kind.EXPERIENCE: {Format.ARRAYS: formats.experience.sizes},
+        Kind.BATCH: {Format.ARRAYS: formats.batch.sizes},
+    }  # fmt: skip
+    return Wire(num_ranks, flat.data.numel(), flat.signature, sizes)
+
+
+class Node:
+    """One rank. The loop's thread calls the methods; `on_message` and `peer_died` come with messages."""
+
+    def __init__(
+        self, budget: StepBudget, roles: Roles, config: GorilaConfig, wire: Wire, formats: Formats,
+        version: int, shard: Shard | None, store: ReplayStore | None, send: Callable[[int, np.ndarray], None],
+    ) -> None:  # fmt: skip
+        """`version`: of the parameters that all begin with. `shard`, `store`: of a rank that has such a role.
+        `send(rank, bytes)`: takes the bytes over."""
+        self.budget, self.roles, self.shard, self.store = budget, roles, shard, store
+        self._config, self._wire, self._formats, self._send_bytes = config, wire, formats, send
+        self._rank = budget.rank
+        self._parts = slices(wire.num_parameters, len(roles.shards))
+        self._versions = [version] * len(self._parts)  # of the parameters last taken
+        self._targets = [version // config.target_period_updates] * len(self._parts)
+        self._arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
+        self._arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
+        self._unanswered: set[int] = set()  # shards that owe parameters
+        self._num_gradients = self._steps_since_fetch = 0
+        self._batches: deque[tuple[int, Batch]] = deque()  # replay rank, minibatch
+        self.counts: Counter[str] = Counter()
+        self.refusals: deque[str] = deque()  # sentences, the first of each sender
+        self._refused: set[int] = set()
+        self.fault = ""  # why training cannot go on
+
+    # ---- actor ---------------------------------------------------------------------------------------------------
+
+    def stepped(self, steps: int) -> None:
+        """This rank's environments made so many steps; asks for parameters if it is time and no learner does."""
+        self.budget.add_steps(steps)
+        self._steps_since_fetch += steps
+        period = self._config.parameters_period_updates * self._config.update_period_steps
+        if self._steps_since_fetch >= period and not self._unanswered:
+            self._fetch()
+
+    def reset(self, frames: np.ndarray) -> None:
+        """This rank's environments begin new games; frames [B, *frame]."""
+        self._tell_replay(Kind.RESET, frames)
+
+    def experienced(self, experience: Experience) -> None:
+        """What `stepped` counted."""
+        self._tell_replay(Kind.EXPERIENCE, experience)
+
+    def take_parameters(self, flat: Tensor) -> None:
+        """Copy what has come since the last call. `flat`: the network's parameters."""
+        for index, rank in enumerate(self.roles.shards):
+            if rank == self._rank and self.shard is not None:
+                if self.shard.version > self._versions[index]:
+                    self._take(flat, index, self.shard.version, self.shard.parameters)
+            elif index in self._arrived:
+                version, values = self._arrived.pop(index)
+                self._take(flat, index, version, torch.from_numpy(values))
+
+    def take_target(self, flat: Tensor) -> None:
+        """Copy what has come of the target network since the last call."""
+        for index, rank in enumerate(self.roles.shards):
+            if rank == self._rank and self.shard is not None:
+                if self.shard.num_targets > self._targets[index]:
+                    flat[self._parts[index]].copy_(self.shard.target)
+                    self._targets[index] = self.shard.num_targets
+            elif index in self._arrived_targets:
+                self._targets[index], values = self._arrived_targets.pop(index)
+                flat[self._parts[index]].copy_(torch.from_numpy(values))
+
+    # ---- learner -------------------------------------------------------------------------------------------------
+
+    def ask_for_batches(self) -> None:
+        """Once, when training begins: every replay that this learner samples owes it one minibatch from now on."""
+        for rank in self.roles.sampled_by(self._rank):
+            self._ask(rank)
+
+    def next_batch(self) -> Batch | None:
+        """The next minibatch, if there is one; asks for another."""
+        self._serve()
+        if not self._batches:
+            return None
+        rank, batch = self._batches.popleft()
+        self._ask(rank)
+        return batch
+
+    @property
+    def may_send_gradient(self) -> bool:
+        """False while the answer to the last gradient that asked for one is still to come, if the next one asks."""
+        return not (self._unanswered and self._next_fetches)
+
+    def send_gradient(self, gradient: Tensor) -> None:
+        """The flat gradient, computed with the parameters that were last taken."""
+        kind = Kind.GRADIENT_AND_FETCH if self._next_fetches else Kind.GRADIENT
+        self._num_gradients += 1
+        host = gradient.detach().cpu()
+        for index, rank in enumerate(self.roles.shards):
+            part, version = host[self._parts[index]], self._versions[index]
+            if rank == self._rank and self.shard is not None:
+                self.shard.apply(part, version)
+                continue
+            self._send(rank, kind, part.numpy(), version)
+            if kind is Kind.GRADIENT_AND_FETCH:
+                self._unanswered.add(rank)
+                self._steps_since_fetch = 0
+        self.counts["gradients_sent"] += 1
+
+    @property
+    def _next_fetches(self) -> bool:
+        return (self._num_gradients + 1) % self._config.parameters_period_updates == 0
+
+    # ---- what comes ----------------------------------------------------------------------------------------------
+
+    def on_message(self, source: int, data: np.ndarray) -> None:
+        """Any bytes from any rank."""
+        message = self._wire.decode(data)
+        if isinstance(message, Message) and message.sender != source:
+            message = Refusal(f"it says it comes from rank {message.sender}")
+        if isinstance(message, Message):
+            self.budget.news(message.local_steps, message.stop)
+            message = self._act_on(message, data[self._wire.control_bytes :])
+        if isinstance(message, Refusal):
+            self.counts["messages_refused"] += 1
+            if source not in self._refused:
+                self._refused.add(source)
+                self.refusals.append(f"refused a message from rank {source}: {message.reason}")
+
+    def peer_died(self, rank: int) -> None:
+        """Actors and learners may die, as long as some live."""
+        self.budget.peer_died(rank)
+        if self.store is not None:
+            self.store.forget(rank)
+        roles, living = self.roles, set(self.budget.living)
+        only_replay = set(roles.replays) - set(roles.actors)
+        if rank in roles.shards:
+            self.fault = f"served shard {roles.shards.index(rank)} of the parameters"
+        elif rank in only_replay:
+            self.fault = "held replay of other ranks"
+        elif living.isdisjoint(roles.learners):
+            self.fault = "was the last learner"
+        elif living.isdisjoint(roles.actors):
+            self.fault = "was the last actor"
+
+    def send_stop(self) -> None:
+        """Tell others that training ends, if it does and they have not been told."""
+        for peer in self.budget.tell_stop():
+            self._send(peer, Kind.STOP)
+
+    def _act_on(self, message: Message, payload: np.ndarray) -> Refusal | None:
+        """Dispatch; a Refusal if this rank lacks the role, or the payload says what cannot be."""
+        kind, source, over = message.kind, message.sender, self.budget.stop is not Stop.NONE
+        if kind in _TO_SHARD:
+            return self._as_shard(message, payload)
+        if kind in (Kind.PARAMETERS, Kind.TARGET):
+            return self._from_shard(message, payload)
+        if kind in (Kind.RESET, Kind.EXPERIENCE):
+            return self._as_replay(message, payload)
+        if kind is Kind.SAMPLE:
+            if self.store is None:
+                return Refusal("this rank holds no replay")
+            if not over:
+                self.store.ask(source)
+                self._serve()
+        elif kind is Kind.BATCH:
+            batch = self._formats.batch.decode(payload)
+            if isinstance(batch, Refusal):
+                return batch
+            self._batches.append((source, batch))
+        return None
+
+    def _as_shard(self, message: Message, payload: np.ndarray) -> Refusal | None:
+        shard = self.shard
+        if shard is None:
+            return Refusal("this rank serves no shard")
+        if message.kind in (Kind.GRADIENT, Kind.GRADIENT_AND_FETCH):
+            if len(payload) != shard.parameters.nbytes:
+                return Refusal(f"its gradient has {len(payload)} bytes, the shard {shard.parameters.nbytes}")
+            shard.apply(torch.from_numpy(payload.view(np.float32)), message.round)
+        if self.budget.stop is not Stop.NONE:
+            return None
+        if message.kind in (Kind.FETCH, Kind.GRADIENT_AND_FETCH):
+            self._send(message.sender, Kind.PARAMETERS, shard.parameters.numpy(), shard.version)
+        elif message.kind is Kind.FETCH_TARGET:
+            self._send(message.sender, Kind.TARGET, shard.target.numpy(), shard.num_targets)
+        return None
+
+    def _from_shard(self, message: Message, payload: np.ndarray) -> Refusal | None:
+        if message.sender not in self.roles.shards:
+            return Refusal("its sender serves no shard")
+        index = self.roles.shards.index(message.sender)
+        part = self._parts[index]
+        if len(payload) != 4 * (part.stop - part.start):
+            return Refusal(f"it has {len(payload)} bytes of shard {index}, not {4 * (part.stop - part.start)}")
+        values = payload.view(np.float32)
+        if message.kind is Kind.TARGET:
+            self._arrived_targets[index] = message.round, values
+            return None
+        self._unanswered.discard(message.sender)
+        self._arrived[index] = message.round, values
+        self.counts["parameters_received"] += 1
+        return None
+
+    def _as_replay(self, message: Message, payload: np.ndarray) -> Refusal | None:
+        source = message.sender
+        if self.store is None or source not in self.roles.actors or self.roles.replay_of(source) != self._rank:
+            return Refusal("this rank holds no replay of its sender")
+        if message.kind is Kind.RESET:
+            frames = self._formats.reset.decode(payload)
+            if isinstance(frames, Refusal):
+                return frames
+            self.store.begin(source, frames)
+            return None
+        experience = self._formats.experience.decode(payload)
+        if isinstance(experience, Refusal):
+            return experience
+        self.store.add(source, experience)
+        self._serve()
+        return None
+
+    # ---- within --------------------------------------------------------------------------------------------------
+
+    def _take(self, flat: Tensor, index: int, version: int, values: Tensor) -> None:
+        flat[self._parts[index]].copy_(values)
+        self._versions[index] = version
+        target = version // self._config.target_period_updates
+        rank = self.roles.shards[index]
+        if target > self._targets[index] and rank != self._rank and self._rank in self.roles.learners:
+            self._targets[index] = target  # asked for
+            self._send(rank, Kind.FETCH_TARGET)
+
+    def _fetch(self) -> None:
+        self._steps_since_fetch = 0
+        for rank in self.roles.shards:
+            if rank != self._rank:
+                self._unanswered.add(rank)
+                self._send(rank, Kind.FETCH)
+
+    def _tell_replay(self, kind: Kind, what: np.ndarray | Experience) -> None:
+        replay = self.roles.replay_of(self._rank)
+        if replay == self._rank and self.store is not None:
+            if isinstance(what, Experience):
+                self.store.add(self._rank, what)
+            else:
+                self.store.begin(self._rank, what)
+            self._serve()
+        elif isinstance(what, Experience):
+            self._send_arrays(replay, kind, self._formats.experience.encode, what)
+        else:
+            self._send_arrays(replay, kind, self._formats.reset.encode, what)
+
+    def _ask(self, rank: int) -> None:
+        if rank != self._rank:
+            self._send(rank, Kind.SAMPLE)
+        elif self.store is not None:
+            self.store.ask(rank)
+
+    def _serve(self) -> None:
+        if self.store is None or self.budget.stop is not Stop.NONE:
+            return
+        for learner, batch in self.store.serve():
+            if learner == self._rank:
+                self._batches.append((learner, batch))
+            else:
+                self._send_arrays(learner, Kind.BATCH, self._formats.batch.encode, batch)
+
+    def _send(self, rank: int, kind: Kind, values: np.ndarray | None = None, round_: int = 0) -> None:
+        """A message with nothing, or with float32 values, which are copied."""
+        payload = np.empty(0, np.uint8) if values is None else values.view(np.uint8)
+        data = np.empty(self._wire.control_bytes + len(payload), np.uint8)
+        data[self._wire.control_bytes :] = payload
+        self._post(rank, kind, Format.FLOAT32, data, round_)
