@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
+_CGROUP = Path("/sys/fs/cgroup")
 _LAUNCHERS = (
     "mpirun",
     "mpiexec",
@@ -77,6 +80,23 @@ def share_of_cores(mine: set[int], on_this_host: list[set[int]]) -> int:
     share the host or a part of it, and for anything between.
     """
     return max(1, int(sum(1 / sum(core in cores for cores in on_this_host) for core in mine) + 1e-6))
+
+
+def cgroup_numbers(*names: str) -> list[int] | None:
+    """Numbers in files of this container's control group; None if one is missing or sets no limit."""
+    try:
+        return [int(word) for name in names for word in (_CGROUP / name).read_text(encoding="ascii").split()]
+    except (OSError, ValueError):
+        return None
+
+
+def available_memory_bytes() -> int:
+    """Available memory of the machine, or a container's limit if that is less."""
+    table = Path("/proc/meminfo").read_text(encoding="ascii")
+    match = re.search(r"MemAvailable:\s+(\d+) kB", table)
+    available = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = cgroup_numbers("memory.max") or cgroup_numbers("memory/memory.limit_in_bytes")
+    return min(available, *limit) if limit else available
 
 
 def prepare(threads: int) -> None:

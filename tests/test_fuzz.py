@@ -7,6 +7,7 @@ without it each test tries the same ones every time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import resource
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_checkpoint import SIGNATURE, file_of, make_state, same
@@ -27,6 +29,7 @@ from test_payload import COMPRESSIONS, PARAMETERS, RANKS, Node
 from pala import checkpoint
 from pala.errors import PalaError
 from pala.exchange.wire import Format, Kind, Message, Refusal
+from pala.gorila.formats import BatchFormat, ExperienceFormat
 
 EXAMPLES = int(os.environ.get("PALA_FUZZ_EXAMPLES", "0"))
 MOST_GROWTH_KIB = 300 << 10  # of a process that reads inputs of a few hundred kilobytes
@@ -228,6 +231,68 @@ def test_a_message_is_taken_as_it_is_or_refused_without_a_trace(compression: str
             assert isinstance(offer(one, valid["whole"]), Message)
             one.inbox.mix_into(one.parameters, 0.5)
         assert node.parameters.numpy().tobytes() == twin.parameters.numpy().tobytes()
+
+    check()
+    assert min(seen.values()) > 0.03 * sum(seen.values()), f"too much of one kind: {seen}"
+
+
+# ---- steps and minibatches -------------------------------------------------------------------------------------------
+
+NUM_ENVS, NUM_ACTIONS, FRAME = 3, 5, 2  # bytes a frame
+STEPS = ExperienceFormat(NUM_ENVS, NUM_ACTIONS, Box(0, 255, (4, FRAME), np.uint8), frame_stack=4)
+BATCHES = BatchFormat(NUM_ENVS, NUM_ACTIONS, Box(0, 255, (FRAME,), np.uint8))
+bools = st.integers(0, 8).map(lambda bits: bytes([2]) * 3 if bits == 8 else bytes([bits & 1, bits >> 1 & 1, bits >> 2]))
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> bytes:
+    """Noise, or a step or minibatch with any actions, rewards and ends, of any length, whole or damaged."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(st.binary(max_size=80))
+    actions = draw(st.lists(st.integers(-1, NUM_ACTIONS) | extremes(63), min_size=NUM_ENVS, max_size=NUM_ENVS))
+    rewards = draw(st.lists(st.floats(-2, 2, width=32) | special, min_size=NUM_ENVS, max_size=NUM_ENVS))
+    head = struct.pack("<3q3f", *actions, *rewards)
+    if draw(st.booleans()):
+        data = head + bytes(2 * NUM_ENVS * FRAME) + draw(bools)
+    else:
+        terminated, truncated, first = draw(bools), draw(bools), draw(bools)
+        cut = truncated.count(1) if draw(st.integers(0, 3)) else draw(st.integers(0, NUM_ENVS + 1))
+        data = head + terminated + truncated + first + bytes(FRAME * (NUM_ENVS + cut))
+    return data if draw(st.integers(0, 3)) else damaged(data, draw(damages))
+
+
+def is_step_or_batch(data: bytes, of: object) -> bool:
+    """What `formats` says of these bytes, written a second time."""
+    flags = data[36:45] if of is STEPS else data[48:]
+    cut, odd = divmod(len(data) - 45 - NUM_ENVS * FRAME, FRAME)
+    if odd or not 0 <= cut <= NUM_ENVS if of is STEPS else len(data) != 36 + 2 * NUM_ENVS * FRAME + NUM_ENVS:
+        return False
+    *actions, a, b, c = struct.unpack_from("<3q3f", data)
+    if not all(0 <= action < NUM_ACTIONS for action in actions) or not all(map(math.isfinite, (a, b, c))):
+        return False
+    if max(flags) > 1:
+        return False
+    if of is BATCHES:
+        return True
+    ends = list(zip(flags[:3], flags[3:6], flags[6:], strict=True))
+    return sum(flags[3:6]) == cut and all(not truncated or (first and not over) for over, truncated, first in ends)
+
+
+def test_a_step_or_a_minibatch_is_taken_as_it_is_or_refused() -> None:
+    seen: dict[bool, int] = {True: 0, False: 0}
+
+    @fuzz(600)
+    @given(arrays())
+    def check(data: bytes) -> None:
+        for of in (STEPS, BATCHES):
+            outcome = of.decode(np.frombuffer(data, np.uint8))
+            valid = not isinstance(outcome, Refusal)
+            seen[valid] += 1
+            assert valid == is_step_or_batch(data, of), outcome
+            if isinstance(outcome, Refusal):
+                assert outcome.reason
+            else:
+                assert of.encode(outcome, np.zeros(of.sizes[-1], np.uint8)).tobytes() == data
 
     check()
     assert min(seen.values()) > 0.03 * sum(seen.values()), f"too much of one kind: {seen}"

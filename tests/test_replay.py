@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pala.config import EnvConfig
 from pala.envs import Episode, Step, make_envs
 from pala.errors import PalaError
-from pala.gorila.replay import Batch, Replay
+from pala.gorila.replay import Batch, Replay, experience_of, reset_frames
 
 Row = tuple  # what tells a transition from all others; an empty one is a gap
 
@@ -31,8 +31,8 @@ def told(batch: Batch) -> list[Row]:
 class History:
     """A replay memory, and beside it a list of every environment's transitions and gaps, whole stacks and all."""
 
-    def __init__(self, replay: Replay, num_envs: int, capacity: int) -> None:
-        self.replay, self.rows_per_env = replay, capacity // num_envs
+    def __init__(self, replay: Replay, num_envs: int, capacity: int, frame_stack: int) -> None:
+        self.replay, self.rows_per_env, self.frame_stack = replay, capacity // num_envs, frame_stack
         self.played: list[list[Row]] = [[] for _ in range(num_envs)]
         self.observations: np.ndarray | None = None
 
@@ -41,7 +41,7 @@ class History:
             for rows in self.played:
                 rows.append(())
         self.observations = observations.copy()
-        self.replay.begin(observations)
+        self.replay.begin(reset_frames(observations, self.frame_stack))
 
     def add(self, actions: np.ndarray, step: Step) -> None:
         after = step.observations.copy()
@@ -50,7 +50,7 @@ class History:
         for rows, row, cut in zip(self.played, made, step.truncated, strict=True):
             rows.extend([row, ()] if cut else [row])
         self.observations = step.observations.copy()
-        self.replay.add(actions, step)
+        self.replay.add(experience_of(actions, step, self.frame_stack))
 
     def newest(self) -> list[Row]:
         return [row for rows in self.played for row in rows[-self.rows_per_env :] if row]
@@ -115,7 +115,7 @@ class Game:
 
 def planted(num_envs: int, rows_per_env: int, frame_stack: int, kind: tuple = FRAMES) -> tuple[Game, History]:
     game, capacity = Game(num_envs, frame_stack, kind), rows_per_env * num_envs
-    history = History(Replay(capacity, num_envs, game.space, frame_stack), num_envs, capacity)
+    history = History(Replay(capacity, num_envs, game.space, frame_stack), num_envs, capacity, frame_stack)
     history.begin(game.reset())
     return game, history
 
@@ -174,9 +174,15 @@ def test_nothing_is_drawn_from_an_empty_memory():
 
 
 def test_frames_that_are_not_stacked_as_ale_stacks_them_are_refused():
-    replay = Replay(8, 2, Box(0, 255, (4, 2, 2), np.uint8), frame_stack=4)
     with pytest.raises(PalaError, match="frame stack of 1"):
-        replay.begin(np.ones((2, 4, 2, 2), np.uint8))
+        reset_frames(np.ones((2, 4, 2, 2), np.uint8), frame_stack=4)
+    game = Game(2, 4, FRAMES)
+    game.reset()
+    step = game.step(["over", "on"])
+    step.observations[0, 0] = 1
+    with pytest.raises(PalaError, match="frame stack of 1"):
+        experience_of(np.zeros(2, np.int64), step, frame_stack=4)
+    assert experience_of(np.zeros(2, np.int64), game.step(["on", "on"]), frame_stack=4).frames.shape == (2, 2, 2)
 
 
 # ---- Atari -----------------------------------------------------------------------------------------------------------
@@ -205,7 +211,8 @@ def atari(game: str, **settings: object) -> Iterator[tuple[np.ndarray, Step]]:
 def test_rebuilt_stacks_are_what_the_emulators_gave(game, settings, steps, ends):
     config = EnvConfig(**settings)
     space = Box(0, 255, (config.frame_stack, 84, 84), np.uint8)
-    history, rng = History(Replay(80, 2, space, config.frame_stack), 2, 80), np.random.default_rng(0)
+    replay, rng = Replay(80, 2, space, config.frame_stack), np.random.default_rng(0)
+    history = History(replay, 2, 80, config.frame_stack)
     playing, seen = atari(game, **settings), set()
     history.begin(next(playing)[0])
     for count, (actions, step) in zip(range(1, steps + 1), playing, strict=False):
@@ -254,12 +261,12 @@ def test_a_memory_goes_on_after_it_was_saved(tmp_path, steps, kind, monkeypatch)
     history.replay.save(tmp_path / "replay")
 
     restored = Replay(24, 2, game.space, frame_stack)
-    restored.begin(game.reset())  # goes with whatever else the memory has
+    restored.begin(reset_frames(game.reset(), frame_stack))  # goes with whatever else the memory has
     restored.load(tmp_path / "replay")
     history.replay, rng = restored, np.random.default_rng(0)
     history.check(rng)
     with pytest.raises(AssertionError, match="begin"):
-        restored.add(np.zeros(2, np.int64), game.step(["on", "on"]))
+        restored.add(experience_of(np.zeros(2, np.int64), game.step(["on", "on"]), frame_stack))
     history.begin(game.reset())
     for _ in range(16):
         play(game, history, ["on", "life"])
@@ -269,8 +276,8 @@ def test_a_memory_goes_on_after_it_was_saved(tmp_path, steps, kind, monkeypatch)
 def test_only_what_is_filled_is_written(tmp_path):
     game = Game(2, 4, FRAMES)
     replay = Replay(20_000, 2, game.space, 4)
-    replay.begin(game.reset())
-    replay.add(np.zeros(2, np.int64), game.step(["on", "on"]))
+    replay.begin(reset_frames(game.reset(), 4))
+    replay.add(experience_of(np.zeros(2, np.int64), game.step(["on", "on"]), 4))
     replay.save(tmp_path / "replay")
     assert (tmp_path / "replay").stat().st_size < 500 < replay.memory_bytes
 
@@ -294,7 +301,7 @@ def test_a_damaged_file_is_refused_and_leaves_an_empty_memory(saved, tmp_path, d
     damaged = data.draw(st.sampled_from([flipped, whole[:at], whole + whole[at:], flipped[:at]]))
     (tmp_path / "replay").write_bytes(damaged)
     game = Game(2, 4, FRAMES)
-    history = History(Replay(10, 2, game.space, 4), 2, 10)
+    history = History(Replay(10, 2, game.space, 4), 2, 10, 4)
     with pytest.raises(PalaError):
         history.replay.load(tmp_path / "replay")
     history.begin(game.reset())

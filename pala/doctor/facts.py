@@ -16,9 +16,8 @@ from pathlib import Path
 import mpi4py
 
 from pala.run_folder import installed_versions
-from pala.runtime import launcher_process
+from pala.runtime import available_memory_bytes, cgroup_numbers, launcher_process
 
-_CGROUP = Path("/sys/fs/cgroup")
 _SLURM = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK")
 # A variable that only this launcher sets, and where it writes the number of processes and each one's. An mpirun inside
 # an allocation passes Slurm's variables on: its own come first.
@@ -208,7 +207,7 @@ def host_here(launcher: Launcher) -> Host:
         versions=installed_versions() | {"pala's files": _checksum_of_sources()},
         cores=_cores_of_launcher(launcher),
         cpu_quota=_cpu_quota(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=available_memory_bytes(),
         shm_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
         nvidia_driver=Path("/dev/nvidiactl").exists(),
     )
@@ -234,26 +233,9 @@ def _checksum_of_sources() -> str:
     return digest.hexdigest()[:8]
 
 
-def _cgroup_numbers(*names: str) -> list[int] | None:
-    """Numbers in files of this container's control group; None if one is missing or sets no limit."""
-    try:
-        return [int(word) for name in names for word in (_CGROUP / name).read_text(encoding="ascii").split()]
-    except (OSError, ValueError):
-        return None
-
-
 def _cpu_quota() -> float | None:
-    numbers = _cgroup_numbers("cpu.max") or _cgroup_numbers("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    numbers = cgroup_numbers("cpu.max") or cgroup_numbers("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
     return numbers[0] / numbers[1] if numbers and numbers[0] > 0 else None
-
-
-def _memory_bytes() -> int:
-    """Available memory of the machine, or a container's limit if that is less."""
-    table = Path("/proc/meminfo").read_text(encoding="ascii")
-    match = re.search(r"MemAvailable:\s+(\d+) kB", table)
-    available = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _cgroup_numbers("memory.max") or _cgroup_numbers("memory/memory.limit_in_bytes")
-    return min(available, *limit) if limit else available
 
 
 # ---- once MPI runs ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,19 @@ _FILE = "PALA replay memory 1"  # the number is the format's
 _SLAB_BYTES = 16 << 20  # of one read or write
 
 
+class Experience(NamedTuple):
+    """What one step of B environments adds to a replay memory. Of the observations only the newest frame: the others
+    came before."""
+
+    actions: np.ndarray  # [B] int64, from 0
+    rewards: np.ndarray  # [B] float32
+    terminated: np.ndarray  # [B] bool
+    truncated: np.ndarray  # [B] bool, never together with terminated
+    first: np.ndarray  # [B] bool: `frames` has the first of a new episode; so where truncated
+    frames: np.ndarray  # [B, *frame], after the step (after the reset where an episode ended)
+    final_frames: np.ndarray  # [truncated.sum(), *frame], the last ones of the truncated episodes
+
+
 class Batch(NamedTuple):
     """N transitions.
 
@@ -45,6 +58,46 @@ class Batch(NamedTuple):
     terminated: np.ndarray  # [N] bool: the return ends here (a game over, or a lost life) and is not bootstrapped
 
 
+def experience_of(actions: np.ndarray, step: Step, frame_stack: int = 1) -> Experience:
+    """The experience of one step: `actions` [B] and what `Envs.step` gave for them. Frames are views of the step's.
+
+    Raises PalaError, as `reset_frames`.
+    """
+    first = np.zeros(len(actions), bool)  # not after a lost life: the game and its stack of frames go on
+    first[[episode.env_index for episode in step.episodes]] = True
+    _check_first(step.observations[first], frame_stack)
+    frames, final_frames = (_newest(stacks, frame_stack) for stacks in (step.observations, step.final_observations))
+    return Experience(actions, step.rewards, step.terminated, step.truncated, first, frames, final_frames)
+
+
+def reset_frames(observations: np.ndarray, frame_stack: int = 1) -> np.ndarray:
+    """The frames [B, *frame] of a reset's observations [B, *obs]: views.
+
+    Raises PalaError if there is more in an episode's first observation than one frame.
+    """
+    _check_first(observations, frame_stack)
+    return _newest(observations, frame_stack)
+
+
+def frame_shape(observation_space: gymnasium.Space, frame_stack: int) -> tuple[int, ...]:
+    """Of one frame: with a stack of 1 that of the observation."""
+    shape = observation_space.shape or ()
+    assert frame_stack == 1 or shape[0] == frame_stack
+    return shape if frame_stack == 1 else shape[1:]
+
+
+def _newest(observations: np.ndarray, frame_stack: int) -> np.ndarray:
+    return observations if frame_stack == 1 else observations[:, -1]
+
+
+def _check_first(observations: np.ndarray, frame_stack: int) -> None:
+    if frame_stack > 1 and observations[:, :-1].any():
+        raise PalaError(
+            f"An episode's first observation is not {frame_stack - 1} frames of zeros and one other; the replay "
+            "memory cannot store the frames of this environment once: use a frame stack of 1 for it."
+        )
+
+
 class Replay:
     """The newest `capacity` transitions of `num_envs` environments, sampled uniformly.
 
@@ -55,8 +108,8 @@ class Replay:
     """
 
     def __init__(self, capacity: int, num_envs: int, observation_space: gymnasium.Space, frame_stack: int = 1) -> None:
-        shape, dtype = observation_space.shape, observation_space.dtype
-        assert shape is not None and (frame_stack == 1 or shape[0] == frame_stack)
+        shape, dtype = observation_space.shape or (), observation_space.dtype
+        frame = frame_shape(observation_space, frame_stack)
         self._rows = capacity // num_envs
         if self._rows == 0:
             raise PalaError(
@@ -69,7 +122,6 @@ class Replay:
         )
         self._stack = frame_stack
         self._observation_shape = shape
-        self._frame_shape = shape if frame_stack == 1 else shape[1:]
         self._envs = np.arange(num_envs)
         self._heads = np.full(num_envs, -1)  # the newest observation's row, not wrapped around
         self._begun = False
@@ -77,7 +129,7 @@ class Replay:
         self._ring_rows = self._rows + frame_stack
         ring = (num_envs, self._ring_rows)
         try:
-            self._frames = np.zeros((*ring, *self._frame_shape), dtype)
+            self._frames = np.zeros((*ring, *frame), dtype)
             self._past_frames = np.zeros(ring, np.uint8)  # of the same episode, at most `frame_stack` - 1
             self._is_transition = np.zeros(ring, bool)
             self._actions = np.zeros(ring, np.int64)
@@ -103,26 +155,26 @@ class Replay:
         """Of one row; `memory_bytes` has `frame_stack` rows more than transitions for each environment."""
         return sum(ring[0, 0].nbytes for ring in self._rings())
 
-    def begin(self, observations: np.ndarray) -> None:
-        """Take the observations [B, *obs] of a reset of all environments: before the first `add`, and after `load`."""
+    def begin(self, frames: np.ndarray) -> None:
+        """Take the frames [B, *frame] of a reset of all environments: before the first `add`, and after `load`."""
         self._advance(self._envs)  # what was the newest row becomes a gap
-        self._place(self._envs, observations, np.ones(len(self._envs), bool))
+        self._place(self._envs, frames, np.ones(len(self._envs), bool))
         self._begun = True
 
-    def add(self, actions: np.ndarray, step: Step) -> None:
-        """Take the transitions of one step: `actions` [B] and what `Envs.step` gave for them."""
-        assert self._begun, "`begin` takes the first observations"
+    def add(self, experience: Experience) -> None:
+        """Take the transitions of one step; everything is copied."""
+        assert self._begun, "`begin` takes the first frames"
         row = (self._envs, self._heads % self._ring_rows)
-        self._actions[row], self._rewards[row], self._terminated[row] = actions, step.rewards, step.terminated
+        self._actions[row] = experience.actions
+        self._rewards[row] = experience.rewards
+        self._terminated[row] = experience.terminated
         self._is_transition[row] = True
         self._advance(self._envs)
-        cut = np.flatnonzero(step.truncated)
+        cut = np.flatnonzero(experience.truncated)
         if cut.size:
-            self._place(cut, step.final_observations, np.zeros(cut.size, bool))
+            self._place(cut, experience.final_frames, np.zeros(cut.size, bool))
             self._advance(cut)
-        first = np.zeros(len(self._envs), bool)  # not after a lost life: the game and its stack of frames go on
-        first[[episode.env_index for episode in step.episodes]] = True
-        self._place(self._envs, step.observations, first)
+        self._place(self._envs, experience.frames, experience.first)
 
     def sample(self, count: int, rng: np.random.Generator) -> Batch:
         """`count` transitions, each drawn uniformly from all (so one can come twice). Raises ValueError if empty."""
@@ -171,16 +223,10 @@ class Replay:
         self._heads[envs] += 1
         self._is_transition[envs, (self._heads[envs] - self._rows - 1) % self._ring_rows] = False
 
-    def _place(self, envs: np.ndarray, observations: np.ndarray, first: np.ndarray) -> None:
-        """Store the newest frames of `observations` [N, *obs] in the newest rows; `first` [N]: of their episodes."""
-        stacks = observations.reshape(len(envs), self._stack, *self._frame_shape)
-        if stacks[first, :-1].any():
-            raise PalaError(
-                f"An episode's first observation is not {self._stack - 1} frames of zeros and one other; the replay "
-                "memory cannot store the frames of this environment once: use a frame stack of 1 for it."
-            )
+    def _place(self, envs: np.ndarray, frames: np.ndarray, first: np.ndarray) -> None:
+        """Store `frames` [N, *frame] in the newest rows; `first` [N]: of their episodes."""
         rows = self._heads[envs] % self._ring_rows
-        self._frames[envs, rows] = stacks[:, -1]
+        self._frames[envs, rows] = frames
         past = self._past_frames[envs, rows - 1] + 1  # row -1 is the last of the ring, as it should be
         self._past_frames[envs, rows] = np.where(first, 0, np.minimum(past, self._stack - 1))
 

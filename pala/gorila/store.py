@@ -1,0 +1,127 @@
+"""The replay of one rank: what it holds of each actor, and how often it may be sampled.
+
+A replay memory is sampled at the pace at which it is filled (after Reverb's rate limiter, Cassirer et al. 2021, arXiv
+2102.04736): of the steps beyond the first `min_steps`, every `update_period_steps` pay for one minibatch. Learners that
+ask for more wait, the first who asked first. Actors never wait.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+
+from pala.errors import PalaError
+from pala.gorila.replay import Batch, Experience, Replay
+
+
+class ReplayStore:
+    """A `Replay` for each actor that feeds this rank, sampled as if they were one."""
+
+    def __init__(
+        self,
+        actors: Sequence[int],  # their ranks
+        capacity_steps: int,  # of each
+        num_envs: int,  # of each
+        observation_space: gymnasium.Space,
+        frame_stack: int,
+        *,
+        min_steps: int,
+        update_period_steps: int,
+        minibatch_size: int,
+        rng: np.random.Generator,
+    ) -> None:
+        self._replays = {actor: Replay(capacity_steps, num_envs, observation_space, frame_stack) for actor in actors}
+        self._update_period_steps, self._minibatch_size, self._rng = update_period_steps, minibatch_size, rng
+        self._waiting: deque[int] = deque()  # learners; one that asked twice is here twice
+        self._steps = self._served = 0
+        self._min_steps = min_steps
+
+    def __len__(self) -> int:
+        """Transitions that can be sampled."""
+        return sum(map(len, self._replays.values()))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the replay takes when it is full."""
+        return sum(replay.memory_bytes for replay in self._replays.values())
+
+    @property
+    def owed(self) -> int:
+        """Minibatches that may be sampled before more steps come."""
+        return max(self._steps - self._min_steps, 0) // self._update_period_steps - self._served
+
+    def begin(self, actor: int, frames: np.ndarray) -> None:
+        """Take the frames of a reset of this actor's environments: before its first `add`, and after `load`."""
+        self._replays[actor].begin(frames)
+
+    def add(self, actor: int, experience: Experience) -> None:
+        """Take one step of all environments of this actor."""
+        self._replays[actor].add(experience)
+        self._steps += len(experience.actions)
+
+    def ask(self, learner: int) -> None:
+        """Put a learner that wants a minibatch at the end of the queue."""
+        self._waiting.append(learner)
+
+    def forget(self, learner: int) -> None:
+        """Leave a learner out that died. Of an actor that died, what it played stays and is sampled on."""
+        self._waiting = deque(other for other in self._waiting if other != learner)
+
+    def serve(self) -> list[tuple[int, Batch]]:
+        """(learner, minibatch) for all who can be served now, in the order in which they asked."""
+        if not len(self):  # nothing but gaps, whatever was added
+            return []
+        learners = [self._waiting.popleft() for _ in range(min(len(self._waiting), self.owed))]
+        self._served += len(learners)
+        return [(learner, self._sample()) for learner in learners]
+
+    def save(self, prefix: Path) -> None:
+        """Write PREFIX-actor-NNNN.replay for each actor, each file atomically. Raises OSError."""
+        for actor, replay in self._replays.items():
+            replay.save(_path(prefix, actor))
+
+    def load(self, prefix: Path) -> None:
+        """Take what `save` wrote; `begin` must follow for each actor. What is loaded pays for no minibatch.
+
+        Raises PalaError, as `Replay.load`.
+        """
+        for actor, replay in self._replays.items():
+            replay.load(_path(prefix, actor))
+        self._steps, self._served = len(self), 0
+        self._min_steps = max(self._min_steps, self._steps)
+
+    def _sample(self) -> Batch:
+        """Uniform over all transitions: so many of each replay as it happens, then uniform within it."""
+        lengths = np.array([len(replay) for replay in self._replays.values()])
+        counts = self._rng.multinomial(self._minibatch_size, lengths / lengths.sum())
+        parts = [
+            replay.sample(count, self._rng)
+            for replay, count in zip(self._replays.values(), counts, strict=True) if count
+        ]  # fmt: skip
+        return parts[0] if len(parts) == 1 else Batch(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+_FITTING = 0.9  # of the memory that is available: networks and emulators need some
+
+
+def check_memory(reserved_bytes: int, available_bytes: int, capacity_steps: int) -> None:
+    """Raises PalaError if the replay of this host's ranks, `reserved_bytes` when full, is more than its memory.
+
+    `capacity_steps`: the configuration's, of all ranks.
+    """
+    if reserved_bytes > available_bytes:
+        fitting = int(capacity_steps * _FITTING * available_bytes / reserved_bytes)
+        raise PalaError(
+            f"When full, the replay of the ranks on {platform.node()} takes {reserved_bytes / 2**30:.1f} GiB, but "
+            f"{available_bytes / 2**30:.1f} GiB of memory are available: lower 'gorila.replay_capacity_steps' from "
+            f"{capacity_steps:,} to {fitting:,}, or use more hosts."
+        )
+
+
+def _path(prefix: Path, actor: int) -> Path:
+    return prefix.with_name(f"{prefix.name}-actor-{actor:04d}.replay")
