@@ -213,6 +213,7 @@ class Training(abc.ABC):
             self._save_or_say()
         else:
             self.save()
+        self._save_at_end()
         self._lead_if_first()
         if stop is Stop.SIGNAL:
             self._record_stop()  # at once: after a signal the launcher may not give much time
@@ -345,6 +346,9 @@ class Training(abc.ABC):
     def _state_counters(self) -> dict[str, Any]:
         """Numbers for this rank's checkpoint."""
         return {}
+
+    def _save_at_end(self) -> None:  # noqa: B027  most have nothing more
+        """What is saved only once, after the last checkpoint."""
 
     @abc.abstractmethod
     def _make_exchange(self) -> Exchange:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from pala.config import EnvConfig, GorilaConfig
-from pala.exchange.budget import Stop, StepBudget
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.data_proxy import Block
 from pala.exchange.wire import NOTHING, Format, Kind, Message, Refusal, Sizes, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
 from pala.gorila.replay import Batch, Experience
@@ -47,6 +48,9 @@ class Formats(NamedTuple):
         )
 
 
+_AnyFormat = FramesFormat | ExperienceFormat | BatchFormat
+
+
 def make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats: Formats) -> Wire:
     """The messages of a run of Gorila."""
     lengths = [4 * (part.stop - part.start) for part in parts]
@@ -66,7 +70,7 @@ class Node:
 
     def __init__(
         self, budget: StepBudget, roles: Roles, config: GorilaConfig, wire: Wire, formats: Formats,
-        version: int, shard: Shard | None, store: ReplayStore | None, send: Callable[[int, np.ndarray], None],
+        version: int, shard: Shard | None, store: ReplayStore | None, send: Callable[[int, np.ndarray], Block],
     ) -> None:  # fmt: skip
         """`version`: of the parameters that all begin with. `shard`, `store`: of a rank that has such a role.
         `send(rank, bytes)`: takes the bytes over."""
@@ -98,11 +102,20 @@ class Node:
 
     def reset(self, frames: np.ndarray) -> None:
         """This rank's environments begin new games; frames [B, *frame]."""
-        self._tell_replay(Kind.RESET, frames)
+        replay = self.roles.replay_of(self._rank)
+        if replay == self._rank and self.store is not None:
+            self.store.begin(self._rank, frames)
+        else:
+            self._send_arrays(replay, Kind.RESET, self._formats.reset, frames)
 
-    def experienced(self, experience: Experience) -> None:
-        """What `stepped` counted."""
-        self._tell_replay(Kind.EXPERIENCE, experience)
+    def experienced(self, experience: Experience) -> Block | None:
+        """What `stepped` counted. Returns the message, if one is needed."""
+        replay = self.roles.replay_of(self._rank)
+        if replay == self._rank and self.store is not None:
+            self.store.add(self._rank, experience)
+            self._serve()
+            return None
+        return self._send_arrays(replay, Kind.EXPERIENCE, self._formats.experience, experience)
 
     def take_parameters(self, flat: Tensor) -> None:
         """Copy what has come since the last call. `flat`: the network's parameters."""
@@ -142,6 +155,11 @@ class Node:
         return batch
 
     @property
+    def num_parameters(self) -> int:
+        """Of the whole network."""
+        return self._wire.num_parameters
+
+    @property
     def may_send_gradient(self) -> bool:
         """False while the answer to the last gradient that asked for one is still to come, if the next one asks."""
         return not (self._unanswered and self._next_fetches)
@@ -171,16 +189,18 @@ class Node:
     def on_message(self, source: int, data: np.ndarray) -> None:
         """Any bytes from any rank."""
         message = self._wire.decode(data)
-        if isinstance(message, Message) and message.sender != source:
-            message = Refusal(f"it says it comes from rank {message.sender}")
-        if isinstance(message, Message):
-            self.budget.news(message.local_steps, message.stop)
-            message = self._act_on(message, data[self._wire.control_bytes :])
         if isinstance(message, Refusal):
+            refusal: Refusal | None = message
+        elif message.sender != source:
+            refusal = Refusal(f"it says it comes from rank {message.sender}")
+        else:
+            self.budget.news(message.local_steps, message.stop)
+            refusal = self._act_on(message, data[self._wire.control_bytes :])
+        if refusal is not None:
             self.counts["messages_refused"] += 1
             if source not in self._refused:
                 self._refused.add(source)
-                self.refusals.append(f"refused a message from rank {source}: {message.reason}")
+                self.refusals.append(f"refused a message from rank {source}: {refusal.reason}")
 
     def peer_died(self, rank: int) -> None:
         """Actors and learners may die, as long as some live."""
@@ -190,13 +210,19 @@ class Node:
         roles, living = self.roles, set(self.budget.living)
         only_replay = set(roles.replays) - set(roles.actors)
         if rank in roles.shards:
-            self.fault = f"served shard {roles.shards.index(rank)} of the parameters"
+            loss = f"served shard {roles.shards.index(rank)} of the parameters"
         elif rank in only_replay:
-            self.fault = "held replay of other ranks"
+            loss = "held the replay of other ranks"
         elif living.isdisjoint(roles.learners):
-            self.fault = "was the last learner"
+            loss = "was the last learner"
         elif living.isdisjoint(roles.actors):
-            self.fault = "was the last actor"
+            loss = "was the last actor"
+        else:
+            return
+        self.fault = (
+            f"Rank {rank} has died, which {loss}; nothing can be learned without it, so the job ends here. Go on from "
+            "the last checkpoint by `--resume`."
+        )
 
     def send_stop(self) -> None:
         """Tell others that training ends, if it does and they have not been told."""
@@ -292,19 +318,6 @@ class Node:
                 self._unanswered.add(rank)
                 self._send(rank, Kind.FETCH)
 
-    def _tell_replay(self, kind: Kind, what: np.ndarray | Experience) -> None:
-        replay = self.roles.replay_of(self._rank)
-        if replay == self._rank and self.store is not None:
-            if isinstance(what, Experience):
-                self.store.add(self._rank, what)
-            else:
-                self.store.begin(self._rank, what)
-            self._serve()
-        elif isinstance(what, Experience):
-            self._send_arrays(replay, kind, self._formats.experience.encode, what)
-        else:
-            self._send_arrays(replay, kind, self._formats.reset.encode, what)
-
     def _ask(self, rank: int) -> None:
         if rank != self._rank:
             self._send(rank, Kind.SAMPLE)
@@ -318,11 +331,27 @@ class Node:
             if learner == self._rank:
                 self._batches.append((learner, batch))
             else:
-                self._send_arrays(learner, Kind.BATCH, self._formats.batch.encode, batch)
+                self._send_arrays(learner, Kind.BATCH, self._formats.batch, batch)
 
     def _send(self, rank: int, kind: Kind, values: np.ndarray | None = None, round_: int = 0) -> None:
         """A message with nothing, or with float32 values, which are copied."""
         payload = np.empty(0, np.uint8) if values is None else values.view(np.uint8)
         data = np.empty(self._wire.control_bytes + len(payload), np.uint8)
         data[self._wire.control_bytes :] = payload
-        self._post(rank, kind, Format.FLOAT32, data, round_)
+        self._post(rank, Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.local_steps), data)
+
+    def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any) -> Block:
+        header = self._wire.control_bytes
+        data = np.empty(header + format_.sizes[-1], np.uint8)
+        used = format_.encode(value, data[header:])
+        stop, steps = self.budget.stop, self.budget.local_steps
+        message = Message(kind, self._rank, 0, 1.0, stop, steps, Format.ARRAYS)
+        return self._post(rank, message, data[: header + len(used)])
+
+    def _post(self, rank: int, message: Message, data: np.ndarray) -> Block:
+        self._wire.encode(message, data)
+        self.counts["bytes_sent"] += len(data)
+        return self._send_bytes(rank, data)
+
+
+_TO_SHARD = {Kind.GRADIENT, Kind.GRADIENT_AND_FETCH, Kind.FETCH, Kind.FETCH_TARGET}

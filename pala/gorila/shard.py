@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pala.a2c import ABOVE_ZERO, rmsprop_
+from pala.checkpoint import RankState
 from pala.config import GorilaConfig
 from pala.errors import PalaError
 
@@ -102,3 +104,20 @@ class Shard:
                 self.parameters, gradient, self.squares, config.rmsprop_learning_rate,
                 config.rmsprop_alpha, config.rmsprop_epsilon, epsilon_inside_root=True,
             )  # fmt: skip
+
+
+def assemble(states: Sequence[RankState]) -> Beginning:
+    """What the checkpoints of a run's ranks hold of its shards. Raises PalaError if a shard is missing."""
+    saved = {state.counters["gorila"]["shard"]: state for state in states if state.tensors}
+    num_shards = max((state.counters["gorila"]["num_shards"] for state in states), default=0)
+    missing = sorted(set(range(num_shards)) - set(saved))
+    if missing or not saved:
+        raise PalaError(
+            f"The checkpoints hold no parameters of shard {missing[0] if missing else 0} of {num_shards}: the run "
+            "cannot be gone on with from there."
+        )
+    parameters, squares, target = (
+        torch.cat([saved[shard].tensors[name] for shard in range(num_shards)])
+        for name in ("parameters", "squares", "target")
+    )
+    return Beginning(parameters, squares, target, max(state.counters["gorila"]["version"] for state in saved.values()))

@@ -1,0 +1,239 @@
+"""Gorila's exchange: a rank's `Node` and the data proxy put together, under one lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pala.errors import EndError
+from pala.exchange.base import Exchange, ExchangeState, agree_on_end
+from pala.exchange.budget import Stop
+from pala.exchange.data_proxy import Block, DataProxy
+from pala.faults import among_the_living, wait_quietly
+from pala.gorila.node import Node
+from pala.gorila.replay import Batch, Experience
+from pala.gorila.shard import slices
+from pala.runtime import Interrupt, say
+
+_COMPLAIN_AFTER_S = 60.0
+_NAP_S = 0.005  # what was sent leaves without a word
+_MOST_UNDER_WAY = 4  # steps that an actor may be ahead of what its replay has received
+
+
+class GorilaExchange(Exchange):
+    """What the loop of one rank sees of the others."""
+
+    def __init__(
+        self, comm: MPI.Comm, make_node: Callable[[Callable[[int, np.ndarray], Block]], Node], message_bytes: int,
+        interrupt: Interrupt,
+    ) -> None:  # fmt: skip
+        """`make_node(send)`. Collective."""
+        self._comm, self._interrupt, self.message_bytes = comm, interrupt, message_bytes
+        self._changed = threading.Condition()
+        self._experience: list[Block] = []  # that may not have left
+        self._proxy = DataProxy(comm, None, self._on_message, self._on_death, lambda: None, lambda: 0.0)
+        self._node = make_node(self._send)
+        self._proxy.start()
+
+    # ---- the loop's thread ---------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        return self._node.budget.global_steps
+
+    @property
+    def living(self) -> Sequence[int]:
+        return self._node.budget.living
+
+    @property
+    def stop(self) -> Stop:
+        self._raise_failure()
+        return self._node.budget.stop
+
+    def stop_now(self, reason: Stop) -> None:
+        with self._changed:
+            self._node.budget.stop_now(reason)
+            self._node.send_stop()
+
+    def between_steps(self) -> None:
+        self._proxy.poll()
+
+    def take_parameters(self, flat: Tensor) -> None:
+        """Copy what came of the parameters into the network's."""
+        with self._changed:
+            self._node.take_parameters(flat)
+
+    def take_target(self, flat: Tensor) -> None:
+        """Copy what came of the target network."""
+        with self._changed:
+            self._node.take_target(flat)
+
+    def reset(self, frames: np.ndarray) -> None:
+        """This rank's environments begin new games; frames [B, *frame]."""
+        with self._changed:
+            self._node.reset(frames)
+
+    def stepped(self, steps: int, experience: Experience) -> None:
+        """This rank's environments made so many steps. Waits while many of their experiences are under way."""
+        with self._changed:
+            self._node.stepped(steps)
+            self._node.send_stop()
+            block = self._node.experienced(experience)
+        if block is not None:
+            self._experience.append(block)
+        self._proxy.poll()
+        self._wait_until(self._replay_keeps_up)
+
+    def ask_for_batches(self) -> None:
+        """Once, when training begins."""
+        with self._changed:
+            self._node.ask_for_batches()
+
+    def next_batch(self, timeout_s: float = 0.0) -> Batch | None:
+        """A minibatch to learn from, if there is one or one comes within so many seconds."""
+        self._proxy.poll()
+        with self._changed:
+            batch = self._node.next_batch()
+            if batch is None and timeout_s > 0:
+                self._wait(timeout_s)
+                batch = self._node.next_batch()
+        return batch
+
+    def send_gradient(self, gradient: Tensor) -> None:
+        """To the shards; waits for their answer to the one before."""
+        self._wait_until(lambda: self._node.may_send_gradient)
+        with self._changed:
+            if self._node.budget.stop is Stop.NONE:
+                self._node.send_gradient(gradient)
+        self._proxy.poll()
+
+    def idle(self) -> None:
+        """For a rank that only answers others: until a message comes, asleep."""
+        with self._changed:
+            self._wait(0.1)
+
+    def close(self, timeout_s: float) -> Stop:
+        with self._changed:
+            self._node.send_stop()  # after the barrier that the proxy closes with, nothing may be sent
+        self._proxy.close(timeout_s, self._interrupt)
+        self._raise_failure()
+        budget = self._node.budget
+        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt)
+        for rank in set(budget.living) - set(end.living):
+            self._node.peer_died(rank)
+        budget.news(end.local_steps, end.stop)
+        self._raise_failure()
+        return end.stop
+
+    def final_parameters(self, timeout_s: float) -> Tensor:
+        """The shards' slices put together."""
+
+        def join(living: MPI.Comm) -> Tensor:
+            whole = torch.zeros(self._node.num_parameters)
+            if self._node.shard is not None:
+                parts = slices(len(whole), len(self._node.roles.shards))
+                whole[parts[self._node.roles.shards.index(self._comm.rank)]] = self._node.shard.parameters
+            wait_quietly(living.Iallreduce(MPI.IN_PLACE, whole.numpy()).Test, timeout_s, self._interrupt)
+            return whole
+
+        final = among_the_living(self._comm, join, timeout_s, self._interrupt)
+        self._raise_failure()
+        return final
+
+    def metrics(self) -> dict[str, Any]:
+        node = self._node
+        with self._changed:
+            counts, node.counts = node.counts, Counter()
+            figures: dict[str, Any] = {key: counts[key] for key in _COUNTS}
+            if node.shard is not None:
+                shard = node.shard
+                figures |= {"server_updates": shard.version, "gradients_stale": shard.stale}
+                figures |= {"gradients_not_finite": shard.not_finite}
+            if node.store is not None:
+                figures |= {"replay_transitions": len(node.store), "minibatches_owed": node.store.owed}
+        return figures
+
+    def state(self) -> ExchangeState:
+        self._raise_failure()  # a dead shard's last checkpoint is to be read
+        with self._changed:
+            budget = self._node.budget
+            lost = [rank for rank in range(budget.size) if rank not in budget.living]
+            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, 0, 1.0, lost)
+
+    def shard_state(self) -> tuple[dict[str, Tensor], int]:
+        """(copies of this rank's slices, version) for the checkpoint; ({}, 0) without a shard."""
+        with self._changed:
+            shard = self._node.shard
+            if shard is None:
+                return {}, 0
+            tensors = {"parameters": shard.parameters, "squares": shard.squares, "target": shard.target}
+            return {name: tensor.clone() for name, tensor in tensors.items()}, shard.version
+
+    def save_replay(self, prefix: Path) -> None:
+        """This rank's, as `ReplayStore.save`."""
+        with self._changed:
+            if self._node.store is not None:
+                self._node.store.save(prefix)
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Or until training ends."""
+        begin = time.perf_counter()
+        complain = begin + _COMPLAIN_AFTER_S
+        while True:
+            with self._changed:
+                if condition() or self.stop is not Stop.NONE:
+                    return
+                self._wait(_NAP_S)
+            if self._interrupt.signal is not None:
+                self.stop_now(Stop.SIGNAL)
+            if (now := time.perf_counter()) >= complain:
+                say(f"[rank {self._comm.rank}] has waited {now - begin:.0f} s for the answer of a shard or a replay")
+                complain = now + _COMPLAIN_AFTER_S
+
+    def _wait(self, timeout_s: float) -> None:
+        """Until a message comes, asleep. With the lock held, which is given up meanwhile."""
+        begin = time.perf_counter()
+        self._proxy.hurry(True)
+        self._changed.wait(timeout_s)
+        self._proxy.hurry(False)
+        self.waited_s += time.perf_counter() - begin
+
+    def _replay_keeps_up(self) -> bool:
+        self._experience = [block for block in self._experience if block.pending]
+        return len(self._experience) <= _MOST_UNDER_WAY
+
+    def _raise_failure(self) -> None:
+        self._proxy.raise_failure()
+        if self._node.fault:
+            raise EndError(self._node.fault)
+
+    # ---- whichever thread has the lock ---------------------------------------------------------------------------
+
+    def _send(self, rank: int, data: np.ndarray) -> Block:
+        return self._proxy.send_control(rank, data)
+
+    def _on_message(self, source: int, data: np.ndarray, took_s: float, too_late: bool) -> None:
+        with self._changed:
+            self._node.on_message(source, data)
+            self._node.send_stop()
+            while self._node.refusals:
+                say(f"[rank {self._comm.rank}] {self._node.refusals.popleft()}. Later ones are only counted.")
+            self._changed.notify_all()
+
+    def _on_death(self, rank: int) -> None:
+        with self._changed:
+            self._node.peer_died(rank)
+            self._node.send_stop()
+            self._changed.notify_all()
+
+
+_COUNTS = ("gradients_sent", "parameters_received", "bytes_sent", "messages_refused")

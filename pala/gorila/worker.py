@@ -1,0 +1,120 @@
+"""The loop of one rank of Gorila, whatever its roles: act, learn what is due, or only answer others.
+
+bundled:   act ──▶ replay ──minibatch──▶ gradient ──▶ shards ──parameters──▶ act …
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from pala.config import Config
+from pala.envs import Envs
+from pala.gorila.dqn import LossFilter, Transitions, differentiate, epsilon_at, epsilon_greedy
+from pala.gorila.exchange import GorilaExchange
+from pala.gorila.networks import QNetwork
+from pala.gorila.replay import Batch, experience_of, reset_frames
+from pala.gorila.roles import Roles
+from pala.loop import Counters, Loop, Means
+from pala.metrics import Record
+from pala.networks import FlatParameters
+from pala.runtime import Interrupt
+
+_SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
+_PATIENCE_S = 0.1  # of a learner that does not act
+
+
+class Worker(Loop):
+    """One rank."""
+
+    _exchange: GorilaExchange
+
+    def __init__(
+        self, config: Config, rank: int, roles: Roles, frame_stack: int, envs: Envs, network: QNetwork,
+        flat: FlatParameters, target_network: nn.Module, target: FlatParameters, loss_filter: LossFilter,
+        exchange: GorilaExchange, generator: torch.Generator, counters: Counters, interrupt: Interrupt,
+    ) -> None:  # fmt: skip
+        super().__init__(config.run, exchange, counters, interrupt, flat.data.device)
+        self._config, self._envs, self._frame_stack = config, envs, frame_stack
+        self._acts, self._learns = rank in roles.actors, rank in roles.learners
+        self._network, self._flat, self._target_network, self._target = network, flat, target_network, target
+        self._filter, self._generator = loss_filter, generator
+        self._means = Means()
+        self._logged_steps = counters.local_steps
+
+    def _reset(self, env_seeds: np.ndarray) -> None:
+        if self._acts:
+            observations = self._envs.reset(env_seeds)
+            self._exchange.reset(reset_frames(observations, self._frame_stack))
+            self._observations = self._to_device(observations)
+        if self._learns:
+            self._exchange.ask_for_batches()
+
+    def _advance(self) -> None:
+        if self._acts:
+            self._act()
+        if self._learns:
+            self._learn_what_is_due()
+        if not (self._acts or self._learns):
+            with self._exchanging():
+                self._exchange.idle()
+
+    def _act(self) -> None:
+        """One step of all environments."""
+        with self._exchanging():
+            self._exchange.take_parameters(self._flat.data)
+        with self._watch.section("inference"), torch.no_grad():
+            values = self._network(self._observations)
+            actions = epsilon_greedy(values, self._epsilon(), self._generator)
+            env_actions = self._network.distribution.to_env(actions).cpu().numpy()
+        with self._watch.section("environment"):
+            step = self._envs.step(env_actions)
+        with self._watch.section("inference"):
+            self._observations = self._to_device(step.observations)
+            experience = experience_of(actions.cpu().numpy(), step, self._frame_stack)
+        self.counters.local_steps += self._envs.num_envs
+        for episode in step.episodes:
+            what = {"return": episode.episode_return, "length_steps": episode.length_steps}
+            self._records.append(self._stamp("episode") | what)
+        with self._exchanging():
+            self._exchange.stepped(self._envs.num_envs, experience)
+
+    def _learn_what_is_due(self) -> None:
+        until = time.perf_counter() + _SHORT_S
+        patience_s = 0.0 if self._acts else _PATIENCE_S
+        while time.perf_counter() < until and self._interrupt.signal is None:
+            with self._exchanging():
+                batch = self._exchange.next_batch(patience_s)
+            if batch is None:
+                return
+            self._learn(batch)
+
+    def _learn(self, batch: Batch) -> None:
+        """One gradient."""
+        with self._exchanging():
+            self._exchange.take_parameters(self._flat.data)
+            self._exchange.take_target(self._target.data)
+        with self._watch.section("update"):
+            transitions = Transitions(*(self._to_device(array) for array in batch))
+            loss = differentiate(self._network, self._target_network, self._flat, transitions, self._config.gorila)
+            accepted = self._filter.accepts(float(loss.absolute_error))
+        self.counters.updates += 1
+        if not accepted:
+            return
+        self._means.add(loss=loss.total, absolute_error=loss.absolute_error, action_value=loss.value)
+        with self._exchanging():
+            self._exchange.send_gradient(self._flat.gradient)
+
+    def _epsilon(self) -> float:
+        return epsilon_at(self._exchange.global_steps, self._config.gorila)
+
+    def _interval_figures(self, seconds: float) -> Record:
+        steps, self._logged_steps = self.counters.local_steps - self._logged_steps, self.counters.local_steps
+        return self._means.take() | self._exchange.metrics() | {
+            "local_steps_per_s": steps / seconds,
+            "epsilon": self._epsilon(),
+            "gradients_filtered": self._filter.discarded,
+        }  # fmt: skip
