@@ -202,13 +202,16 @@ def play(envs: Envs, act: Actor, seeds: np.ndarray, episodes: int) -> tuple[list
 # ---- the scores ------------------------------------------------------------------------------------------------------
 
 
+def score_table(file: str) -> dict[str, dict[str, float]]:
+    """A table that comes with PALA: the ROM's name of each game -> column -> score."""
+    text = importlib.resources.files("pala").joinpath(file).read_text(encoding="utf-8")
+    return {row.pop("game"): {k: float(v) for k, v in row.items()} for row in csv.DictReader(text.splitlines())}
+
+
 def reference_scores(rom: str) -> tuple[float, float] | None:
     """(random, human) score of an Atari game by its ROM's name, `space_invaders`; None if the table lacks it."""
-    text = importlib.resources.files("pala").joinpath("atari_scores.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
-        if row["game"] == rom:
-            return float(row["random"]), float(row["human"])
-    return None
+    scores = score_table("atari_scores.csv").get(rom)
+    return (scores["random"], scores["human"]) if scores else None
 
 
 def human_normalised(score: float, random: float, human: float) -> float:

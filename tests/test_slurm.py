@@ -169,7 +169,7 @@ def test_one_task_says_that_srun_and_mpi_disagree(any_mpi: Launcher, rank: int, 
 
 def test_every_script_is_bash_and_says_how_it_is_submitted() -> None:
     scripts = sorted((REPOSITORY / "launch/slurm").glob("*.sbatch"))
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
         assert re.search(rf"sbatch( \S+)? launch/slurm/{script.name}", script.read_text())

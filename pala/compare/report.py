@@ -35,8 +35,8 @@ def write(preset: Preset, runs: Sequence[Run], folder: Path) -> list[Path]:
     drawn = pictures.draw(comparison, folder)
     texts = {
         "compare.md": markdown(comparison, [path.name for path in drawn]),
-        "runs.csv": _csv([_row(comparison, run) for run in comparison.runs]),
-        "curves.csv": _csv(pictures.curve_rows(comparison)),
+        "runs.csv": csv_text([_row(comparison, run) for run in comparison.runs]),
+        "curves.csv": csv_text(pictures.curve_rows(comparison)),
     }
     try:
         for name, text in texts.items():
@@ -49,7 +49,8 @@ def write(preset: Preset, runs: Sequence[Run], folder: Path) -> list[Path]:
 # ---- CSV -------------------------------------------------------------------------------------------------------------
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
+def csv_text(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with the same keys, under a line with these."""
     file = io.StringIO()
     if rows:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

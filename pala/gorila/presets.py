@@ -1,0 +1,56 @@
+"""Make Gorila's presets of the 49 games from one template, in the repository: `python -m pala.gorila.presets`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from string import Template
+
+import ale_py
+import gymnasium
+
+from pala.errors import PalaError
+from pala.evaluate import score_table
+from pala.files import write_atomically
+from pala.gorila.scores import PUBLISHED
+from pala.runtime import say
+
+FOLDER = Path("configs/gorila")
+
+
+def presets(template: str) -> dict[str, str]:
+    """The ROM's name of each game -> the text of its preset. `template` has $game, $rom and $id. Raises PalaError."""
+    gymnasium.register_envs(ale_py)
+    ids = {spec.kwargs["game"]: spec.id for spec in gymnasium.registry.values() if spec.id.startswith("ALE/")}
+    roms = score_table(PUBLISHED)
+    if missing := roms.keys() - ids.keys():
+        raise PalaError(f"ale-py registers no environment for {', '.join(sorted(missing))}; install a newer one.")
+    games = {rom: ids[rom].removeprefix("ALE/").split("-v")[0] for rom in roms}
+    return {rom: Template(template).substitute(rom=rom, id=ids[rom], game=games[rom]) for rom in roms}
+
+
+def make(folder: Path) -> int:
+    """Write them beside their template; returns how many. Raises PalaError."""
+    file = folder / "template.toml.in"
+    try:
+        texts = presets(file.read_text(encoding="utf-8"))
+        for rom, text in texts.items():
+            write_atomically(folder / f"{rom}.toml", text.encode())
+    except OSError as error:
+        raise PalaError(f"The presets cannot be made: {error}; start this in the repository's folder.") from None
+    except (KeyError, ValueError) as error:
+        raise PalaError(f"'{file}' has a placeholder other than $game, $rom and $id: {error}.") from None
+    return len(texts)
+
+
+def main() -> None:
+    """What `python -m pala.gorila.presets` runs."""
+    try:
+        print(f"{make(FOLDER)} presets are in '{FOLDER}'.")
+    except PalaError as error:
+        say(f"pala: error: {error}")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The 49 games beside the published DQN and Gorila: `python -m pala.gorila.scores runs`.
+
+    of some runs, or folders of runs      python -m pala.gorila.scores runs/pong-* runs/from-a-cluster
+    with another place for the tables     python -m pala.gorila.scores runs --output results/gorila
+
+Writes `scores.md`, `games.csv` (a line a game) and `runs.csv` (a line a run); docs/gorila.md explains them.
+
+The published scores are of null-op starts (`pala/dqn_gorila_noop_scores.csv`): random play, the human and DQN of Mnih
+et al. 2015, Nature 518, and Gorila of Nair et al. 2015, arXiv 1507.04296, by way of the rldb transcription. All scores
+are normalised by this table. Its human scores are others than dqn_zoo's, by which `evaluation.json` goes, in 34 games.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from pala import run_folder
+from pala.benchmark.report import table
+from pala.compare.collect import final_evaluation, runs_in
+from pala.compare.notes import many
+from pala.compare.plan import differences
+from pala.compare.report import csv_text
+from pala.config import Config
+from pala.envs import atari_rom
+from pala.errors import PalaError
+from pala.evaluate import human_normalised, score_table, short_number
+from pala.files import write_atomically
+from pala.plot import phrase
+from pala.runtime import say
+from pala.train import read_command
+
+PUBLISHED = "dqn_gorila_noop_scores.csv"
+_AGENTS = {"dqn": "DQN", "gorila": "Gorila", "ours": "ours"}
+Row = dict[str, Any]
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A completed run of Gorila on one of the games."""
+
+    name: str
+    rom: str
+    config: Config
+    last: dict[str, Any]  # the newest start, in run.json
+    evaluation: dict[str, Any]  # of the final policy
+
+    def row(self) -> Row:
+        """Its line in runs.csv."""
+        return {
+            "game": self.rom, "run": self.name, "seed": self.config.seed, "ranks": self.last.get("ranks"),
+            "steps": self.evaluation["global_steps"], "mean_return": self.evaluation["mean_return"],
+            "standard_error": self.evaluation["standard_error"], "episodes": self.evaluation["episodes"],
+            "git_commit": self.last.get("git_commit"), "git_dirty": self.last.get("git_dirty"),
+        }  # fmt: skip
+
+
+def read(folder: Path) -> Run | str:
+    """A run, or why it does not count. Raises PalaError."""
+    record, config = run_folder.read(folder), run_folder.config_of(folder)
+    if config.algorithm != "gorila":
+        return f"trains '{config.algorithm}'"
+    is_atari = config.env.id.startswith("ALE/") and not (folder / "make_env.pkl").exists()
+    rom = atari_rom(config.env.id) if is_atari else ""
+    if rom not in score_table(PUBLISHED):
+        return "plays none of the 49 games"
+    if not record["completed"]:
+        return "has not completed"
+    evaluation = final_evaluation(folder, record)
+    if evaluation is None:
+        return "has no evaluation of its final policy; `python -m pala.evaluate` makes one"
+    return Run(folder.name, rom, config, record["segments"][-1], evaluation)
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def game_rows(runs: Sequence[Run]) -> list[Row]:
+    """Of each of the 49 games its line in games.csv; what there is no run for is None."""
+    rows = []
+    for rom, published in score_table(PUBLISHED).items():
+        own = [run.evaluation for run in runs if run.rom == rom]
+        row: Row = {"game": rom, **published, "ours": _mean(own, "mean_return"), "runs": len(own) or None}
+        row |= {"episodes": sum(found["episodes"] for found in own) or None, "steps": _mean(own, "global_steps")}
+        row |= {f"{agent}_normalised": _normalised(row[agent], row) for agent in _AGENTS}
+        rows.append(row)
+    return rows
+
+
+def _normalised(score: float | None, row: Row) -> float | None:
+    return None if score is None else human_normalised(score, row["random"], row["human"])
+
+
+def _mean(evaluations: Sequence[dict[str, Any]], key: str) -> float | None:
+    return statistics.fmean(found[key] for found in evaluations) if evaluations else None
+
+
+def summary(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Agent -> mean and median over games of its human-normalised score, in percent; of those that have all games."""
+    scores = {agent: [row[f"{agent}_normalised"] for row in rows] for agent in _AGENTS}
+    return {
+        agent: (statistics.fmean(values), statistics.median(values))
+        for agent, values in scores.items() if values and None not in values
+    }  # fmt: skip
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def markdown(runs: Sequence[Run], left_out: Sequence[str]) -> str:
+    """The tables, and what limits them. `left_out`: which runs, and why."""
+    rows = game_rows(runs)
+    played = [row for row in rows if row["runs"]]
+    notes = "\n".join(f"- {note}" for note in _notes(rows, runs, left_out))
+    return f"""# Gorila on the 49 games
+
+{many(len(runs), "completed run")} of {len(played)} of the {len(rows)} games. docs/gorila.md explains the columns;
+games.csv and runs.csv have all digits, and each run with its commit.
+
+{_games_table(rows)}
+
+## All games together
+
+Human-normalised score over games, in percent.
+
+{_summary_table(rows, played)}
+
+## To bear in mind
+
+{notes}
+"""
+
+
+def _games_table(rows: Sequence[Row]) -> str:
+    names, counts = list(_AGENTS.values()), ("runs", "episodes", "steps")
+    header = ("game", "random", "human", *names, *counts, *(f"{name}, %" for name in names))
+    forms: dict[str, Callable[[float], str]] = dict.fromkeys(("random", "human", *_AGENTS), short_number)
+    forms |= dict.fromkeys(counts, "{:,.0f}".format)
+    forms |= {f"{agent}_normalised": "{:,.1f}".format for agent in _AGENTS}
+    return table(header, [
+        (row["game"], *("" if row[key] is None else form(row[key]) for key, form in forms.items())) for row in rows
+    ])  # fmt: skip
+
+
+def _summary_table(rows: Sequence[Row], played: Sequence[Row]) -> str:
+    groups = [rows] if len(played) in (0, len(rows)) else [rows, played]
+    return table(("games", "agent", "mean", "median"), [
+        (str(len(group)), _AGENTS[agent], f"{mean:,.1f}", f"{median:,.1f}")
+        for group in groups for agent, (mean, median) in summary(group).items()
+    ])  # fmt: skip
+
+
+def _notes(rows: Sequence[Row], runs: Sequence[Run], left_out: Sequence[str]) -> list[str]:
+    missing = [row["game"] for row in rows if not row["runs"]]
+    differing: dict[str, list[str]] = {}
+    for run in runs:
+        differing.setdefault(_other_settings(run, runs[0]), []).append(f"`{run.name}`")
+    return [
+        *([f"Missing, {many(len(missing), 'game')}: {', '.join(missing)}."] if missing else []),
+        *(f"Left out: {why}." for why in left_out),
+        *(f"Other settings than `{runs[0].name}`, {what}: {', '.join(of)}." for what, of in differing.items() if what),
+        "Scores are normalised by the random and human scores of this table (Mnih et al. 2015), not by dqn_zoo's, as "
+        "in `evaluation.json`: the human ones differ in 34 games.",
+        "DQN and Gorila: published scores of null-op starts (Mnih et al. 2015; Nair et al. 2015), not run here.",
+    ]
+
+
+def _other_settings(run: Run, other: Run) -> str:
+    """But for the game, the seed and what does not decide how it learns; with the budget."""
+    wanted = replace(other.config, env=replace(other.config.env, id=run.config.env.id))
+    found = {key: pair[0] for key, pair in differences(run.config, wanted).items()}
+    if run.config.total_steps != other.config.total_steps:
+        found["total_steps"] = run.config.total_steps
+    return ", ".join(phrase(key, value) for key, value in found.items())
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """Make the table of the 49 games from completed runs of Gorila."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Folders of runs, or folders of such folders."""
+    output: Path = Path("results/gorila")
+    """Folder of the tables; earlier ones there are replaced."""
+
+
+def write(folders: Sequence[Path], output: Path) -> Path:
+    """Read the runs and write the tables; returns the page's path. Raises PalaError."""
+    if not folders:
+        raise PalaError("Name runs, or folders of runs, such as `runs`; `--help` explains the options.")
+    found = {folder: read(folder) for folder in dict.fromkeys(folder.resolve() for folder in runs_in(folders))}
+    runs = sorted((run for run in found.values() if isinstance(run, Run)), key=lambda run: (run.rom, run.config.seed))
+    left_out = [f"`{folder.name}` {why}" for folder, why in found.items() if isinstance(why, str)]
+    texts = {
+        "scores.md": markdown(runs, left_out),
+        "games.csv": csv_text(game_rows(runs)),
+        "runs.csv": csv_text([run.row() for run in runs]),
+    }
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            write_atomically(output / name, text.encode())
+    except OSError as error:
+        raise PalaError(f"The tables cannot be written to '{output}': {error}; see '--output'.") from None
+    return output / "scores.md"
+
+
+def main() -> None:
+    """What `python -m pala.gorila.scores` runs."""
+    try:
+        command = read_command("pala.gorila.scores", sys.argv[1:], Command())
+        print(write(command.runs, command.output))
+    except PalaError as error:
+        say(f"pala: error: {error}")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

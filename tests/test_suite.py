@@ -1,0 +1,179 @@
+"""Gorila's 49 games: their presets, the jobs of the Slurm script, and the table of planted runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+
+from pala import run_folder
+from pala.config import Config, EnvConfig, GorilaConfig, load_preset
+from pala.envs import atari_rom
+from pala.errors import PalaError
+from pala.evaluate import reference_scores, score_table
+from pala.gorila import presets, scores
+
+CONFIGS = REPOSITORY / presets.FOLDER
+PUBLISHED = score_table(scores.PUBLISHED)
+
+# ---- the presets -----------------------------------------------------------------------------------------------------
+
+
+def test_the_presets_are_what_the_template_makes() -> None:
+    made = presets.presets((CONFIGS / "template.toml.in").read_text())
+    assert {path.stem: path.read_text() for path in CONFIGS.glob("*.toml")} == made
+    assert len(made) == 49
+
+
+@pytest.mark.parametrize("rom", PUBLISHED)
+def test_every_preset_trains_gorila_on_its_game(rom: str) -> None:
+    file = CONFIGS / f"{rom}.toml"
+    config = load_preset(file)
+    assert (config.algorithm, atari_rom(config.env.id)) == ("gorila", rom)  # which knows the ROMs that ale-py brings
+    assert f"python -m pala.train configs/gorila/{rom}.toml" in file.read_text()
+
+
+def test_making_presets(tmp_path: Path) -> None:
+    template = tmp_path / "template.toml.in"
+    with pytest.raises(PalaError, match="start this in the repository's folder"):
+        presets.make(tmp_path)
+    template.write_text("seed = 1 # $gmae")
+    with pytest.raises(PalaError, match=r"placeholder other than \$game, \$rom and \$id: 'gmae'"):
+        presets.make(tmp_path)
+    template.write_text("# $game, $rom, $id")
+    assert presets.make(tmp_path) == 49
+    assert (tmp_path / "up_n_down.toml").read_text() == "# UpNDown, up_n_down, ALE/UpNDown-v5"
+
+
+def test_the_jobs_are_all_games_of_each_seed(tmp_path: Path) -> None:
+    """The script as it is shipped, but with one that prints its arguments where `preemptible.sbatch` would be."""
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "launch/slurm").mkdir(parents=True)
+    (tmp_path / "launch/slurm/preemptible.sbatch").write_text('echo "$@"')
+    jobs = []
+    for task in (0, 48, 49, 146):
+        ids = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_JOB_ID": "7", "PATH": "/usr/bin:/bin"}
+        script = ["bash", REPOSITORY / "launch/slurm/gorila_suite.sbatch", "--total-steps", "9"]
+        jobs.append(subprocess.run(script, env=ids, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
+    assert jobs == [
+        f"configs/gorila/{game}.toml --seed {seed} --run.name gorila-{game}-seed-{seed}-7 --total-steps 9\n"
+        for game, seed in (("alien", 1), ("zaxxon", 1), ("alien", 2), ("zaxxon", 3))
+    ]
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def make_run(
+    folder: Path, rom: str, score: float | None, steps: int = 1000, completed: bool = True, **settings: Any
+) -> None:
+    config = Config(**{"algorithm": "gorila", "total_steps": steps} | settings)  # type: ignore[arg-type]
+    if rom:
+        config = replace(config, env=EnvConfig(id=load_preset(CONFIGS / f"{rom}.toml").env.id))
+    folder.mkdir(parents=True)
+    record = run_folder.RunRecord.begin(folder, config, {"ranks": 4, "git_commit": "a" * 40})
+    if completed:
+        record.end("completed", global_steps=steps)
+    if score is not None:
+        evaluation = {"policy": "final", "global_steps": steps, "mean_return": score, "standard_error": 1.0}
+        (folder / "evaluation.json").write_text(json.dumps(evaluation | {"episodes": 30}))
+
+
+def written(*folders: Path, output: Path) -> tuple[str, dict[str, dict[str, str]]]:
+    """The page, and games.csv by game."""
+    page = scores.write(folders, output).read_text()
+    with open(output / "games.csv") as file:
+        return page, {row["game"]: row for row in csv.DictReader(file)}
+
+
+def cells(page: str, begin: str) -> list[list[str]]:
+    """The lines of tables that begin with this cell."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    return [line for line in lines if line[0] == begin]
+
+
+def test_the_published_scores_give_the_known_means() -> None:
+    """Which were computed from them elsewhere: a figure that changed would be seen here."""
+    rows = scores.game_rows([])
+    assert scores.summary(rows) == {
+        "dqn": (pytest.approx(241.1, abs=0.05), pytest.approx(93.5, abs=0.05)),
+        "gorila": (pytest.approx(495.2, abs=0.05), pytest.approx(96.4, abs=0.05)),
+    }
+    assert sum(row["gorila"] > row["dqn"] for row in rows) == 31
+    humans = {rom: reference_scores(rom) for rom in PUBLISHED}
+    assert sum(humans[rom] != (row["random"], row["human"]) for rom, row in PUBLISHED.items()) == 34
+
+
+def test_runs_stand_beside_the_published_scores(tmp_path: Path) -> None:
+    """Pong twice, 9.3 is the human of this table (not 14.6, dqn_zoo's), and Breakout at random."""
+    make_run(tmp_path / "runs/a", "pong", 9.3 - 3)
+    make_run(tmp_path / "runs/b", "pong", 9.3 + 3, seed=2)
+    make_run(tmp_path / "runs/c", "breakout", 1.7)
+    page, games = written(tmp_path / "runs", tmp_path / "runs/a", output=tmp_path / "results")
+    assert "3 completed runs of 2 of the 49 games" in page
+    assert cells(page, "pong") == [
+        ["pong", "-20.7", "9.3", "18.9", "18.3", "9.3", "2", "60", "1,000", "132.0", "130.0", "100.0"]
+    ]
+    assert cells(page, "49") == [["49", "DQN", "241.1", "93.5"], ["49", "Gorila", "495.2", "96.4"]]
+    dqn, gorila, ours = cells(page, "2")
+    assert ours == ["2", "ours", "50.0", "50.0"]
+    assert (dqn[2], gorila[2]) == ("729.6", "730.3")  # of 132.0 and 1,327.2; of 130.0 and 1,330.6
+    assert [row for row in games.values() if row["ours"]] == [games["breakout"], games["pong"]]
+    assert float(games["pong"]["ours_normalised"]) == pytest.approx(100)
+    assert "Missing, 47 games: alien, " in page
+    with open(tmp_path / "results/runs.csv") as file:
+        runs = [(row["run"], row["seed"], row["ranks"], row["mean_return"]) for row in csv.DictReader(file)]
+    assert runs == [("c", "1", "4", "1.7"), ("a", "1", "4", "6.300000000000001"), ("b", "2", "4", "12.3")]
+
+
+def test_the_whole_suite_needs_no_second_mean(tmp_path: Path) -> None:
+    """A player as good as the human in every game."""
+    for rom, row in PUBLISHED.items():
+        make_run(tmp_path / "runs" / rom, rom, row["human"])
+    page, _ = written(tmp_path / "runs", output=tmp_path)
+    assert [row[1:] for row in cells(page, "49")][2:] == [["ours", "100.0", "100.0"]]
+    assert "Missing" not in page and "Left out" not in page and "Other settings" not in page
+
+
+@pytest.mark.parametrize(
+    ("rom", "facts", "why"),
+    [
+        ("pong", {"algorithm": "a2c"}, "trains 'a2c'"),
+        ("", {"env": EnvConfig(id="CartPole-v1")}, "plays none of the 49 games"),
+        ("", {"env": EnvConfig(id="ALE/Tetris-v5")}, "plays none of the 49 games"),
+        ("pong", {"completed": False}, "has not completed"),
+        ("pong", {"score": None}, "has no evaluation of its final policy"),
+    ],
+)
+def test_what_does_not_count_is_told(rom: str, facts: dict[str, Any], why: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "odd", rom, **{"score": 5.0} | facts)
+    page, games = written(tmp_path / "odd", output=tmp_path)
+    assert f"- Left out: `odd` {why}" in page and "0 completed runs of 0 of" in page
+    assert not any(row["ours"] for row in games.values())
+
+
+def test_other_settings_are_told(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs/a", "alien", 5.0)
+    make_run(tmp_path / "runs/b", "pong", 5.0, steps=2000, gorila=GorilaConfig(adagrad_learning_rate=0.5))
+    page, _ = written(tmp_path / "runs", output=tmp_path)
+    assert "- Other settings than `a`, adagrad learning rate 0.5, total steps 2000: `b`." in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((), "Name runs, or folders of runs"), (("nowhere",), "'nowhere' is no run and holds none")],
+)
+def test_mistakes_are_one_sentence(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["scores", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        scores.main()
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and words in said and said.count("\n") == 1
