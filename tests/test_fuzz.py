@@ -265,7 +265,8 @@ def is_step_or_batch(data: bytes, of: object) -> bool:
     """What `formats` says of these bytes, written a second time."""
     flags = data[36:45] if of is STEPS else data[48:]
     cut, odd = divmod(len(data) - 45 - NUM_ENVS * FRAME, FRAME)
-    if odd or not 0 <= cut <= NUM_ENVS if of is STEPS else len(data) != 36 + 2 * NUM_ENVS * FRAME + NUM_ENVS:
+    fits = not odd and 0 <= cut <= NUM_ENVS if of is STEPS else len(data) == 39 + 2 * NUM_ENVS * FRAME
+    if not fits:
         return False
     *actions, a, b, c = struct.unpack_from("<3q3f", data)
     if not all(0 <= action < NUM_ACTIONS for action in actions) or not all(map(math.isfinite, (a, b, c))):

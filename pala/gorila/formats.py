@@ -21,7 +21,7 @@ _Fields = dict[str, tuple[Any, tuple[int, ...]]]  # array -> type of its items, 
 
 
 class _Format:
-    """`sizes`: bytes that a message may have."""
+    """Named arrays in a layout that follows from the size of the message. `sizes`: bytes that one may have."""
 
     def __init__(self, *variants: _Fields) -> None:
         """`variants`: the arrays that a message may have, each time by as many bytes more."""
@@ -37,7 +37,7 @@ class _Format:
         return data
 
     def _read(self, data: np.ndarray) -> dict[str, np.ndarray] | Refusal:
-        """Views of the arrays, whose booleans are some."""
+        """Views of the arrays; every bool is 0 or 1."""
         if len(data) not in self.sizes:
             return Refusal(f"it has {len(data)} bytes, which is wrong for its kind")
         layout = self._layouts[self.sizes.index(len(data))]
