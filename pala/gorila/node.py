@@ -87,6 +87,7 @@ class Node:
         self._batches: deque[tuple[int, Batch]] = deque()  # replay rank, minibatch
         self.counts: Counter[str] = Counter()
         self.refusals: deque[str] = deque()  # sentences, the first of each sender
+        self._begun: set[int] = set()  # actors whose first frames came
         self._refused: set[int] = set()
         self.fault = ""  # why training cannot go on
 
@@ -292,7 +293,10 @@ class Node:
             if isinstance(frames, Refusal):
                 return frames
             self.store.begin(source, frames)
+            self._begun.add(source)
             return None
+        if source not in self._begun:
+            return Refusal("the first frames of its sender's environments have not come")
         experience = self._formats.experience.decode(payload)
         if isinstance(experience, Refusal):
             return experience
