@@ -56,7 +56,7 @@ class EnvConfig:
     full_action_space: bool = False
     """Atari: all 18 actions instead of the game's own."""
     max_episode_frames: int = 108_000
-    """Atari: emulator frames after which an episode is truncated (30 minutes of play) [DQN]."""
+    """Atari: emulator frames after which an episode is truncated; 30 minutes of play are usual today."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class EvaluationConfig:
     greedy: bool = False
     """A2C: the most probable action instead of a sampled one [PALA and GALA sample]."""
     epsilon: float = 0.05
-    """Gorila: probability of a random action instead of the best [DQN, Gorila: 0.05]."""
+    """Gorila: probability of a random action instead of the best, unless `greedy` [DQN, Gorila: 0.05]."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pala.envs import Envs, Episode
-    from pala.networks import ActorCritic
+    from pala.gorila.networks import QNetwork
+    from pala.networks import ActorCritic, FlatParameters
 
     Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
 
@@ -58,6 +59,7 @@ class Evaluation:
     episodes: int
     num_envs: int
     greedy: bool
+    epsilon: float | None  # Gorila: probability of a random action; None of a policy that is sampled
     seed: int
     noop_max: int | None  # Atari
     repeat_action_probability: float | None  # Atari
@@ -85,13 +87,20 @@ class Evaluation:
         parts = [f"{self.environment}: mean return {short_number(self.mean_return)}{error} over {episodes}"]
         if self.human_normalised_score is not None:
             parts.append(f"{self.human_normalised_score:.1f} % human-normalised (dqn_zoo table)")
-        parts.append("greedy actions" if self.greedy else "sampled actions")
+        parts.append(action_words(self.greedy, self.epsilon))
         if self.noop_max:
             parts.append(f"up to {self.noop_max} no-ops")
         if self.repeat_action_probability:
             parts.append(f"sticky actions {self.repeat_action_probability:g}")
         policy = "final policy" if self.policy == "final" else self.policy
         return f"{', '.join(parts)}; {policy} after {self.global_steps:,} steps"
+
+
+def action_words(greedy: bool, epsilon: float | None) -> str:
+    """How actions were chosen."""
+    if epsilon:
+        return f"{epsilon:.0%} random actions"
+    return "greedy actions" if greedy or epsilon is not None else "sampled actions"
 
 
 def short_number(value: float) -> str:
@@ -107,55 +116,79 @@ def short_number(value: float) -> str:
 class Policy:
     """A network with the parameters of a run."""
 
-    network: ActorCritic
+    network: ActorCritic | QNetwork
     global_steps: int  # of training, over all ranks
-    source: str  # "final", or "mean of checkpoints of N ranks"
+    source: str  # "final", or of which checkpoints
     environment: str | None = None  # what the run calls an environment made in Python
+    epsilon: float = 0.0  # of a Q-network
 
     def actor(self, greedy: bool, seed: int) -> Actor:
-        """A function from observations to actions, sampled with a random stream of its own or most probable."""
+        """A function from observations to actions, with a random stream of its own: sampled from the policy or, if
+        `greedy`, the most probable; of a Q-network the best, but with probability `epsilon` any, unless `greedy`."""
         import numpy as np
         import torch
+
+        from pala.gorila.dqn import epsilon_greedy
+        from pala.gorila.networks import QNetwork
 
         generator = torch.Generator().manual_seed(seed)
         network, distribution = self.network, self.network.distribution
 
+        def choose(observations: torch.Tensor) -> torch.Tensor:
+            if isinstance(network, QNetwork):
+                return epsilon_greedy(network(observations), 0.0 if greedy else self.epsilon, generator)
+            policy_output, _ = network(observations)
+            return distribution.sample(policy_output, generator, greedy)
+
         def act(observations: np.ndarray) -> np.ndarray:
             with torch.inference_mode():
-                policy_output, _ = network(torch.from_numpy(np.ascontiguousarray(observations)))
-                actions: np.ndarray = distribution.to_env(distribution.sample(policy_output, generator, greedy)).numpy()
-                return actions
+                actions = choose(torch.from_numpy(np.ascontiguousarray(observations)))
+                env_actions: np.ndarray = distribution.to_env(actions).numpy()
+                return env_actions
 
         return act
 
 
 def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
-    """A completed run's final policy, or the weighted mean of its ranks' newest checkpoints (of independent learners:
-    rank 0's). Raises PalaError."""
+    """A completed run's final policy, or what its ranks' newest checkpoints hold. Raises PalaError."""
     import torch
 
     from pala import checkpoint, run_folder
+    from pala.gorila.networks import QNetwork
     from pala.networks import ActorCritic, FlatParameters
 
-    network = ActorCritic(envs.observation_space, envs.action_space, config.network)
+    kind = QNetwork if config.algorithm == "gorila" else ActorCritic
+    network: ActorCritic | QNetwork = kind(envs.observation_space, envs.action_space, config.network)
     flat = FlatParameters(network, torch.device("cpu"))
     file = run / "policy.safetensors"
     if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy
         named, header = checkpoint.load_policy(file)
         _check_layout(file, dict(network.state_dict()), named)
         network.load_state_dict(named)
-        policy = Policy(network, header["global_steps"], "final", header.get("environment"))
+        policy = Policy(network, header["global_steps"], "final", header.get("environment"), config.evaluation.epsilon)
     else:
-        states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature)
-        independent = config.exchange.kind == "none"
-        mean = checkpoint.average(states, independent)
-        flat.data.copy_(mean.tensors["parameters"])
-        ranks = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
-        source = f"checkpoint of rank 0 of {ranks}" if independent else f"mean of checkpoints of {ranks}"
-        policy = Policy(network, mean.counters["base_steps"], source)
+        steps, source = _load_checkpoints(run, config, flat)
+        policy = Policy(network, steps, source, epsilon=config.evaluation.epsilon)
     if not flat.data.isfinite().all():
         raise PalaError(f"The policy of run '{run}' ({policy.source}) has parameters that are not finite numbers.")
     return policy
+
+
+def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
+    """Into `flat`: the weighted mean of the ranks' parameters, of independent learners rank 0's; of Gorila the shards
+    put together. Returns (global steps, words for it)."""
+    from pala import checkpoint
+    from pala.gorila.shard import assemble
+
+    states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature)
+    ranks = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
+    steps = checkpoint.joint_counters(states)["base_steps"]
+    if config.algorithm == "gorila":
+        flat.data.copy_(assemble(states).parameters)
+        return steps, f"checkpoints of {ranks}"
+    independent = config.exchange.kind == "none"
+    flat.data.copy_(checkpoint.average(states, independent).tensors["parameters"])
+    return steps, f"checkpoint of rank 0 of {ranks}" if independent else f"mean of checkpoints of {ranks}"
 
 
 def _check_layout(file: Path, wanted: dict[str, Any], found: dict[str, Any]) -> None:
@@ -254,6 +287,7 @@ def evaluate(run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, t
         global_steps=policy.global_steps,
         num_envs=envs.num_envs,
         greedy=greedy,
+        epsilon=(0.0 if greedy else config.evaluation.epsilon) if config.algorithm == "gorila" else None,
         seed=seed,
         steps_per_s=round(steps / seconds, 1),
         **_statistics(played),
@@ -340,7 +374,7 @@ class Command:
     num_envs: int = EvaluationConfig.num_envs
     """Episodes played at the same time."""
     greedy: bool = EvaluationConfig.greedy
-    """The most probable action instead of a sampled one."""
+    """The most probable action instead of a sampled one; Gorila: no random actions."""
     seed: int = 0
     """Equal seeds give equal episodes."""
     video: Path | None = None

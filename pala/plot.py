@@ -45,6 +45,7 @@ _WITHOUT_INFLUENCE = (
 _READ_BY = {  # settings of the exchange; a kind that is not here reads all
     "none": (), "allreduce": (), "shared_memory": ("exchange.topology", "exchange.max_staleness"),
 }  # fmt: skip
+_NOT_READ_BY = {"a2c": ("gorila.",), "gorila": ("a2c.", "exchange.")}  # sections, by algorithm
 _MOST_DIFFERENCES = 3  # that a label names
 
 
@@ -162,11 +163,13 @@ def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
 
 
 def settings_that_matter(facts: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Of settings with dotted keys those that decide how a run goes; of the exchange's those that its kind reads."""
+    """Of settings with dotted keys those that decide how a run goes: none of another algorithm's, and of the exchange's
+    those that its kind reads."""
     kind, topology = facts["exchange.kind"], facts["exchange.topology"]
     facts = facts | {"exchange.topology": ExchangeConfig(kind=kind, topology=topology).graph}
     ignored = {*_WITHOUT_INFLUENCE, *without}
-    if kind in _READ_BY:
+    ignored |= {key for key in facts if key.startswith(_NOT_READ_BY[facts["algorithm"]])}
+    if facts["algorithm"] == "a2c" and kind in _READ_BY:
         read = {"exchange.kind", *_READ_BY[kind]}
         ignored |= {key for key in facts if key.startswith("exchange.") and key not in read}
     return {key: value for key, value in facts.items() if key not in ignored}

@@ -117,14 +117,20 @@ def _reference(config: Config) -> tuple[float, float] | None:
 
 
 def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:
-    """The variant is the one with the fewest other settings among those with the same kind of exchange; settings that
-    differ even so are named, so that runs which are not alike are not mixed."""
-    game, kind = plan.game_of(config, source), config.exchange.kind
+    """The variant is the one with the fewest other settings among those with the same method; settings that differ even
+    so are named, so that runs which are not alike are not mixed."""
+    game, method = plan.game_of(config, source), _method(config)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
-    alike = {variant: settings for variant, settings in wanted.items() if settings.exchange.kind == kind}
+    alike = {variant: settings for variant, settings in wanted.items() if _method(settings) == method}
     if not alike:
-        alike = {kind: replace(next(iter(wanted.values())), exchange=ExchangeConfig(kind))}
+        other = next(iter(wanted.values()))
+        exchange = ExchangeConfig(config.exchange.kind)
+        alike = {method: replace(other, algorithm=config.algorithm, exchange=exchange, gorila=config.gorila)}
     differing = {variant: differences(config, settings) for variant, settings in alike.items()}
     variant = min(differing, key=lambda variant: len(differing[variant]))
     phrases = ", ".join(phrase(key, found) for key, (found, _) in differing[variant].items())
     return Cell(f"{variant} ({phrases})" if phrases else variant, game, ranks)
+
+
+def _method(config: Config) -> str:
+    return config.exchange.kind if config.algorithm == "a2c" else config.algorithm

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pala.compare.comparison import Comparison
 from pala.compare.measures import Run
+from pala.evaluate import action_words
 
 _FEW_RUNS = 5
 
@@ -59,7 +60,7 @@ def machine(run: Run) -> str:
 
 def _evaluation(run: Run) -> str:
     facts = run.evaluation or {}
-    return f"{many(facts['episodes'], 'episode')}, {'greedy' if facts['greedy'] else 'sampled'} actions"
+    return f"{many(facts['episodes'], 'episode')}, {action_words(facts['greedy'], facts.get('epsilon'))}"
 
 
 def _of_game(run: Run) -> object:
