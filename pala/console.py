@@ -40,16 +40,33 @@ class Progress:
         view, speed = self._view, self._view.global_steps_per_s
         share = self.global_steps / self.budget_steps
         eta = _duration((self.budget_steps - self.global_steps) / speed) if speed else "-"
-        relative = view.mean("consensus_distance_relative")
-        mixes, staleness = view.total("mixes"), max((r.get("staleness_updates") or 0 for r in view.last), default=0)
         return {
             "steps": f"{self.global_steps:,} of {self.budget_steps:,} ({share:.1%})",
             "eta": eta,
             "steps/s": f"{speed:,.0f}",
             "return": f"{_number(view.mean_return, '{:.2f}')} (mean of the last 100 of {view.num_episodes} episodes)",
+            **(self._server() if view.mean("epsilon") is not None else self._exchange()),
+            "time": " ".join(f"{name} {_number(view.mean('time_' + name), '{:.0%}')}" for name in SECTIONS),
+        }
+
+    def _exchange(self) -> dict[str, str]:
+        """Of A2C."""
+        view = self._view
+        relative = view.mean("consensus_distance_relative")
+        mixes, staleness = view.total("mixes"), max((r.get("staleness_updates") or 0 for r in view.last), default=0)
+        return {
             "consensus": f"{_number(view.mean('consensus_distance'), '{:.3f}')} ({_number(relative, '{:.2%}')})",
             "staleness": f"{staleness} updates at most, {mixes:.0f} mixes",
-            "time": " ".join(f"{name} {_number(view.mean('time_' + name), '{:.0%}')}" for name in SECTIONS),
+        }
+
+    def _server(self) -> dict[str, str]:
+        """Of Gorila."""
+        view = self._view
+        discarded = sum(view.total(f"gradients_{why}") for why in ("stale", "filtered", "not_finite"))
+        return {
+            "server": f"{_number(view.mean('server_updates'), '{:,.0f}')} updates, {discarded:.0f} gradients discarded",
+            "replay": f"{view.total('replay_transitions'):,.0f} transitions",
+            "epsilon": _number(view.mean("epsilon"), "{:.3f}"),
         }
 
 
@@ -111,6 +128,8 @@ class TensorBoard:
     _TAGS: ClassVar[dict[str, str]] = {
         "mean_return": "return/mean_of_last_100_episodes",
         "loss_policy": "loss/policy", "loss_value": "loss/value", "entropy": "loss/entropy",
+        "loss": "loss/dqn", "absolute_error": "loss/absolute_error", "action_value": "value/action_value",
+        "epsilon": "update/epsilon", "server_updates": "update/server_updates",
         "gradient_norm": "update/gradient_norm", "learning_rate": "update/learning_rate",
         "consensus_distance": "exchange/consensus_distance", "staleness_updates": "exchange/staleness_updates",
     }  # fmt: skip

@@ -156,8 +156,11 @@ class GorilaExchange(Exchange):
             figures: dict[str, Any] = {key: counts[key] for key in _COUNTS}
             if node.shard is not None:
                 shard = node.shard
-                figures |= {"server_updates": shard.version, "gradients_stale": shard.stale}
-                figures |= {"gradients_not_finite": shard.not_finite}
+                figures |= {
+                    "server_updates": shard.version, "gradients_stale": shard.stale,
+                    "gradients_not_finite": shard.not_finite,
+                }  # fmt: skip
+                shard.stale = shard.not_finite = 0
             if node.store is not None:
                 figures |= {"replay_transitions": len(node.store), "minibatches_owed": node.store.owed}
         return figures

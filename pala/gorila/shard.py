@@ -60,7 +60,7 @@ class Shard:
     | squares | float32 [n], the optimiser's state: the sum of squared gradients, or with RMSprop their mean |
     | target | float32 [n], of the target network: copied from the parameters every `target_period_updates` |
     | version | gradients applied |
-    | stale, not_finite | gradients discarded |
+    | stale, not_finite | gradients discarded since the last record of the metrics |
 
     The first four are what a checkpoint needs.
     """

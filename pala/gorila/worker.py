@@ -43,7 +43,7 @@ class Worker(Loop):
         self._network, self._flat, self._target_network, self._target = network, flat, target_network, target
         self._filter, self._generator = loss_filter, generator
         self._means = Means()
-        self._logged_steps = counters.local_steps
+        self._logged_steps, self._logged_discarded = counters.local_steps, loss_filter.discarded
 
     def _reset(self, env_seeds: np.ndarray) -> None:
         if self._acts:
@@ -113,8 +113,10 @@ class Worker(Loop):
 
     def _interval_figures(self, seconds: float) -> Record:
         steps, self._logged_steps = self.counters.local_steps - self._logged_steps, self.counters.local_steps
+        discarded = self._filter.discarded - self._logged_discarded
+        self._logged_discarded = self._filter.discarded
         return self._means.take() | self._exchange.metrics() | {
             "local_steps_per_s": steps / seconds,
             "epsilon": self._epsilon(),
-            "gradients_filtered": self._filter.discarded,
+            "gradients_filtered": discarded,
         }  # fmt: skip
