@@ -37,7 +37,7 @@ _PROGRAM = "pala.train"
 
 @dataclass(frozen=True)
 class Command:
-    """Train one policy with gossiping A2C actor-learners, one on every MPI rank."""
+    """Train one policy on MPI ranks: A2C actor-learners that gossip, or Gorila DQN (`--algorithm gorila`)."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
     """TOML file with settings (configs/); the options below win over it."""
