@@ -325,6 +325,7 @@ def test_a_learner_asks_for_parameters_with_every_third_gradient() -> None:
     learner, server = cluster[1], cluster[0]
     assert learner.worker.counters.updates == server.shard.version == 30
     assert (learner.sent[Kind.GRADIENT], learner.sent[Kind.GRADIENT_AND_FETCH]) == (20, 10)
+    assert cluster[2].sent[Kind.FETCH] == 140 // (3 * 4)  # the actor's own pace
     assert server.sent[Kind.PARAMETERS] == 10 + cluster[2].sent[Kind.FETCH]
     assert learner.node._versions == [27]
     learner.exchange.take_parameters(learner.flat.data)
@@ -369,6 +370,27 @@ def test_targets_come_when_a_shards_version_passes_a_multiple_of_the_period() ->
             assert learner.target.data[part].equal(first[part]) == (shard.version < period)
         fetches.append(learner.sent[Kind.FETCH_TARGET])
     assert fetches == [0, 0, 1, 2, 2, 2, 3, 4, 4]
+
+
+def test_a_target_that_is_long_under_way_is_asked_for_once() -> None:
+    cluster = make_ranks(3, make_config(target_period_updates=2, **SEPARATE))
+    learner, server, gradient = cluster[1], cluster[0], torch.ones(len(cluster[1].flat.data))
+    held: list[bytes] = []
+
+    def hear(source: int, data: bytes) -> None:
+        is_target = Kind.TARGET in server.last and server.last[Kind.TARGET][1] == data
+        held.append(data) if is_target else Rank.hear(learner, source, data)
+
+    learner.hear = hear
+    for _ in range(3):
+        learner.node.send_gradient(gradient)
+        learner.exchange.take_parameters(learner.flat.data)
+        learner.exchange.take_target(learner.target.data)
+    assert learner.sent[Kind.FETCH_TARGET] == len(held) == 1
+    assert not learner.target.data.equal(server.shard.target)
+    Rank.hear(learner, 0, held[0])
+    learner.exchange.take_target(learner.target.data)
+    assert learner.target.data.equal(server.shard.target)
 
 
 # ---- what is discarded -----------------------------------------------------------------------------------------------
@@ -669,9 +691,10 @@ def test_who_lives_goes_on_learning_from_what_the_dead_played() -> None:
     lockstep = play(cluster)
     for _ in range(40):
         next(lockstep)
+    lost: list[int] = []
     for dead in (4, 6):
         cluster[dead].worker._advance = lambda: None
-        cluster[dead].hear = lambda source, data: None
+        cluster[dead].hear = lambda source, data: lost.append(source)
         for rank in cluster:
             rank.node.peer_died(dead)
     updates, held = cluster[5].worker.counters.updates, len(cluster[2].store)
@@ -681,4 +704,5 @@ def test_who_lives_goes_on_learning_from_what_the_dead_played() -> None:
     assert len(cluster[2].store) == held  # it was filled by the dead actor
     assert cluster[2].sent[Kind.BATCH] <= learned_before + 1
     assert cluster[5].worker.counters.updates > updates + 5
+    assert not lost
     assert all(rank.exchange.stop is Stop.NONE for rank in cluster)
