@@ -127,10 +127,10 @@ def test_four_ranks_with_two_shards_learn_to_walk(mpi: Launcher, tmp_path: Path)
     job = mpi.script(4, CORRIDOR, tmp_path)
     assert job.status == 0, job.output
     run = tmp_path / "runs/r"
-    for records in read_run(run):
-        returns = [record["return"] for record in records if record["type"] == "episode"]
-        assert np.mean(returns[:15]) < -0.7
-        assert np.mean(returns[-50:]) > 0.2
+    episodes = sorted((r["time_s"], r["return"]) for rs in read_run(run) for r in rs if r["type"] == "episode")
+    returns = [return_ for _, return_ in episodes]
+    assert np.mean(returns[:50]) < -0.5  # at random
+    assert np.mean(returns[-200:]) > 0.4  # six seeds gave 0.53 to 0.58 on each rank
     assert total(run, 2, "parameters_received") > total(run, 2, "gradients_sent") > 100  # of two shards
 
 

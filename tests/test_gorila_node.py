@@ -276,9 +276,9 @@ def test_one_actor_and_one_learner_in_lockstep_are_plain_dqn(learning: str, rank
     """After every update, whatever the roles' ranks and the number of shards."""
     num_envs, how = LEARNING[learning]
     num_ranks, roles = RANKS[ranks]
-    config, steps = make_config(num_envs, **how | roles), 420
+    config, steps = make_config(num_envs, **how | roles), 321
     expected, expected_target = plain_dqn(config, steps, acts_with_fetched=num_ranks > 1)
-    assert len(expected) == 400 // config.gorila.update_period_steps
+    assert len(expected) == (321 - 20) // config.gorila.update_period_steps
     cluster = make_ranks(num_ranks, config)
     shards = [rank.shard for rank in cluster if rank.shard is not None]
     history: list[Tensor] = []
@@ -391,6 +391,29 @@ def test_a_target_that_is_long_under_way_is_asked_for_once() -> None:
     Rank.hear(learner, 0, held[0])
     learner.exchange.take_target(learner.target.data)
     assert learner.target.data.equal(server.shard.target)
+
+
+def test_an_actor_is_no_more_than_four_steps_ahead_of_what_its_replay_has_received() -> None:
+    cluster = make_ranks(4, make_config(**GLOBAL))
+    actor, under_way, waits = cluster[3], deque[Block](), Counter[int]()
+
+    def send_control(peer: int, data: np.ndarray) -> Block:
+        block = actor.send_control(peer, data)
+        if actor.wire.decode(data).kind is Kind.EXPERIENCE:
+            block.pending = 1
+            under_way.append(block)
+        return block
+
+    def wait(timeout_s: float) -> None:
+        waits[len(under_way)] += 1
+        under_way.popleft().pending = 0
+
+    actor.exchange._proxy.send_control, actor.exchange._wait = send_control, wait
+    play_steps(cluster, 10)
+    assert waits == {5: 6}
+    actor.exchange.stop_now(Stop.SIGNAL)  # then nobody is waited for
+    actor.worker._advance()
+    assert waits == {5: 6} and len(under_way) == 5
 
 
 # ---- what is discarded -----------------------------------------------------------------------------------------------
