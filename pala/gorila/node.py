@@ -94,12 +94,12 @@ class Node:
     # ---- actor ---------------------------------------------------------------------------------------------------
 
     def stepped(self, steps: int) -> None:
-        """This rank's environments made so many steps; asks for parameters if it is time and no learner does."""
+        """This rank's environments made so many steps; asks for parameters if it is time and no learner did."""
         self.budget.add_steps(steps)
-        self._steps_since_fetch += steps
         period = self._config.parameters_period_updates * self._config.update_period_steps
         if self._steps_since_fetch >= period and not self._unanswered:
             self._fetch()
+        self._steps_since_fetch += steps  # those just made: a learner on this rank may still fetch after them
 
     def reset(self, frames: np.ndarray) -> None:
         """This rank's environments begin new games; frames [B, *frame]."""
@@ -175,10 +175,10 @@ class Node:
             if rank == self._rank and self.shard is not None:
                 self.shard.apply(part, version)
                 continue
-            self._send(rank, kind, part.numpy(), version)
             if kind is Kind.GRADIENT_AND_FETCH:
                 self._unanswered.add(rank)
                 self._steps_since_fetch = 0
+            self._send(rank, kind, part.numpy(), version)
         self.counts["gradients_sent"] += 1
 
     @property
@@ -231,31 +231,24 @@ class Node:
             self._send(peer, Kind.STOP)
 
     def _act_on(self, message: Message, payload: np.ndarray) -> Refusal | None:
-        """Dispatch; a Refusal if this rank lacks the role, or the payload says what cannot be."""
-        kind, source, over = message.kind, message.sender, self.budget.stop is not Stop.NONE
-        if kind in _TO_SHARD:
+        """Dispatch; a Refusal if its way is none of `_WAYS`, or the payload says what cannot be."""
+        if message.kind is Kind.STOP:
+            return None
+        senders, receivers = _WAYS[message.kind]
+        for rank, roles in ((message.sender, senders), (self._rank, receivers)):
+            if not any(rank in getattr(self.roles, role) for role in roles):
+                return Refusal(f"rank {rank} is none of the {' or '.join(roles)}, but its kind is {message.kind.name}")
+        if "shards" in receivers:
             return self._as_shard(message, payload)
-        if kind in (Kind.PARAMETERS, Kind.TARGET):
-            return self._from_shard(message, payload)
-        if kind in (Kind.RESET, Kind.EXPERIENCE):
+        if "replays" in receivers:
             return self._as_replay(message, payload)
-        if kind is Kind.SAMPLE:
-            if self.store is None:
-                return Refusal("this rank holds no replay")
-            if not over:
-                self.store.ask(source)
-                self._serve()
-        elif kind is Kind.BATCH:
-            batch = self._formats.batch.decode(payload)
-            if isinstance(batch, Refusal):
-                return batch
-            self._batches.append((source, batch))
-        return None
+        if message.kind is Kind.BATCH:
+            return self._as_learner(message, payload)
+        return self._from_shard(message, payload)
 
     def _as_shard(self, message: Message, payload: np.ndarray) -> Refusal | None:
         shard = self.shard
-        if shard is None:
-            return Refusal("this rank serves no shard")
+        assert shard is not None
         if message.kind in (Kind.GRADIENT, Kind.GRADIENT_AND_FETCH):
             if len(payload) != shard.parameters.nbytes:
                 return Refusal(f"its gradient has {len(payload)} bytes, the shard {shard.parameters.nbytes}")
@@ -269,8 +262,6 @@ class Node:
         return None
 
     def _from_shard(self, message: Message, payload: np.ndarray) -> Refusal | None:
-        if message.sender not in self.roles.shards:
-            return Refusal("its sender serves no shard")
         index = self.roles.shards.index(message.sender)
         part = self._parts[index]
         if len(payload) != 4 * (part.stop - part.start):
@@ -284,15 +275,28 @@ class Node:
         self.counts["parameters_received"] += 1
         return None
 
+    def _as_learner(self, message: Message, payload: np.ndarray) -> Refusal | None:
+        batch = self._formats.batch.decode(payload)
+        if isinstance(batch, Refusal):
+            return batch
+        self._batches.append((message.sender, batch))
+        return None
+
     def _as_replay(self, message: Message, payload: np.ndarray) -> Refusal | None:
-        source = message.sender
-        if self.store is None or source not in self.roles.actors or self.roles.replay_of(source) != self._rank:
+        source, store = message.sender, self.store
+        assert store is not None
+        if message.kind is Kind.SAMPLE:
+            if self.budget.stop is Stop.NONE:
+                store.ask(source)
+                self._serve()
+            return None
+        if self.roles.replay_of(source) != self._rank:
             return Refusal("this rank holds no replay of its sender")
         if message.kind is Kind.RESET:
             frames = self._formats.reset.decode(payload)
             if isinstance(frames, Refusal):
                 return frames
-            self.store.begin(source, frames)
+            store.begin(source, frames)
             self._begun.add(source)
             return None
         if source not in self._begun:
@@ -300,7 +304,7 @@ class Node:
         experience = self._formats.experience.decode(payload)
         if isinstance(experience, Refusal):
             return experience
-        self.store.add(source, experience)
+        store.add(source, experience)
         self._serve()
         return None
 
@@ -358,4 +362,16 @@ class Node:
         return self._send_bytes(rank, data)
 
 
-_TO_SHARD = {Kind.GRADIENT, Kind.GRADIENT_AND_FETCH, Kind.FETCH, Kind.FETCH_TARGET}
+# The fields of `Roles` that the sender and the receiver of each kind have, any of them.
+_WAYS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    Kind.GRADIENT: (("learners",), ("shards",)),
+    Kind.GRADIENT_AND_FETCH: (("learners",), ("shards",)),
+    Kind.FETCH: (("learners", "actors"), ("shards",)),
+    Kind.PARAMETERS: (("shards",), ("learners", "actors")),
+    Kind.FETCH_TARGET: (("learners",), ("shards",)),
+    Kind.TARGET: (("shards",), ("learners",)),
+    Kind.RESET: (("actors",), ("replays",)),
+    Kind.EXPERIENCE: (("actors",), ("replays",)),
+    Kind.SAMPLE: (("learners",), ("replays",)),
+    Kind.BATCH: (("replays",), ("learners",)),
+}

@@ -1,0 +1,731 @@
+"""Gorila's ranks without MPI: beside plain DQN, and with strange messages, old gradients, outliers and deaths."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+from hypothesis import given
+from hypothesis import strategies as st
+from test_fuzz import damaged, damages, fuzz
+from torch import Tensor, nn
+
+from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
+from pala.envs import make_envs
+from pala.errors import EndError
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.data_proxy import Block
+from pala.exchange.wire import Kind, Message
+from pala.gorila import exchange as exchange_module
+from pala.gorila import worker as worker_module
+from pala.gorila.dqn import LossFilter
+from pala.gorila.exchange import GorilaExchange
+from pala.gorila.networks import QNetwork
+from pala.gorila.node import Formats, Node, make_wire
+from pala.gorila.roles import assign
+from pala.gorila.shard import Beginning, Shard, slices
+from pala.gorila.store import ReplayStore
+from pala.gorila.worker import Worker
+from pala.loop import Counters
+from pala.networks import FlatParameters
+from pala.runtime import Interrupt
+
+torch.set_num_threads(1)  # a second thread only costs time on tensors this small
+CPU = torch.device("cpu")
+CELLS, SEED = 5, 3
+
+
+class Corridor(gymnasium.Env):
+    """A corridor of cells: every step costs 0.1, its right end pays 3 and ends the episode, as does a time limit."""
+
+    observation_space = Box(0, 1, (CELLS,), np.float32)
+    action_space = Discrete(3, start=-1)  # left, stay, right
+    limit = 7
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at, self.steps = int(self.np_random.integers(CELLS - 1)), 0
+        return self.look(), {}
+
+    def look(self) -> np.ndarray:
+        return np.eye(CELLS, dtype=np.float32)[self.at]
+
+    def step(self, action):
+        self.at = min(max(self.at + int(action), 0), CELLS - 1)
+        self.steps += 1
+        at_end = self.at == CELLS - 1
+        return self.look(), 3.0 if at_end else -0.1, at_end, self.steps == self.limit, {}
+
+
+def make_network() -> QNetwork:
+    torch.manual_seed(SEED)
+    return QNetwork(Corridor.observation_space, Corridor.action_space, NetworkConfig(mlp_hidden=(8,)))
+
+
+def make_config(num_envs: int = 1, total_steps: int = 10**9, **gorila: Any) -> Config:
+    small = {
+        "replay_capacity_steps": 60, "min_replay_steps": 20, "minibatch_size": 8, "target_period_updates": 7,
+        "epsilon_decay_steps": 150, "loss_filter_deviations": 0.0, "adagrad_learning_rate": 0.05,
+    }  # fmt: skip
+    return Config(
+        algorithm="gorila", total_steps=total_steps, env=EnvConfig(num_envs=num_envs),
+        gorila=GorilaConfig(**small | gorila), run=RunConfig(log_interval_s=1e6, checkpoint_interval_s=1e6),
+    )  # fmt: skip
+
+
+SEPARATE = {"roles": "separate", "num_actors": 1, "num_learners": 1}
+GLOBAL = SEPARATE | {"replay": "global", "num_replays": 1}
+
+
+class Rank:
+    """All that a rank has of a real one, but for MPI: its bytes arrive at once at the rank that they are sent to."""
+
+    def __init__(self, rank: int, config: Config, cluster: list[Rank], num_ranks: int) -> None:
+        self.rank, self.cluster, self.sent = rank, cluster, Counter[Kind]()
+        self.last: dict[Kind, tuple[int, bytes]] = {}  # of each kind, its receiver and the bytes
+        gorila, roles = config.gorila, assign(config.gorila, num_ranks)
+        envs = make_envs(config.env, 1, Corridor)
+        network, target_network = make_network(), make_network()
+        self.flat, self.target = FlatParameters(network, CPU), FlatParameters(target_network, CPU)
+        self.parts = slices(len(self.flat.data), gorila.num_shards)
+        self.shard, self.store = None, None
+        if rank in roles.shards:
+            begin = Beginning.fresh(self.flat.data)
+            self.shard = Shard(begin, self.parts[roles.shards.index(rank)], gorila)
+        if rank in roles.replays:
+            self.store = ReplayStore(
+                [actor for actor in roles.actors if roles.replay_of(actor) == rank], gorila.replay_capacity_steps,
+                config.env.num_envs, Corridor.observation_space, 1, min_steps=gorila.min_replay_steps,
+                update_period_steps=gorila.update_period_steps, minibatch_size=gorila.minibatch_size,
+                rng=np.random.default_rng(SEED),
+            )  # fmt: skip
+        budget = StepBudget(rank, num_ranks, config.total_steps)
+        formats = Formats.of(config.env, 1, gorila, Corridor.observation_space, num_actions=3)
+        self.wire = make_wire(num_ranks, self.flat, self.parts, formats)
+
+        def make_node(send: Any) -> Node:
+            return Node(budget, roles, gorila, self.wire, formats, 0, self.shard, self.store, send)
+
+        comm: Any = SimpleNamespace(rank=rank, proxy=self)
+        self.exchange = GorilaExchange(comm, make_node, self.wire.most_bytes, Interrupt())
+        self.node = self.exchange._node
+        self.filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
+        self.worker = Worker(
+            config, rank, roles, 1, envs, network, self.flat, target_network, self.target, self.filter,
+            self.exchange, torch.Generator().manual_seed(SEED), Counters(), Interrupt(),
+        )  # fmt: skip
+
+    def send_control(self, peer: int, data: np.ndarray) -> Block:
+        message = self.wire.decode(data)
+        assert isinstance(message, Message)
+        self.sent[message.kind] += 1
+        self.last[message.kind] = peer, data.tobytes()
+        self.cluster[peer].hear(self.rank, data.tobytes())
+        return Block(data)
+
+    def hear(self, source: int, data: bytes) -> None:
+        self.exchange._on_message(source, np.frombuffer(bytearray(data), np.uint8), 0.0, False)
+
+
+class Proxy:
+    """In the place of the data proxy."""
+
+    def __init__(self, comm: Any, *_: Any) -> None:
+        self.send_control = comm.proxy.send_control
+
+    def start(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def hurry(self, waiting: bool) -> None: ...
+
+    def raise_failure(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def without_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(exchange_module, "DataProxy", Proxy)
+    monkeypatch.setattr(worker_module, "_PATIENCE_S", 0.0)
+    yield
+
+
+def make_ranks(num_ranks: int, config: Config) -> list[Rank]:
+    cluster: list[Rank] = []
+    cluster += [Rank(rank, config, cluster, num_ranks) for rank in range(num_ranks)]
+    return cluster
+
+
+ENV_SEEDS = np.array([11, 12, 13])
+
+
+def play(ranks: list[Rank]) -> Iterator[None]:
+    """Lockstep for ever: who acts goes first, then who learns; shards and replays just answer."""
+    roles = ranks[0].node.roles
+    order = [ranks[rank] for rank in dict.fromkeys((*roles.actors, *roles.learners))]
+    for rank in order:
+        rank.worker._reset(ENV_SEEDS[: rank.worker._envs.num_envs])
+    while True:
+        for rank in order:
+            rank.worker._advance()
+        yield
+
+
+def play_steps(ranks: list[Rank], steps: int) -> None:
+    """So many steps of each environment."""
+    lockstep = play(ranks)
+    for _ in range(steps):
+        next(lockstep)
+
+
+# ---- plain DQN -------------------------------------------------------------------------------------------------------
+
+
+def plain_dqn(config: Config, steps: int, acts_with_fetched: bool) -> tuple[list[Tensor], Tensor]:
+    """DQN without ranks, written out. Returns the flat parameters after each update, and the target's at the end.
+
+    `acts_with_fetched`: actions are chosen by a copy of the network that is renewed every so many steps, before the
+    learning of the last of them, as an actor's is on a rank of its own.
+    """
+    gorila, count = config.gorila, config.env.num_envs
+    network, target = make_network(), make_network()
+    acting = copy.deepcopy(network)
+    optimiser = torch.optim.Adagrad(network.parameters(), gorila.adagrad_learning_rate, eps=gorila.adagrad_epsilon)
+    squares = [torch.zeros_like(parameter) for parameter in network.parameters()]
+    rng, generator = np.random.default_rng(SEED), torch.Generator().manual_seed(SEED)
+    envs = [Corridor() for _ in range(count)]
+    observations = [env.reset(seed=int(seed))[0] for env, seed in zip(envs, ENV_SEEDS, strict=False)]
+    memories: list[deque] = [deque(maxlen=gorila.replay_capacity_steps // count) for _ in envs]
+    history: list[Tensor] = []
+    since_fetch = 0
+    for step in range(count, steps + 1, count):
+        progress = min(max((step - count - gorila.min_replay_steps) / gorila.epsilon_decay_steps, 0), 1)
+        epsilon = gorila.epsilon_first + progress * (gorila.epsilon_last - gorila.epsilon_first)
+        best = (acting if acts_with_fetched else network)(torch.from_numpy(np.array(observations))).argmax(-1)
+        anything = torch.randint(3, (count,), generator=generator)
+        explores = torch.rand(count, generator=generator) < epsilon
+        for i, env in enumerate(envs):
+            action = int(anything[i] if explores[i] else best[i])
+            following, reward, terminated, truncated, _ = env.step(action - 1)
+            memories[i].append((observations[i], action, reward, following, terminated))
+            if truncated and not terminated:
+                memories[i].append(None)  # the last observation takes a row, but is no transition
+            observations[i] = env.reset()[0] if terminated or truncated else following
+        if since_fetch >= gorila.update_period_steps:
+            acting, since_fetch = copy.deepcopy(network), 0
+        since_fetch += count
+        while len(history) < (step - gorila.min_replay_steps) // gorila.update_period_steps:
+            rows = [row for memory in memories for row in memory]
+            drawn = rng.integers(len(rows), size=gorila.minibatch_size)
+            while gaps := [i for i, row in enumerate(drawn) if rows[row] is None]:
+                drawn[gaps] = rng.integers(len(rows), size=len(gaps))
+            learn_plainly(network, target, [rows[row] for row in drawn], gorila)
+            if gorila.optimiser == "adagrad":
+                optimiser.step()
+            else:  # torch's epsilon is outside the root
+                for square, parameter in zip(squares, network.parameters(), strict=True):
+                    square.mul_(gorila.rmsprop_alpha).add_((1 - gorila.rmsprop_alpha) * parameter.grad**2)
+                    step_size = gorila.rmsprop_learning_rate / (square + gorila.rmsprop_epsilon).sqrt()
+                    parameter.data -= step_size * parameter.grad
+            history.append(vector(network))
+            if len(history) % gorila.target_period_updates == 0:
+                target.load_state_dict(network.state_dict())
+    return history, vector(target)
+
+
+def learn_plainly(network: nn.Module, target: nn.Module, batch: list[tuple], gorila: GorilaConfig) -> None:
+    """The gradient: of the clipped error, as DQN's paper has it."""
+    observations, actions, rewards, following, terminated = (np.array(column) for column in zip(*batch, strict=True))
+    next_values = target(torch.from_numpy(following))
+    judge = network(torch.from_numpy(following)) if gorila.double_dqn else next_values
+    best = next_values[range(len(batch)), judge.argmax(-1)].detach()
+    y = torch.from_numpy(rewards).float() + gorila.gamma * best * torch.from_numpy(~terminated)
+    chosen = network(torch.from_numpy(observations))[range(len(batch)), actions]
+    error = (y - chosen).detach()
+    network.zero_grad()
+    (-error.clamp(-1, 1) * chosen).mean().backward()
+
+
+def vector(network: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+
+
+LEARNING = {
+    "adagrad": (1, {}),
+    "rmsprop, double, three environments": (
+        3, {"optimiser": "rmsprop", "rmsprop_learning_rate": 0.01, "double_dqn": True, "update_period_steps": 2}
+    ),
+}  # fmt: skip
+RANKS = {
+    "one rank": (1, {}),
+    "three ranks": (3, SEPARATE),
+    "five ranks, two of them shards, one the replay": (5, GLOBAL | {"num_shards": 2}),
+}
+
+
+@pytest.mark.parametrize("learning", LEARNING)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_one_actor_and_one_learner_in_lockstep_are_plain_dqn(learning: str, ranks: str) -> None:
+    """After every update, whatever the roles' ranks and the number of shards."""
+    num_envs, how = LEARNING[learning]
+    num_ranks, roles = RANKS[ranks]
+    config, steps = make_config(num_envs, **how | roles), 321
+    expected, expected_target = plain_dqn(config, steps, acts_with_fetched=num_ranks > 1)
+    assert len(expected) == (321 - 20) // config.gorila.update_period_steps
+    cluster = make_ranks(num_ranks, config)
+    shards = [rank.shard for rank in cluster if rank.shard is not None]
+    history: list[Tensor] = []
+
+    def record(apply, last):
+        def recorded(*arguments):
+            assert apply(*arguments)
+            if last:
+                history.append(torch.cat([shard.parameters for shard in shards]))
+            return True
+
+        return recorded
+
+    for shard in shards:
+        shard.apply = record(shard.apply, shard is shards[-1])
+    play_steps(cluster, steps // num_envs)
+    assert len(history) == len(expected)
+    for update, (ours, plain) in enumerate(zip(history, expected, strict=True)):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5, msg=f"after update {update + 1}")
+    learner = cluster[cluster[0].node.roles.learners[0]]
+    torch.testing.assert_close(learner.target.data, expected_target, rtol=1e-4, atol=1e-5)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def test_every_gradient_may_fetch_and_then_the_actor_beside_it_need_not() -> None:
+    """But for what it fetches while nothing is learned yet, and at the end."""
+    cluster = make_ranks(2, make_config(num_envs=3, update_period_steps=2))
+    lockstep = play(cluster)
+    while cluster[1].worker.counters.updates < 5:
+        next(lockstep)
+    before = cluster[1].sent.copy()
+    for _ in range(20):
+        next(lockstep)
+    later = cluster[1].sent - before
+    assert later[Kind.GRADIENT_AND_FETCH] == 30
+    assert later[Kind.FETCH] == 0
+
+
+def test_a_learner_asks_for_parameters_with_every_third_gradient() -> None:
+    cluster = make_ranks(3, make_config(parameters_period_updates=3, **SEPARATE))
+    play_steps(cluster, 140)
+    learner, server = cluster[1], cluster[0]
+    assert learner.worker.counters.updates == server.shard.version == 30
+    assert (learner.sent[Kind.GRADIENT], learner.sent[Kind.GRADIENT_AND_FETCH]) == (20, 10)
+    assert cluster[2].sent[Kind.FETCH] == 140 // (3 * 4)  # the actor's own pace
+    assert server.sent[Kind.PARAMETERS] == 10 + cluster[2].sent[Kind.FETCH]
+    assert learner.node._versions == [27]
+    learner.exchange.take_parameters(learner.flat.data)
+    assert learner.node._versions == [30]
+    assert learner.flat.data.equal(server.shard.parameters)
+
+
+def test_a_learner_waits_for_all_shards_before_it_sends_what_they_are_to_answer() -> None:
+    """With every second gradient to be answered: it may be one ahead."""
+    cluster = make_ranks(4, make_config(parameters_period_updates=2, num_shards=2, **SEPARATE))
+    learner, gradient = cluster[2], torch.ones(len(cluster[2].flat.data))
+    held: list[tuple[Rank, int, bytes]] = []
+    for shard in cluster[:2]:
+        shard.hear = lambda source, data, shard=shard: held.append((shard, source, data))
+    for expected in (True, True, True, False):
+        assert learner.node.may_send_gradient is expected
+        if expected:
+            learner.node.send_gradient(gradient)
+    answered = []
+    for shard, source, data in held:  # of the first, second and third gradient
+        Rank.hear(shard, source, data)
+        answered.append(learner.node.may_send_gradient)
+    assert answered == [False, False, False, True, True, True]
+
+
+def test_targets_come_when_a_shards_version_passes_a_multiple_of_the_period() -> None:
+    """Over two shards, one of which is ahead of the other."""
+    period = 4
+    cluster = make_ranks(4, make_config(target_period_updates=period, num_shards=2, **SEPARATE))
+    learner, shards = cluster[2], [cluster[0].shard, cluster[1].shard]
+    gradients = torch.randn(20, len(learner.flat.data), generator=torch.Generator().manual_seed(1))
+    first, fetches = learner.target.data.clone(), []
+    shards[1].apply(gradients[0][learner.parts[1]], 0)  # another learner's came to this one only
+    for number, gradient in enumerate(gradients[1:10], 1):
+        learner.node.send_gradient(gradient)
+        learner.exchange.take_parameters(learner.flat.data)
+        learner.exchange.take_target(learner.target.data)
+        assert [shard.version for shard in shards] == [number, number + 1]
+        for shard, part in zip(shards, learner.parts, strict=True):
+            assert learner.flat.data[part].equal(shard.parameters)
+            assert learner.target.data[part].equal(shard.target)
+            assert learner.target.data[part].equal(first[part]) == (shard.version < period)
+        fetches.append(learner.sent[Kind.FETCH_TARGET])
+    assert fetches == [0, 0, 1, 2, 2, 2, 3, 4, 4]
+
+
+def test_a_target_that_is_long_under_way_is_asked_for_once() -> None:
+    cluster = make_ranks(3, make_config(target_period_updates=2, **SEPARATE))
+    learner, server, gradient = cluster[1], cluster[0], torch.ones(len(cluster[1].flat.data))
+    held: list[bytes] = []
+
+    def hear(source: int, data: bytes) -> None:
+        is_target = Kind.TARGET in server.last and server.last[Kind.TARGET][1] == data
+        held.append(data) if is_target else Rank.hear(learner, source, data)
+
+    learner.hear = hear
+    for _ in range(3):
+        learner.node.send_gradient(gradient)
+        learner.exchange.take_parameters(learner.flat.data)
+        learner.exchange.take_target(learner.target.data)
+    assert learner.sent[Kind.FETCH_TARGET] == len(held) == 1
+    assert not learner.target.data.equal(server.shard.target)
+    Rank.hear(learner, 0, held[0])
+    learner.exchange.take_target(learner.target.data)
+    assert learner.target.data.equal(server.shard.target)
+
+
+def test_an_actor_is_no_more_than_four_steps_ahead_of_what_its_replay_has_received() -> None:
+    cluster = make_ranks(4, make_config(**GLOBAL))
+    actor, under_way, waits = cluster[3], deque[Block](), Counter[int]()
+
+    def send_control(peer: int, data: np.ndarray) -> Block:
+        block = actor.send_control(peer, data)
+        if actor.wire.decode(data).kind is Kind.EXPERIENCE:
+            block.pending = 1
+            under_way.append(block)
+        return block
+
+    def wait(timeout_s: float) -> None:
+        waits[len(under_way)] += 1
+        under_way.popleft().pending = 0
+
+    actor.exchange._proxy.send_control, actor.exchange._wait = send_control, wait
+    play_steps(cluster, 10)
+    assert waits == {5: 6}
+    actor.exchange.stop_now(Stop.SIGNAL)  # then nobody is waited for
+    actor.worker._advance()
+    assert waits == {5: 6} and len(under_way) == 5
+
+
+# ---- what is discarded -----------------------------------------------------------------------------------------------
+
+
+def test_an_old_gradient_is_discarded_counted_and_answered_with_what_is_new() -> None:
+    cluster = make_ranks(3, make_config(max_staleness_updates=2))
+    server, ahead, behind = cluster
+    gradient = torch.ones(len(server.flat.data))
+    for _ in range(3):
+        ahead.exchange.send_gradient(gradient)
+        ahead.exchange.take_parameters(ahead.flat.data)
+    before = server.shard.parameters.clone()
+    behind.exchange.send_gradient(gradient)  # computed with version 0, three updates ago
+    assert server.shard.parameters.equal(before)
+    figures = server.exchange.metrics()
+    assert (figures["gradients_stale"], figures["server_updates"]) == (1, 3)
+    behind.exchange.take_parameters(behind.flat.data)
+    assert behind.flat.data.equal(before)
+    behind.exchange.send_gradient(gradient)
+    assert (server.shard.stale, server.shard.version) == (1, 4)
+    sent = behind.exchange.metrics()
+    assert (sent["gradients_sent"], sent["parameters_received"]) == (2, 2)
+    assert behind.exchange.metrics()["gradients_sent"] == 0
+    assert "gradients_stale" not in sent  # it serves no shard
+
+
+def test_a_servers_own_learner_is_judged_alike() -> None:
+    server, other = make_ranks(2, make_config(max_staleness_updates=2))
+    gradient = torch.ones(len(server.flat.data))
+    for _ in range(3):
+        other.node.send_gradient(gradient)
+        other.node.take_parameters(other.flat.data)
+    server.node.send_gradient(gradient)
+    assert (server.shard.stale, server.shard.version) == (1, 3)
+    server.node.take_parameters(server.flat.data)
+    server.node.send_gradient(gradient)
+    assert (server.shard.stale, server.shard.version) == (1, 4)
+
+
+def test_minibatches_with_a_planted_outlier_send_no_gradient_and_are_counted() -> None:
+    """Four rewards of a million; every minibatch that one of them is in."""
+    config = make_config(loss_filter_deviations=6.0, loss_filter_horizon_updates=10, **SEPARATE)
+    server, learner, actor = cluster = make_ranks(3, config)
+    lockstep, next_batch, planted = play(cluster), learner.exchange.next_batch, []
+
+    def watched(timeout_s: float) -> Any:
+        batch = next_batch(timeout_s)
+        if batch is not None:
+            planted.append(bool((batch.rewards > 1e5).any()))
+        return batch
+
+    learner.exchange.next_batch = watched
+    for step in range(220):
+        if step == 120:
+            actor.worker._envs._env.envs[0].step = lambda _: (np.eye(CELLS, dtype=np.float32)[0], 1e6, False, False, {})
+        if step == 124:
+            del actor.worker._envs._env.envs[0].step
+        next(lockstep)
+    assert 3 < sum(planted) < 20
+    assert not any(planted[:20])
+    assert server.shard.version == learner.sent[Kind.GRADIENT_AND_FETCH] == len(planted) - sum(planted)
+    (record,) = (record for record in learner.worker._take_records() if record["type"] == "interval")
+    assert (record["gradients_filtered"], record["updates"]) == (sum(planted), len(planted))
+    assert record["gradients_sent"] == server.shard.version
+    assert record["absolute_error"] < 10  # of the others
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", [(), (0,), (4,), (1, 2, 5)])
+@pytest.mark.parametrize("who", [3, 6])
+def test_everybody_hears_of_the_end_from_whoever_sees_it(who: int, dead: tuple[int, ...]) -> None:
+    cluster = make_ranks(7, make_config(total_steps=10, num_shards=1))
+    living = [rank for rank in cluster if rank.rank not in dead]
+    for rank in dead:
+        cluster[rank].hear = lambda source, data: None
+        for other in living:
+            other.node.peer_died(rank)
+            other.node.fault = ""
+    cluster[who].node.stepped(10)
+    cluster[who].node.send_stop()
+    assert [rank.node.budget.stop for rank in living] == [Stop.BUDGET] * len(living)
+    assert [rank.node.budget.global_steps for rank in living] == [10] * len(living)
+
+
+def test_the_budget_ends_the_loops_of_all_roles() -> None:
+    cluster = make_ranks(4, make_config(total_steps=100, **GLOBAL))
+    lockstep = play(cluster)
+    while cluster[3].worker.counters.local_steps < 100:
+        assert not any(rank.exchange.stop for rank in cluster)
+        next(lockstep)
+    assert [rank.exchange.stop for rank in cluster] == [Stop.BUDGET] * 4
+    assert cluster[0].shard.version == (99 - 20) // 4  # the last minibatch was due when all was over
+
+
+def test_a_rank_alone_trains_from_its_first_step_to_its_last() -> None:
+    """By the loop as it is run, not in lockstep."""
+    (rank,) = make_ranks(1, make_config(total_steps=100))
+    records: list[dict] = []
+    assert rank.worker.run(ENV_SEEDS[:1], records.extend, lambda: None) is Stop.BUDGET
+    assert records[-1]["local_steps"] == records[-1]["global_steps"] == 100
+    assert records[-1]["server_updates"] == records[-1]["updates"] == 19
+    assert not rank.sent
+
+
+def test_after_the_end_nobody_is_answered_and_gradients_are_still_applied() -> None:
+    cluster, messages = every_kind()
+    cluster[0].exchange.stop_now(Stop.SIGNAL)
+    assert all(rank.exchange.stop is Stop.SIGNAL for rank in cluster)
+    before, version = [rank.sent.copy() for rank in cluster], cluster[0].shard.version
+    for sender, receiver, data in messages.values():
+        cluster[receiver].hear(sender, data)
+    assert [rank.sent for rank in cluster] == before
+    assert cluster[0].shard.version == version + 2
+    assert cluster[2].node.next_batch() is not None  # what has come may still be learned from
+    assert not any(rank.node.counts["messages_refused"] for rank in cluster)
+
+
+# ---- strange messages ------------------------------------------------------------------------------------------------
+
+SHARD, REPLAY, LEARNER, ACTOR = range(4)
+WAYS = {  # who sends it, who takes it
+    Kind.GRADIENT: ({LEARNER}, {SHARD}),
+    Kind.GRADIENT_AND_FETCH: ({LEARNER}, {SHARD}),
+    Kind.FETCH: ({LEARNER, ACTOR}, {SHARD}),
+    Kind.PARAMETERS: ({SHARD}, {LEARNER, ACTOR}),
+    Kind.FETCH_TARGET: ({LEARNER}, {SHARD}),
+    Kind.TARGET: ({SHARD}, {LEARNER}),
+    Kind.RESET: ({ACTOR}, {REPLAY}),
+    Kind.EXPERIENCE: ({ACTOR}, {REPLAY}),
+    Kind.SAMPLE: ({LEARNER}, {REPLAY}),
+    Kind.BATCH: ({REPLAY}, {LEARNER}),
+    Kind.STOP: (set(range(4)), set(range(4))),
+}
+
+
+def every_kind() -> tuple[list[Rank], dict[Kind, tuple[int, int, bytes]]]:
+    """Ranks that have learned a little, and of each kind (sender, receiver, bytes) of a message that went."""
+    cluster = make_ranks(4, make_config(parameters_period_updates=2, **GLOBAL))
+    play_steps(cluster, 70)
+    messages = {kind: (rank.rank, *rank.last[kind]) for rank in cluster for kind in rank.last}
+    assert messages.keys() == WAYS.keys() - {Kind.STOP}
+    return cluster, messages
+
+
+def from_rank(rank: Rank, data: bytes, **changes: Any) -> bytes:
+    """The same message with another header."""
+    changed = np.frombuffer(bytearray(data), np.uint8)
+    rank.wire.encode(rank.wire.decode(changed)._replace(**changes), changed)
+    return changed.tobytes()
+
+
+def trace(rank: Rank) -> tuple:
+    """What a message may change, but for the news of steps."""
+    node, shard, store = rank.node, rank.shard, rank.store
+    served = shard and (shard.version, shard.stale, shard.not_finite, shard.parameters.tolist(), shard.target.tolist())
+    held = store and (len(store), store._steps, list(store._waiting), store.owed)
+    return served, held, len(node._batches), sorted(node._arrived), sorted(node._arrived_targets), rank.sent.copy()
+
+
+def test_a_message_of_a_kind_that_roles_do_not_exchange_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, messages = every_kind()
+    cluster[0].node.send_stop()
+    refused = 0
+    for kind, (senders, receivers) in WAYS.items():
+        data = messages[Kind.FETCH][2] if kind is Kind.STOP else messages[kind][2]
+        for sender in range(4):
+            for rank in cluster:
+                if sender == rank.rank:
+                    continue
+                before, counted = trace(rank), rank.node.counts["messages_refused"]
+                rank.hear(sender, from_rank(rank, data, sender=sender, kind=kind))
+                is_right = sender in senders and rank.rank in receivers
+                assert rank.node.counts["messages_refused"] - counted == (not is_right), (kind, sender, rank.rank)
+                assert is_right or trace(rank) == before
+                refused += not is_right
+    assert sum(rank.exchange.metrics()["messages_refused"] for rank in cluster) == refused
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 12  # each receiver says it once of each sender
+    begin, end = "refused a message from rank", "but its kind is GRADIENT. Later ones are only counted."
+    assert f"[rank 3] {begin} 0: rank 0 is none of the learners, {end}" in lines
+    assert f"[rank 1] {begin} 2: rank 1 is none of the shards, {end}" in lines
+
+
+def test_a_message_of_another_shards_size_or_in_anothers_name_is_refused() -> None:
+    cluster = make_ranks(4, make_config(num_shards=2, **SEPARATE))
+    play_steps(cluster, 60)
+    assert len({part.stop - part.start for part in cluster[0].parts}) == 2
+    learner = cluster[2]
+    _, gradient = learner.last[Kind.GRADIENT_AND_FETCH]  # for the second shard
+    _, second = cluster[1].last[Kind.PARAMETERS]
+    _, target = cluster[1].last[Kind.TARGET]
+    cases = [
+        (cluster[0], 2, gradient), (learner, 0, from_rank(learner, second, sender=0)),
+        (learner, 0, from_rank(learner, target, sender=0)), (learner, 0, second), (cluster[1], 3, gradient),
+    ]  # fmt: skip
+    for rank, source, data in cases:
+        before = trace(rank)
+        rank.hear(source, data)
+        assert trace(rank) == before
+    assert [rank.node.counts["messages_refused"] for rank in cluster] == [1, 1, 3, 0]
+
+
+def test_steps_before_the_first_frames_are_refused() -> None:
+    played, messages = every_kind()
+    cluster = make_ranks(4, make_config(**GLOBAL))
+    replay = cluster[REPLAY]
+    replay.hear(ACTOR, messages[Kind.EXPERIENCE][2])
+    assert (len(replay.store), replay.node.counts["messages_refused"]) == (0, 1)
+    replay.hear(ACTOR, messages[Kind.RESET][2])
+    replay.hear(ACTOR, messages[Kind.EXPERIENCE][2])
+    assert (len(replay.store), replay.node.counts["messages_refused"]) == (1, 1)
+    assert len(played[REPLAY].store) > 50
+
+
+def test_steps_of_an_actor_of_another_replay_are_refused() -> None:
+    config = make_config(roles="separate", num_actors=2, num_learners=1, replay="global", num_replays=2)
+    cluster = make_ranks(6, config)  # shard, two replays, learner, two actors
+    play_steps(cluster, 5)
+    _, data = cluster[4].last[Kind.EXPERIENCE]
+    cluster[2].hear(4, data)
+    assert [len(rank.store) for rank in cluster[1:3]] == [5, 5]
+    assert cluster[2].node.counts["messages_refused"] == 1
+
+
+def test_any_bytes_are_taken_or_refused_without_a_trace() -> None:
+    cluster, messages = every_kind()
+    seen = Counter[bool]()
+    ranks, real = st.integers(0, 3), st.sampled_from(list(messages.values()))
+    harmed = st.tuples(real, damages).map(lambda drawn: (*drawn[0][:2], damaged(drawn[0][2], drawn[1])))
+    misled = st.tuples(ranks, ranks, st.binary(max_size=300) | real.map(lambda message: message[2]))
+
+    @fuzz(400)
+    @given(harmed | misled)
+    def check(sent: tuple[int, int, bytes]) -> None:
+        source, receiver, data = sent
+        rank = cluster[receiver]
+        rank.node.budget.stop = Stop.NONE
+        rank.node.budget.local_steps[:] = 0
+        before, counted = trace(rank), rank.node.counts["messages_refused"]
+        rank.hear(source, data)
+        is_refused = rank.node.counts["messages_refused"] > counted
+        assert not is_refused or trace(rank) == before
+        seen[is_refused] += 1
+
+    check()
+    assert min(seen[True], seen[False]) > 50
+    assert all(bool(rank.shard.parameters.isfinite().all()) for rank in cluster if rank.shard is not None)
+
+
+# ---- deaths ----------------------------------------------------------------------------------------------------------
+
+LOCAL = {"roles": "separate", "num_actors": 2, "num_learners": 2}  # ranks: shard, 2 learners, 2 actors
+MANY = LOCAL | {"replay": "global", "num_replays": 2, "num_shards": 2}  # 2 shards, 2 replays, 2 learners, 2 actors
+
+
+@pytest.mark.parametrize(
+    ("roles", "num_ranks", "dead", "loss"),
+    [
+        ({}, 3, [1, 2], ""),
+        ({"replay": "global"}, 3, [1, 2], ""),
+        ({}, 3, [0], "served shard 0 of the parameters"),
+        ({"num_shards": 2}, 3, [2, 1], "served shard 1 of the parameters"),
+        (LOCAL, 5, [1, 4], ""),
+        (LOCAL, 5, [0], "served shard 0 of the parameters"),
+        (LOCAL, 5, [1, 2], "was the last learner"),
+        (LOCAL, 5, [4, 3], "was the last actor"),
+        (MANY, 8, [5, 6], ""),
+        (MANY, 8, [1], "served shard 1 of the parameters"),
+        (MANY, 8, [3], "held the replay of other ranks"),
+        (MANY, 8, [4, 5], "was the last learner"),
+        (MANY, 8, [7, 6], "was the last actor"),
+    ],
+)  # fmt: skip
+def test_only_the_loss_of_what_nobody_else_has_ends_training(
+    roles: dict[str, Any], num_ranks: int, dead: list[int], loss: str
+) -> None:
+    """The last in `dead` decides."""
+    for rank in make_ranks(num_ranks, make_config(**roles)):
+        if rank.rank in dead:
+            continue
+        for peer in dead:
+            assert rank.node.fault == ""
+            rank.exchange._on_death(peer)
+        if not loss:
+            assert rank.exchange.stop is Stop.NONE
+            continue
+        with pytest.raises(EndError, match=f"^Rank {dead[-1]} has died, which {loss}; .* by `--resume`.$"):
+            _ = rank.exchange.stop
+        with pytest.raises(EndError):  # the checkpoints of all are of before
+            rank.exchange.state()
+
+
+def test_who_lives_goes_on_learning_from_what_the_dead_played() -> None:
+    cluster = make_ranks(8, make_config(**MANY))
+    lockstep = play(cluster)
+    for _ in range(40):
+        next(lockstep)
+    lost: list[int] = []
+    for dead in (4, 6):
+        cluster[dead].worker._advance = lambda: None
+        cluster[dead].hear = lambda source, data: lost.append(source)
+        for rank in cluster:
+            rank.node.peer_died(dead)
+    updates, held = cluster[5].worker.counters.updates, len(cluster[2].store)
+    learned_before = cluster[2].sent[Kind.BATCH]
+    for _ in range(40):
+        next(lockstep)
+    assert len(cluster[2].store) == held  # it was filled by the dead actor
+    assert cluster[2].sent[Kind.BATCH] <= learned_before + 1
+    assert cluster[5].worker.counters.updates > updates + 5
+    assert not lost
+    assert all(rank.exchange.stop is Stop.NONE for rank in cluster)
