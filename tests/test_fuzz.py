@@ -244,13 +244,19 @@ BATCHES = BatchFormat(NUM_ENVS, NUM_ACTIONS, Box(0, 255, (FRAME,), np.uint8))
 bools = st.integers(0, 8).map(lambda bits: bytes([2]) * 3 if bits == 8 else bytes([bits & 1, bits >> 1 & 1, bits >> 2]))
 
 
+def of_each_env(values: st.SearchStrategy) -> st.SearchStrategy[list]:
+    return st.lists(values, min_size=NUM_ENVS, max_size=NUM_ENVS)
+
+
 @st.composite
 def arrays(draw: st.DrawFn) -> bytes:
     """Noise, or a step or minibatch with any actions, rewards and ends, of any length, whole or damaged."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=80))
-    actions = draw(st.lists(st.integers(-1, NUM_ACTIONS) | extremes(63), min_size=NUM_ENVS, max_size=NUM_ENVS))
-    rewards = draw(st.lists(st.floats(-2, 2, width=32) | special, min_size=NUM_ENVS, max_size=NUM_ENVS))
+    right, wrong = st.integers(0, NUM_ACTIONS - 1), st.integers(-1, NUM_ACTIONS) | extremes(63)
+    actions = draw(of_each_env(right) | of_each_env(wrong))
+    finite = st.floats(-2, 2, width=32)
+    rewards = draw(of_each_env(finite) | of_each_env(finite | special))
     head = struct.pack("<3q3f", *actions, *rewards)
     if draw(st.booleans()):
         data = head + bytes(2 * NUM_ENVS * FRAME) + draw(bools)

@@ -663,7 +663,7 @@ def test_any_bytes_are_taken_or_refused_without_a_trace() -> None:
         seen[is_refused] += 1
 
     check()
-    assert min(seen[True], seen[False]) > 50
+    assert min(seen[True], seen[False]) > 20
     assert all(bool(rank.shard.parameters.isfinite().all()) for rank in cluster if rank.shard is not None)
 
 
