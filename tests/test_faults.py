@@ -74,7 +74,8 @@ def local_steps(run: Path) -> list[int]:
     return [intervals(run, rank)[-1]["local_steps"] for rank in range(len(read_run(run)))]
 
 
-@pytest.mark.parametrize("killed", [(0,), *(pytest.param(k, marks=pytest.mark.slow) for k in ((2,), (1, 3)))])
+@pytest.mark.parametrize("killed", [(0,), (2,), (1, 3)])
+@pytest.mark.slow
 def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, killed: tuple[int, ...], tmp_path: Path) -> None:
     job, run = (
         start(any_mpi, 4, "--total-steps", "30000", "--evaluation.episodes", "2", cwd=tmp_path),
@@ -253,6 +254,7 @@ def test_a_signal_during_the_evaluation(any_mpi: Launcher, number: int, tmp_path
     load_policy(run / "policy.safetensors")
 
 
+@pytest.mark.slow
 def test_the_launch_script_passes_term_on_as_usr1(any_mpi: Launcher, tmp_path: Path) -> None:
     script = [str(REPOSITORY / "launch/train.sh"), "-n", "2", str(REPOSITORY / "configs/quickstart.toml")]
     options = [*CARTPOLE, "--run.dir", str(tmp_path), "--run.name", "r", *ENDLESS]

@@ -146,6 +146,7 @@ def test_ranks_outlive_a_link_that_is_cut_for_ten_seconds(possible: Launcher, tm
         assert sum(r["models_mixed"] for r in later) > 0
 
 
+@pytest.mark.slow
 def test_shared_memory_between_hosts_is_refused(possible: Launcher, tmp_path: Path) -> None:
     with VirtualHosts(2) as hosts:
         job = start_train(hosts, possible, "--exchange.kind", "shared_memory", cwd=tmp_path).wait()
@@ -162,6 +163,7 @@ def test_links_can_be_cut_and_mended(possible: Launcher) -> None:
             wait_for(lambda up=up: ("NO-CARRIER" in subprocess.check_output(carrier, text=True)) != up, 5, "the link")
 
 
+@pytest.mark.slow
 def test_the_command_passes_signals_on_and_ends_its_hosts(possible: Launcher, tmp_path: Path) -> None:
     python = str(possible.folder / "python")
     train = [python, "-m", "pala.train", *CARTPOLE, "--total-steps", "100000000", "--run.name", "r"]
