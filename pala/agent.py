@@ -54,7 +54,7 @@ def build_agent(comm: MPI.Comm, config: Config, envs: Envs) -> Agent:
     shape = (envs.num_envs, *(envs.observation_space.shape or ()))
     observations = torch.zeros(shape, dtype=torch.uint8, device=device)
     tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
-    return Agent(device, network, flat, tape, A2C(tape, flat, config.a2c))
+    return Agent(device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -56,9 +56,9 @@ def flops_per_step(
     observation = torch.zeros(1, *shape, dtype=torch.uint8 if network.is_image else torch.float32)
     counter = FlopCounterMode(display=False)
     with counter:
-        policy_outputs, value = network(observation)
+        outputs = network(observation)
         forward = counter.get_total_flops()
-        (policy_outputs.sum() + value.sum()).backward()
+        outputs.sum().backward()
     return forward, counter.get_total_flops() - forward
 
 
@@ -104,7 +104,7 @@ class ContinuedEnvs(Envs):
 
 def environment_us(envs: ContinuedEnvs, agent: Agent, seconds: float) -> float:
     """Random actions and nothing else: microseconds a step."""
-    distribution = agent.tape.distribution
+    distribution = agent.network.distribution
     generator = torch.Generator(agent.device)
     envs.forget_durations()
     no_preference = torch.zeros(envs.num_envs, distribution.num_outputs, device=agent.device)
@@ -124,18 +124,19 @@ def network_us(agent: Agent, config: Config, observations: np.ndarray, seconds: 
     (clipping and RMSprop)."""
     tape, flat, settings, now = agent.tape, agent.flat, config.a2c, _clock(agent.device)
     images = torch.from_numpy(observations).to(agent.device)
-    outputs, values = tape.distribution.num_outputs, (settings.rollout_steps, len(images))
-    gradients = [torch.randn(*shape, device=agent.device) / math.prod(values) for shape in ((*values, outputs), values)]
+    steps = settings.rollout_steps * len(images)
+    num_outputs = sum(head.out_features for head in agent.network.heads)
+    gradient = torch.randn(settings.rollout_steps, len(images), num_outputs, device=agent.device) / steps
     sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
     while turns < 2 or now() < end:
         times = [now()]
         tape.begin()
         for _ in range(settings.rollout_steps):
             tape.forward(images)
-        tape.value(images)
+        tape.peek(images)
         times.append(now())
         flat.gradient.zero_()
-        tape.backward(*gradients)
+        tape.backward(gradient)
         times.append(now())
         clip_gradient_(flat.gradient, settings.max_gradient_norm)
         rmsprop_(
@@ -146,7 +147,7 @@ def network_us(agent: Agent, config: Config, observations: np.ndarray, seconds: 
         turns += 1
         for name, first, last in zip(sums, times, times[1:], strict=False):
             sums[name] += last - first
-    return {name: 1e6 * total / (turns * math.prod(values)) for name, total in sums.items()}
+    return {name: 1e6 * total / (turns * steps) for name, total in sums.items()}
 
 
 def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float:
