@@ -68,11 +68,11 @@ def rmsprop_(
     if epsilon_inside_root:
         denominator = (mean_square + epsilon).sqrt_()
     else:
-        denominator = (mean_square + ABOVE_ZERO).sqrt_().add_(epsilon)
+        denominator = (mean_square + _ABOVE_ZERO).sqrt_().add_(epsilon)
     parameters.addcdiv_(gradient, denominator, value=-learning_rate)
 
 
-ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
+_ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
 
 
 def clip_gradient_(gradient: Tensor, max_norm: float) -> float:

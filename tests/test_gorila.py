@@ -20,6 +20,7 @@ from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import Beginning, Shard, slices
 from pala.networks import FlatParameters
+from pala.tape import Tape, make_tape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")
@@ -31,6 +32,14 @@ SMALL = NetworkConfig((4, 4, 4), conv_hidden=8, mlp_hidden=(8,))
 def make_network(kind: str = "vector", seed: int = 0) -> QNetwork:
     torch.manual_seed(seed)
     return QNetwork(SPACES[kind], Discrete(ACTIONS), SMALL)
+
+
+def tape_of(network: QNetwork, precision: str = "float32") -> Tape:
+    """As training makes it: written out for images."""
+    config = dataclasses.replace(SMALL, precision=precision)
+    tape = make_tape(network, config, 1, torch.empty(COUNT))
+    tape.begin()
+    return tape
 
 
 def make_batch(kind: str = "vector") -> Transitions:
@@ -111,7 +120,8 @@ def test_the_flat_gradient_is_that_of_the_clipped_error(kind, double):
     flat = FlatParameters(network, CPU)
     flat.gradient.fill_(9.0)  # of an earlier minibatch
     config = GorilaConfig(gamma=GAMMA, double_dqn=double)
-    loss = differentiate(network, target, flat, batch, config)
+    tapes = tape_of(network), tape_of(target)
+    loss = differentiate(*tapes, flat, batch, config)
     chosen = plain(batch.observations)[torch.arange(COUNT), batch.actions]
     errors = targets(plain, target, batch, GAMMA, double) - chosen.detach()
     assert (errors.abs() > 1).any()
@@ -123,6 +133,25 @@ def test_the_flat_gradient_is_that_of_the_clipped_error(kind, double):
     assert float(loss.absolute_error) == pytest.approx(float(errors.abs().mean()), rel=1e-4)
     assert all(parameter.grad is None for parameter in target.parameters())
     assert not any(term.requires_grad for term in loss)
+    first = flat.gradient.clone()
+    differentiate(*tapes, flat, batch, config)  # the next minibatch
+    assert flat.gradient.equal(first)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_bfloat16_is_near_float32(double):
+    network, target, batch = make_network("image", 3), make_network("image", 4), make_batch("image")
+    flat = FlatParameters(network, CPU)
+    config = GorilaConfig(gamma=GAMMA, double_dqn=double)
+    found = []
+    for precision in ("float32", "bfloat16"):
+        tapes = tape_of(network, precision), tape_of(target, precision)
+        y = targets(tapes[0].peek, tapes[1].peek, batch, GAMMA, double)
+        loss = differentiate(*tapes, flat, batch, config)
+        found.append((y, loss.total.reshape(1), flat.gradient.clone()))
+    for exact, near in zip(*found, strict=True):
+        assert near.dtype == torch.float32
+        assert 0 < float((near - exact).norm() / exact.norm()) < 0.1
 
 
 # ---- actions ---------------------------------------------------------------------------------------------------------
@@ -317,12 +346,13 @@ def test_a_shard_of_a_network_learns_what_it_is_taught(optimiser):
     parts = slices(flat.data.numel(), 2)
     shards = [Shard(Beginning.fresh(flat.data), part, config) for part in parts]
     batch = make_batch()._replace(terminated=torch.ones(COUNT, dtype=torch.bool))
-    losses = []
+    tape, losses = tape_of(network), []
     for _ in range(300):
-        losses.append(float(differentiate(network, network, flat, batch, config).total))
+        losses.append(float(differentiate(tape, tape, flat, batch, config).total))
         for shard, part in zip(shards, parts, strict=True):
             shard.apply(flat.gradient[part], shard.version)
             flat.data[part] = shard.parameters
+        tape.begin()
     assert losses[-1] < 0.2 * losses[0]
 
 
@@ -421,11 +451,3 @@ def test_mistakes_are_one_sentence(table, words):
         from_table({"gorila": table}, "Preset 'mine.toml'")
     assert str(caught.value).startswith("Preset 'mine.toml': ")
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(("key", "value"), [("precision", "bfloat16"), ("passes", "cuda_graph")])
-def test_what_only_a2c_has_is_refused(key, value):
-    table = {"algorithm": "gorila", "network": {key: value}}
-    with pytest.raises(PalaError, match=f"'network.{key}' is '{value}', but 'algorithm' is 'gorila': it has"):
-        from_table(table, "test")
-    assert from_table(table | {"algorithm": "a2c"}, "test")

@@ -181,9 +181,10 @@ def test_a_graphed_tape_is_the_tape_it_was_made_from(device):
         torch.testing.assert_close(torch.cat(seen), torch.cat([*expected, expected[1][:2]]), rtol=1e-4, atol=1e-5)
 
 
-def test_each_tape_is_for_what_it_can_do():
-    (image, _), observations = make_network(), frames()[0]
-    vector = ActorCritic(Box(-1, 1, (3,)), Discrete(2), NetworkConfig())
+@pytest.mark.parametrize("kind", [ActorCritic, QNetwork])
+def test_each_tape_is_for_what_it_can_do(kind):
+    (image, _), observations = make_network(kind=kind), frames()[0]
+    vector = kind(Box(-1, 1, (3,)), Discrete(2), NetworkConfig())
     assert isinstance(make_tape(image, NetworkConfig(), STEPS, observations), ConvTape)
     assert isinstance(make_tape(image, NetworkConfig(passes="autograd"), STEPS, observations), AutogradTape)
     assert isinstance(make_tape(vector, NetworkConfig(), STEPS, observations), AutogradTape)

@@ -17,6 +17,8 @@ class QNetwork(Network):
     or observations that it cannot take.
     """
 
+    distribution: Categorical
+
     def __init__(
         self, observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig
     ) -> None:
