@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pala.config import A2CConfig
-from pala.networks import Categorical, FlatParameters, Gaussian, policy_and_value
+from pala.networks import Categorical, FlatParameters, Gaussian
 from pala.rollout import advantages_and_returns
 from pala.tape import Tape
 
@@ -19,7 +19,8 @@ from pala.tape import Tape
 class Rollout:
     """T steps of B environments."""
 
-    outputs: list[Tensor] = field(default_factory=list)  # T x [B, A + 1], the network's
+    policy_outputs: list[Tensor] = field(default_factory=list)  # T x [B, A]
+    values: list[Tensor] = field(default_factory=list)  # T x [B]
     actions: list[Tensor] = field(default_factory=list)  # T x [B, ...]
     rewards: list[Tensor] = field(default_factory=list)  # T x [B]; a time limit's bootstrap is already added
     ended: list[Tensor] = field(default_factory=list)  # T x [B] float
@@ -41,7 +42,7 @@ def a2c_loss(
     """policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released settings).
 
     policy = -mean(log pi(a) * advantage), value = mean((return - V)^2). The rollout's network outputs are given apart
-    (policy outputs [T, B, A], values [T, B]), to be differentiated by. `bootstrap_B`: V after the last step.
+    (stacked: policy outputs [T, B, A], values [T, B]), to be differentiated by. `bootstrap_B`: V after the last step.
     """
     with torch.no_grad():
         advantages_TB, returns_TB = advantages_and_returns(
@@ -115,10 +116,11 @@ class A2C:
     def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
         """The rollout's loss; its gradient goes to `flat.gradient`: autograd down to the network's outputs, then the
         tape."""
-        outputs_TBO = torch.stack(rollout.outputs).requires_grad_()
-        loss = a2c_loss(self.distribution, *policy_and_value(outputs_TBO), rollout, bootstrap_B, self._config)
+        policy_TBA = torch.stack(rollout.policy_outputs).requires_grad_()
+        values_TB = torch.stack(rollout.values).requires_grad_()
+        loss = a2c_loss(self.distribution, policy_TBA, values_TB, rollout, bootstrap_B, self._config)
         self._flat.gradient.zero_()
         loss.total.backward()  # type: ignore[no-untyped-call]
-        assert outputs_TBO.grad is not None
-        self._tape.backward(outputs_TBO.grad)
+        assert policy_TBA.grad is not None and values_TB.grad is not None
+        self._tape.backward([policy_TBA.grad, values_TB.grad.unsqueeze(-1)])
         return Loss(*(term.detach() for term in loss))

@@ -36,6 +36,7 @@ class ConvTape(Tape):
         """Room for `max_passes` passes of `batch_size` observations."""
         self._convolutions = [layer for layer in trunk if isinstance(layer, nn.Conv2d)]
         self._linear, self._heads = cast(nn.Linear, trunk.linear), heads
+        self._head_sizes = [head.out_features for head in heads]
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self._max_passes, self._batch_size, self.kept = max_passes, batch_size, 0
         self._buffers: list[Tensor] = []  # made at the first pass, which shows the shapes
@@ -54,7 +55,7 @@ class ConvTape(Tape):
         return parameter.detach().to(self._dtype)
 
     @torch.no_grad()
-    def forward(self, observations: Tensor) -> Tensor:
+    def forward(self, observations: Tensor) -> list[Tensor]:
         images = channels_last(observations)
         if not self._buffers:
             self._buffers = [self._buffer_for(images), *map(self._buffer_for, self._compute(images.to(self._dtype))[0])]
@@ -71,29 +72,29 @@ class ConvTape(Tape):
         return buffer.contiguous(memory_format=torch.channels_last) if activation.dim() == 4 else buffer
 
     @torch.no_grad()
-    def peek(self, observations: Tensor) -> Tensor:
+    def peek(self, observations: Tensor) -> list[Tensor]:
         return self._compute(channels_last(observations).to(self._dtype))[1]
 
-    def _compute(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
-        """(the outputs of convolutions and linear layer, the heads' outputs [B, O])."""
+    def _compute(self, images: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """(the outputs of convolutions and linear layer, each head's outputs [B, O])."""
         *convolutions, linear, heads = self._weights
         activations = []
         for layer, (weight, bias) in zip(self._convolutions, convolutions, strict=True):
             images = functional.conv2d(images, weight, bias, layer.stride).relu_()
             activations.append(images)
         activations.append(functional.linear(_rows(images), *linear).relu_())
-        return activations, functional.linear(activations[-1].float(), *heads)
+        outputs = functional.linear(activations[-1].float(), *heads)
+        return activations, list(outputs.split(self._head_sizes, 1))
 
     @torch.no_grad()
-    def backward(self, gradient_TBO: Tensor) -> None:
+    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
         *images, hidden = (buffer[: self.kept * self._batch_size] for buffer in self._buffers)
         self.kept = 0
         *convolutions, (linear, _), (heads, _) = self._weights
-        gradient = gradient_TBO.flatten(0, 1)
-        sizes = [head.out_features for head in self._heads]
-        by_weights, by_biases = (gradient.t() @ hidden.float()).split(sizes), gradient.sum(0).split(sizes)
-        for head, by_weight, by_bias in zip(self._heads, by_weights, by_biases, strict=True):
-            _write(head, by_weight, by_bias)
+        gradient = torch.cat([gradient_TBO.flatten(0, 1) for gradient_TBO in gradients_TBO], 1)
+        by_weight, by_bias = gradient.t() @ hidden.float(), gradient.sum(0)
+        for head, *parts in zip(self._heads, *(by.split(self._head_sizes) for by in (by_weight, by_bias)), strict=True):
+            _write(head, *parts)
         gradient = _through_relu_((gradient @ heads).to(self._dtype), hidden)
         _write(self._linear, gradient.t() @ _rows(images[-1]), gradient.sum(0))
         shape = images[-1].shape

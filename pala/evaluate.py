@@ -129,16 +129,15 @@ class Policy:
 
         from pala.gorila.dqn import epsilon_greedy
         from pala.gorila.networks import QNetwork
-        from pala.networks import policy_and_value
 
         generator = torch.Generator().manual_seed(seed)
         network, distribution = self.network, self.network.distribution
 
         def choose(observations: torch.Tensor) -> torch.Tensor:
-            outputs = network(observations)
             if isinstance(network, QNetwork):
-                return epsilon_greedy(outputs, 0.0 if greedy else self.epsilon, generator)
-            return distribution.sample(policy_and_value(outputs)[0], generator, greedy)
+                return epsilon_greedy(network(observations), 0.0 if greedy else self.epsilon, generator)
+            policy_output, _ = network(observations)
+            return distribution.sample(policy_output, generator, greedy)
 
         def act(observations: np.ndarray) -> np.ndarray:
             with torch.inference_mode():

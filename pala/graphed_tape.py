@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,36 +44,35 @@ class GraphedTape(Tape):
         self._forwards = [capture(lambda t=t: self._forward_at(t)) for t in range(max_passes)]  # type: ignore[misc]
         self._peek = capture(lambda: tape.peek(observations))
         self._begin()
-        outputs = self._forwards[-1]()
-        self._gradient_TBO = torch.zeros(max_passes, *outputs.shape, device=outputs.device)
+        self._gradients_TBO = [o.new_zeros(max_passes, *o.shape) for o in self._forwards[-1]()]
         self._backward = capture(self._backward_through_all)
 
-    def _forward_at(self, t: int) -> Tensor:
+    def _forward_at(self, t: int) -> list[Tensor]:
         self._tape.kept = t
         return self._tape.forward(self._observations)
 
     def _backward_through_all(self) -> None:
         self._tape.kept = len(self._forwards)
-        self._tape.backward(self._gradient_TBO)
+        self._tape.backward(self._gradients_TBO)
 
     def begin(self) -> None:
         self._kept = 0
         self._begin()
 
-    def forward(self, observations: Tensor) -> Tensor:
+    def forward(self, observations: Tensor) -> list[Tensor]:
         self._observations.copy_(observations)
-        outputs: Tensor = self._forwards[self._kept]()
+        outputs: list[Tensor] = self._forwards[self._kept]()
         self._kept += 1
         return outputs
 
-    def peek(self, observations: Tensor) -> Tensor:
+    def peek(self, observations: Tensor) -> list[Tensor]:
         if observations.shape != self._observations.shape:  # as of the episodes that a time limit has cut
             return self._tape.peek(observations)
         self._observations.copy_(observations)
-        outputs: Tensor = self._peek().clone()  # one may ask more than once
-        return outputs
+        return [outputs.clone() for outputs in self._peek()]  # one may ask more than once
 
-    def backward(self, gradient_TBO: Tensor) -> None:
-        self._gradient_TBO.copy_(gradient_TBO)
+    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
+        for mine, gradient_TBO in zip(self._gradients_TBO, gradients_TBO, strict=True):
+            mine.copy_(gradient_TBO)
         self._backward()
         self._kept = 0

@@ -20,7 +20,7 @@ from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
 from pala.loop import Counters, Loop, Means
 from pala.metrics import Record
-from pala.networks import FlatParameters, policy_and_value
+from pala.networks import FlatParameters
 from pala.runtime import Interrupt, say
 from pala.tape import Tape
 
@@ -61,13 +61,14 @@ class Learner(Loop):
             self._tape.begin()
         for t in range(self._config.a2c.rollout_steps):
             with self._watch.section("inference"):
-                outputs = self._tape.forward(self._observations)
-                actions = distribution.sample(policy_and_value(outputs)[0], self._generator)
+                policy_output, value = self._tape.forward(self._observations)
+                actions = distribution.sample(policy_output, self._generator)
                 env_actions = distribution.to_env(actions).cpu().numpy()
             with self._watch.section("environment"):
                 step = self._envs.step(env_actions)
             with self._watch.section("inference"):
-                rollout.outputs.append(outputs)
+                rollout.policy_outputs.append(policy_output)
+                rollout.values.append(value.squeeze(-1))
                 rollout.actions.append(actions)
                 rollout.rewards.append(self._rewards(step.rewards, step.truncated, step.final_observations))
                 rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
@@ -92,7 +93,8 @@ class Learner(Loop):
 
     def _value(self, observations: Tensor) -> Tensor:
         """V of any number of observations, for bootstrapping."""
-        return policy_and_value(self._tape.peek(observations))[1]
+        _, value = self._tape.peek(observations)
+        return value.squeeze(-1)
 
     def _learn(self, rollout: Rollout, bootstrap_B: Tensor) -> UpdateResult | None:
         """One update; None if training ends and it is left out."""

@@ -73,12 +73,12 @@ class Gaussian(nn.Module):
 
 
 class Network(nn.Module):
-    """observations [B, ...] -> the outputs of all heads side by side, [B, O] float32.
+    """A trunk, and linear heads over its features.
 
     Images (uint8 [C, H, W]) go through GALA's convolutions (Assran et al. 2019, released settings: 32 8x8/4, 64 4x4/2,
-    32 3x3/1, linear 512, ReLU), vectors through an MLP with tanh; linear heads share what comes out. Orthogonal initial
-    weights. The linear layer takes the last convolution's outputs in the order height, width, channels: as they lie in
-    memory. Raises PalaError for observations that it cannot take.
+    32 3x3/1, linear 512, ReLU), vectors through an MLP with tanh. Orthogonal initial weights. The linear layer takes
+    the last convolution's outputs in the order height, width, channels: as they lie in memory. Raises PalaError for
+    observations that it cannot take.
     """
 
     def __init__(
@@ -94,18 +94,19 @@ class Network(nn.Module):
         """In the order of their outputs."""
         raise NotImplementedError
 
-    def forward(self, observations: Tensor) -> Tensor:
+    def outputs(self, observations: Tensor) -> list[Tensor]:
+        """Each head's [B, O] float32, for observations [B, ...]."""
         features = self._features(as_inputs(observations))
         with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
-            return torch.cat([head(x.float()) for head, x in zip(self.heads, features, strict=True)], -1)
+            return [head(x.float()) for head, x in zip(self.heads, features, strict=True)]
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
-        """What each head takes [B, features]."""
+        """What each head takes."""
         return [self.trunk(inputs)] * len(self.heads)
 
 
 class ActorCritic(Network):
-    """Outputs [B, A + 1]: the policy's, and the value (`policy_and_value`).
+    """observations [B, ...] -> (policy outputs [B, A], values [B]).
 
     Images have one trunk for the two; vectors have one for each, since unscaled values would swamp a trunk that they
     shared. The heads' initial weights: 0.01 and 1.
@@ -124,13 +125,12 @@ class ActorCritic(Network):
     def heads(self) -> list[nn.Linear]:
         return [self.policy_head, self.value_head]
 
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        policy_output, value = self.outputs(observations)
+        return policy_output, value.squeeze(-1)
+
     def _features(self, inputs: Tensor) -> list[Tensor]:
         return super()._features(inputs) if self.is_image else [self.trunk(inputs), self.value_trunk(inputs)]
-
-
-def policy_and_value(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """(policy outputs [..., A], values [...]) of an actor-critic's outputs [..., A + 1]; views."""
-    return outputs[..., :-1], outputs[..., -1]
 
 
 def as_inputs(observations: Tensor) -> Tensor:

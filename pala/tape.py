@@ -7,9 +7,10 @@ differentiated: a second forward pass would compute the same numbers again. DQN 
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pala.config import NetworkConfig
 from pala.errors import PalaError
@@ -24,23 +25,23 @@ class Tape(abc.ABC):
         """The parameters may have changed; the kept passes are forgotten."""
 
     @abc.abstractmethod
-    def forward(self, observations: Tensor) -> Tensor:
-        """The network's outputs [B, O] for `observations` [B, ...], without graph; the pass is kept."""
+    def forward(self, observations: Tensor) -> list[Tensor]:
+        """Each head's outputs [B, O] for `observations` [B, ...], without graph; the pass is kept."""
 
     @abc.abstractmethod
-    def peek(self, observations: Tensor) -> Tensor:
+    def peek(self, observations: Tensor) -> list[Tensor]:
         """The same, but the pass is not kept. B is free."""
 
     @abc.abstractmethod
-    def backward(self, gradient_TBO: Tensor) -> None:
-        """From the loss's gradient by the outputs of all kept passes, write its gradient by the network's parameters
-        to their `.grad`, which must be zero before. The passes are forgotten."""
+    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
+        """From the loss's gradient by each head's outputs of all kept passes, write its gradient by the network's
+        parameters to their `.grad`, which must be zero before. The passes are forgotten."""
 
 
 class AutogradTape(Tape):
     """Any network on any device, differentiated by autograd; all but the heads in bfloat16 where autocast puts it."""
 
-    def __init__(self, network: nn.Module, precision: str = "float32") -> None:
+    def __init__(self, network: Network, precision: str = "float32") -> None:
         self._network = network
         device = next(network.parameters()).device
         # The cache of cast weights would outlive an update.
@@ -48,21 +49,20 @@ class AutogradTape(Tape):
         self.begin()
 
     def begin(self) -> None:
-        self._outputs: list[Tensor] = []
+        self._passes: list[list[Tensor]] = []
 
-    def forward(self, observations: Tensor) -> Tensor:
+    def forward(self, observations: Tensor) -> list[Tensor]:
         with self._precision:
-            self._outputs.append(self._network(observations))
-        return self._outputs[-1].detach()
+            self._passes.append(self._network.outputs(observations))
+        return [outputs.detach() for outputs in self._passes[-1]]
 
-    def peek(self, observations: Tensor) -> Tensor:
+    def peek(self, observations: Tensor) -> list[Tensor]:
         with torch.no_grad(), self._precision:
-            outputs: Tensor = self._network(observations)
-        return outputs
+            return self._network.outputs(observations)
 
-    def backward(self, gradient_TBO: Tensor) -> None:
-        torch.autograd.backward(torch.stack(self._outputs), gradient_TBO)
-        self._outputs = []
+    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
+        torch.autograd.backward([torch.stack(outputs) for outputs in zip(*self._passes, strict=True)], gradients_TBO)
+        self._passes = []
 
 
 def make_tape(network: Network, config: NetworkConfig, max_passes: int, observations: Tensor) -> Tape:

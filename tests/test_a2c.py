@@ -11,7 +11,7 @@ from gymnasium.spaces import Box, Discrete
 
 from pala.a2c import A2C, Loss, Rollout, UpdateResult, a2c_loss, clip_gradient_, rmsprop_
 from pala.config import A2CConfig, NetworkConfig
-from pala.networks import ActorCritic, Categorical, FlatParameters, Gaussian, policy_and_value
+from pala.networks import ActorCritic, Categorical, FlatParameters, Gaussian
 from pala.tape import AutogradTape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
@@ -40,9 +40,10 @@ def play(network: ActorCritic, tape: AutogradTape, kind: str) -> tuple[Rollout, 
     space.seed(2)
     observations = torch.from_numpy(np.stack([[space.sample() for _ in range(ENVS)] for _ in range(STEPS)]))
     for t in range(STEPS):
-        outputs = tape.forward(observations[t])
-        rollout.outputs.append(outputs)
-        rollout.actions.append(network.distribution.sample(policy_and_value(outputs)[0], generator))
+        output, value = tape.forward(observations[t])
+        rollout.policy_outputs.append(output)
+        rollout.values.append(value.squeeze(-1))
+        rollout.actions.append(network.distribution.sample(output, generator))
         rollout.rewards.append(torch.randn(ENVS, generator=generator))
         rollout.ended.append((torch.arange(ENVS) == t).float())
     return rollout, observations, torch.randn(ENVS, generator=generator)
@@ -58,10 +59,9 @@ def slow_loss(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig) -> t
     for b in range(ENVS):
         following, advantage = float(bootstrap[b]), 0.0
         for t in reversed(range(STEPS)):
-            *outputs, v = rollout.outputs[t][b].tolist()
-            weights = [math.exp(x) for x in outputs]
+            weights = [math.exp(x) for x in rollout.policy_outputs[t][b].tolist()]
             p = [w / sum(weights) for w in weights]
-            on = 1 - float(rollout.ended[t][b])
+            v, on = rollout.values[t][b].item(), 1 - float(rollout.ended[t][b])
             delta = float(rollout.rewards[t][b]) + config.gamma * on * following - v
             advantage = delta + config.gamma * config.gae_lambda * on * advantage
             following = v
@@ -73,9 +73,10 @@ def slow_loss(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig) -> t
     return total, policy, value_loss, entropy
 
 
-def loss_of(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig, outputs=None) -> Loss:
-    outputs = torch.stack(rollout.outputs) if outputs is None else outputs
-    return a2c_loss(Categorical(ACTIONS), *policy_and_value(outputs), rollout, bootstrap, config)
+def loss_of(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig, outputs=None, values=None) -> Loss:
+    outputs = torch.stack(rollout.policy_outputs) if outputs is None else outputs
+    values = torch.stack(rollout.values) if values is None else values
+    return a2c_loss(Categorical(ACTIONS), outputs, values, rollout, bootstrap, config)
 
 
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
@@ -96,8 +97,9 @@ def test_reused_passes_have_the_gradient_of_a_second_pass(kind):
     rollout, observations, bootstrap = play(network, tape, kind)
     a2c = A2C(network.distribution, tape, flat, A2CConfig(max_gradient_norm=0))
     update(a2c, rollout, bootstrap, learning_rate=0.0)
-    outputs = network(observations.flatten(0, 1)).unflatten(0, (STEPS, ENVS))
-    loss = a2c_loss(network.distribution, *policy_and_value(outputs), rollout, bootstrap, A2CConfig())
+    output, value = network(observations.flatten(0, 1))
+    outputs = [tensor.unflatten(0, (STEPS, ENVS)) for tensor in (output, value)]
+    loss = a2c_loss(network.distribution, *outputs, rollout, bootstrap, A2CConfig())
     expected = torch.autograd.grad(loss.total, list(network.parameters()))
     for parameter, gradient in zip(network.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
@@ -108,11 +110,10 @@ def test_no_gradient_flows_through_the_targets():
     """The policy term alone has no gradient by the values."""
     network = make_network("vector")
     rollout, _, bootstrap = play(network, AutogradTape(network), "vector")
-    outputs = torch.stack(rollout.outputs).requires_grad_()
-    loss_of(rollout, bootstrap, A2CConfig(), outputs).policy.backward()
-    policy, value = policy_and_value(outputs.grad)
-    assert not value.any()
-    assert policy.any()
+    outputs, values = (torch.stack(x).requires_grad_() for x in (rollout.policy_outputs, rollout.values))
+    loss_of(rollout, bootstrap, A2CConfig(), outputs, values).policy.backward()
+    assert values.grad is None
+    assert outputs.grad.any()
 
 
 # ---- the optimiser ---------------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
     flat = FlatParameters(network, CPU)
     tape = AutogradTape(network)
     rollout, observations, bootstrap = play(network, tape, "vector")
-    total = loss_of(rollout, bootstrap, config, torch.stack([*map(network, observations)])).total
+    total = loss_of(rollout, bootstrap, config, *map(torch.stack, zip(*map(network, observations), strict=True))).total
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(total, network.parameters(), retain_graph=True)])
     before = flat.data.clone()
     result = update(A2C(network.distribution, tape, flat, config), rollout, bootstrap, learning_rate=0.01)

@@ -20,7 +20,7 @@ from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import Beginning, Shard, slices
 from pala.networks import FlatParameters
-from pala.tape import Tape, make_tape
+from pala.tape import AutogradTape, Tape, make_tape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")
@@ -90,15 +90,16 @@ def test_targets_are_the_scalar_formula(double):
         judge = values[i] if double else target_values[i]
         following = target_values[i][judge.index(max(judge))]
         expected.append(float(batch.rewards[i]) + (0.0 if batch.terminated[i] else GAMMA * following))
-    assert targets(online, target, batch, GAMMA, double).tolist() == pytest.approx(expected, rel=1e-5)
-    other = targets(online, target, batch, GAMMA, not double)
+    tapes = tape_of(online), tape_of(target)
+    assert targets(*tapes, batch, GAMMA, double).tolist() == pytest.approx(expected, rel=1e-5)
+    other = targets(*tapes, batch, GAMMA, not double)
     assert not other.allclose(torch.tensor(expected))  # or the test could not tell the two apart
 
 
 def test_what_follows_an_end_does_not_count_whatever_it_is():
     batch = make_batch()
     batch.next_observations[batch.terminated] = math.nan
-    y = targets(make_network(), make_network(seed=1), batch, GAMMA, double=False)
+    y = targets(tape_of(make_network()), tape_of(make_network(seed=1)), batch, GAMMA, double=False)
     assert y[batch.terminated].equal(batch.rewards[batch.terminated])
 
 
@@ -123,7 +124,7 @@ def test_the_flat_gradient_is_that_of_the_clipped_error(kind, double):
     tapes = tape_of(network), tape_of(target)
     loss = differentiate(*tapes, flat, batch, config)
     chosen = plain(batch.observations)[torch.arange(COUNT), batch.actions]
-    errors = targets(plain, target, batch, GAMMA, double) - chosen.detach()
+    errors = targets(AutogradTape(plain), AutogradTape(target), batch, GAMMA, double) - chosen.detach()
     assert (errors.abs() > 1).any()
     assert (errors.abs() < 1).any()
     (-(errors.clamp(-1, 1) * chosen).mean()).backward()
@@ -146,7 +147,7 @@ def test_bfloat16_is_near_float32(double):
     found = []
     for precision in ("float32", "bfloat16"):
         tapes = tape_of(network, precision), tape_of(target, precision)
-        y = targets(tapes[0].peek, tapes[1].peek, batch, GAMMA, double)
+        y = targets(*tapes, batch, GAMMA, double)
         loss = differentiate(*tapes, flat, batch, config)
         found.append((y, loss.total.reshape(1), flat.gradient.clone()))
     for exact, near in zip(*found, strict=True):

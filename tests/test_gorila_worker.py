@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -64,18 +65,18 @@ class CheckedTape(Tape):
         self.begun += 1
         self.tape.begin()
 
-    def forward(self, observations: Tensor) -> Tensor:
+    def forward(self, observations: Tensor) -> list[Tensor]:
         return self.checked(observations, self.tape.forward(observations))
 
-    def peek(self, observations: Tensor) -> Tensor:
+    def peek(self, observations: Tensor) -> list[Tensor]:
         return self.checked(observations, self.tape.peek(observations))
 
-    def backward(self, gradient_TBO: Tensor) -> None:
-        self.tape.backward(gradient_TBO)
+    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
+        self.tape.backward(gradients_TBO)
 
-    def checked(self, observations: Tensor, outputs: Tensor) -> Tensor:
+    def checked(self, observations: Tensor, outputs: list[Tensor]) -> list[Tensor]:
         self.passes += 1
-        torch.testing.assert_close(outputs, self.network(observations).detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outputs[0], self.network(observations).detach(), rtol=1e-4, atol=1e-5)
         return outputs
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from pala.a2c import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig
@@ -26,7 +25,7 @@ from pala.exchange.none import NoExchange
 from pala.learner import Learner
 from pala.loop import Counters
 from pala.metrics import SECTIONS, Record
-from pala.networks import ActorCritic, Categorical, FlatParameters, policy_and_value
+from pala.networks import ActorCritic, Categorical, FlatParameters
 from pala.runtime import Interrupt
 from pala.seeding import derive
 from pala.tape import AutogradTape
@@ -68,8 +67,8 @@ class Teller(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([10.0]))
 
-    def forward(self, observations):
-        return self.scale * functional.pad(observations[:, :1], (2, 0))
+    def outputs(self, observations):
+        return self.scale * torch.zeros(len(observations), 2), self.scale * observations[:, :1]
 
 
 def configured(total_steps: int = 5 * BATCH, seed: int = 1, **a2c: object) -> Config:
@@ -132,7 +131,7 @@ def test_a_time_limit_is_bootstrapped_with_the_final_observation():
     for b in range(ENVS):
         assert [float(r[b]) for r in rollout.rewards] == pytest.approx([1, 1, 1 + 0.9 * 30, 1, 1])
         assert [float(e[b]) for e in rollout.ended] == [0, 0, 1, 0, 0]
-        assert [policy_and_value(o)[1][b].item() for o in rollout.outputs] == [0, 10, 20, 0, 10]
+        assert [v[b].item() for v in rollout.values] == [0, 10, 20, 0, 10]
     assert bootstrap.tolist() == [20, 20]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from pala.config import NetworkConfig
 from pala.errors import PalaError
-from pala.networks import ActorCritic, FlatParameters, policy_and_value
+from pala.networks import ActorCritic, FlatParameters
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")
@@ -75,13 +75,14 @@ def test_convolutions_are_channels_last():
 def test_flat_network_computes_what_the_plain_one_does(observations):
     plain, network, flat = pair(observations)
     batch = frames(3) if observations is FRAMES else torch.randn(3, 3)
-    outputs, flat_outputs = plain(batch), network(batch)
-    policy, value = policy_and_value(outputs)
+    (policy, value), (flat_policy, flat_value) = plain(batch), network(batch)
     assert policy.shape == (3, 4)
     assert value.shape == (3,)
-    torch.testing.assert_close(flat_outputs, outputs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(flat_policy, policy, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(flat_value, value, rtol=1e-4, atol=1e-5)
     for model in (plain, network):
-        model(batch).square().sum().backward()
+        output, values = model(batch)
+        (output.square().sum() + values.sum()).backward()
     for a, b in zip(plain.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5)
     norm = nn.utils.get_total_norm(parameter.grad for parameter in plain.parameters())
@@ -121,7 +122,7 @@ def test_initial_weights_are_orthogonal_with_the_named_gains():
 
 def test_box_actions_have_a_learned_deviation():
     network = ActorCritic(VECTOR, Box(-1, 1, (2, 3)), SMALL)
-    assert policy_and_value(network(torch.zeros(5, 3)))[0].shape == (5, 6)
+    assert network(torch.zeros(5, 3))[0].shape == (5, 6)
     assert "distribution.log_std" in dict(network.named_parameters())
 
 

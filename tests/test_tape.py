@@ -47,14 +47,16 @@ def conv_tape(network: Network, precision: str = "float32") -> ConvTape:
 def run(tape: Tape, flat: FlatParameters, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs of all passes side by side, flat gradient of a random function of them)."""
     tape.begin()
-    outputs = torch.stack([*map(tape.forward, observations)])
+    return through([*map(tape.forward, observations)], tape, flat)
+
+
+def through(passes: list, tape: Tape, flat: FlatParameters) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `run` returns of these passes."""
+    outputs = torch.stack([torch.cat(of_heads, -1) for of_heads in passes])
+    gradient = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(7)).to(outputs.device)
     flat.gradient.zero_()
-    tape.backward(by_outputs(outputs))
+    tape.backward(gradient.split([output.shape[-1] for output in passes[0]], -1))
     return outputs, flat.gradient.clone()
-
-
-def by_outputs(outputs: torch.Tensor) -> torch.Tensor:
-    return torch.randn(outputs.shape, generator=torch.Generator().manual_seed(7)).to(outputs.device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -84,8 +86,8 @@ def test_large_values_keep_their_precision_in_bfloat16(written_out):
     config = NetworkConfig(precision="bfloat16", passes="auto" if written_out else "autograd")
     tape = make_tape(network, config, STEPS, frames()[0])
     tape.begin()
-    for outputs in (tape.forward(frames()[0]), tape.peek(frames()[1])):
-        assert (outputs[:, -1] == 1001).all()
+    for _, value in (tape.forward(frames()[0]), tape.peek(frames()[1])):
+        assert (value == 1001).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,14 +123,12 @@ def test_peeks_are_not_kept_and_of_any_number(written_out):
     tape.begin()
     first = tape.forward(observations[0])
     for count in (1, ENVS):
-        seen = tape.peek(observations[0][:count])
-        torch.testing.assert_close(seen, first[:count], rtol=1e-4, atol=1e-5)
-        assert not seen.requires_grad
-    outputs = torch.stack([first, *map(tape.forward, observations[1:])])
-    assert outputs.equal(before[0])
-    flat.gradient.zero_()
-    tape.backward(by_outputs(outputs))
-    torch.testing.assert_close(flat.gradient, before[1])
+        for seen, kept in zip(tape.peek(observations[0][:count]), first, strict=True):
+            torch.testing.assert_close(seen, kept[:count], rtol=1e-4, atol=1e-5)
+            assert not seen.requires_grad
+    after = through([first, *map(tape.forward, observations[1:])], tape, flat)
+    assert after[0].equal(before[0])
+    torch.testing.assert_close(after[1], before[1])
 
 
 @pytest.mark.parametrize("written_out", [True, False])
@@ -136,12 +136,10 @@ def test_backward_forgets_the_passes_and_leaves_the_weights(written_out):
     """While the parameters stay, as many passes again need no `begin`."""
     network, flat = make_network()
     tape = conv_tape(network) if written_out else AutogradTape(network)
-    expected = run(tape, flat, frames())
-    outputs = torch.stack([*map(tape.forward, frames())])
-    flat.gradient.zero_()
-    tape.backward(by_outputs(outputs))
-    assert outputs.equal(expected[0])
-    torch.testing.assert_close(flat.gradient, expected[1])
+    before = run(tape, flat, frames())
+    after = through([*map(tape.forward, frames())], tape, flat)
+    assert after[0].equal(before[0])
+    torch.testing.assert_close(after[1], before[1])
 
 
 def test_outputs_stay_when_later_passes_are_made():
@@ -149,10 +147,11 @@ def test_outputs_stay_when_later_passes_are_made():
     for tape in (conv_tape(network), AutogradTape(network)):
         tape.begin()
         outputs = tape.forward(frames()[0])
-        copy = outputs.clone()
+        copies = [output.clone() for output in outputs]
         tape.forward(frames()[1])
-        assert outputs.equal(copy)
-        assert not outputs.requires_grad
+        for output, copy in zip(outputs, copies, strict=True):
+            assert output.equal(copy)
+            assert not output.requires_grad
 
 
 def test_channels_last_is_the_same_images_in_another_order():
@@ -176,9 +175,9 @@ def test_a_graphed_tape_is_the_tape_it_was_made_from(device):
             run(graphed, flat, observations), run(AutogradTape(network), flat, observations), strict=True
         ):
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.norm()))
-        seen = [graphed.peek(batch) for batch in (observations[0], observations[1], observations[1][:2])]
-        expected = [AutogradTape(network).peek(batch) for batch in (observations[0], observations[1])]
-        torch.testing.assert_close(torch.cat(seen), torch.cat([*expected, expected[1][:2]]), rtol=1e-4, atol=1e-5)
+        batches = (observations[0], observations[1], observations[1][:2])
+        seen, expected = ([tape.peek(batch) for batch in batches] for tape in (graphed, AutogradTape(network)))
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [ActorCritic, QNetwork])

@@ -56,9 +56,9 @@ def flops_per_step(
     observation = torch.zeros(1, *shape, dtype=torch.uint8 if network.is_image else torch.float32)
     counter = FlopCounterMode(display=False)
     with counter:
-        outputs = network(observation)
+        policy_outputs, value = network(observation)
         forward = counter.get_total_flops()
-        outputs.sum().backward()
+        (policy_outputs.sum() + value.sum()).backward()
     return forward, counter.get_total_flops() - forward
 
 
@@ -124,9 +124,9 @@ def network_us(agent: Agent, config: Config, observations: np.ndarray, seconds: 
     (clipping and RMSprop)."""
     tape, flat, settings, now = agent.tape, agent.flat, config.a2c, _clock(agent.device)
     images = torch.from_numpy(observations).to(agent.device)
-    steps = settings.rollout_steps * len(images)
-    num_outputs = sum(head.out_features for head in agent.network.heads)
-    gradient = torch.randn(settings.rollout_steps, len(images), num_outputs, device=agent.device) / steps
+    batch = (settings.rollout_steps, len(images))
+    outputs = [head.out_features for head in agent.network.heads]
+    gradients = [torch.randn(*batch, width, device=agent.device) / math.prod(batch) for width in outputs]
     sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
     while turns < 2 or now() < end:
         times = [now()]
@@ -136,7 +136,7 @@ def network_us(agent: Agent, config: Config, observations: np.ndarray, seconds: 
         tape.peek(images)
         times.append(now())
         flat.gradient.zero_()
-        tape.backward(gradient)
+        tape.backward(gradients)
         times.append(now())
         clip_gradient_(flat.gradient, settings.max_gradient_norm)
         rmsprop_(
@@ -147,7 +147,7 @@ def network_us(agent: Agent, config: Config, observations: np.ndarray, seconds: 
         turns += 1
         for name, first, last in zip(sums, times, times[1:], strict=False):
             sums[name] += last - first
-    return {name: 1e6 * total / (turns * steps) for name, total in sums.items()}
+    return {name: 1e6 * total / (turns * math.prod(batch)) for name, total in sums.items()}
 
 
 def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float:

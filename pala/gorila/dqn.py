@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +16,6 @@ from torch.nn import functional
 from pala.config import GorilaConfig
 from pala.networks import FlatParameters
 from pala.tape import Tape
-
-Values = Callable[[Tensor], Tensor]  # of the actions [N, A], from observations [N, *obs]
 
 
 class Transitions(NamedTuple):
@@ -43,13 +40,13 @@ class Loss(NamedTuple):
 
 
 @torch.no_grad()
-def targets(values: Values, target_values: Values, batch: Transitions, gamma: float, double: bool) -> Tensor:
+def targets(tape: Tape, target_tape: Tape, batch: Transitions, gamma: float, double: bool) -> Tensor:
     """y [N] = r + gamma Q_target(s', a'), or r where terminated.
 
     a' is the best by the target network [DQN], or by the network itself (`double`: van Hasselt et al. 2016, eq. 4).
     """
-    values_NA = target_values(batch.next_observations)
-    judge_NA = values(batch.next_observations) if double else values_NA
+    (values_NA,) = target_tape.peek(batch.next_observations)
+    (judge_NA,) = tape.peek(batch.next_observations) if double else (values_NA,)
     next_values_N = values_NA.gather(-1, judge_NA.argmax(-1, keepdim=True)).squeeze(-1)
     return batch.rewards + gamma * next_values_N.masked_fill(batch.terminated, 0.0)
 
@@ -66,12 +63,12 @@ def differentiate(
 ) -> Loss:
     """The minibatch's loss; its gradient by the parameters of the tape's network, those in `flat`, goes to
     `flat.gradient`: autograd down to the values, then the tape."""
-    targets_N = targets(tape.peek, target_tape.peek, batch, config.gamma, config.double_dqn)
-    values_NA = tape.forward(batch.observations).detach().requires_grad_()
-    loss = dqn_loss(values_NA, batch.actions, targets_N)
-    (gradient_NA,) = torch.autograd.grad(loss.total, values_NA)
+    targets_N = targets(tape, target_tape, batch, config.gamma, config.double_dqn)
+    (values_NA,) = tape.forward(batch.observations)
+    values_TNA = values_NA.unsqueeze(0).requires_grad_()  # T is 1
+    loss = dqn_loss(values_TNA[0], batch.actions, targets_N)
     flat.gradient.zero_()
-    tape.backward(gradient_NA.unsqueeze(0))
+    tape.backward(torch.autograd.grad(loss.total, values_TNA))
     return Loss(*(term.detach() for term in loss))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gymnasium
-from torch import nn
+from torch import Tensor, nn
 
 from pala.config import NetworkConfig
 from pala.errors import PalaError
@@ -11,7 +11,7 @@ from pala.networks import Categorical, Network, orthogonal
 
 
 class QNetwork(Network):
-    """Outputs [B, A]: the values of the actions, which `distribution` numbers.
+    """observations [B, ...] -> values [B, A] of the actions, which `distribution` numbers.
 
     DQN's published network has `conv_channels` 32, 64, 64. The head's initial weights: 1. Raises PalaError for actions
     or observations that it cannot take.
@@ -30,3 +30,7 @@ class QNetwork(Network):
     @property
     def heads(self) -> list[nn.Linear]:
         return [self.head]
+
+    def forward(self, observations: Tensor) -> Tensor:
+        (values,) = self.outputs(observations)
+        return values

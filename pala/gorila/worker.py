@@ -70,7 +70,8 @@ class Worker(Loop):
         with self._watch.section("inference"):
             if changed:
                 self._tape.begin()
-            actions = epsilon_greedy(self._tape.peek(self._observations), self._epsilon(), self._generator)
+            (values,) = self._tape.peek(self._observations)
+            actions = epsilon_greedy(values, self._epsilon(), self._generator)
             env_actions = self._actions.to_env(actions).cpu().numpy()
         with self._watch.section("environment"):
             step = self._envs.step(env_actions)

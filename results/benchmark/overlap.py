@@ -22,7 +22,7 @@ from gymnasium.spaces import Box, Discrete  # noqa: E402
 
 from pala.config import NetworkConfig  # noqa: E402
 from pala.conv_tape import ConvTape  # noqa: E402
-from pala.networks import ActorCritic, FlatParameters, policy_and_value  # noqa: E402
+from pala.networks import ActorCritic, FlatParameters  # noqa: E402
 
 NUM_ENVS, STEPS, ROUNDS = 16, 150, 7
 
@@ -43,7 +43,7 @@ def acting(halves: int, network: ActorCritic, tape: ConvTape) -> float:
     for _ in range(STEPS):
         for env in envs:
             observations = env.recv()[0]
-            policy, _ = policy_and_value(tape.peek(torch.from_numpy(observations)))
+            policy, _ = tape.peek(torch.from_numpy(observations))
             env.send(network.distribution.sample(policy, generator).numpy())
     seconds = time.perf_counter() - begin
     for env in envs:

@@ -158,8 +158,6 @@ class Segments:
         import numpy as np
         import torch
 
-        from pala.networks import policy_and_value
-
         agent, comm = self.agent, self.comm
         gradients = []
         for _ in range(ROLLOUTS):
@@ -169,7 +167,7 @@ class Segments:
         x = np.stack(comm.allgather(agent.flat.data.numpy().copy()))  # [R, P]
         observations = torch.from_numpy(np.concatenate(comm.allgather(self.envs.observations)))
         with torch.inference_mode():
-            logits = policy_and_value(agent.network(observations))[0].numpy()
+            logits = agent.network(observations)[0].float().numpy()
         logits = np.stack(comm.allgather(logits)).astype(np.float64)  # [R, N, A]
         log_p = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
         p = np.exp(log_p)
