@@ -69,11 +69,11 @@ def rmsprop_(
     if epsilon_inside_root:
         denominator = (mean_square + epsilon).sqrt_()
     else:
-        denominator = (mean_square + ABOVE_ZERO).sqrt_().add_(epsilon)
+        denominator = (mean_square + _ABOVE_ZERO).sqrt_().add_(epsilon)
     parameters.addcdiv_(gradient, denominator, value=-learning_rate)
 
 
-ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
+_ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
 
 
 def clip_gradient_(gradient: Tensor, max_norm: float) -> float:
@@ -95,8 +95,10 @@ class UpdateResult(NamedTuple):
 class A2C:
     """The optimiser's state and one update of a network's flat parameters: its gradient, then a step along it."""
 
-    def __init__(self, tape: Tape, flat: FlatParameters, config: A2CConfig) -> None:
-        self._tape, self._flat, self._config = tape, flat, config
+    def __init__(
+        self, distribution: Categorical | Gaussian, tape: Tape, flat: FlatParameters, config: A2CConfig
+    ) -> None:
+        self.distribution, self._tape, self._flat, self._config = distribution, tape, flat, config
         self.mean_square = torch.zeros_like(flat.data)
 
     def step(self, loss: Loss, learning_rate: float) -> UpdateResult:
@@ -116,9 +118,9 @@ class A2C:
         tape."""
         policy_TBA = torch.stack(rollout.policy_outputs).requires_grad_()
         values_TB = torch.stack(rollout.values).requires_grad_()
-        loss = a2c_loss(self._tape.distribution, policy_TBA, values_TB, rollout, bootstrap_B, self._config)
+        loss = a2c_loss(self.distribution, policy_TBA, values_TB, rollout, bootstrap_B, self._config)
         self._flat.gradient.zero_()
         loss.total.backward()  # type: ignore[no-untyped-call]
         assert policy_TBA.grad is not None and values_TB.grad is not None
-        self._tape.backward(policy_TBA.grad, values_TB.grad)
+        self._tape.backward([policy_TBA.grad, values_TB.grad.unsqueeze(-1)])
         return Loss(*(term.detach() for term in loss))

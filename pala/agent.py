@@ -43,18 +43,24 @@ def build_envs(comm: MPI.Comm, config: Config, threads: int, make_env: MakeEnv |
 
 def build_agent(comm: MPI.Comm, config: Config, envs: Envs) -> Agent:
     """Network, tape and optimiser, with the seed's first weights. Collective."""
-    device = collectively(comm, lambda: choose_device(config.run.device))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # streams and graphs are made on the current device
-    if config.network.precision == "bfloat16" and not has_bfloat16(device) and comm.rank == 0:
-        say("'network.precision' is 'bfloat16', for which this machine has no instructions; float32 would be faster.")
+    device = prepare_device(comm, config)
     torch.manual_seed(int(derive(config.seed, 0, "weights")[0]))
     network = collectively(comm, lambda: ActorCritic(envs.observation_space, envs.action_space, config.network))
     flat = FlatParameters(network, device)
     shape = (envs.num_envs, *(envs.observation_space.shape or ()))
     observations = torch.zeros(shape, dtype=torch.uint8, device=device)
     tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
-    return Agent(device, network, flat, tape, A2C(tape, flat, config.a2c))
+    return Agent(device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))
+
+
+def prepare_device(comm: MPI.Comm, config: Config) -> torch.device:
+    """The configuration's device, made the current one. Collective."""
+    device = collectively(comm, lambda: choose_device(config.run.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams and graphs are made on the current device
+    if config.network.precision == "bfloat16" and not has_bfloat16(device) and comm.rank == 0:
+        say("'network.precision' is 'bfloat16', for which this machine has no instructions; float32 would be faster.")
+    return device
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -342,7 +342,7 @@ def check(config: Config, source: str) -> None:
         if not all(width >= 1 for width in values[key]):
             raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
     check_exchange(config.exchange, source)
-    check_gorila(config, source)
+    check_gorila(config.gorila, source)
     name = config.run.name
     if name in (".", "..") or "/" in name:
         raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
@@ -367,9 +367,8 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
             )
 
 
-def check_gorila(config: Config, source: str) -> None:
+def check_gorila(gorila: GorilaConfig, source: str) -> None:
     """Raise PalaError for settings of Gorila that do not go together."""
-    gorila = config.gorila
     check_roles(gorila, source)
     if gorila.min_replay_steps > gorila.replay_capacity_steps:
         raise PalaError(
@@ -381,12 +380,6 @@ def check_gorila(config: Config, source: str) -> None:
             f"{source}: 'gorila.epsilon_last' is {gorila.epsilon_last:g}, above 'gorila.epsilon_first' "
             f"({gorila.epsilon_first:g}), but epsilon falls; lower the one or raise the other."
         )
-    allowed = {"precision": ("float32",), "passes": ("auto", "autograd")} if config.algorithm == "gorila" else {}
-    for key, values in allowed.items():
-        if (value := getattr(config.network, key)) not in values:
-            raise PalaError(
-                f"{source}: 'network.{key}' is {value!r}, but 'algorithm' is 'gorila': it has {_listed(values)} only."
-            )
 
 
 def check_roles(gorila: GorilaConfig, source: str) -> None:

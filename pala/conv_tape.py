@@ -1,27 +1,28 @@
 """The convolutional network's passes written out: the fast path. Equal to the plain network and autograd to rounding.
 
-What it saves: activations lie in buffers of the whole rollout, so that the backward pass runs once over all steps
-instead of once a step; no graph is built; the division by 255 is in the first layer's weights; policy and value heads
-are one matrix. In bfloat16 the weights are cast once a rollout, while the heads, whose values would lose too much (at
-100 the rounding is 0.25), the parameters, their gradient and the optimiser stay float32.
+What it saves: activations lie in buffers of all passes, so that the backward pass runs once over a rollout instead of
+once a step; no graph is built; the division by 255 is in the first layer's weights; the heads are one matrix. In
+bfloat16 the weights are cast once, by `begin`, while the heads, whose values would lose too much (at 100 the rounding
+is 0.25), the parameters, their gradient and the optimiser stay float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pala.networks import ActorCritic, channels_last
+from pala.networks import channels_last
 from pala.tape import Tape
 
 _PIXEL = 1 / 255
 
 
 class ConvTape(Tape):
-    """Convolutions, a linear layer, two heads: `ActorCritic` for images.
+    """Convolutions, a linear layer, heads: a `Network` for images.
 
     | buffer | shape |
     |---|---|
@@ -29,14 +30,15 @@ class ConvTape(Tape):
     | hidden, the linear layer's outputs | [T B, features] |
     """
 
-    def __init__(self, network: ActorCritic, precision: str, max_passes: int, num_envs: int) -> None:
-        """Room for `max_passes` passes of `num_envs` observations."""
-        self.distribution = network.distribution
-        self._convolutions = [layer for layer in network.trunk if isinstance(layer, nn.Conv2d)]
-        self._linear = cast(nn.Linear, network.trunk.linear)
-        self._policy_head, self._value_head = cast(nn.Linear, network.policy_head), cast(nn.Linear, network.value_head)
+    def __init__(
+        self, trunk: nn.Sequential, heads: Sequence[nn.Linear], precision: str, max_passes: int, batch_size: int
+    ) -> None:
+        """Room for `max_passes` passes of `batch_size` observations."""
+        self._convolutions = [layer for layer in trunk if isinstance(layer, nn.Conv2d)]
+        self._linear, self._heads = cast(nn.Linear, trunk.linear), heads
+        self._head_sizes = [head.out_features for head in heads]
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self._max_passes, self._num_envs, self.kept = max_passes, num_envs, 0
+        self._max_passes, self._batch_size, self.kept = max_passes, batch_size, 0
         self._buffers: list[Tensor] = []  # made at the first pass, which shows the shapes
         self._weights: list[tuple[Tensor, Tensor]] = []
 
@@ -46,52 +48,53 @@ class ConvTape(Tape):
         layers: list[nn.Conv2d | nn.Linear] = [*self._convolutions, self._linear]
         self._weights = [(self._cast(layer.weight), self._cast(layer.bias)) for layer in layers]
         self._weights[0] = (self._cast(layers[0].weight * _PIXEL), self._weights[0][1])
-        heads = (self._policy_head, self._value_head)
-        self._weights.append((torch.cat([h.weight for h in heads]), torch.cat([h.bias for h in heads])))
+        self._weights.append((torch.cat([h.weight for h in self._heads]), torch.cat([h.bias for h in self._heads])))
 
     def _cast(self, parameter: Tensor | None) -> Tensor:
         assert parameter is not None
         return parameter.detach().to(self._dtype)
 
     @torch.no_grad()
-    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, observations: Tensor) -> list[Tensor]:
         images = channels_last(observations)
         if not self._buffers:
             self._buffers = [self._buffer_for(images), *map(self._buffer_for, self._compute(images.to(self._dtype))[0])]
-        inputs, *buffers = (buffer.unflatten(0, (-1, self._num_envs))[self.kept] for buffer in self._buffers)
+        inputs, *buffers = (buffer.unflatten(0, (-1, self._batch_size))[self.kept] for buffer in self._buffers)
         activations, outputs = self._compute(inputs.copy_(images))
         for buffer, activation in zip(buffers, activations, strict=True):
             buffer.copy_(activation)
         self.kept += 1
-        return outputs[:, :-1], outputs[:, -1]
+        return outputs
 
     def _buffer_for(self, activation: Tensor) -> Tensor:
         """Of the same layout for all passes."""
-        buffer = activation.new_empty(self._max_passes * self._num_envs, *activation.shape[1:], dtype=self._dtype)
+        buffer = activation.new_empty(self._max_passes * self._batch_size, *activation.shape[1:], dtype=self._dtype)
         return buffer.contiguous(memory_format=torch.channels_last) if activation.dim() == 4 else buffer
 
     @torch.no_grad()
-    def value(self, observations: Tensor) -> Tensor:
-        return self._compute(channels_last(observations).to(self._dtype))[1][:, -1]
+    def peek(self, observations: Tensor) -> list[Tensor]:
+        return self._compute(channels_last(observations).to(self._dtype))[1]
 
-    def _compute(self, images: Tensor) -> tuple[list[Tensor], Tensor]:
-        """(the outputs of convolutions and linear layer, the heads' outputs [B, A + 1])."""
+    def _compute(self, images: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """(the outputs of convolutions and linear layer, each head's outputs [B, O])."""
         *convolutions, linear, heads = self._weights
         activations = []
         for layer, (weight, bias) in zip(self._convolutions, convolutions, strict=True):
             images = functional.conv2d(images, weight, bias, layer.stride).relu_()
             activations.append(images)
         activations.append(functional.linear(_rows(images), *linear).relu_())
-        return activations, functional.linear(activations[-1].float(), *heads)
+        outputs = functional.linear(activations[-1].float(), *heads)
+        return activations, list(outputs.split(self._head_sizes, 1))
 
     @torch.no_grad()
-    def backward(self, policy_gradient_TBA: Tensor, value_gradient_TB: Tensor) -> None:
-        *images, hidden = (buffer[: self.kept * self._num_envs] for buffer in self._buffers)
+    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
+        *images, hidden = (buffer[: self.kept * self._batch_size] for buffer in self._buffers)
+        self.kept = 0
         *convolutions, (linear, _), (heads, _) = self._weights
-        gradient = torch.cat([policy_gradient_TBA.flatten(0, 1), value_gradient_TB.reshape(-1, 1)], 1)
+        gradient = torch.cat([gradient_TBO.flatten(0, 1) for gradient_TBO in gradients_TBO], 1)
         by_weight, by_bias = gradient.t() @ hidden.float(), gradient.sum(0)
-        _write(self._policy_head, by_weight[:-1], by_bias[:-1])
-        _write(self._value_head, by_weight[-1:], by_bias[-1:])
+        for head, *parts in zip(self._heads, *(by.split(self._head_sizes) for by in (by_weight, by_bias)), strict=True):
+            _write(head, *parts)
         gradient = _through_relu_((gradient @ heads).to(self._dtype), hidden)
         _write(self._linear, gradient.t() @ _rows(images[-1]), gradient.sum(0))
         shape = images[-1].shape

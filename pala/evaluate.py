@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pala.envs import Envs, Episode
-    from pala.gorila.networks import QNetwork
-    from pala.networks import ActorCritic, FlatParameters
+    from pala.networks import FlatParameters, Network
 
     Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
 
@@ -116,7 +115,7 @@ def short_number(value: float) -> str:
 class Policy:
     """A network with the parameters of a run."""
 
-    network: ActorCritic | QNetwork
+    network: Network
     global_steps: int  # of training, over all ranks
     source: str  # "final", or of which checkpoints
     environment: str | None = None  # what the run calls an environment made in Python
@@ -158,7 +157,7 @@ def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
     from pala.networks import ActorCritic, FlatParameters
 
     kind = QNetwork if config.algorithm == "gorila" else ActorCritic
-    network: ActorCritic | QNetwork = kind(envs.observation_space, envs.action_space, config.network)
+    network = kind(envs.observation_space, envs.action_space, config.network)
     flat = FlatParameters(network, torch.device("cpu"))
     file = run / "policy.safetensors"
     if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,44 +34,45 @@ def cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class GraphedTape(Tape):
-    """`ConvTape` in one graph for each of its passes. What a pass returns is valid until the next rollout's."""
+    """`ConvTape` in one graph for each of its passes. What a pass returns is valid until the tape comes
+    to that pass again."""
 
     def __init__(self, tape: ConvTape, observations: Tensor, max_passes: int, capture: Capture = cuda_graph) -> None:
         """`observations` [B, C, H, W]: an example on the device, which the tape keeps and writes to."""
-        self._tape, self.distribution = tape, tape.distribution
-        self._observations = observations
-        self._kept = 0
+        self._tape, self._observations, self._kept = tape, observations, 0
         self._begin = capture(tape.begin)
         self._forwards = [capture(lambda t=t: self._forward_at(t)) for t in range(max_passes)]  # type: ignore[misc]
-        self._value = capture(lambda: tape.value(observations))
+        self._peek = capture(lambda: tape.peek(observations))
         self._begin()
-        policy, value = self._forwards[-1]()
-        self._by_policy = torch.zeros(max_passes, *policy.shape, device=policy.device)
-        self._by_value = torch.zeros(max_passes, *value.shape, device=value.device)
-        self._backward = capture(lambda: tape.backward(self._by_policy, self._by_value))
+        self._gradients_TBO = [o.new_zeros(max_passes, *o.shape) for o in self._forwards[-1]()]
+        self._backward = capture(self._backward_through_all)
 
-    def _forward_at(self, t: int) -> tuple[Tensor, Tensor]:
+    def _forward_at(self, t: int) -> list[Tensor]:
         self._tape.kept = t
         return self._tape.forward(self._observations)
+
+    def _backward_through_all(self) -> None:
+        self._tape.kept = len(self._forwards)
+        self._tape.backward(self._gradients_TBO)
 
     def begin(self) -> None:
         self._kept = 0
         self._begin()
 
-    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, observations: Tensor) -> list[Tensor]:
         self._observations.copy_(observations)
-        policy_output, value = self._forwards[self._kept]()
+        outputs: list[Tensor] = self._forwards[self._kept]()
         self._kept += 1
-        return policy_output, value
+        return outputs
 
-    def value(self, observations: Tensor) -> Tensor:
-        if observations.shape != self._observations.shape:  # of the episodes that a time limit has cut
-            return self._tape.value(observations)
+    def peek(self, observations: Tensor) -> list[Tensor]:
+        if observations.shape != self._observations.shape:  # as of the episodes that a time limit has cut
+            return self._tape.peek(observations)
         self._observations.copy_(observations)
-        result: Tensor = self._value().clone()  # a rollout may ask more than once
-        return result
+        return [outputs.clone() for outputs in self._peek()]  # one may ask more than once
 
-    def backward(self, policy_gradient_TBA: Tensor, value_gradient_TB: Tensor) -> None:
-        self._by_policy.copy_(policy_gradient_TBA)
-        self._by_value.copy_(value_gradient_TB)
+    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
+        for mine, gradient_TBO in zip(self._gradients_TBO, gradients_TBO, strict=True):
+            mine.copy_(gradient_TBO)
         self._backward()
+        self._kept = 0

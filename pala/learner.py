@@ -56,7 +56,7 @@ class Learner(Loop):
 
     def _play(self) -> tuple[Rollout, Tensor]:
         """`rollout_steps` steps of all environments, and V after the last one [B]."""
-        rollout, distribution = Rollout(), self._tape.distribution
+        rollout, distribution = Rollout(), self._a2c.distribution
         with self._watch.section("inference"):
             self._tape.begin()
         for t in range(self._config.a2c.rollout_steps):
@@ -68,7 +68,7 @@ class Learner(Loop):
                 step = self._envs.step(env_actions)
             with self._watch.section("inference"):
                 rollout.policy_outputs.append(policy_output)
-                rollout.values.append(value)
+                rollout.values.append(value.squeeze(-1))
                 rollout.actions.append(actions)
                 rollout.rewards.append(self._rewards(step.rewards, step.truncated, step.final_observations))
                 rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
@@ -81,15 +81,20 @@ class Learner(Loop):
             if self._interrupt.signal is not None:
                 break
         with self._watch.section("inference"):
-            return rollout, self._tape.value(self._observations)
+            return rollout, self._value(self._observations)
 
     def _rewards(self, rewards: np.ndarray, truncated: np.ndarray, final_observations: np.ndarray) -> Tensor:
         """Rewards [B]; where a time limit cut the episode, with the discounted value of what would have followed."""
         rewards_B = self._to_device(rewards)
         if truncated.any():
-            value = self._tape.value(self._to_device(final_observations))
+            value = self._value(self._to_device(final_observations))
             rewards_B[self._to_device(truncated)] += self._config.a2c.gamma * value
         return rewards_B
+
+    def _value(self, observations: Tensor) -> Tensor:
+        """V of any number of observations, for bootstrapping."""
+        _, value = self._tape.peek(observations)
+        return value.squeeze(-1)
 
     def _learn(self, rollout: Rollout, bootstrap_B: Tensor) -> UpdateResult | None:
         """One update; None if training ends and it is left out."""

@@ -1,4 +1,4 @@
-"""Networks' trunks, the actor-critic over them, its action distributions, and flat parameter storage."""
+"""Networks: trunks, heads, the actor-critic and its action distributions, and flat parameter storage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TypeVar
 
 import gymnasium
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from pala.config import NetworkConfig
 from pala.errors import PalaError
+
+Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 
 
 class Categorical:
@@ -69,33 +72,65 @@ class Gaussian(nn.Module):
         return actions.nan_to_num(0.0).reshape(-1, *self.low.shape).clamp(self.low, self.high)
 
 
-class ActorCritic(nn.Module):
-    """observation [B, ...] -> (policy outputs [B, A], values [B]).
+class Network(nn.Module):
+    """A trunk, and linear heads over its features.
 
     Images (uint8 [C, H, W]) go through GALA's convolutions (Assran et al. 2019, released settings: 32 8x8/4, 64 4x4/2,
-    32 3x3/1, linear 512, ReLU), shared by policy and value; vectors go through an MLP with tanh for each of the
-    two, since unscaled values would swamp a trunk that they shared. Orthogonal initial weights, heads 0.01 and 1.
-    The linear layer takes the last convolution's outputs in the order height, width, channels: as they lie in memory.
+    32 3x3/1, linear 512, ReLU), vectors through an MLP with tanh. Orthogonal initial weights. The linear layer takes
+    the last convolution's outputs in the order height, width, channels: as they lie in memory. Raises PalaError for
+    observations that it cannot take.
+    """
+
+    def __init__(
+        self, observation_space: gymnasium.Space, distribution: Categorical | Gaussian, config: NetworkConfig
+    ) -> None:
+        super().__init__()
+        self.distribution = distribution
+        self.trunk, self.num_features = make_trunk(observation_space, config)
+        self.is_image = len(observation_space.shape or ()) == 3
+
+    @property
+    def heads(self) -> list[nn.Linear]:
+        """In the order of their outputs."""
+        raise NotImplementedError
+
+    def outputs(self, observations: Tensor) -> list[Tensor]:
+        """Each head's [B, O] float32, for observations [B, ...]."""
+        features = self._features(as_inputs(observations))
+        with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
+            return [head(x.float()) for head, x in zip(self.heads, features, strict=True)]
+
+    def _features(self, inputs: Tensor) -> list[Tensor]:
+        """What each head takes."""
+        return [self.trunk(inputs)] * len(self.heads)
+
+
+class ActorCritic(Network):
+    """observations [B, ...] -> (policy outputs [B, A], values [B]).
+
+    Images have one trunk for the two; vectors have one for each, since unscaled values would swamp a trunk that they
+    shared. The heads' initial weights: 0.01 and 1.
     """
 
     def __init__(
         self, observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig
     ) -> None:
-        super().__init__()
-        self.distribution = _distribution(action_space)
-        self.trunk, features = make_trunk(observation_space, config)
-        self.is_image = len(observation_space.shape or ()) == 3
+        super().__init__(observation_space, _distribution(action_space), config)
         if not self.is_image:
             self.value_trunk, _ = make_trunk(observation_space, config)
-        self.policy_head = orthogonal(nn.Linear(features, self.distribution.num_outputs), 0.01)
-        self.value_head = orthogonal(nn.Linear(features, 1), 1.0)
+        self.policy_head = orthogonal(nn.Linear(self.num_features, self.distribution.num_outputs), 0.01)
+        self.value_head = orthogonal(nn.Linear(self.num_features, 1), 1.0)
+
+    @property
+    def heads(self) -> list[nn.Linear]:
+        return [self.policy_head, self.value_head]
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        observations = as_inputs(observations)
-        features = self.trunk(observations)
-        value_features = features if self.is_image else self.value_trunk(observations)
-        with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
-            return self.policy_head(features.float()), self.value_head(value_features.float()).squeeze(-1)
+        policy_output, value = self.outputs(observations)
+        return policy_output, value.squeeze(-1)
+
+    def _features(self, inputs: Tensor) -> list[Tensor]:
+        return super()._features(inputs) if self.is_image else [self.trunk(inputs), self.value_trunk(inputs)]
 
 
 def as_inputs(observations: Tensor) -> Tensor:
@@ -131,7 +166,7 @@ def make_trunk(space: gymnasium.Space, config: NetworkConfig) -> tuple[nn.Sequen
     return _conv_trunk(shape, config), config.conv_hidden
 
 
-def orthogonal(layer: nn.Conv2d | nn.Linear, gain: float) -> nn.Module:
+def orthogonal(layer: Layer, gain: float) -> Layer:
     """The layer with orthogonal weights of this gain and no bias."""
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None

@@ -32,7 +32,7 @@ def make_network(kind: str) -> ActorCritic:
     return network
 
 
-def play(tape: AutogradTape, kind: str) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
+def play(network: ActorCritic, tape: AutogradTape, kind: str) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
     """(rollout through the network with an end inside, its observations [T, B, ...], V after the last step)."""
     generator, rollout = torch.Generator().manual_seed(1), Rollout()
     tape.begin()
@@ -42,8 +42,8 @@ def play(tape: AutogradTape, kind: str) -> tuple[Rollout, torch.Tensor, torch.Te
     for t in range(STEPS):
         output, value = tape.forward(observations[t])
         rollout.policy_outputs.append(output)
-        rollout.values.append(value)
-        rollout.actions.append(tape.distribution.sample(output, generator))
+        rollout.values.append(value.squeeze(-1))
+        rollout.actions.append(network.distribution.sample(output, generator))
         rollout.rewards.append(torch.randn(ENVS, generator=generator))
         rollout.ended.append((torch.arange(ENVS) == t).float())
     return rollout, observations, torch.randn(ENVS, generator=generator)
@@ -82,7 +82,8 @@ def loss_of(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig, output
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
 def test_loss_is_the_mean_over_samples(gae_lambda):
     config = A2CConfig(gamma=0.9, gae_lambda=gae_lambda, value_coefficient=0.3, entropy_coefficient=0.2)
-    rollout, _, bootstrap = play(AutogradTape(make_network("vector")), "vector")
+    network = make_network("vector")
+    rollout, _, bootstrap = play(network, AutogradTape(network), "vector")
     loss = [term.item() for term in loss_of(rollout, bootstrap, config)]
     assert loss == pytest.approx(slow_loss(rollout, bootstrap, config), rel=1e-5)
 
@@ -93,8 +94,9 @@ def test_reused_passes_have_the_gradient_of_a_second_pass(kind):
     network = make_network(kind)
     flat = FlatParameters(network, CPU)
     tape = AutogradTape(network)
-    rollout, observations, bootstrap = play(tape, kind)
-    update(A2C(tape, flat, A2CConfig(max_gradient_norm=0)), rollout, bootstrap, learning_rate=0.0)
+    rollout, observations, bootstrap = play(network, tape, kind)
+    a2c = A2C(network.distribution, tape, flat, A2CConfig(max_gradient_norm=0))
+    update(a2c, rollout, bootstrap, learning_rate=0.0)
     output, value = network(observations.flatten(0, 1))
     outputs = [tensor.unflatten(0, (STEPS, ENVS)) for tensor in (output, value)]
     loss = a2c_loss(network.distribution, *outputs, rollout, bootstrap, A2CConfig())
@@ -106,7 +108,8 @@ def test_reused_passes_have_the_gradient_of_a_second_pass(kind):
 
 def test_no_gradient_flows_through_the_targets():
     """The policy term alone has no gradient by the values."""
-    rollout, _, bootstrap = play(AutogradTape(make_network("vector")), "vector")
+    network = make_network("vector")
+    rollout, _, bootstrap = play(network, AutogradTape(network), "vector")
     outputs, values = (torch.stack(x).requires_grad_() for x in (rollout.policy_outputs, rollout.values))
     loss_of(rollout, bootstrap, A2CConfig(), outputs, values).policy.backward()
     assert values.grad is None
@@ -164,11 +167,11 @@ def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
     network, config = make_network("vector"), A2CConfig(max_gradient_norm=0.1)
     flat = FlatParameters(network, CPU)
     tape = AutogradTape(network)
-    rollout, observations, bootstrap = play(tape, "vector")
+    rollout, observations, bootstrap = play(network, tape, "vector")
     total = loss_of(rollout, bootstrap, config, *map(torch.stack, zip(*map(network, observations), strict=True))).total
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(total, network.parameters(), retain_graph=True)])
     before = flat.data.clone()
-    result = update(A2C(tape, flat, config), rollout, bootstrap, learning_rate=0.01)
+    result = update(A2C(network.distribution, tape, flat, config), rollout, bootstrap, learning_rate=0.01)
     assert result.applied
     assert result.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
     gradient *= 0.1 / gradient.norm()
@@ -180,15 +183,15 @@ def test_a_gradient_that_is_not_finite_is_not_applied(reward):
     network = make_network("vector")
     flat = FlatParameters(network, CPU)
     tape = AutogradTape(network)
-    a2c = A2C(tape, flat, A2CConfig())
-    update(a2c, *play(tape, "vector")[::2], learning_rate=0.01)
+    a2c = A2C(network.distribution, tape, flat, A2CConfig())
+    update(a2c, *play(network, tape, "vector")[::2], learning_rate=0.01)
     before, mean_square = flat.data.clone(), a2c.mean_square.clone()
-    rollout, _, bootstrap = play(tape, "vector")
+    rollout, _, bootstrap = play(network, tape, "vector")
     rollout.rewards[1][2] = reward
     assert not update(a2c, rollout, bootstrap, learning_rate=0.01).applied
     assert flat.data.equal(before)
     assert a2c.mean_square.equal(mean_square)
-    assert update(a2c, *play(tape, "vector")[::2], learning_rate=0.01).applied
+    assert update(a2c, *play(network, tape, "vector")[::2], learning_rate=0.01).applied
     assert flat.data.isfinite().all()
     assert not flat.data.equal(before)
 

@@ -67,8 +67,8 @@ class Teller(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([10.0]))
 
-    def forward(self, observations):
-        return self.scale * torch.zeros(len(observations), 2), self.scale * observations[:, 0]
+    def outputs(self, observations):
+        return self.scale * torch.zeros(len(observations), 2), self.scale * observations[:, :1]
 
 
 def configured(total_steps: int = 5 * BATCH, seed: int = 1, **a2c: object) -> Config:
@@ -100,7 +100,7 @@ class Run:
         network = self.network or ActorCritic(self.envs.observation_space, self.envs.action_space, config.network)
         self.flat = FlatParameters(network, torch.device("cpu"))
         tape = AutogradTape(network)
-        self.a2c = A2C(tape, self.flat, config.a2c)
+        self.a2c = A2C(network.distribution, tape, self.flat, config.a2c)
         differentiate, step = self.a2c.differentiate, self.a2c.step
         rollouts = []
         self.a2c.differentiate = lambda *arguments: rollouts.append(arguments) or differentiate(*arguments)

@@ -10,8 +10,9 @@ from gymnasium.spaces import Box, Discrete
 from pala.config import NetworkConfig
 from pala.conv_tape import ConvTape
 from pala.errors import PalaError
+from pala.gorila.networks import QNetwork
 from pala.graphed_tape import GraphedTape, cuda_graph
-from pala.networks import ActorCritic, FlatParameters, channels_last
+from pala.networks import ActorCritic, FlatParameters, Network, channels_last
 from pala.tape import AutogradTape, Tape, make_tape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
@@ -23,9 +24,11 @@ DEVICES = [
 BOX = Box(-1, 1, (2,))
 
 
-def make_network(shape=(4, 48, 52), actions=Discrete(5), device="cpu") -> tuple[ActorCritic, FlatParameters]:  # noqa: B008
+def make_network(
+    shape=(4, 48, 52), actions=Discrete(5), device="cpu", kind=ActorCritic  # noqa: B008
+) -> tuple[Network, FlatParameters]:  # fmt: skip
     torch.manual_seed(0)
-    network = ActorCritic(Box(0, 255, shape, np.uint8), actions, NetworkConfig((8, 16, 8), 16))
+    network = kind(Box(0, 255, shape, np.uint8), actions, NetworkConfig((8, 16, 8), 16))
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))  # biases too
@@ -37,24 +40,35 @@ def frames(shape=(4, 48, 52), device="cpu", count=STEPS, seed=1) -> torch.Tensor
     return torch.randint(0, 256, (count, ENVS, *shape), dtype=torch.uint8, generator=generator).to(device)
 
 
+def conv_tape(network: Network, precision: str = "float32") -> ConvTape:
+    return ConvTape(network.trunk, network.heads, precision, STEPS, ENVS)
+
+
 def run(tape: Tape, flat: FlatParameters, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs of all passes side by side, flat gradient of a random function of them)."""
     tape.begin()
-    outputs = [torch.cat([policy, value[:, None]], 1) for policy, value in map(tape.forward, observations)]
-    generator = torch.Generator().manual_seed(7)
-    by_output = torch.randn(len(observations), *outputs[0].shape, generator=generator).to(flat.data.device)
+    return through([*map(tape.forward, observations)], tape, flat)
+
+
+def through(passes: list, tape: Tape, flat: FlatParameters) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `run` returns of these passes."""
+    outputs = torch.stack([torch.cat(of_heads, -1) for of_heads in passes])
+    gradient = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(7)).to(outputs.device)
     flat.gradient.zero_()
-    tape.backward(by_output[..., :-1], by_output[..., -1])
-    return torch.stack(outputs), flat.gradient.clone()
+    tape.backward(gradient.split([output.shape[-1] for output in passes[0]], -1))
+    return outputs, flat.gradient.clone()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("actions", [Discrete(5), BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize(
+    ("kind", "actions"),
+    [(ActorCritic, Discrete(5)), (ActorCritic, BOX), (QNetwork, Discrete(5))], ids=["discrete", "box", "values"],
+)  # fmt: skip
 @pytest.mark.parametrize("shape", [(4, 48, 52), (1, 36, 36), (3, 40, 37)])
-def test_written_out_passes_are_the_plain_networks(shape, actions, device):
-    network, flat = make_network(shape, actions, device)
+def test_written_out_passes_are_the_plain_networks(shape, kind, actions, device):
+    network, flat = make_network(shape, actions, device, kind)
     observations = frames(shape, device)
-    outputs, gradient = run(ConvTape(network, "float32", STEPS, ENVS), flat, observations)
+    outputs, gradient = run(conv_tape(network), flat, observations)
     expected, expected_gradient = run(AutogradTape(network), flat, observations)
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5 * float(gradient.norm()))
@@ -72,8 +86,8 @@ def test_large_values_keep_their_precision_in_bfloat16(written_out):
     config = NetworkConfig(precision="bfloat16", passes="auto" if written_out else "autograd")
     tape = make_tape(network, config, STEPS, frames()[0])
     tape.begin()
-    assert (tape.forward(frames()[0])[1] == 1001).all()
-    assert (tape.value(frames()[1]) == 1001).all()
+    for _, value in (tape.forward(frames()[0]), tape.peek(frames()[1])):
+        assert (value == 1001).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -81,7 +95,7 @@ def test_bfloat16_is_near_float32_and_returns_float32(device):
     network, flat = make_network(device=device)
     observations = frames(device=device)
     expected, expected_gradient = run(AutogradTape(network), flat, observations)
-    for tape in (ConvTape(network, "bfloat16", STEPS, ENVS), AutogradTape(network, "bfloat16")):
+    for tape in (conv_tape(network, "bfloat16"), AutogradTape(network, "bfloat16")):
         outputs, gradient = run(tape, flat, observations)
         assert outputs.dtype == gradient.dtype == torch.float32
         assert 0 < float((outputs - expected).norm() / expected.norm()) < 0.02
@@ -92,7 +106,7 @@ def test_bfloat16_is_near_float32_and_returns_float32(device):
 
 def test_a_new_rollout_sees_new_parameters_and_forgets_the_old_passes():
     network, flat = make_network()
-    tape, plain = ConvTape(network, "float32", STEPS, ENVS), AutogradTape(network)
+    tape, plain = conv_tape(network), AutogradTape(network)
     run(tape, flat, frames())
     flat.data.mul_(1.1)
     observations = frames(count=2, seed=2)  # fewer than there is room for
@@ -100,33 +114,44 @@ def test_a_new_rollout_sees_new_parameters_and_forgets_the_old_passes():
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.norm()))
 
 
-def test_bootstrap_values_are_not_kept_and_of_any_number():
+@pytest.mark.parametrize("written_out", [True, False])
+def test_peeks_are_not_kept_and_of_any_number(written_out):
     network, flat = make_network()
-    tape = ConvTape(network, "float32", STEPS, ENVS)
-    before = run(tape, flat, frames())
-
-    tape.begin()
+    tape = conv_tape(network) if written_out else AutogradTape(network)
     observations = frames()
+    before = run(tape, flat, observations)
+    tape.begin()
     first = tape.forward(observations[0])
     for count in (1, ENVS):
-        torch.testing.assert_close(tape.value(observations[0][:count]), first[1][:count], rtol=1e-4, atol=1e-5)
-    outputs = [first, *map(tape.forward, observations[1:])]
-    assert torch.stack([policy for policy, _ in outputs]).equal(before[0][..., :-1])
-    by_output = torch.randn(before[0].shape, generator=torch.Generator().manual_seed(7))
-    tape.backward(by_output[..., :-1], by_output[..., -1])
-    torch.testing.assert_close(flat.gradient, before[1])
+        for seen, kept in zip(tape.peek(observations[0][:count]), first, strict=True):
+            torch.testing.assert_close(seen, kept[:count], rtol=1e-4, atol=1e-5)
+            assert not seen.requires_grad
+    after = through([first, *map(tape.forward, observations[1:])], tape, flat)
+    assert after[0].equal(before[0])
+    torch.testing.assert_close(after[1], before[1])
+
+
+@pytest.mark.parametrize("written_out", [True, False])
+def test_backward_forgets_the_passes_and_leaves_the_weights(written_out):
+    """While the parameters stay, as many passes again need no `begin`."""
+    network, flat = make_network()
+    tape = conv_tape(network) if written_out else AutogradTape(network)
+    before = run(tape, flat, frames())
+    after = through([*map(tape.forward, frames())], tape, flat)
+    assert after[0].equal(before[0])
+    torch.testing.assert_close(after[1], before[1])
 
 
 def test_outputs_stay_when_later_passes_are_made():
     network, _ = make_network()
-    for tape in (ConvTape(network, "float32", STEPS, ENVS), AutogradTape(network)):
+    for tape in (conv_tape(network), AutogradTape(network)):
         tape.begin()
-        policy, value = tape.forward(frames()[0])
-        copies = policy.clone(), value.clone()
+        outputs = tape.forward(frames()[0])
+        copies = [output.clone() for output in outputs]
         tape.forward(frames()[1])
-        assert policy.equal(copies[0])
-        assert value.equal(copies[1])
-        assert not policy.requires_grad
+        for output, copy in zip(outputs, copies, strict=True):
+            assert output.equal(copy)
+            assert not output.requires_grad
 
 
 def test_channels_last_is_the_same_images_in_another_order():
@@ -140,7 +165,7 @@ def test_channels_last_is_the_same_images_in_another_order():
 def test_a_graphed_tape_is_the_tape_it_was_made_from(device):
     """On a CPU the graphs are replaced by calls: what is copied where is tested, the capture itself is not."""
     network, flat = make_network(device=device)
-    tape = ConvTape(network, "float32", STEPS, ENVS)
+    tape = conv_tape(network)
     capture = cuda_graph if device == "cuda" else lambda function: function
     graphed = GraphedTape(tape, torch.zeros_like(frames(device=device)[0]), STEPS, capture)
     for seed in (1, 2):
@@ -150,14 +175,15 @@ def test_a_graphed_tape_is_the_tape_it_was_made_from(device):
             run(graphed, flat, observations), run(AutogradTape(network), flat, observations), strict=True
         ):
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.norm()))
-        values = [graphed.value(batch) for batch in (observations[0], observations[1], observations[1][:2])]
-        expected = [AutogradTape(network).value(batch) for batch in (observations[0], observations[1])]
-        torch.testing.assert_close(torch.cat(values), torch.cat([*expected, expected[1][:2]]), rtol=1e-4, atol=1e-5)
+        batches = (observations[0], observations[1], observations[1][:2])
+        seen, expected = ([tape.peek(batch) for batch in batches] for tape in (graphed, AutogradTape(network)))
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_each_tape_is_for_what_it_can_do():
-    (image, _), observations = make_network(), frames()[0]
-    vector = ActorCritic(Box(-1, 1, (3,)), Discrete(2), NetworkConfig())
+@pytest.mark.parametrize("kind", [ActorCritic, QNetwork])
+def test_each_tape_is_for_what_it_can_do(kind):
+    (image, _), observations = make_network(kind=kind), frames()[0]
+    vector = kind(Box(-1, 1, (3,)), Discrete(2), NetworkConfig())
     assert isinstance(make_tape(image, NetworkConfig(), STEPS, observations), ConvTape)
     assert isinstance(make_tape(image, NetworkConfig(passes="autograd"), STEPS, observations), AutogradTape)
     assert isinstance(make_tape(vector, NetworkConfig(), STEPS, observations), AutogradTape)

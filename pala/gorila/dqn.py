@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from pala.config import GorilaConfig
 from pala.networks import FlatParameters
+from pala.tape import Tape
 
 
 class Transitions(NamedTuple):
@@ -39,13 +40,13 @@ class Loss(NamedTuple):
 
 
 @torch.no_grad()
-def targets(network: nn.Module, target_network: nn.Module, batch: Transitions, gamma: float, double: bool) -> Tensor:
+def targets(tape: Tape, target_tape: Tape, batch: Transitions, gamma: float, double: bool) -> Tensor:
     """y [N] = r + gamma Q_target(s', a'), or r where terminated.
 
     a' is the best by the target network [DQN], or by the network itself (`double`: van Hasselt et al. 2016, eq. 4).
     """
-    values_NA = target_network(batch.next_observations)
-    judge_NA = network(batch.next_observations) if double else values_NA
+    (values_NA,) = target_tape.peek(batch.next_observations)
+    (judge_NA,) = tape.peek(batch.next_observations) if double else (values_NA,)
     next_values_N = values_NA.gather(-1, judge_NA.argmax(-1, keepdim=True)).squeeze(-1)
     return batch.rewards + gamma * next_values_N.masked_fill(batch.terminated, 0.0)
 
@@ -58,13 +59,16 @@ def dqn_loss(values_NA: Tensor, actions_N: Tensor, targets_N: Tensor) -> Loss:
 
 
 def differentiate(
-    network: nn.Module, target_network: nn.Module, flat: FlatParameters, batch: Transitions, config: GorilaConfig
+    tape: Tape, target_tape: Tape, flat: FlatParameters, batch: Transitions, config: GorilaConfig
 ) -> Loss:
-    """The minibatch's loss; its gradient by the network's parameters, those in `flat`, goes to `flat.gradient`."""
-    targets_N = targets(network, target_network, batch, config.gamma, config.double_dqn)
-    loss = dqn_loss(network(batch.observations), batch.actions, targets_N)
+    """The minibatch's loss; its gradient by the parameters of the tape's network, those in `flat`, goes to
+    `flat.gradient`: autograd down to the values, then the tape."""
+    targets_N = targets(tape, target_tape, batch, config.gamma, config.double_dqn)
+    (values_NA,) = tape.forward(batch.observations)
+    values_TNA = values_NA.unsqueeze(0).requires_grad_()  # T is 1
+    loss = dqn_loss(values_TNA[0], batch.actions, targets_N)
     flat.gradient.zero_()
-    loss.total.backward()  # type: ignore[no-untyped-call]
+    tape.backward(torch.autograd.grad(loss.total, values_TNA))
     return Loss(*(term.detach() for term in loss))
 
 

@@ -67,15 +67,15 @@ class GorilaExchange(Exchange):
     def between_steps(self) -> None:
         self._proxy.poll()
 
-    def take_parameters(self, flat: Tensor) -> None:
-        """Copy what came of the parameters into the network's."""
+    def take_parameters(self, flat: Tensor) -> bool:
+        """Copy what came of the parameters into the network's; whether anything came."""
         with self._changed:
-            self._node.take_parameters(flat)
+            return self._node.take_parameters(flat)
 
-    def take_target(self, flat: Tensor) -> None:
-        """Copy what came of the target network."""
+    def take_target(self, flat: Tensor) -> bool:
+        """Copy what came of the target network; whether anything came."""
         with self._changed:
-            self._node.take_target(flat)
+            return self._node.take_target(flat)
 
     def reset(self, frames: np.ndarray) -> None:
         """This rank's environments begin new games; frames [B, *frame]."""

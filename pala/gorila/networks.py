@@ -7,26 +7,30 @@ from torch import Tensor, nn
 
 from pala.config import NetworkConfig
 from pala.errors import PalaError
-from pala.networks import Categorical, as_inputs, make_trunk, orthogonal
+from pala.networks import Categorical, Network, orthogonal
 
 
-class QNetwork(nn.Module):
-    """observations [B, ...] -> values of the actions [B, A].
+class QNetwork(Network):
+    """observations [B, ...] -> values [B, A] of the actions, which `distribution` numbers.
 
-    The trunk is `ActorCritic`'s, with one linear head; DQN's published network has `conv_channels` 32, 64, 64.
-    Orthogonal initial weights, head 1. Raises PalaError for actions or observations that it cannot take.
+    DQN's published network has `conv_channels` 32, 64, 64. The head's initial weights: 1. Raises PalaError for actions
+    or observations that it cannot take.
     """
+
+    distribution: Categorical
 
     def __init__(
         self, observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig
     ) -> None:
-        super().__init__()
         if not isinstance(action_space, gymnasium.spaces.Discrete):
             raise PalaError(f"DQN needs Discrete actions, not {action_space}; set 'algorithm' to 'a2c'.")
-        self.distribution = Categorical(int(action_space.n), int(action_space.start))  # numbers the actions
-        self.trunk, features = make_trunk(observation_space, config)
-        self.head = orthogonal(nn.Linear(features, self.distribution.num_outputs), 1.0)
+        super().__init__(observation_space, Categorical(int(action_space.n), int(action_space.start)), config)
+        self.head = orthogonal(nn.Linear(self.num_features, self.distribution.num_outputs), 1.0)
+
+    @property
+    def heads(self) -> list[nn.Linear]:
+        return [self.head]
 
     def forward(self, observations: Tensor) -> Tensor:
-        values: Tensor = self.head(self.trunk(as_inputs(observations)))
+        (values,) = self.outputs(observations)
         return values

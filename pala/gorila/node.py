@@ -118,8 +118,9 @@ class Node:
             return None
         return self._send_arrays(replay, Kind.EXPERIENCE, self._formats.experience, experience)
 
-    def take_parameters(self, flat: Tensor) -> None:
-        """Copy what has come since the last call. `flat`: the network's parameters."""
+    def take_parameters(self, flat: Tensor) -> bool:
+        """Copy what has come since the last call, and tell whether anything has. `flat`: the network's parameters."""
+        before = list(self._versions)
         for index, rank in enumerate(self.roles.shards):
             if rank == self._rank and self.shard is not None:
                 if self.shard.version > self._versions[index]:
@@ -127,17 +128,21 @@ class Node:
             elif index in self._arrived:
                 version, values = self._arrived.pop(index)
                 self._take(flat, index, version, torch.from_numpy(values))
+        return self._versions != before
 
-    def take_target(self, flat: Tensor) -> None:
-        """Copy what has come of the target network since the last call."""
+    def take_target(self, flat: Tensor) -> bool:
+        """Copy what has come of the target network since the last call, and tell whether anything has."""
+        taken = False
         for index, rank in enumerate(self.roles.shards):
             if rank == self._rank and self.shard is not None:
                 if self.shard.num_targets > self._targets[index]:
                     flat[self._parts[index]].copy_(self.shard.target)
-                    self._targets[index] = self.shard.num_targets
+                    self._targets[index], taken = self.shard.num_targets, True
             elif index in self._arrived_targets:
                 self._targets[index], values = self._arrived_targets.pop(index)
                 flat[self._parts[index]].copy_(torch.from_numpy(values))
+                taken = True
+        return taken
 
     # ---- learner -------------------------------------------------------------------------------------------------
 

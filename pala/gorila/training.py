@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pala import checkpoint
-from pala.agent import choose_device
+from pala.agent import prepare_device
 from pala.checkpoint import RankState
 from pala.config import Config
 from pala.envs import MakeEnv
@@ -32,6 +32,7 @@ from pala.networks import FlatParameters
 from pala.ranks import collectively
 from pala.runtime import Interrupt, available_memory_bytes, say
 from pala.seeding import derive, stream
+from pala.tape import Tape, make_tape
 from pala.training import Training
 
 
@@ -49,9 +50,7 @@ class GorilaTraining(Training):
 
     def _build_agent(self) -> None:
         config, envs = self.config, self.envs
-        self.device = collectively(self.comm, lambda: choose_device(config.run.device))
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.device = prepare_device(self.comm, config)
         torch.manual_seed(int(derive(config.seed, 0, "weights")[0]))
 
         def make_network() -> QNetwork:
@@ -61,6 +60,7 @@ class GorilaTraining(Training):
         self.target_network = make_network()
         self.flat = FlatParameters(self.network, self.device)
         self.target = FlatParameters(self.target_network, self.device)
+        self.tape, self.target_tape = map(self._make_tape, (self.network, self.target_network))
         self.parts = collectively(self.comm, lambda: slices(self.flat.data.numel(), config.gorila.num_shards))
         self.target.data.copy_(self.flat.data)
         self.squares, self.version = torch.zeros_like(self.flat.data), 0
@@ -68,6 +68,12 @@ class GorilaTraining(Training):
         self.frame_stack = config.env.frame_stack if is_atari else 1
         self.store = collectively(self.comm, self._make_store)
         self._check_memory()
+
+    def _make_tape(self, network: QNetwork) -> Tape:
+        """With room for a minibatch. Collective."""
+        shape = (self.config.gorila.minibatch_size, *(self.envs.observation_space.shape or ()))
+        observations = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        return collectively(self.comm, lambda: make_tape(network, self.config.network, 1, observations))
 
     def _make_store(self) -> ReplayStore | None:
         """Of a rank that holds replay: that of the actors who feed it."""
@@ -175,6 +181,7 @@ class GorilaTraining(Training):
 
     def _make_loop(self) -> Worker:
         return Worker(
-            self.config, self.rank, self.roles, self.frame_stack, self.envs, self.network, self.flat,
-            self.target_network, self.target, self.filter, self.exchange, self.generator, self.counters, self.interrupt,
+            self.config, self.rank, self.roles, self.frame_stack, self.envs, self.network.distribution,
+            self.tape, self.flat, self.target_tape, self.target, self.filter, self.exchange, self.generator,
+            self.counters, self.interrupt,
         )  # fmt: skip

@@ -9,19 +9,18 @@ import time
 
 import numpy as np
 import torch
-from torch import nn
 
 from pala.config import Config
 from pala.envs import Envs
 from pala.gorila.dqn import LossFilter, Transitions, differentiate, epsilon_at, epsilon_greedy
 from pala.gorila.exchange import GorilaExchange
-from pala.gorila.networks import QNetwork
 from pala.gorila.replay import Batch, experience_of, reset_frames
 from pala.gorila.roles import Roles
 from pala.loop import Counters, Loop, Means
 from pala.metrics import Record
-from pala.networks import FlatParameters
+from pala.networks import Categorical, FlatParameters
 from pala.runtime import Interrupt
+from pala.tape import Tape
 
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
 _PATIENCE_S = 0.1  # of a learner that does not act
@@ -33,19 +32,21 @@ class Worker(Loop):
     _exchange: GorilaExchange
 
     def __init__(
-        self, config: Config, rank: int, roles: Roles, frame_stack: int, envs: Envs, network: QNetwork,
-        flat: FlatParameters, target_network: nn.Module, target: FlatParameters, loss_filter: LossFilter,
+        self, config: Config, rank: int, roles: Roles, frame_stack: int, envs: Envs, actions: Categorical,
+        tape: Tape, flat: FlatParameters, target_tape: Tape, target: FlatParameters, loss_filter: LossFilter,
         exchange: GorilaExchange, generator: torch.Generator, counters: Counters, interrupt: Interrupt,
     ) -> None:  # fmt: skip
         super().__init__(config.run, exchange, counters, interrupt, flat.data.device)
         self._config, self._envs, self._frame_stack = config, envs, frame_stack
         self._acts, self._learns = rank in roles.actors, rank in roles.learners
-        self._network, self._flat, self._target_network, self._target = network, flat, target_network, target
-        self._filter, self._generator = loss_filter, generator
+        self._tape, self._flat, self._target_tape, self._target = tape, flat, target_tape, target
+        self._actions, self._filter, self._generator = actions, loss_filter, generator
         self._means = Means()
         self._logged_steps, self._logged_discarded = counters.local_steps, loss_filter.discarded
 
     def _reset(self, env_seeds: np.ndarray) -> None:
+        self._tape.begin()
+        self._target_tape.begin()
         if self._acts:
             observations = self._envs.reset(env_seeds)
             self._exchange.reset(reset_frames(observations, self._frame_stack))
@@ -65,11 +66,13 @@ class Worker(Loop):
     def _act(self) -> None:
         """One step of all environments."""
         with self._exchanging():
-            self._exchange.take_parameters(self._flat.data)
-        with self._watch.section("inference"), torch.no_grad():
-            values = self._network(self._observations)
+            changed = self._exchange.take_parameters(self._flat.data)
+        with self._watch.section("inference"):
+            if changed:
+                self._tape.begin()
+            (values,) = self._tape.peek(self._observations)
             actions = epsilon_greedy(values, self._epsilon(), self._generator)
-            env_actions = self._network.distribution.to_env(actions).cpu().numpy()
+            env_actions = self._actions.to_env(actions).cpu().numpy()
         with self._watch.section("environment"):
             step = self._envs.step(env_actions)
         with self._watch.section("inference"):
@@ -95,11 +98,15 @@ class Worker(Loop):
     def _learn(self, batch: Batch) -> None:
         """One gradient."""
         with self._exchanging():
-            self._exchange.take_parameters(self._flat.data)
-            self._exchange.take_target(self._target.data)
+            changed = self._exchange.take_parameters(self._flat.data)
+            target_changed = self._exchange.take_target(self._target.data)
         with self._watch.section("update"):
+            if changed:
+                self._tape.begin()
+            if target_changed:
+                self._target_tape.begin()
             transitions = Transitions(*(self._to_device(array) for array in batch))
-            loss = differentiate(self._network, self._target_network, self._flat, transitions, self._config.gorila)
+            loss = differentiate(self._tape, self._target_tape, self._flat, transitions, self._config.gorila)
             accepted = self._filter.accepts(float(loss.absolute_error))
         self.counters.updates += 1
         if not accepted:

@@ -22,12 +22,12 @@ from gymnasium.spaces import Box, Discrete  # noqa: E402
 
 from pala.config import NetworkConfig  # noqa: E402
 from pala.conv_tape import ConvTape  # noqa: E402
-from pala.networks import ActorCritic, FlatParameters, channels_last  # noqa: E402
+from pala.networks import ActorCritic, FlatParameters  # noqa: E402
 
 NUM_ENVS, STEPS, ROUNDS = 16, 150, 7
 
 
-def acting(halves: int, tape: ConvTape) -> float:
+def acting(halves: int, network: ActorCritic, tape: ConvTape) -> float:
     """Steps/s with the environments in this many vector environments."""
     size = NUM_ENVS // halves
     envs = [
@@ -43,9 +43,8 @@ def acting(halves: int, tape: ConvTape) -> float:
     for _ in range(STEPS):
         for env in envs:
             observations = env.recv()[0]
-            with torch.no_grad():
-                policy = tape._compute(channels_last(torch.from_numpy(observations)).float())[1][:, :-1]
-            env.send(tape.distribution.sample(policy, generator).numpy())
+            policy, _ = tape.peek(torch.from_numpy(observations))
+            env.send(network.distribution.sample(policy, generator).numpy())
     seconds = time.perf_counter() - begin
     for env in envs:
         env.recv()
@@ -58,8 +57,8 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     network = ActorCritic(Box(0, 255, (4, 84, 84), np.uint8), Discrete(6), NetworkConfig())
     FlatParameters(network, torch.device("cpu"))
-    tape = ConvTape(network, "float32", 1, NUM_ENVS)
-    speeds = [(acting(1, tape), acting(2, tape)) for _ in range(ROUNDS)]
+    tape = ConvTape(network.trunk, network.heads, "float32", 1, NUM_ENVS)
+    speeds = [(acting(1, network, tape), acting(2, network, tape)) for _ in range(ROUNDS)]
     ratios = [two / one for one, two in speeds]
     one, two = (statistics.median(values) for values in zip(*speeds, strict=True))
     print(f"{len(os.sched_getaffinity(0))} cores: one batch {one:,.0f} steps/s, two halves {two:,.0f}; ratio "
