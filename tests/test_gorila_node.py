@@ -37,6 +37,7 @@ from pala.gorila.worker import Worker
 from pala.loop import Counters
 from pala.networks import FlatParameters
 from pala.runtime import Interrupt
+from pala.tape import AutogradTape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")
@@ -119,8 +120,9 @@ class Rank:
         self.node = self.exchange._node
         self.filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
         self.worker = Worker(
-            config, rank, roles, 1, envs, network, self.flat, target_network, self.target, self.filter,
-            self.exchange, torch.Generator().manual_seed(SEED), Counters(), Interrupt(),
+            config, rank, roles, 1, envs, network.distribution, AutogradTape(network), self.flat,
+            AutogradTape(target_network), self.target, self.filter, self.exchange,
+            torch.Generator().manual_seed(SEED), Counters(), Interrupt(),
         )  # fmt: skip
 
     def send_control(self, peer: int, data: np.ndarray) -> Block:
