@@ -343,6 +343,12 @@ def check(config: Config, source: str) -> None:
             raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
     check_exchange(config.exchange, source)
     check_gorila(config.gorila, source)
+    least = config.gorila.min_replay_steps
+    if config.algorithm == "gorila" and config.total_steps <= least:
+        raise PalaError(
+            f"{source}: 'total_steps' is {config.total_steps}, but learning begins after 'gorila.min_replay_steps' "
+            f"({least}), so nothing would be learned; raise the one or lower the other."
+        )
     name = config.run.name
     if name in (".", "..") or "/" in name:
         raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
@@ -374,6 +380,12 @@ def check_gorila(gorila: GorilaConfig, source: str) -> None:
         raise PalaError(
             f"{source}: 'gorila.min_replay_steps' is {gorila.min_replay_steps}, but 'gorila.replay_capacity_steps' is "
             f"{gorila.replay_capacity_steps}, so learning would never begin; lower the one or raise the other."
+        )
+    if gorila.parameters_period_updates > gorila.max_staleness_updates + 1:
+        raise PalaError(
+            f"{source}: 'gorila.parameters_period_updates' is {gorila.parameters_period_updates}, but gradients more "
+            f"than {gorila.max_staleness_updates} updates old are discarded ('gorila.max_staleness_updates'); lower "
+            "the one or raise the other."
         )
     if gorila.epsilon_last > gorila.epsilon_first:
         raise PalaError(

@@ -213,7 +213,6 @@ class Training(abc.ABC):
             self._save_or_say()
         else:
             self.save()
-        self._save_at_end()
         self._lead_if_first()
         if stop is Stop.SIGNAL:
             self._record_stop()  # at once: after a signal the launcher may not give much time
@@ -223,6 +222,7 @@ class Training(abc.ABC):
         elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
             stop = Stop.SIGNAL
             self._record_stop()
+        self._save_at_end()
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal())
         return Result(self.folder, status, self.exchange.global_steps, signal, leads=self.is_first)
 
@@ -348,7 +348,7 @@ class Training(abc.ABC):
         return {}
 
     def _save_at_end(self) -> None:  # noqa: B027  most have nothing more
-        """What is saved only once, after the last checkpoint."""
+        """What is saved only once, when all else is. Collective."""
 
     @abc.abstractmethod
     def _make_exchange(self) -> Exchange:

@@ -71,7 +71,7 @@ def test_the_jobs_are_all_games_of_each_seed(tmp_path: Path) -> None:
 
 
 def make_run(
-    folder: Path, rom: str, score: float | None, steps: int = 1000, completed: bool = True, **settings: Any
+    folder: Path, rom: str, score: float | None, steps: int = 100_000, completed: bool = True, **settings: Any
 ) -> None:
     config = Config(**{"algorithm": "gorila", "total_steps": steps} | settings)  # type: ignore[arg-type]
     if rom:
@@ -118,7 +118,7 @@ def test_runs_stand_beside_the_published_scores(tmp_path: Path) -> None:
     page, games = written(tmp_path / "runs", tmp_path / "runs/a", output=tmp_path / "results")
     assert "3 completed runs of 2 of the 49 games" in page
     assert cells(page, "pong") == [
-        ["pong", "-20.7", "9.3", "18.9", "18.3", "9.3", "2", "60", "1,000", "132.0", "130.0", "100.0"]
+        ["pong", "-20.7", "9.3", "18.9", "18.3", "9.3", "2", "60", "100,000", "132.0", "130.0", "100.0"]
     ]
     assert cells(page, "49") == [["49", "DQN", "241.1", "93.5"], ["49", "Gorila", "495.2", "96.4"]]
     dqn, gorila, ours = cells(page, "2")
@@ -160,9 +160,9 @@ def test_what_does_not_count_is_told(rom: str, facts: dict[str, Any], why: str, 
 
 def test_other_settings_are_told(tmp_path: Path) -> None:
     make_run(tmp_path / "runs/a", "alien", 5.0)
-    make_run(tmp_path / "runs/b", "pong", 5.0, steps=2000, gorila=GorilaConfig(adagrad_learning_rate=0.5))
+    make_run(tmp_path / "runs/b", "pong", 5.0, steps=200_000, gorila=GorilaConfig(adagrad_learning_rate=0.5))
     page, _ = written(tmp_path / "runs", output=tmp_path)
-    assert "- Other settings than `a`, adagrad learning rate 0.5, total steps 2000: `b`." in page
+    assert "- Other settings than `a`, adagrad learning rate 0.5, total steps 200000: `b`." in page
 
 
 @pytest.mark.parametrize(

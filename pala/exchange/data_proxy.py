@@ -236,8 +236,13 @@ class DataProxy(threading.Thread):
 
     def _complete_receives(self) -> bool:
         completed = False
-        for receive in self._receives[:]:
+        incomplete: set[int] = set()  # sources whose messages after one that is still coming must wait for it:
+        for receive in self._receives[:]:  # MPI keeps the order in which they begin, not that in which they end
+            if receive.source in incomplete:
+                continue
             fate = _test(receive.request)
+            if fate is _Fate.UNDER_WAY and receive.tag == _CONTROL_TAG:
+                incomplete.add(receive.source)
             if fate is not _Fate.UNDER_WAY:
                 self._receives.remove(receive)
                 completed = True

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,12 +179,6 @@ class GorilaExchange(Exchange):
                 return {}, 0
             tensors = {"parameters": shard.parameters, "squares": shard.squares, "target": shard.target}
             return {name: tensor.clone() for name, tensor in tensors.items()}, shard.version
-
-    def save_replay(self, prefix: Path) -> None:
-        """This rank's, as `ReplayStore.save`."""
-        with self._changed:
-            if self._node.store is not None:
-                self._node.store.save(prefix)
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Or until training ends."""

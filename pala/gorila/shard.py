@@ -122,8 +122,16 @@ def assemble(states: Sequence[RankState]) -> Beginning:
             f"The checkpoints hold no parameters of shard {missing[0] if missing else 0} of {num_shards}: the run "
             "cannot be gone on with from there."
         )
-    parameters, squares, target = (
-        torch.cat([saved[shard].tensors[name] for shard in range(num_shards)])
-        for name in ("parameters", "squares", "target")
-    )
-    return Beginning(parameters, squares, target, max(state.counters["gorila"]["version"] for state in saved.values()))
+    in_order = [saved[shard] for shard in range(num_shards)]
+    counters = [state.counters["gorila"] for state in in_order]
+    num_targets = max(counts["num_targets"] for counts in counters)
+    return Beginning(
+        torch.cat([state.tensors["parameters"] for state in in_order]),
+        torch.cat([state.tensors["squares"] for state in in_order]),
+        # A shard that saved just before the others copied their targets copies its own now.
+        torch.cat([
+            state.tensors["target" if counts["num_targets"] == num_targets else "parameters"]
+            for state, counts in zip(in_order, counters, strict=True)
+        ]),
+        max(counts["version"] for counts in counters),
+    )  # fmt: skip

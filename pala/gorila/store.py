@@ -85,6 +85,10 @@ class ReplayStore:
         for actor, replay in self._replays.items():
             replay.save(_path(prefix, actor))
 
+    def is_saved(self, prefix: Path) -> bool:
+        """Whether there is a file of each actor."""
+        return all(_path(prefix, actor).exists() for actor in self._replays)
+
     def load(self, prefix: Path) -> None:
         """Take what `save` wrote; `begin` must follow for each actor. What is loaded pays for no minibatch.
 

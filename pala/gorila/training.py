@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from pala.config import Config
 from pala.envs import MakeEnv
 from pala.exchange.budget import StepBudget
 from pala.exchange.data_proxy import Block
+from pala.faults import Barrier
 from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import QNetwork
@@ -109,7 +111,8 @@ class GorilaTraining(Training):
         self._seed_streams(round_=1)
         self._restore_generator(own)
         if own is not None:
-            self.filter = LossFilter(**own.counters["gorila"]["filter"])
+            limits = {"deviations": self.filter.deviations, "horizon": self.filter.horizon}  # they may have changed
+            self.filter = LossFilter(**own.counters["gorila"]["filter"] | limits)
         self._restore_replay(own is not None)
 
     def _restore_shards(self) -> RankState:
@@ -134,7 +137,7 @@ class GorilaTraining(Training):
     def _restore_replay(self, same_ranks: bool) -> None:
         """What was saved of it, if anything was and the job has its old ranks. Collective."""
         prefix = self._replay_prefix(self.old)
-        found = self.store is None or any(prefix.parent.glob(f"{prefix.name}-*"))
+        found = self.store is None or self.store.is_saved(prefix)
         if self.config.gorila.save_replay and same_ranks and all(self.comm.allgather(found)):
             collectively(self.comm, lambda: self.store.load(prefix) if self.store is not None else None)
         elif self.rank == 0:
@@ -153,17 +156,34 @@ class GorilaTraining(Training):
         shards = self.roles.shards
         shard = shards.index(self.rank) if self.rank in shards else None
         return {"gorila": {
-            "shard": shard, "num_shards": len(shards), "version": self.version, "filter": asdict(self.filter),
+            "shard": shard, "num_shards": len(shards), "version": self.version,
+            "num_targets": self.version // self.config.gorila.target_period_updates, "filter": asdict(self.filter),
         }}  # fmt: skip
 
     def _save_at_end(self) -> None:
-        if self.config.gorila.save_replay and self.store is not None:
-            self.exchange.save_replay(self._replay_prefix(self.segment))
+        """The replay, however long that takes: who has none, or a fast disk, waits for the others."""
+        if not self.config.gorila.save_replay:
+            return
+        if self.store is not None:
+            try:
+                self.store.save(self._replay_prefix(self.segment))
+            except OSError as error:
+                say(f"[rank {self.rank}] the replay cannot be saved: {error}. A resumed run will fill it anew.")
+        done = Barrier(self.comm)
+        while not done.done():
+            time.sleep(0.01)
+
+    def _forget_old_replay(self) -> None:
+        """From now on a resume begins with this segment; the replay of the one before would only take room."""
+        if self.rank == 0 and self.old_segment is not None:
+            for file in self.old_segment.glob("*.replay"):
+                file.unlink()
 
     def _replay_prefix(self, segment: Path) -> Path:
         return segment / f"rank-{self.rank:04d}"
 
     def _make_exchange(self) -> GorilaExchange:
+        self._forget_old_replay()
         config, env = self.config, self.config.env
         num_actions = self.network.distribution.num_outputs
         formats = Formats.of(env, self.frame_stack, config.gorila, self.envs.observation_space, num_actions)

@@ -5,6 +5,7 @@ bundled:   act ──▶ replay ──minibatch──▶ gradient ──▶ shar
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from pala.config import Config
 from pala.envs import Envs
+from pala.errors import PalaError
 from pala.gorila.dqn import LossFilter, Transitions, differentiate, epsilon_at, epsilon_greedy
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.replay import Batch, experience_of, reset_frames
@@ -23,6 +25,7 @@ from pala.runtime import Interrupt
 from pala.tape import Tape
 
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
+_MOST_NOT_FINITE = 100
 _PATIENCE_S = 0.1  # of a learner that does not act
 
 
@@ -37,11 +40,13 @@ class Worker(Loop):
         exchange: GorilaExchange, generator: torch.Generator, counters: Counters, interrupt: Interrupt,
     ) -> None:  # fmt: skip
         super().__init__(config.run, exchange, counters, interrupt, flat.data.device)
-        self._config, self._envs, self._frame_stack = config, envs, frame_stack
+        self._rank, self._config, self._envs, self._frame_stack = rank, config, envs, frame_stack
         self._acts, self._learns = rank in roles.actors, rank in roles.learners
         self._tape, self._flat, self._target_tape, self._target = tape, flat, target_tape, target
         self._actions, self._filter, self._generator = actions, loss_filter, generator
         self._means = Means()
+        self._is_behind = False  # of an actor: more is to be learned before it plays on
+        self._not_finite_in_a_row = 0
         self._logged_steps, self._logged_discarded = counters.local_steps, loss_filter.discarded
 
     def _reset(self, env_seeds: np.ndarray) -> None:
@@ -55,10 +60,10 @@ class Worker(Loop):
             self._exchange.ask_for_batches()
 
     def _advance(self) -> None:
-        if self._acts:
+        if self._acts and not self._is_behind:
             self._act()
         if self._learns:
-            self._learn_what_is_due()
+            self._is_behind = self._learn_what_is_due()
         if not (self._acts or self._learns):
             with self._exchanging():
                 self._exchange.idle()
@@ -85,15 +90,17 @@ class Worker(Loop):
         with self._exchanging():
             self._exchange.stepped(self._envs.num_envs, experience)
 
-    def _learn_what_is_due(self) -> None:
+    def _learn_what_is_due(self) -> bool:
+        """For a short while; True if more is due."""
         until = time.perf_counter() + _SHORT_S
         patience_s = 0.0 if self._acts else _PATIENCE_S
         while time.perf_counter() < until and self._interrupt.signal is None:
             with self._exchanging():
                 batch = self._exchange.next_batch(patience_s)
             if batch is None:
-                return
+                return False
             self._learn(batch)
+        return True
 
     def _learn(self, batch: Batch) -> None:
         """One gradient."""
@@ -107,8 +114,16 @@ class Worker(Loop):
                 self._target_tape.begin()
             transitions = Transitions(*(self._to_device(array) for array in batch))
             loss = differentiate(self._tape, self._target_tape, self._flat, transitions, self._config.gorila)
-            accepted = self._filter.accepts(float(loss.absolute_error))
+            error = float(loss.absolute_error)
+            accepted = self._filter.accepts(error)
         self.counters.updates += 1
+        self._not_finite_in_a_row = 0 if math.isfinite(error) else self._not_finite_in_a_row + 1
+        if self._not_finite_in_a_row >= _MOST_NOT_FINITE:
+            raise PalaError(
+                f"[rank {self._rank}] update {self.counters.updates}: no finite loss for {_MOST_NOT_FINITE} updates. "
+                "Resume from the last checkpoint with a smaller learning rate, or look at the environment's "
+                "rewards and observations."
+            )
         if not accepted:
             return
         self._means.add(loss=loss.total, absolute_error=loss.absolute_error, action_value=loss.value)
