@@ -257,7 +257,7 @@ def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoin
     assert not record_of(run)["completed"]
     wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
     begin = assemble(states_of(run, 3))
-    job = any_mpi.train(3, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
+    job = any_mpi.train(3, "--resume", str(run), "--total-steps", "201", cwd=tmp_path)
     assert job.status == 0, job.output
     assert assemble(states_of(run, 3)).parameters.equal(begin.parameters)
 
