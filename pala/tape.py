@@ -46,6 +46,8 @@ class AutogradTape(Tape):
         device = next(network.parameters()).device
         # The cache of cast weights would outlive an update.
         self._precision = torch.autocast(device.type, torch.bfloat16, precision == "bfloat16", cache_enabled=False)
+        # The first backward pass from given gradients imports sympy: for half a second, in which peers would train on.
+        torch.autograd.backward(torch.zeros(1, requires_grad=True), torch.zeros(1))
         self.begin()
 
     def begin(self) -> None:
