@@ -13,12 +13,13 @@ from gymnasium.spaces import Box, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pala.checkpoint import RankState
 from pala.config import GorilaConfig, NetworkConfig, from_table
 from pala.errors import PalaError
 from pala.gorila.dqn import LossFilter, Transitions, differentiate, dqn_loss, epsilon_at, epsilon_greedy, targets
 from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
-from pala.gorila.shard import Beginning, Shard, slices
+from pala.gorila.shard import Beginning, Shard, assemble, slices
 from pala.networks import FlatParameters
 from pala.tape import AutogradTape, Tape, make_tape
 
@@ -355,6 +356,31 @@ def test_a_shard_of_a_network_learns_what_it_is_taught(optimiser):
             flat.data[part] = shard.parameters
         tape.begin()
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_shard_that_saved_before_the_others_copied_their_targets_copies_its_own() -> None:
+    states = []
+    for index, (version, num_targets) in enumerate([(10, 1), (9, 0)]):
+        tensors = {name: torch.full((2,), value) for name, value in (("parameters", 1.0), ("squares", 2.0))}
+        counters = {"shard": index, "num_shards": 2, "version": version, "num_targets": num_targets}
+        states.append(RankState(index, 2, 0, tensors | {"target": torch.full((2,), 3.0)}, {}, {"gorila": counters}))
+    begin = assemble(states)
+    assert begin.target.tolist() == [3.0, 3.0, 1.0, 1.0]
+    assert (begin.version, begin.parameters.tolist(), begin.squares.tolist()) == (10, [1.0] * 4, [2.0] * 4)
+    with pytest.raises(PalaError, match="hold no parameters of shard 1 of 2"):
+        assemble(states[:1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"total_steps": 50_000}, "'total_steps' is 50000, but learning begins after 'gorila.min_replay_steps'"),
+        ({"gorila": {"parameters_period_updates": 102}}, "'gorila.parameters_period_updates' is 102, but gradients"),
+    ],
+)
+def test_settings_by_which_little_would_be_learned_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(PalaError, match=sentence):
+        from_table({"algorithm": "gorila"} | settings, "Preset")
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
-from pala.errors import EndError
+from pala.errors import EndError, PalaError
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.data_proxy import Block
 from pala.exchange.wire import Kind, Message
@@ -522,6 +523,31 @@ def test_a_rank_alone_trains_from_its_first_step_to_its_last() -> None:
     assert records[-1]["local_steps"] == records[-1]["global_steps"] == 100
     assert records[-1]["server_updates"] == records[-1]["updates"] == 19
     assert not rank.sent
+
+
+def test_who_is_behind_with_learning_plays_on_when_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which a minibatch takes most of the while that is left to learning."""
+    config = make_config(num_envs=3, update_period_steps=1)
+    (rank,) = make_ranks(1, config)
+    ticks = itertools.count(step=0.6)
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    play_steps([rank], 60)
+    steps, updates = rank.node.budget.global_steps, rank.worker.counters.updates
+    assert 20 < updates < 60
+    assert steps - config.gorila.min_replay_steps - updates <= 3
+
+
+def test_losses_that_are_never_finite_end_training_with_a_sentence() -> None:
+    (rank,) = make_ranks(1, make_config(update_period_steps=1))
+    next_batch = rank.exchange.next_batch
+
+    def poisoned(timeout_s: float) -> Any:
+        batch = next_batch(timeout_s)
+        return batch and batch._replace(rewards=batch.rewards * np.nan)
+
+    rank.exchange.next_batch = poisoned  # type: ignore[method-assign]
+    with pytest.raises(PalaError, match=r"\[rank 0\] update 100: no finite loss for 100 updates\. Resume"):
+        play_steps([rank], 1000)
 
 
 def test_after_the_end_nobody_is_answered_and_gradients_are_still_applied() -> None:

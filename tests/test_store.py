@@ -181,3 +181,14 @@ def test_the_capacity_that_is_named_fits(available_bytes):
         check_memory(reserved, available_bytes, 1_000_000)
     fitting = int(re.search(r"to ([\d,]+),", str(caught.value))[1].replace(",", ""))
     assert 0.8 * available_bytes < reserved_bytes(fitting) < available_bytes
+
+
+def test_a_store_is_saved_when_all_its_files_are(tmp_path):
+    store = make_store(actors=(0, 3))
+    play(store, 0)
+    play(store, 3)
+    assert not store.is_saved(tmp_path / "rank-0002")
+    store.save(tmp_path / "rank-0002")
+    assert store.is_saved(tmp_path / "rank-0002")
+    next(tmp_path.glob("*-0003.replay")).unlink()
+    assert not store.is_saved(tmp_path / "rank-0002")
