@@ -14,6 +14,7 @@ import torch
 from pala.config import Config
 from pala.envs import Envs
 from pala.errors import PalaError
+from pala.exchange.budget import Stop
 from pala.gorila.dqn import LossFilter, Transitions, differentiate, epsilon_at, epsilon_greedy
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.replay import Batch, experience_of, reset_frames
@@ -94,7 +95,7 @@ class Worker(Loop):
         """For a short while; True if more is due."""
         until = time.perf_counter() + _SHORT_S
         patience_s = 0.0 if self._acts else _PATIENCE_S
-        while time.perf_counter() < until and self._interrupt.signal is None:
+        while time.perf_counter() < until and self._exchange.stop is Stop.NONE and self._interrupt.signal is None:
             with self._exchanging():
                 batch = self._exchange.next_batch(patience_s)
             if batch is None:
