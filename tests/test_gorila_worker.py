@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig
 from pala.envs import make_envs
-from pala.exchange.budget import StepBudget
+from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.data_proxy import Block
 from pala.gorila.dqn import LossFilter
 from pala.gorila.networks import QNetwork
@@ -83,7 +83,7 @@ class CheckedTape(Tape):
 class Rank:
     """One of two, each with a shard; in the place of its exchange, too. Messages arrive at once."""
 
-    waited_s = 0.0
+    waited_s, stop = 0.0, Stop.NONE
 
     def __init__(self, rank: int, cluster: list[Rank]) -> None:
         gorila, env, roles = CONFIG.gorila, CONFIG.env, assign(CONFIG.gorila, 2)
