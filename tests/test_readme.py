@@ -51,9 +51,9 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 
 
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Train, evaluate with a video, plot, resume."""
+    """Train, evaluate with a video, plot, resume; Gorila and its table."""
     name = "pong-20260101-120000"
-    train, resume = commands("mpirun -np 4 python -m pala.train")
+    train, resume, gorila = commands("mpirun -np 4 python -m pala.train")
     few = " --env.max-episode-frames 120 --evaluation.episodes 0"
     run(f"{train} --total-steps 4000 --run.dir {tmp_path} --run.name {name} {few}", any_mpi)
     evaluate = commands("python -m pala.evaluate")[0].replace("--episodes 100", "--episodes 4")
@@ -64,6 +64,11 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     assert (tmp_path / "pong.png").stat().st_size > 5000
     run(f"{resume.replace('runs/', f'{tmp_path}/')} --total-steps 8000 {few}", any_mpi)
     assert len(record_of(tmp_path / name)["segments"]) == 2
+    few = " --total-steps 3000 --gorila.min-replay-steps 1000 --env.max-episode-frames 120 --evaluation.episodes 2"
+    run(f"{gorila} --run.dir {tmp_path / 'games'} {few}", any_mpi)
+    scores = commands("python -m pala.gorila.scores")[0]
+    run(scores.replace(" runs", f" {tmp_path / 'games'} --output {tmp_path / 'scores'}"), any_mpi)
+    assert "1 completed run of 1 of the 49 games" in (tmp_path / "scores" / "scores.md").read_text()
 
 
 def test_the_schedules(any_mpi: Launcher) -> None:
