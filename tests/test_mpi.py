@@ -468,8 +468,8 @@ def test_two_gossiping_ranks_learn_cartpole(mpi: Launcher, tmp_path: Path) -> No
     )
     means = np.convolve([r for _, r in episodes], np.full(50, 1 / 50), "valid")  # of 50 episodes in a row
     assert means[0] < 40
-    # Random play reaches 22. Not the last mean: A2C falls back and recovers here. Of the best stretch, about 30 runs gave
-    # 256 to 490, but two on busy or other machines, with other mixes, 149 and 88.
+    # Random play reaches 22. Not the last mean: A2C falls back and recovers here. Of the best stretch, about 30 runs
+    # gave 256 to 490, but two on busy or other machines, with other mixes, 149 and 88.
     assert means.max() > 60
 
 
