@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import math
 from collections import OrderedDict
@@ -72,7 +73,7 @@ class Gaussian(nn.Module):
         return actions.nan_to_num(0.0).reshape(-1, *self.low.shape).clamp(self.low, self.high)
 
 
-class Network(nn.Module):
+class Network(nn.Module, abc.ABC):
     """A trunk, and linear heads over its features.
 
     Images (uint8 [C, H, W]) go through GALA's convolutions (Assran et al. 2019, released settings: 32 8x8/4, 64 4x4/2,
@@ -90,9 +91,9 @@ class Network(nn.Module):
         self.is_image = len(observation_space.shape or ()) == 3
 
     @property
+    @abc.abstractmethod
     def heads(self) -> list[nn.Linear]:
         """In the order of their outputs."""
-        raise NotImplementedError
 
     def outputs(self, observations: Tensor) -> list[Tensor]:
         """Each head's [B, O] float32, for observations [B, ...]."""

@@ -100,9 +100,6 @@ class Exchange(abc.ABC):
     def stop_now(self, reason: Stop) -> None:
         """End training on all ranks."""
 
-    def between_steps(self) -> None:  # noqa: B027  most exchanges have nothing to do here
-        """Called between two steps, to move messages on. Returns at once. Not collective."""
-
     @abc.abstractmethod
     def close(self, timeout_s: float) -> Stop:
         """End the exchange: nothing is in flight after it, and all ranks agree on why training ended. Collective.
@@ -141,3 +138,6 @@ class ModelExchange(Exchange):
         `healthy` is False if the parameters are not finite: then they are replaced by what peers sent. Returns whether
         the parameters are finite now.
         """
+
+    def between_steps(self) -> None:
+        """Called between two steps, to move messages on. Returns at once. Not collective."""

@@ -63,9 +63,6 @@ class GorilaExchange(Exchange):
             self._node.budget.stop_now(reason)
             self._node.send_stop()
 
-    def between_steps(self) -> None:
-        self._proxy.poll()
-
     def take_parameters(self, flat: Tensor) -> bool:
         """Copy what came of the parameters into the network's; whether anything came."""
         with self._changed:
