@@ -379,6 +379,16 @@ def test_speed_is_compared_with_its_like(there: Path, no_pictures: None) -> None
     assert ratios == {"gossip": "0.900", "none": "", "small": "0.500", "small-none": ""}
 
 
+def test_what_was_disturbed_is_not_compared_over_time(there: Path) -> None:
+    plan = plan_of(PRESET.replace("[1, 2]", "[1, 2]\nundisturbed = false", 1))
+    plant(plan, {"gossip": (90.0, 160.0), "none": (100.0, 200.0)})
+    page, _ = report()
+    assert "## Speed" not in page and "## Scaling" not in page and not Path("results/tiny/scaling.png").exists()
+    assert cells_of(page, "The way to a target return")[0][3:] == ["20.0", "0 of 2", "not reached"]
+    assert "what hangs on time is left out" in section(page, "To bear in mind")
+    assert cells_of(page, "Scores")
+
+
 def write_preset(text: str) -> Path:
     Path("other.toml").write_text(text)
     return Path("other.toml")

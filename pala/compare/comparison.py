@@ -62,8 +62,11 @@ class Comparison:
         return min(independent, key=distance, default=[])
 
     def speeds_over_ranks(self) -> dict[tuple[str, str], dict[int, float]]:
-        """(game, variant) -> ranks -> median of steps a second; only of those with several numbers of ranks."""
+        """(game, variant) -> ranks -> median of steps a second; only of those with several numbers of ranks, and of
+        none if they were disturbed."""
         found: dict[tuple[str, str], dict[int, float]] = {}
+        if not self.preset.undisturbed:
+            return found
         for cell, runs in self.cells.items():
             speeds = [run.steps_per_s for run in runs if run.steps_per_s is not None]
             if speeds:

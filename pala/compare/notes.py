@@ -21,6 +21,8 @@ def notes(comparison: Comparison) -> list[str]:
     done = [run for runs in comparison.cells.values() for run in runs]
     fewest = min((len(runs) for runs in comparison.cells.values()), default=0)
     return [note for note in (
+        "" if comparison.preset.undisturbed else
+        "Other work ran on the machine in the meantime, so what hangs on time is left out (`undisturbed = false`).",
         _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
         "A variant has a single run: nothing is known of its spread." if fewest == 1 else "",
         f"A variant has {fewest} runs: intervals of so few are rough, and rather too narrow."

@@ -53,25 +53,30 @@ def _look(comparison: Comparison, variant: str) -> dict[str, Any]:
 
 
 def _learning_curves(comparison: Comparison) -> Figure | None:
-    """A row for each game and number of ranks; over steps and over time. Runs that have not completed are thin."""
+    """A row for each game and number of ranks; over steps and over time. Runs that have not completed are thin.
+
+    What was disturbed is drawn over steps alone.
+    """
     drawn = [run for run in comparison.runs if len(run.returns)]
     rows = list(dict.fromkeys((run.cell.game, run.cell.ranks) for run in drawn))
     if not rows:
         return None
-    figure = _figure(13, 0.8 + 3.6 * len(rows))
-    panels = figure.subplots(len(rows), 2, squeeze=False)
-    for (game, ranks), (over_steps, over_time) in zip(rows, panels, strict=True):
+    timed = comparison.preset.undisturbed
+    figure = _figure(13 if timed else 9, 0.8 + 3.6 * len(rows))
+    for (game, ranks), panels in zip(rows, figure.subplots(len(rows), 1 + timed, squeeze=False), strict=True):
         mine = [run for run in drawn if (run.cell.game, run.cell.ranks) == (game, ranks)]
         seconds, unit = time_unit(max(float(run.time_s.max()) for run in mine))
         skips = {run.config.env.frame_skip if run.config.env.id.startswith("ALE/") else 1 for run in mine}
-        dress(over_steps, steps_label(skips), WINDOW)
-        dress(over_time, f"wall-clock time ({unit})", WINDOW)
-        over_steps.set_title(f"{game}, {ranks} rank{'s' * (ranks > 1)}", loc="left")
+        dress(panels[0], steps_label(skips), WINDOW)
+        panels[0].set_title(f"{game}, {ranks} rank{'s' * (ranks > 1)}", loc="left")
+        if timed:
+            dress(panels[1], f"wall-clock time ({unit})", WINDOW)
         for variant in comparison.variants:
             group, look = [run for run in mine if run.cell.variant == variant], _look(comparison, variant)
-            _draw_variant(over_steps, group, [run.steps for run in group], variant, look)
-            _draw_variant(over_time, group, [run.time_s / seconds for run in group], variant, look)
-        over_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+            _draw_variant(panels[0], group, [run.steps for run in group], variant, look)
+            if timed:
+                _draw_variant(panels[1], group, [run.time_s / seconds for run in group], variant, look)
+        panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
 

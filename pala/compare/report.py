@@ -188,6 +188,8 @@ def _over_games(comparison: Comparison) -> str:
 
 
 def _speed(comparison: Comparison) -> str:
+    if not comparison.preset.undisturbed:
+        return ""
     header = ("game", "ranks", "variant", "steps/s", "of none", "exchanging", "waiting", "peak memory a rank, MiB")
     rows = []
     for cell, runs in comparison.cells.items():
@@ -235,7 +237,9 @@ def _targets(comparison: Comparison) -> str:
             f"{steps:,.0f}" if steps is not None else "not reached",
             f"{seconds / 60:,.1f}" if seconds is not None else "not reached",
         ))  # fmt: skip
-    return _filled(("game", "ranks", "variant", "target", "runs that reached it", "steps", "minutes"), rows)
+    header = ("game", "ranks", "variant", "target", "runs that reached it", "steps", "minutes")
+    shown = len(header) if comparison.preset.undisturbed else header.index("minutes")
+    return _filled(header[:shown], [row[:shown] for row in rows])
 
 
 def _scaling(comparison: Comparison) -> str:
