@@ -180,7 +180,7 @@ class GorilaConfig:
     optimiser: Literal["adagrad", "rmsprop"] = "adagrad"
     """How the server applies gradients: AdaGrad [Gorila]; RMSprop, not centred [DQN: centred]."""
     adagrad_learning_rate: float = 1e-2
-    """Step size of AdaGrad. Ours; not tuned."""
+    """Step size of AdaGrad. Ours; not tuned (docs/gorila.md)."""
     adagrad_epsilon: float = 1e-5
     """Added to the root of the sum of squares. Ours."""
     rmsprop_learning_rate: float = 2.5e-4

@@ -53,44 +53,67 @@ def _look(comparison: Comparison, variant: str) -> dict[str, Any]:
 
 
 def _learning_curves(comparison: Comparison) -> Figure | None:
-    """A row for each game and number of ranks; over steps and over time. Runs that have not completed are thin.
+    """A row of panels for each game and number of ranks; over steps and over time.
 
+    A game whose variants never have the same number of ranks gets a single row. Runs that have not completed are thin.
     What was disturbed is drawn over steps alone.
     """
-    drawn = [run for run in comparison.runs if len(run.returns)]
-    rows = list(dict.fromkeys((run.cell.game, run.cell.ranks) for run in drawn))
+    rows = _rows([run for run in comparison.runs if len(run.returns)])
     if not rows:
         return None
     timed = comparison.preset.undisturbed
     figure = _figure(13 if timed else 9, 0.8 + 3.6 * len(rows))
-    for (game, ranks), panels in zip(rows, figure.subplots(len(rows), 1 + timed, squeeze=False), strict=True):
-        mine = [run for run in drawn if (run.cell.game, run.cell.ranks) == (game, ranks)]
-        seconds, unit = time_unit(max(float(run.time_s.max()) for run in mine))
-        skips = {run.config.env.frame_skip if run.config.env.id.startswith("ALE/") else 1 for run in mine}
+    for (title, cells), panels in zip(rows.items(), figure.subplots(len(rows), 1 + timed, squeeze=False), strict=True):
+        runs = [run for of_cell in cells.values() for run in of_cell]
+        seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
+        skips = {run.config.env.frame_skip if run.config.env.id.startswith("ALE/") else 1 for run in runs}
         dress(panels[0], steps_label(skips), WINDOW)
-        panels[0].set_title(f"{game}, {ranks} rank{'s' * (ranks > 1)}", loc="left")
+        panels[0].set_title(title, loc="left")
         if timed:
             dress(panels[1], f"wall-clock time ({unit})", WINDOW)
-        for variant in comparison.variants:
-            group, look = [run for run in mine if run.cell.variant == variant], _look(comparison, variant)
-            _draw_variant(panels[0], group, [run.steps for run in group], variant, look)
+        rank_counts = sorted({cell.ranks for cell in cells})
+        for cell in sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks)):
+            group, look, name = cells[cell], _look(comparison, cell.variant), cell.variant
+            if len(rank_counts) > 1:
+                name += f", {_of_ranks(cell.ranks)}"
+                look["linestyle"] = _STYLES[rank_counts.index(cell.ranks) % len(_STYLES)]
+            _draw_variant(panels[0], group, [run.steps for run in group], name, look)
             if timed:
-                _draw_variant(panels[1], group, [run.time_s / seconds for run in group], variant, look)
+                _draw_variant(panels[1], group, [run.time_s / seconds for run in group], name, look)
         panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
 
-def _draw_variant(axes: Axes, runs: list[Run], x: list[np.ndarray], variant: str, look: dict[str, Any]) -> None:
+def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
+    """Title of a row of panels -> the runs of each of its cells."""
+    cells: dict[Cell, list[Run]] = {}
+    for run in runs:
+        cells.setdefault(run.cell, []).append(run)
+    in_place = Counter((cell.game, cell.ranks) for cell in cells)
+    rows: dict[str, dict[Cell, list[Run]]] = {}
+    for cell, of_cell in cells.items():
+        alone = all(number == 1 for (game, _), number in in_place.items() if game == cell.game)
+        several = sum(game == cell.game for game, _ in in_place) > 1
+        title = cell.game if alone and several else f"{cell.game}, {_of_ranks(cell.ranks)}"
+        rows.setdefault(title, {})[cell] = of_cell
+    return rows
+
+
+def _of_ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number > 1)}"
+
+
+def _draw_variant(axes: Axes, runs: list[Run], x: list[np.ndarray], name: str, look: dict[str, Any]) -> None:
     curves = [curve_of(of_run, run.returns, WINDOW) for run, of_run in zip(runs, x, strict=True)]
     complete = [curve for run, curve in zip(runs, curves, strict=True) if run.completed]
-    label = "" if complete else f"{variant}\nnot completed"
+    label = "" if complete else f"{name}\nnot completed"
     for run, curve in zip(runs, curves, strict=True):
         if not run.completed:
             axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=label, **look)
             label = ""
     if complete:
         size = f"mean and range of {len(complete)} runs" if len(complete) > 1 else "1 run"
-        draw_group(axes, complete, f"{variant}\n{size}", look)
+        draw_group(axes, complete, f"{name}\n{size}", look)
 
 
 def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
@@ -138,7 +161,7 @@ def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Compar
         panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
         panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
         panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
-    labels = [f"{cell.variant}, {cell.ranks} rank{'s' * (cell.ranks > 1)}" for cell in scores]
+    labels = [f"{cell.variant}, {_of_ranks(cell.ranks)}" for cell in scores]
     panel.set_yticks(range(len(scores)), labels)
     panel.set_ylim(len(scores) - 0.5, -0.5)
     panel.grid(axis="x", alpha=0.25)

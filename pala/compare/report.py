@@ -258,10 +258,12 @@ def _exchange(comparison: Comparison) -> str:
         if cell.ranks == 1 or runs[0].config.exchange.kind == "none":
             continue
         most = _values(runs, lambda run: run.most("staleness_updates"))
-        rows.append((
-            *_names(cell), _mean(runs, "consensus_distance_relative", ".4f"), _mean(runs, "staleness_updates", ".1f"),
+        values = (
+            _mean(runs, "consensus_distance_relative", ".4f"), _mean(runs, "staleness_updates", ".1f"),
             f"{max(most):.0f}" if most else "",
-        ))  # fmt: skip
+        )  # fmt: skip
+        if any(values):
+            rows.append((*_names(cell), *values))
     return _filled(header, rows)
 
 
