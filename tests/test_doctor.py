@@ -387,6 +387,7 @@ def test_a_sound_job(mpi: Launcher, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_by_hand_mpirun_is_tried(any_mpi: Launcher, tmp_path: Path) -> None:
     """Without what the launch scripts set."""
     environment = {k: v for k, v in any_mpi.environment().items() if not k.startswith(("OMPI_", "PRTE_"))}

@@ -309,6 +309,7 @@ def test_an_existing_run_is_never_written_over(any_mpi: Launcher, tmp_path: Path
     assert (tmp_path / "runs/r/run.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_fails_at_the_start(any_mpi: Launcher, tmp_path: Path) -> None:
     """A limit on the size of files stands in for a full disk: the first checkpoint cannot be written."""
     python = str(any_mpi.folder / "python")
@@ -446,7 +447,8 @@ def test_an_exception_in_a_users_own_environment_ends_the_job(any_mpi: Launcher,
     assert "rank 1 failed" in job.output and "the planted fault" in job.output
 
 
-@pytest.mark.parametrize("vectorization", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
 def test_a_users_own_environment_from_python(any_mpi: Launcher, vectorization: str, tmp_path: Path) -> None:
     job = any_mpi.script(2, SCRIPT_WITH_FACTORY.format(vectorization=vectorization), tmp_path)
     assert job.status == 0, job.output

@@ -793,7 +793,10 @@ def test_a_planted_bug_is_found(bug: type[GossipProtocol], symptom: str) -> None
     ("bug", "symptom", "special"),
     [
         (TellsTheEndOnlyOnce, "deadlock", {"deaths": dict.fromkeys(range(1, 7), 10.5), "death_loss": 1.0}),
-        (ForgetsWhoAsked, "deadlock", {"poison": {0: (2.0, 9.0), 2: (2.0, 9.0)}, "whole_every": 10**9}),
+        pytest.param(
+            ForgetsWhoAsked, "deadlock", {"poison": {0: (2.0, 9.0), 2: (2.0, 9.0)}, "whole_every": 10**9},
+            marks=pytest.mark.slow,
+        ),
         (TakesWhoWaitsForAnAnswerForSilent, "staleness",
          {"size": 2, "cut_s": (10.3, 70.0), "cut_at": 1, "patience_s": 20.0, "budget_steps": 400}),
     ],
