@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -387,6 +388,16 @@ def test_what_was_disturbed_is_not_compared_over_time(there: Path) -> None:
     assert cells_of(page, "The way to a target return")[0][3:] == ["20.0", "0 of 2", "not reached"]
     assert "what hangs on time is left out" in section(page, "To bear in mind")
     assert cells_of(page, "Scores")
+
+
+def test_variants_on_different_numbers_of_ranks_are_drawn_side_by_side(there: Path) -> None:
+    def titles(*cells: tuple[str, int]) -> list[str]:
+        runs = [SimpleNamespace(cell=Cell(variant, "Pole", ranks)) for variant, ranks in cells]
+        return list(pictures._rows(runs))  # type: ignore[arg-type]
+
+    assert titles(("dqn", 1), ("gorila", 2), ("gorila", 4)) == ["Pole"]
+    assert titles(("dqn", 2), ("gorila", 2), ("gorila", 4)) == ["Pole, 2 ranks", "Pole, 4 ranks"]
+    assert titles(("gorila", 1)) == ["Pole, 1 rank"]
 
 
 def write_preset(text: str) -> Path:
