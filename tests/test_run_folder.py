@@ -114,6 +114,22 @@ def test_a_host_that_does_not_see_the_folder_is_told(tmp_path: Path) -> None:
         run_folder.join_lock(tmp_path / "elsewhere")
 
 
+def test_a_changed_tree_is_recorded_but_not_for_new_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / "pala" / "run_folder.py", tmp_path / "results" / "table.md"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("committed\n")
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "Begin"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    monkeypatch.setattr(run_folder, "__file__", str(files[0]))
+    (tmp_path / "untracked").write_text("new\n")
+    files[1].write_text("made anew\n")
+    assert run_folder.provenance()["git_dirty"] is False
+    files[0].write_text("changed\n")
+    assert run_folder.provenance()["git_dirty"] is True
+
+
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_two_jobs_in_one_folder(mpi: Launcher, tmp_path: Path) -> None:
