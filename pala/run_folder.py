@@ -85,12 +85,13 @@ def create(config: Config, preset: str) -> Path:
 
 
 def lock(run: Path) -> IO[str] | None:
-    """Keep other jobs out of a run's folder until the file that is returned is closed, or this process ends.
+    """Keep other jobs out of a folder, a run's or a comparison's, until the file that is returned is closed, or this
+    process ends.
 
     For rank 0; the others then `join_lock`, so that the folder stays locked while any of them lives. The kernel (of a
     network file system, its server) lets go when a process ends, however it ends: there is no stale lock.
 
-    Raises PalaError if another job trains in the folder. Where the file system has no locks, says so and returns None.
+    Raises PalaError if another job works in the folder. Where the file system has no locks, says so and returns None.
     """
     file = open(run / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - the lock lasts as long as it is open
     try:
@@ -103,12 +104,12 @@ def lock(run: Path) -> IO[str] | None:
     except BlockingIOError:
         file.close()
         raise PalaError(
-            f"Another job trains in run folder '{run}' ({_holder(run)}), and two would mix their files. Wait for its "
-            "end or stop it, then `--resume` again."
+            f"Another job works in folder '{run}' ({_holder(run)}), and two would mix their files. Wait for its end or "
+            "stop it, then give this command again."
         ) from None
     except OSError as error:
         file.close()
-        say(f"Run folder '{run}' cannot be locked ({error.strerror}): see to it that no other job trains in it.")
+        say(f"Folder '{run}' cannot be locked ({error.strerror}): see to it that no other job works in it.")
         return None
     return file
 

@@ -234,6 +234,16 @@ def test_a_run_in_the_results_is_not_made_again(there: Path, no_pictures: None) 
     assert task_of(planned, Path("results/tiny")) is None
 
 
+def test_a_run_in_the_results_that_was_made_otherwise_is_no_hindrance(there: Path, no_pictures: None) -> None:
+    """A run of another's cluster may have the name of one that is planned here."""
+    other = only_run(there, **{"a2c.gamma": 0.5})
+    make_run(other.folder, other.config, 1)
+    report()
+    shutil.rmtree("runs")
+    task = task_of(only_run(there), Path("results/tiny"))
+    assert task is not None and task.what == "train"
+
+
 @pytest.mark.parametrize(
     ("train", "words"),
     [
@@ -330,6 +340,15 @@ def test_runs_that_never_reach_the_target_come_last() -> None:
     assert measures.median_reached([2.0, 4.0]) == 3.0
 
 
+def test_ranks_that_are_gone_add_no_speed(there: Path, no_pictures: None) -> None:
+    planned = only_run(there)
+    make_run(planned.folder, planned.config, 2, speed=100.0)
+    record = json.loads((planned.folder / "run.json").read_text())
+    record["segments"].append(record["segments"][0] | {"ranks": 1})
+    (planned.folder / "run.json").write_text(json.dumps(record))
+    assert [row["steps_per_s"] for row in report()[1]] == ["50.0"]
+
+
 def test_efficiency_is_speed_a_rank() -> None:
     assert measures.efficiencies({2: 100.0, 8: 300.0}) == {2: 1.0, 8: 0.75}
 
@@ -366,7 +385,7 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
     page, _ = report(preset=str(write_preset(PRESET.replace("Pole = 20", "Pole = 10"))))
     # At i = 150 of 250 episodes, so after 151 / 250 of 3000 steps and, at 100 and 200 steps/s, of 30 and 15 s.
     assert cells_of(page, "The way to a target return")[1][3:] == ["10.0", "2 of 2", "1,812", "0.2"]
-    assert "learning" in section(page, "To bear in mind") and "2 runs: intervals" in page
+    assert "learning" in section(page, "To bear in mind") and "2 runs: its intervals go from the lowest run" in page
 
 
 def test_speed_is_compared_with_its_like(there: Path, no_pictures: None) -> None:
@@ -440,6 +459,27 @@ def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> N
     assert "Runs differ in the machine" in said and "another run with the same seed: `gossip-Pole-1-1-2`" in said
 
 
+def test_a_run_made_again_for_more_steps_replaces_the_shorter_one(there: Path, no_pictures: None) -> None:
+    short, long = only_run(there), only_run(there, total_steps=9000)
+    make_run(short.folder, short.config, 1, score=10.0)
+    report()
+    shutil.rmtree("runs")
+    make_run(long.folder, long.config, 1, speed=200.0)
+    page, rows = report()
+    assert [(row["run"], row["global_steps"]) for row in rows] == [("gossip-Pole-1-1-2", "9000")]
+    assert cells_of(page, "Scores")[0][3:6] == ["1", "9,000", "50.0"]
+    assert "Left out for a longer run of the same seed: `gossip-Pole-1-1`." in page
+
+
+def test_variants_may_differ_in_budget_alone(there: Path, no_pictures: None) -> None:
+    plan = plan_of(PRESET + "[variants.gossip_long]\ntotal_steps = 9000\n")
+    for run in plan.runs:
+        make_run(run.folder, run.config, run.cell.ranks)
+    page, rows = report()
+    assert all(row["run"].startswith(f"{row['variant']}-Pole-") for row in rows) and len(rows) == len(plan.runs)
+    assert "Runs differ in the budget" in page
+
+
 def test_an_earlier_state_of_a_run_does_not_replace_a_later_one(there: Path, no_pictures: None) -> None:
     mine = plan_of().runs[0]
     make_run(mine.folder, mine.config, 1)
@@ -463,12 +503,14 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     dead = [{"rank": 0, "host": "vm", "noticed_s": 1.0}]
     odd = {"git_commit": "b" * 40, "git_dirty": True, "threads_per_rank": 7, "lost_ranks": dead}
     for run, more in zip(plan.runs, ({}, odd, {"score": None}, {"completed": False}), strict=True):
-        make_run(run.folder, run.config, 1, **more)
+        log = replace(run.config.run, log_interval_s=30.0 if more is odd else 5.0)
+        make_run(run.folder, replace(run.config, run=log), 1, **more)
     page, rows = report()
     said = section(page, "To bear in mind")
     for words in (
         "Not completed, so in the learning curves only: `none-Pole-1-2`.", f"{'b' * 10}: `none-Pole-1-1`.",
         "Made from a changed working tree: `none-Pole-1-1`.", "Runs differ in threads.", "Lost ranks: `none-Pole-1-1`.",
+        "within which staleness is the most. 5 s: `gossip-Pole-1-1`",
         "Without an evaluation of the final policy: `gossip-Pole-1-2`.", "A variant has a single run",
     ):  # fmt: skip
         assert words in said

@@ -23,7 +23,7 @@ def test_a_second_job_is_refused_while_any_rank_of_the_first_lives(tmp_path: Pat
     others = [run_folder.join_lock(tmp_path) for _ in range(2)]
     assert first is not None
     for file in (first, *others):
-        with pytest.raises(PalaError, match=rf"Another job trains in run folder '.*' \(process {os.getpid()} on .+\)"):
+        with pytest.raises(PalaError, match=rf"Another job works in folder '.*' \(process {os.getpid()} on .+\)"):
             run_folder.lock(tmp_path)
         assert f"process {os.getpid()} on " in (run_folder.who_trains(tmp_path) or "")
         file.close()
@@ -140,7 +140,7 @@ def test_two_jobs_in_one_folder(mpi: Launcher, tmp_path: Path) -> None:
     wait_for(lambda: (run / "run.json").exists() or job.process.poll() is not None, what="training")
     second = mpi.train(2, "--resume", str(run), cwd=tmp_path)
     assert second.status == 2 and second.output.count("pala: error:") == 1 and "Traceback" not in second.output
-    assert f"Another job trains in run folder '{run}' (process " in second.output
+    assert f"Another job works in folder '{run}' (process " in second.output
     assert job.process.poll() is None
     assert len(record_of(run)["segments"]) == len(list((run / "checkpoints").iterdir())) == 1
     ranks = ranks_in(tmp_path)

@@ -14,6 +14,8 @@ from conftest import CARTPOLE, LAUNCHERS, REPOSITORY, Launcher, record_of, wait_
 from slurm_cluster import Node, Slurm, SlurmError
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
+from pala.ranks import tell_unused_tasks
+
 pytestmark = pytest.mark.mpi
 OFTEN = ["--run.checkpoint-interval-s", "0.5"]
 
@@ -78,6 +80,7 @@ def test_one_node(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
     assert slurm.states(job.id) == ["COMPLETED"], job.log()
     record = record_of(job.runs / "r")
     assert record["completed"] and record["segments"][0]["ranks"] == 2
+    assert "Slurm has allocated" not in job.log()
 
 
 @pytest.mark.slow
@@ -128,6 +131,7 @@ def test_several_nodes(any_mpi: Launcher, tmp_path: Path) -> None:
         job = Submitted(slurm, "several_nodes", *go_on, options=options, folder=tmp_path)
         job.wait()
         assert slurm.states(job.id) == ["COMPLETED"], job.log()
+        assert "Slurm has allocated" not in job.log()
     segments = record_of(job.runs / "r")["segments"]
     assert [segment["status"] for segment in segments] == ["stopped", "completed"]
     assert [segment["hosts"] for segment in segments] == [["vhost0", "vhost1"]] * 2
@@ -142,6 +146,7 @@ def test_tasks_of_srun_that_mpi_does_not_join_are_a_mistake(slurm: Slurm, any_mp
     mpirun = [str(any_mpi.folder / "mpirun"), "-np", "1"]
     said = slurm.run("salloc", "--ntasks=2", *mpirun, *train, cwd=tmp_path, env=any_mpi.environment())
     assert said.status == 0 and "completed" in said.output, said.output
+    assert said.output.count("Slurm has allocated 2 tasks, but this job has 1 rank") == 1
 
 
 @pytest.mark.slow
@@ -165,6 +170,28 @@ def test_one_task_says_that_srun_and_mpi_disagree(any_mpi: Launcher, rank: int, 
     ).wait()
     assert job.status == 2 and job.output.count("srun started 2 tasks") == 1 - rank, job.output
     assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize(
+    ("slurm", "said"),
+    [
+        ({"SLURM_NTASKS": "4"}, "Slurm has allocated 4 tasks, but this job has 2 ranks: `mpirun -np 4`"),
+        ({"SLURM_NTASKS": "1"}, "Slurm has allocated 1 tasks, but this job has 2 ranks"),
+        ({"SLURM_NTASKS": "2"}, ""),
+        ({"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, ""),  # mpirun's daemon on a node, started by srun
+        ({}, ""),
+    ],
+)
+def test_tasks_without_a_rank_are_told(
+    slurm: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    tell_unused_tasks(2)
+    output = "".join(capsys.readouterr())
+    assert said in output and bool(said) == bool(output)
 
 
 def test_every_script_is_bash_and_says_how_it_is_submitted() -> None:

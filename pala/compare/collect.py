@@ -117,8 +117,8 @@ def _reference(config: Config) -> tuple[float, float] | None:
 
 
 def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:
-    """The variant is the one with the fewest other settings among those with the same method; settings that differ even
-    so are named, so that runs which are not alike are not mixed."""
+    """The variant is the one with the fewest other settings among those with the same method, and the same budget where
+    several have as few; settings that differ even so are named, so that runs which are not alike are not mixed."""
     game, method = plan.game_of(config, source), _method(config)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
     alike = {variant: settings for variant, settings in wanted.items() if _method(settings) == method}
@@ -127,7 +127,7 @@ def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:
         exchange = ExchangeConfig(config.exchange.kind)
         alike = {method: replace(other, algorithm=config.algorithm, exchange=exchange, gorila=config.gorila)}
     differing = {variant: differences(config, settings) for variant, settings in alike.items()}
-    variant = min(differing, key=lambda variant: len(differing[variant]))
+    variant = min(differing, key=lambda v: (len(differing[v]), alike[v].total_steps != config.total_steps))
     phrases = ", ".join(phrase(key, found) for key, (found, _) in differing[variant].items())
     return Cell(f"{variant} ({phrases})" if phrases else variant, game, ranks)
 

@@ -18,6 +18,7 @@ class Comparison:
     preset: Preset
     runs: list[Run]
     cells: dict[Cell, list[Run]]  # of runs that have completed
+    replaced: list[Run]  # left out: they completed, but were run again for more steps
 
     @classmethod
     def of(cls, preset: Preset, runs: Sequence[Run]) -> Comparison:
@@ -28,12 +29,14 @@ class Comparison:
             cell = run.cell
             return list(preset.games).index(cell.game), cell.ranks, variants.index(cell.variant), run.seed, run.name
 
-        ordered = sorted(runs, key=place)
+        everything = sorted(runs, key=place)
+        replaced = [run for run in everything if run.completed and any(map(run.is_shorter_than, everything))]
+        ordered = [run for run in everything if not any(run is other for other in replaced)]
         cells: dict[Cell, list[Run]] = {}
         for run in ordered:
             if run.completed:
                 cells.setdefault(run.cell, []).append(run)
-        return cls(preset, ordered, cells)
+        return cls(preset, ordered, cells, replaced)
 
     @property
     def variants(self) -> list[str]:

@@ -38,10 +38,15 @@ def task_of(planned: Planned, results: Path) -> Task | None:
     folder = planned.folder
     if not (folder / "run.json").exists():
         copy = results / "runs" / folder.name
-        if (copy / "run.json").exists() and _needs(planned, copy) in ("", "evaluate"):
+        if (copy / "run.json").exists() and not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate"):
             return None
         over = load_preset(planned.game_preset)
         return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
+    for key, (found, asked) in _misfits(planned, folder).items():
+        raise PalaError(
+            f"Run '{folder}' was made with '{key}' {found!r}, but the comparison now asks for {asked!r}. Put the "
+            "preset back, give the comparison another 'name', or move the run away."
+        )
     needs = _needs(planned, folder)
     if needs == "resume":
         over = run_folder.config_of(folder)
@@ -62,27 +67,23 @@ def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
 
 def _needs(planned: Planned, folder: Path) -> str:
     record, config = run_folder.read(folder), run_folder.config_of(folder)
-    _check_fits(planned, folder)
     if not record["completed"] or config.total_steps < planned.config.total_steps:
         return "resume"
     evaluation, episodes = final_evaluation(folder, record), planned.config.evaluation.episodes
     return "evaluate" if episodes and (evaluation is None or evaluation["episodes"] < episodes) else ""
 
 
-def _check_fits(planned: Planned, folder: Path) -> None:
+def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]:
+    """Settings that a run was made with and the plan does not want -> both values."""
     config, ranks = run_folder.config_of(folder), run_folder.read(folder)["segments"][-1].get("ranks")
     wanted = planned.config
-    differing = differences(config, wanted)
+    differing: dict[str, tuple[object, object]] = dict(differences(config, wanted))
     if ranks != planned.cell.ranks:
         differing["ranks"] = (ranks, planned.cell.ranks)
     decays = wanted.a2c.learning_rate_decay != "none"
     if config.total_steps > wanted.total_steps or (decays and config.total_steps != wanted.total_steps):
         differing["total_steps"] = (config.total_steps, wanted.total_steps)
-    for key, (found, asked) in differing.items():
-        raise PalaError(
-            f"Run '{folder}' was made with '{key}' {found!r}, but the comparison now asks for {asked!r}. Put the "
-            "preset back, give the comparison another 'name', or move the run away."
-        )
+    return differing
 
 
 def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:

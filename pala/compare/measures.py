@@ -45,6 +45,11 @@ class Run:
         """The budget was met and the final policy written."""
         return bool(self.record["completed"])
 
+    def is_shorter_than(self, other: Run) -> bool:
+        """The other is the same but for its larger budget, and has completed."""
+        same = (self.cell, self.seed) == (other.cell, other.seed)
+        return same and other.completed and self.config.total_steps < other.config.total_steps
+
     @property
     def segments(self) -> list[dict[str, Any]]:
         """One for each start."""
@@ -84,8 +89,9 @@ class Run:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Of all ranks: the sum of their medians over intervals."""
-        speeds = [[record["local_steps_per_s"] for record in settled(rank)] for rank in self.ranks]
+        """Of the ranks of the newest start: the sum of their medians over intervals."""
+        ranks = self.ranks[: self.last.get("ranks")]
+        speeds = [[record["local_steps_per_s"] for record in settled(rank)] for rank in ranks]
         return sum(map(statistics.median, filter(None, speeds))) or None
 
     @property

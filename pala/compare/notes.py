@@ -25,8 +25,10 @@ def notes(comparison: Comparison) -> list[str]:
         "Other work ran on the machine in the meantime, so what hangs on time is left out (`undisturbed = false`).",
         _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
         "A variant has a single run: nothing is known of its spread." if fewest == 1 else "",
+        f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3) else
         f"A variant has {fewest} runs: intervals of so few are rough, and rather too narrow."
-        if 1 < fewest < _FEW_RUNS else "",
+        if 3 < fewest < _FEW_RUNS else "",
+        _named("Left out for a longer run of the same seed", comparison.replaced),
         _differ(done, "the commit", commit),
         _named("Made from a changed working tree", [r for r in done if any(s.get("git_dirty") for s in r.segments)]),
         _differ(done, "versions", versions),
@@ -35,6 +37,7 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
         _named("Lost ranks", [run for run in done if run.num_lost]),
         _named("Without an evaluation of the final policy", [run for run in done if run.evaluation is None]),
+        _differ(done, "the log interval, within which staleness is the most", _log_interval),
         _differ(done, "the budget", lambda run: f"{run.config.total_steps:,} steps", _of_game),
         _differ([run for run in done if run.evaluation], "the evaluation", _evaluation, _of_game),
         _named("Of a cell that has another run with the same seed", _doubles(comparison)),
@@ -63,6 +66,10 @@ def machine(run: Run) -> str:
 def _evaluation(run: Run) -> str:
     facts = run.evaluation or {}
     return f"{many(facts['episodes'], 'episode')}, {action_words(facts['greedy'], facts.get('epsilon'))}"
+
+
+def _log_interval(run: Run) -> str:
+    return f"{run.config.run.log_interval_s:g} s"
 
 
 def _of_game(run: Run) -> object:
