@@ -1,6 +1,6 @@
-"""Mean height of Breakout's learning curve until the smallest budget of the runs, and the way to a human's score:
+"""Mean height of Breakout's learning curves over the first million steps, and the way to a human's score, of runs.
 
-    python results/why/step_size.py results/breakout/runs/* results/why/step_size/*
+python results/why/step_size.py results/breakout/runs/* results/why/step_size/*
 """
 
 import sys
@@ -9,14 +9,13 @@ from pathlib import Path
 from pala.compare.collect import load
 from pala.compare.plan import Plan
 
-TARGET = 30.5  # a human's score (dqn_zoo table)
+END, TARGET = 1_000_000, 30.5  # steps; a human's score (dqn_zoo table)
 
 plan = Plan(Path("configs/compare/breakout.toml"))
-runs = sorted((load(Path(word), plan) for word in sys.argv[1:]), key=lambda run: (run.cell.variant, run.seed))
-end = 1_000_000
-print(f"| variant | learning rate | seed | mean height to {end:,} steps | steps to {TARGET} |\n|---|---:|---:|---:|---:|")
-for run in runs:
-    reached = run.reaches(TARGET)
+runs = [load(Path(word), plan) for word in sys.argv[1:]]
+print(f"| exchange | learning rate | seed | mean height to {END:,} steps | steps to {TARGET} |")
+print("|---|---:|---:|---:|---:|")
+for run in sorted(runs, key=lambda run: (run.config.exchange.kind, run.config.a2c.learning_rate, run.seed)):
+    reached, config = run.reaches(TARGET), run.config
     steps = f"{reached[0]:,.0f}" if reached else "not reached"
-    kind, rate = run.config.exchange.kind, run.config.a2c.learning_rate
-    print(f"| `{kind}` | {rate:g} | {run.seed} | {run.area(end):.1f} | {steps} |")
+    print(f"| {config.exchange.kind} | {config.a2c.learning_rate:g} | {run.seed} | {run.area(END):.1f} | {steps} |")
