@@ -580,7 +580,8 @@ def test_a_comparison_that_is_interrupted_goes_on(any_mpi: Launcher, there: Path
         return any_mpi.start_command([python, "-m", "pala.compare", "preset.toml", *arguments], cwd=there)
 
     stopped, run = start("--only", "none", "gossip"), there / "runs" / "tiny" / "gossip-Pole-2-1"
-    wait_for(lambda: list(run.glob("metrics/*")) and "interval" in metrics_path(run, 1).read_text(), what="training")
+    metrics = metrics_path(run, 1)
+    wait_for(lambda: metrics.exists() and "interval" in metrics.read_text(), what="training")
     os.kill(stopped.process.pid, signal.SIGTERM)
     assert stopped.wait().status == 143, stopped.output
     assert "The same command goes on later." in stopped.output
