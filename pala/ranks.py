@@ -72,7 +72,7 @@ def _mixed(ranks: int, library: str) -> str:
     )
 
 
-def tell_unused_tasks(size: int) -> None:
+def check_slurm_tasks(size: int) -> None:
     """Say so if the job's number of ranks is not that of the tasks which Slurm allocated: often a forgotten `-np`.
 
     In a task of srun, which daemons of mpirun are too, `SLURM_NTASKS` is not the allocation's.
@@ -80,7 +80,7 @@ def tell_unused_tasks(size: int) -> None:
     tasks = os.environ.get("SLURM_NTASKS", "")
     if tasks.isdigit() and int(tasks) != size and "SLURM_STEP_NUM_TASKS" not in os.environ:
         ranks = f"{size} rank{'s' * (size > 1)}"
-        say(f"Slurm has allocated {tasks} tasks, but this job has {ranks}: `mpirun -np {tasks}` would start as many.")
+        say(f"Slurm has allocated {tasks} tasks, but this job has {ranks}; `mpirun -np` and `--ntasks` should agree.")
 
 
 def meet(comm: MPI.Comm) -> None:

@@ -25,7 +25,7 @@ import tyro
 
 from pala.config import Config, check, load_preset
 from pala.errors import CollectiveError, PalaError
-from pala.ranks import abort, collectively, cores_per_rank, leave_mpi, start_mpi, tell_unused_tasks
+from pala.ranks import abort, check_slurm_tasks, collectively, cores_per_rank, leave_mpi, start_mpi
 from pala.runtime import Launch, die_with_launcher, prepare, say
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def main() -> None:
         sys.exit(2)
     rank = comm.rank
     if rank == 0:
-        tell_unused_tasks(comm.size)
+        check_slurm_tasks(comm.size)
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
         cores = cores_per_rank(comm)

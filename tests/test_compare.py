@@ -361,7 +361,7 @@ def test_the_first_interval_of_each_start_is_left_out() -> None:
 
 
 def test_paths_of_the_machine_are_left_out() -> None:
-    text = '"command": "python -m pala.train /home/a.b/configs/pong.toml --run.dir=/scratch/x", "dir": "/data/y/runs"'
+    text = '"command": "python -m pala.train /srv/a.b/configs/pong.toml --run.dir=/scratch/x", "dir": "/data/y/runs"'
     assert without_paths(text) == '"command": "python -m pala.train pong.toml --run.dir=x", "dir": "runs"'
     kept = '"ALE/Pong-v5" "configs/pong.toml" "1/2" "https://example.org/a" "a / b"'
     assert without_paths(kept) == kept

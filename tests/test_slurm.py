@@ -14,7 +14,7 @@ from conftest import CARTPOLE, LAUNCHERS, REPOSITORY, Launcher, record_of, wait_
 from slurm_cluster import Node, Slurm, SlurmError
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
-from pala.ranks import tell_unused_tasks
+from pala.ranks import check_slurm_tasks
 
 pytestmark = pytest.mark.mpi
 OFTEN = ["--run.checkpoint-interval-s", "0.5"]
@@ -175,21 +175,21 @@ def test_one_task_says_that_srun_and_mpi_disagree(any_mpi: Launcher, rank: int, 
 @pytest.mark.parametrize(
     ("slurm", "said"),
     [
-        ({"SLURM_NTASKS": "4"}, "Slurm has allocated 4 tasks, but this job has 2 ranks: `mpirun -np 4`"),
+        ({"SLURM_NTASKS": "4"}, "Slurm has allocated 4 tasks, but this job has 2 ranks; `mpirun -np`"),
         ({"SLURM_NTASKS": "1"}, "Slurm has allocated 1 tasks, but this job has 2 ranks"),
         ({"SLURM_NTASKS": "2"}, ""),
         ({"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, ""),  # mpirun's daemon on a node, started by srun
         ({}, ""),
     ],
 )
-def test_tasks_without_a_rank_are_told(
+def test_another_number_of_ranks_than_tasks_is_told(
     slurm: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    tell_unused_tasks(2)
+    check_slurm_tasks(2)
     output = "".join(capsys.readouterr())
     assert said in output and bool(said) == bool(output)
 
