@@ -31,9 +31,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
-from pala import run_folder
-from pala.errors import PalaError
-from pala.runtime import say
+from pala.run import run_folder
+from pala.system.errors import PalaError
+from pala.system.runtime import say
 from pala.train import parse
 
 _LONGEST_PAUSE_S = 300.0
@@ -194,7 +194,7 @@ class Supervisor:
         return self._num_segments() > segments_before and bool(run_folder.read(self.run)["completed"])
 
     def _steps(self) -> int:
-        from pala.checkpoint import global_steps  # loads torch: only when something went wrong
+        from pala.run.checkpoint import global_steps  # loads torch: only when something went wrong
 
         return global_steps(self.run)
 

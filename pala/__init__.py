@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.config import Config, load_preset
-from pala.errors import PalaError
+from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
-    from pala.trainer import Result
+    from pala.run.trainer import Result
 
 __version__ = "0.1.0"
 __all__ = ["Config", "PalaError", "load_preset", "train"]
@@ -31,15 +31,15 @@ def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str
     all ranks see. With several ranks, any other error ends the whole job with its traceback, because the other ranks
     would wait for this one for ever.
     """
-    from pala.errors import CollectiveError
-    from pala.ranks import abort, cores_per_rank, start_mpi
-    from pala.runtime import prepare
+    from pala.system.errors import CollectiveError
+    from pala.system.runtime import prepare
+    from pala.transport.ranks import abort, cores_per_rank, start_mpi
 
     comm = start_mpi()
     try:
         cores = cores_per_rank(comm)
         prepare(config.run.threads or cores)
-        from pala import trainer
+        from pala.run import trainer
 
         return trainer.train(config, make_env=make_env, resume=Path(resume) if resume is not None else None)
     except CollectiveError:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pala.errors import PalaError, nearest
+from pala.system.errors import PalaError, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib

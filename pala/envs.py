@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.errors import PalaError, nearest
+from pala.system.errors import PalaError, nearest
 
 MakeEnv = Callable[[], gymnasium.Env]
 

@@ -10,7 +10,7 @@ The policy is `RUN/policy.safetensors`; a run that has not completed is scored o
 checkpoints. It is computed on the CPU. A run that was trained on an environment made in Python brings it along as
 `make_env.pkl`, and loading a pickle runs code: evaluate such a run only if you trust whoever made it.
 
-numpy, torch and what imports them are imported inside the functions, because `pala.runtime.prepare` must come first.
+numpy, torch and what imports them are imported inside the functions: `prepare` (pala.system.runtime) must come first.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from pala.config import Config, EnvConfig, EvaluationConfig
-from pala.errors import PalaError
-from pala.runtime import prepare, say
+from pala.system.errors import PalaError
+from pala.system.runtime import prepare, say
 
 if TYPE_CHECKING:
     import numpy as np
 
     from pala.envs import Envs, Episode
-    from pala.networks import FlatParameters, Network
+    from pala.networks.network import FlatParameters, Network
 
     Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
 
@@ -152,9 +152,9 @@ def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
     """A completed run's final policy, or what its ranks' newest checkpoints hold. Raises PalaError."""
     import torch
 
-    from pala import checkpoint, run_folder
     from pala.gorila.networks import QNetwork
-    from pala.networks import ActorCritic, FlatParameters
+    from pala.networks.network import ActorCritic, FlatParameters
+    from pala.run import checkpoint, run_folder
 
     kind = QNetwork if config.algorithm == "gorila" else ActorCritic
     network = kind(envs.observation_space, envs.action_space, config.network)
@@ -176,8 +176,8 @@ def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
 def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
     """Into `flat`: the weighted mean of the ranks' parameters, of independent learners rank 0's; of Gorila the shards
     put together. Returns (global steps, words for it)."""
-    from pala import checkpoint
     from pala.gorila.shard import assemble
+    from pala.run import checkpoint
 
     states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature)
     ranks = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
@@ -262,10 +262,10 @@ def evaluate(run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, t
     """
     import torch
 
-    from pala import run_folder
     from pala.envs import make_envs
-    from pala.run_folder import load_make_env
-    from pala.seeding import derive
+    from pala.run import run_folder
+    from pala.run.run_folder import load_make_env
+    from pala.system.seeding import derive
 
     config = run_folder.config_of(run)
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
@@ -348,7 +348,7 @@ def _game_facts(env: EnvConfig, played: list[Episode], made_in_python: str | Non
 
 def save(run: Path, evaluation: Evaluation) -> None:
     """Replace `RUN/evaluation.json` and append to `RUN/evaluations.jsonl`. Raises PalaError."""
-    from pala.files import write_atomically
+    from pala.system.files import write_atomically
 
     table = evaluation.to_table()
     try:
@@ -388,7 +388,7 @@ def _parse(arguments: list[str]) -> Command:
     first = tyro.cli(Command, args=arguments, prog=prog)
     threads = first.threads or len(os.sched_getaffinity(0))
     prepare(threads)
-    from pala import run_folder
+    from pala.run import run_folder
 
     settings = run_folder.config_of(first.run).evaluation
     default = Command(first.run, settings.episodes or Command.episodes, settings.num_envs, settings.greedy)

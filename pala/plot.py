@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from pala import run_folder
 from pala.config import ExchangeConfig, flatten, to_table
-from pala.errors import PalaError
-from pala.files import write_atomically
-from pala.metrics import read_run
-from pala.runtime import say
+from pala.run import run_folder
+from pala.run.metrics import read_run
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
+from pala.system.runtime import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import tyro
 
 from pala.config import Config, check, load_preset
-from pala.errors import CollectiveError, PalaError
-from pala.ranks import abort, check_slurm_tasks, collectively, cores_per_rank, leave_mpi, start_mpi
-from pala.runtime import Launch, die_with_launcher, prepare, say
+from pala.system.errors import CollectiveError, PalaError
+from pala.system.runtime import Launch, die_with_launcher, prepare, say
+from pala.transport.ranks import abort, check_slurm_tasks, collectively, cores_per_rank, leave_mpi, start_mpi
 
 if TYPE_CHECKING:
-    from pala.trainer import Result
+    from pala.run.trainer import Result
 
 C = TypeVar("C")
 _PROGRAM = "pala.train"
@@ -53,7 +53,7 @@ def parse(arguments: list[str]) -> Command:
     )  # to find the preset or the run, whose settings are the defaults
     if first.preset is not None and first.resume is not None:
         raise PalaError(f"Give a preset or `--resume`, not both: '{first.resume}' brings its own settings.")
-    from pala.run_folder import config_of
+    from pala.run.run_folder import config_of
 
     config = config_of(first.resume) if first.resume else load_preset(first.preset) if first.preset else Config()
     command = read_command(_PROGRAM, arguments, replace(first, config=config))
@@ -77,7 +77,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
 
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
-    from pala.run_folder import provenance
+    from pala.run.run_folder import provenance
 
     die_with_launcher()
     facts = provenance() if Launch.detect().rank == 0 else {}
@@ -94,7 +94,7 @@ def main() -> None:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
         cores = cores_per_rank(comm)
         prepare(command.config.run.threads or cores)
-        from pala import trainer
+        from pala.run import trainer
 
         preset = command.preset.stem if command.preset else ""
         result = trainer.train(command.config, resume=command.resume, preset=preset, facts=facts)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.config import EnvConfig
-from pala.errors import PalaError
 from pala.evaluate import check_numbers, load_policy, short_number, whole_games
-from pala.run_folder import load_make_env
+from pala.run.run_folder import load_make_env
+from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,8 +38,8 @@ def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int) -
     """
     import torch
 
-    from pala import run_folder
-    from pala.seeding import derive
+    from pala.run import run_folder
+    from pala.system.seeding import derive
 
     check_numbers(seed=(seed, 0), threads=(threads, 1))
     if file.suffix != ".mp4":

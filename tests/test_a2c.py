@@ -9,10 +9,10 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from pala.a2c import A2C, Loss, Rollout, UpdateResult, a2c_loss, clip_gradient_, rmsprop_
+from pala.a2c.update import A2C, Loss, Rollout, UpdateResult, a2c_loss, clip_gradient_, rmsprop_
 from pala.config import A2CConfig, NetworkConfig
-from pala.networks import ActorCritic, Categorical, FlatParameters, Gaussian
-from pala.tape import AutogradTape
+from pala.networks.network import ActorCritic, Categorical, FlatParameters, Gaussian
+from pala.networks.tape import AutogradTape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 STEPS, ENVS, ACTIONS = 3, 4, 5

@@ -20,9 +20,9 @@ from pala.benchmark import __main__ as benchmark
 from pala.benchmark.measure import ContinuedEnvs, figures_of, flops_per_step, model_us
 from pala.benchmark.report import Spread, draw, far_off, markdown, parts_of, table, training_of
 from pala.config import Config, ExchangeConfig, to_table
-from pala.errors import PalaError
-from pala.jobs import launcher_of, run_job
-from pala.metrics import SECTIONS
+from pala.run.metrics import SECTIONS
+from pala.system.errors import PalaError
+from pala.system.jobs import launcher_of, run_job
 
 SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds
 

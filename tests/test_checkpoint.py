@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pala import checkpoint
-from pala.checkpoint import RankState, average, load_all, load_policy, load_rank, save_policy, save_rank
-from pala.errors import PalaError
+from pala.run import checkpoint
+from pala.run.checkpoint import RankState, average, load_all, load_policy, load_rank, save_policy, save_rank
+from pala.system.errors import PalaError
 
 SIGNATURE = 2**64 - 3
 

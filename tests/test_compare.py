@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from conftest import Job, Launcher, ranks_in, record_of, wait_for
 
-from pala import run_folder
 from pala.compare import measures, pictures
 from pala.compare.__main__ import Command, compare
 from pala.compare.collect import without_paths
 from pala.compare.execute import chosen, task_of
 from pala.compare.plan import Cell, Plan, Planned, differences, options
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
-from pala.errors import PalaError
-from pala.metrics import MetricsWriter, Record, metrics_path
+from pala.run import run_folder
+from pala.run.metrics import MetricsWriter, Record, metrics_path
+from pala.system.errors import PalaError
 from pala.train import parse
 
 pytest.importorskip("matplotlib")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import pala.config
 from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig, from_table, load_preset, to_table
-from pala.errors import PalaError
+from pala.system.errors import PalaError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PRESETS = [path for path in sorted(CONFIGS.glob("**/*.toml")) if path.parent.name != "compare"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pala.exchange.data_proxy import _CONTROL_TAG, _MODEL_TAG, DataProxy, _Receive
+from pala.transport.data_proxy import _CONTROL_TAG, _MODEL_TAG, DataProxy, _Receive
 
 
 class Request:

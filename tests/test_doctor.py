@@ -282,7 +282,7 @@ def test_a_containers_limits_are_read(files, quota, limit_bytes, monkeypatch, tm
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr("pala.runtime._CGROUP", tmp_path)
+    monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
     here = facts.host_here(facts.Launcher())
     assert here.cpu_quota == quota
     assert here.memory_bytes == limit_bytes if limit_bytes else here.memory_bytes > 1e6

@@ -12,7 +12,7 @@ from ale_py import roms
 
 from pala.config import EnvConfig
 from pala.envs import Envs, Episode, Step, make_envs
-from pala.errors import PalaError
+from pala.system.errors import PalaError
 
 
 def played(envs: Envs, seeds: list[int], actions: np.ndarray) -> list[Step]:

@@ -16,12 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from pala import checkpoint, run_folder
 from pala import evaluate as evaluation_module
-from pala.checkpoint import RankState
 from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, to_table
 from pala.envs import Envs, Episode, Step, make_envs
-from pala.errors import PalaError
 from pala.evaluate import (
     Evaluation,
     evaluate,
@@ -31,7 +28,10 @@ from pala.evaluate import (
     play,
     reference_scores,
 )
-from pala.networks import ActorCritic, FlatParameters
+from pala.networks.network import ActorCritic, FlatParameters
+from pala.run import checkpoint, run_folder
+from pala.run.checkpoint import RankState
+from pala.system.errors import PalaError
 from pala.video import _atari_screen, record_video
 
 CARTPOLE = Config(

@@ -24,8 +24,8 @@ from conftest import (
     write_disturbed,
 )
 
-from pala.checkpoint import load_policy
-from pala.metrics import read_run
+from pala.run.checkpoint import load_policy
+from pala.run.metrics import read_run
 
 pytestmark = pytest.mark.mpi
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_replay import FRAMES, VECTORS, Game, told
 
-from pala.errors import PalaError
 from pala.exchange.wire import Refusal
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
 from pala.gorila.replay import Batch, Experience, Replay, experience_of, reset_frames
+from pala.system.errors import PalaError
 
 ACTIONS = 5
 reproducible = settings(derandomize=True, deadline=None, max_examples=100)

@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from test_checkpoint import SIGNATURE, file_of, make_state, same
 from test_payload import COMPRESSIONS, PARAMETERS, RANKS, Node
 
-from pala import checkpoint
-from pala.errors import PalaError
 from pala.exchange.wire import Format, Kind, Message, Refusal
 from pala.gorila.formats import BatchFormat, ExperienceFormat
+from pala.run import checkpoint
+from pala.system.errors import PalaError
 
 EXAMPLES = int(os.environ.get("PALA_FUZZ_EXAMPLES", "0"))
 MOST_GROWTH_KIB = 300 << 10  # of a process that reads inputs of a few hundred kilobytes

@@ -13,15 +13,15 @@ from gymnasium.spaces import Box, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pala.checkpoint import RankState
 from pala.config import GorilaConfig, NetworkConfig, from_table
-from pala.errors import PalaError
 from pala.gorila.dqn import LossFilter, Transitions, differentiate, dqn_loss, epsilon_at, epsilon_greedy, targets
 from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import Beginning, Shard, assemble, slices
-from pala.networks import FlatParameters
-from pala.tape import AutogradTape, Tape, make_tape
+from pala.networks.network import FlatParameters
+from pala.networks.tape import AutogradTape, Tape, make_tape
+from pala.run.checkpoint import RankState
+from pala.system.errors import PalaError
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")

@@ -21,10 +21,10 @@ from conftest import (
     write_disturbed,
 )
 
-from pala.checkpoint import RankState, _rank_path, _read_rank, load_policy, newest_segment
 from pala.gorila.shard import assemble
-from pala.metrics import read_run
-from pala.runtime import available_memory_bytes
+from pala.run.checkpoint import RankState, _rank_path, _read_rank, load_policy, newest_segment
+from pala.run.metrics import read_run
+from pala.system.runtime import available_memory_bytes
 
 pytestmark = pytest.mark.mpi
 

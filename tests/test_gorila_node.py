@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
-from pala.errors import EndError, PalaError
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.data_proxy import Block
 from pala.exchange.wire import Kind, Message
 from pala.gorila import exchange as exchange_module
 from pala.gorila import worker as worker_module
@@ -35,10 +33,12 @@ from pala.gorila.roles import assign
 from pala.gorila.shard import Beginning, Shard, slices
 from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
-from pala.loop import Counters
-from pala.networks import FlatParameters
-from pala.runtime import Interrupt
-from pala.tape import AutogradTape
+from pala.networks.network import FlatParameters
+from pala.networks.tape import AutogradTape
+from pala.run.loop import Counters
+from pala.system.errors import EndError, PalaError
+from pala.system.runtime import Interrupt
+from pala.transport.data_proxy import Block
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")

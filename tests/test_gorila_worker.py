@@ -14,7 +14,6 @@ from torch import Tensor
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig
 from pala.envs import make_envs
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.data_proxy import Block
 from pala.gorila.dqn import LossFilter
 from pala.gorila.networks import QNetwork
 from pala.gorila.node import Formats, Node, make_wire
@@ -23,10 +22,11 @@ from pala.gorila.roles import assign
 from pala.gorila.shard import Beginning, Shard, slices
 from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
-from pala.loop import Counters
-from pala.networks import FlatParameters
-from pala.runtime import Interrupt
-from pala.tape import Tape, make_tape
+from pala.networks.network import FlatParameters
+from pala.networks.tape import Tape, make_tape
+from pala.run.loop import Counters
+from pala.system.runtime import Interrupt
+from pala.transport.data_proxy import Block
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 SPACE, ACTIONS, STEPS = Box(0, 255, (1, 36, 36), np.uint8), Discrete(3), 30

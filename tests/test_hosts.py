@@ -18,7 +18,7 @@ import virtual_hosts
 from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, record_of, wait_for, write_disturbed
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
-from pala.metrics import read_run
+from pala.run.metrics import read_run
 
 pytestmark = pytest.mark.mpi
 

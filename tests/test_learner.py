@@ -15,20 +15,20 @@ import pytest
 import torch
 from torch import nn
 
-from pala.a2c import A2C, Rollout
+from pala.a2c.learner import Learner
+from pala.a2c.update import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
-from pala.errors import PalaError
 from pala.exchange.base import ExchangeState
 from pala.exchange.budget import Stop
 from pala.exchange.none import NoExchange
-from pala.learner import Learner
-from pala.loop import Counters
-from pala.metrics import SECTIONS, Record
-from pala.networks import ActorCritic, Categorical, FlatParameters
-from pala.runtime import Interrupt
-from pala.seeding import derive
-from pala.tape import AutogradTape
+from pala.networks.network import ActorCritic, Categorical, FlatParameters
+from pala.networks.tape import AutogradTape
+from pala.run.loop import Counters
+from pala.run.metrics import SECTIONS, Record
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt
+from pala.system.seeding import derive
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 ENVS, STEPS = 2, 5

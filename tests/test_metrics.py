@@ -17,9 +17,19 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pala import console
-from pala.console import Lines, Panel, Progress, Reporter, TensorBoard, make_console
-from pala.metrics import SECTIONS, MetricsWriter, Record, RunView, Stopwatch, Tail, metrics_path, read_rank, read_run
+from pala.run import console
+from pala.run.console import Lines, Panel, Progress, Reporter, TensorBoard, make_console
+from pala.run.metrics import (
+    SECTIONS,
+    MetricsWriter,
+    Record,
+    RunView,
+    Stopwatch,
+    Tail,
+    metrics_path,
+    read_rank,
+    read_run,
+)
 
 
 @pytest.fixture
@@ -305,7 +315,7 @@ def test_the_reporter_feeds_both(run, capsys):
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------
 
-ASK = "import sys; from pala.runtime import terminal_size; sys.stderr.write(str(terminal_size()))"
+ASK = "import sys; from pala.system.runtime import terminal_size; sys.stderr.write(str(terminal_size()))"
 
 
 def terminal_seen(stdout: int, *launcher: str) -> str:

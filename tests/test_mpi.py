@@ -15,10 +15,10 @@ import pytest
 import torch
 from conftest import CARTPOLE, LAUNCHERS, Launcher, processes_in, record_of, wait_for
 
-from pala.checkpoint import load_policy, load_rank
-from pala.metrics import read_run
-from pala.networks import ActorCritic, FlatParameters
-from pala.run_folder import config_of
+from pala.networks.network import ActorCritic, FlatParameters
+from pala.run.checkpoint import load_policy, load_rank
+from pala.run.metrics import read_run
+from pala.run.run_folder import config_of
 
 pytestmark = pytest.mark.mpi
 
@@ -197,7 +197,7 @@ def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) ->
 POISON = """
 import sys, torch
 import pala.train as cli
-from pala import learner
+from pala.a2c import learner
 share = learner.Learner._share
 def poisoned(self, result):
     if self._rank == 1 and self.counters.updates in range(40, 80):  # and believes itself healthy

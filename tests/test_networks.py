@@ -12,8 +12,8 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from torch import nn
 
 from pala.config import NetworkConfig
-from pala.errors import PalaError
-from pala.networks import ActorCritic, FlatParameters
+from pala.networks.network import ActorCritic, FlatParameters
+from pala.system.errors import PalaError
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")

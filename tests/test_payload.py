@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pala.config import ExchangeConfig
 from pala.exchange.budget import Stop
-from pala.exchange.payload import Payload, ReceiveBuffer, SendBuffer, TopK, make_payload
-from pala.exchange.protocol import GossipProtocol
+from pala.exchange.gossip.codecs import Payload, ReceiveBuffer, SendBuffer, TopK, make_payload
+from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Format, Kind, Message, Refusal, Wire, gossip_sizes
 
 RANKS, PARAMETERS, SIGNATURE = 5, 41, 0xFEDCBA9876543210

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pala import run_folder
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
-from pala.errors import PalaError
-from pala.metrics import MetricsWriter, Record, metrics_path
 from pala.plot import Curve, _draw_many, _draw_one, _grouped, curve_of, main, mean_of, plot, read, running_mean
+from pala.run import run_folder
+from pala.run.metrics import MetricsWriter, Record, metrics_path
+from pala.system.errors import PalaError
 
 pytest.importorskip("matplotlib")
 CONFIG = Config(env=EnvConfig(id="ALE/Pong-v5"))

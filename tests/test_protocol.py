@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pala.exchange import topology as graph
 from pala.exchange.budget import Stop
-from pala.exchange.protocol import GossipProtocol, Mix
-from pala.exchange.virtual import Scenario, VirtualCluster
+from pala.exchange.gossip import topology as graph
+from pala.exchange.gossip.protocol import GossipProtocol, Mix
 from pala.simulate.check import try_all
 from pala.simulate.schedules import MIXINGS, NETWORKS, STALENESS, TOPOLOGIES, InvariantError, check, schedule
+from pala.transport.virtual import Scenario, VirtualCluster
 
 SIZES = [1, 2, 3, 5, 8, 13]
 reproducible = settings(derandomize=True, deadline=None, max_examples=60)

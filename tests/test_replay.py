@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pala.config import EnvConfig
 from pala.envs import Episode, Step, make_envs
-from pala.errors import PalaError
 from pala.gorila.replay import Batch, Replay, experience_of, reset_frames
+from pala.system.errors import PalaError
 
 Row = tuple  # what tells a transition from all others; an empty one is a gap
 

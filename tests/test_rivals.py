@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import CARTPOLE, Job, Launcher, pids_of_ranks, processes_in, record_of, wait_for
 
-from pala.checkpoint import RankState, _rank_path, _read_rank, load_policy, newest_segment
-from pala.exchange.topology import out_peers
-from pala.metrics import read_run
+from pala.exchange.gossip.topology import out_peers
+from pala.run.checkpoint import RankState, _rank_path, _read_rank, load_policy, newest_segment
+from pala.run.metrics import read_run
 
 pytestmark = pytest.mark.mpi
 
@@ -21,14 +21,14 @@ ENDLESS = ["--total-steps", "100000000"]
 
 PREPARED = """
 import numpy as np, torch
-from pala.ranks import start_mpi
+from pala.transport.ranks import start_mpi
 comm = start_mpi()
 from pala.config import ExchangeConfig
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ExchangeState
 from pala.exchange.budget import Stop
 from pala.exchange.shared_memory import SharedMemory
-from pala.runtime import Interrupt
+from pala.system.runtime import Interrupt
 start = ExchangeState([0] * comm.size, 0, 0, 1.0)
 """
 
@@ -110,7 +110,7 @@ def test_no_model_is_read_while_it_is_written(any_mpi: Launcher, topology: str, 
     output = exchange_script(any_mpi, 4, f"""
 import time
 import pala.exchange.shared_memory as module
-from pala.errors import PalaError
+from pala.system.errors import PalaError
 rng = np.random.default_rng(comm.rank)
 parameters = torch.full((200_000,), float(comm.rank))
 config = ExchangeConfig(kind="shared_memory", topology="{topology}", max_staleness=3)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import CARTPOLE, Launcher, ranks_in, record_of, wait_for
 
-from pala import run_folder
-from pala.errors import PalaError
+from pala.run import run_folder
+from pala.system.errors import PalaError
 
 
 def test_a_second_job_is_refused_while_any_rank_of_the_first_lives(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_refused_job_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_keeps_no_lock(tmp_path: Path) -> None:
-    source = "import sys, time, pathlib\nfrom pala import run_folder\n"
+    source = "import sys, time, pathlib\nfrom pala.run import run_folder\n"
     source += "kept = run_folder.lock(pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\ntime.sleep(60)\n"
     other = subprocess.Popen([sys.executable, "-c", source, tmp_path], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "locked\n"
@@ -62,7 +62,8 @@ def test_a_killed_process_keeps_no_lock(tmp_path: Path) -> None:
 RIVAL = """
 import sys
 from pathlib import Path
-from pala import errors, run_folder
+from pala.run import run_folder
+from pala.system import errors
 run, wins = Path(sys.argv[1]), 0
 print("ready", flush=True)
 sys.stdin.readline()

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pala.runtime import Interrupt, Launch, say, share_of_cores
-from pala.seeding import derive, stream
+from pala.system.runtime import Interrupt, Launch, say, share_of_cores
+from pala.system.seeding import derive, stream
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_another_thread_leaves_the_handlers_alone():
 def test_prepare_sizes_thread_pools_before_they_load_and_initialises_nothing():
     """In a process of its own: numpy, torch and MPI must not be there yet, and a user's own setting stays."""
     code = (
-        "import os, sys; os.environ['MKL_NUM_THREADS'] = '7'; from pala.runtime import prepare\n"
+        "import os, sys; os.environ['MKL_NUM_THREADS'] = '7'; from pala.system.runtime import prepare\n"
         "loaded = {'numpy', 'torch', 'mpi4py.MPI'} & set(sys.modules)\n"
         "print(prepare(3), os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'], sorted(loaded))"
     )

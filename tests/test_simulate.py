@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from test_benchmark import canned, canned_job
 
-from pala.errors import PalaError
 from pala.simulate import predict
 from pala.simulate.allreduce import halving_doubling_s, predict_allreduce, ring_s
 from pala.simulate.cluster import Cluster, Link, Prediction
@@ -21,6 +20,7 @@ from pala.simulate.costs import Costs, costs_of
 from pala.simulate.gossip import GossipCluster, predict_gossip, predict_shared_memory
 from pala.simulate.gossip import measured as played
 from pala.simulate.server import ServerCluster, predict_server
+from pala.system.errors import PalaError
 
 MODEL_BYTES = 4_000_000
 COSTS = Costs(

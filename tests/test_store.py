@@ -10,9 +10,9 @@ from gymnasium.spaces import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pala.errors import PalaError
 from pala.gorila.replay import Experience, Replay
 from pala.gorila.store import ReplayStore, check_memory
+from pala.system.errors import PalaError
 
 SPACE = Box(0, 255, (1,), np.uint8)
 NUM_ENVS = 3

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY
 
-from pala import run_folder
 from pala.config import Config, EnvConfig, GorilaConfig, load_preset
 from pala.envs import atari_rom
-from pala.errors import PalaError
 from pala.evaluate import reference_scores, score_table
 from pala.gorila import presets, scores
+from pala.run import run_folder
+from pala.system.errors import PalaError
 
 CONFIGS = REPOSITORY / presets.FOLDER
 PUBLISHED = score_table(scores.PUBLISHED)

@@ -18,9 +18,9 @@ from test_checkpoint import make_state
 from test_hosts import possible  # noqa: F401 - a fixture
 from virtual_hosts import VirtualHosts
 
-from pala import checkpoint, run_folder
 from pala.config import Config
-from pala.errors import PalaError
+from pala.run import checkpoint, run_folder
+from pala.system.errors import PalaError
 from pala.train import parse
 
 SCRIPT = REPOSITORY / "launch" / "supervise.py"
@@ -135,7 +135,7 @@ def test_a_job_that_outlives_its_mpirun_is_waited_for(there: Path, capsys, monke
 
     def leaves_a_rank(of: Scripted) -> int:
         status = attempt(len(locks), 137)(of)
-        source = "import sys\nfrom pathlib import Path\nfrom pala import run_folder\n"
+        source = "import sys\nfrom pathlib import Path\nfrom pala.run import run_folder\n"
         source += "kept = run_folder.lock(Path('runs/r'))\nprint('locked', flush=True)\nsys.stdin.read()\n"
         other = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"

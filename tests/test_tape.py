@@ -8,12 +8,12 @@ import torch
 from gymnasium.spaces import Box, Discrete
 
 from pala.config import NetworkConfig
-from pala.conv_tape import ConvTape
-from pala.errors import PalaError
 from pala.gorila.networks import QNetwork
-from pala.graphed_tape import GraphedTape, cuda_graph
-from pala.networks import ActorCritic, FlatParameters, Network, channels_last
-from pala.tape import AutogradTape, Tape, make_tape
+from pala.networks.conv_tape import ConvTape
+from pala.networks.graphed_tape import GraphedTape, cuda_graph
+from pala.networks.network import ActorCritic, FlatParameters, Network, channels_last
+from pala.networks.tape import AutogradTape, Tape, make_tape
+from pala.system.errors import PalaError
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 STEPS, ENVS = 3, 4

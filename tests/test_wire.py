@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pala.exchange.budget import Stop
-from pala.exchange.payload import Float32, ReceiveBuffer, SendBuffer
-from pala.exchange.protocol import GossipProtocol
+from pala.exchange.gossip.codecs import Float32, ReceiveBuffer, SendBuffer
+from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Kind, Message, Refusal, Wire, gossip_sizes
 
 RANKS, PARAMETERS, SIGNATURE = 5, 37, 0xFEDCBA9876543210

@@ -29,11 +29,11 @@ import tyro
 
 from pala.benchmark.worker import Request
 from pala.config import Config, ExchangeConfig, check, load_preset, to_table
-from pala.errors import PalaError, nearest
-from pala.files import make_output_folder, write_atomically
-from pala.jobs import launcher_of, run_job, tail
-from pala.run_folder import provenance
-from pala.runtime import say
+from pala.run.run_folder import provenance
+from pala.system.errors import PalaError, nearest
+from pala.system.files import make_output_folder, write_atomically
+from pala.system.jobs import launcher_of, run_job, tail
+from pala.system.runtime import say
 from pala.train import read_command
 
 _PROGRAM = "pala.benchmark"

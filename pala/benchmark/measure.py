@@ -21,19 +21,19 @@ import torch
 from mpi4py import MPI
 from torch.utils.flop_counter import FlopCounterMode
 
-from pala.a2c import clip_gradient_, rmsprop_
-from pala.agent import Agent
+from pala.a2c.agent import Agent
+from pala.a2c.learner import Learner
+from pala.a2c.update import clip_gradient_, rmsprop_
 from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
 from pala.exchange import ExchangeState, Stop, make_exchange
-from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
+from pala.exchange.gossip.codecs import ReceiveBuffer, SendBuffer, make_payload
 from pala.exchange.wire import Kind, Message, Wire, gossip_sizes
-from pala.learner import Learner
-from pala.loop import Counters
-from pala.metrics import SECTIONS, Record
-from pala.networks import ActorCritic
-from pala.runtime import Interrupt
-from pala.seeding import derive
+from pala.networks.network import ActorCritic
+from pala.run.loop import Counters
+from pala.run.metrics import SECTIONS, Record
+from pala.system.runtime import Interrupt
+from pala.system.seeding import derive
 
 _MATRIX = 1024  # rows and columns
 _PREPARED_ACTIONS = 64

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from pala.exchange.protocol import GossipProtocol
+from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import NOTHING, Kind, Message, Refusal, Wire, gossip_sizes
 
 _BLOCK = 200  # messages that are timed together, at least

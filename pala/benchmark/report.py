@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.errors import PalaError
-from pala.metrics import SECTIONS
 from pala.plot import COLOURS, write_picture
+from pala.run.metrics import SECTIONS
+from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from mpi4py import MPI
 
-from pala.agent import Agent, build_agent, build_envs, has_bfloat16
+from pala.a2c.agent import Agent, build_agent, build_envs, has_bfloat16
 from pala.benchmark.measure import (
     ContinuedEnvs,
     Trial,
@@ -25,11 +25,11 @@ from pala.benchmark.measure import (
 )
 from pala.benchmark.worker import Request
 from pala.config import Config, check_exchange
-from pala.errors import PalaError
 from pala.exchange import check_placement
-from pala.ranks import check_agreement, meet
-from pala.runtime import process_age_s
-from pala.seeding import derive
+from pala.system.errors import PalaError
+from pala.system.runtime import process_age_s
+from pala.system.seeding import derive
+from pala.transport.ranks import check_agreement, meet
 
 _WARM_UP_UPDATES = 12
 _PART_SHARE = 0.2  # of a training measurement's time

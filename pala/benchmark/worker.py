@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pala.config import from_table
-from pala.errors import CollectiveError, PalaError
-from pala.files import write_atomically
-from pala.ranks import abort, collectively, cores_per_rank, start_mpi
-from pala.runtime import prepare, say
+from pala.system.errors import CollectiveError, PalaError
+from pala.system.files import write_atomically
+from pala.system.runtime import prepare, say
+from pala.transport.ranks import abort, collectively, cores_per_rank, start_mpi
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ import tyro
 from pala.compare.collect import keep, load, runs_in
 from pala.compare.execute import Executor, chosen
 from pala.compare.plan import Plan, Planned
-from pala.errors import PalaError
-from pala.files import write_atomically
-from pala.runtime import say
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
+from pala.system.runtime import say
 from pala.train import read_command
 
 _PROGRAM = "pala.compare"

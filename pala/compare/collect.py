@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from pala import run_folder
 from pala.compare.measures import Run
 from pala.compare.plan import Cell, Plan, differences
 from pala.config import Config, ExchangeConfig
 from pala.envs import atari_rom
-from pala.errors import PalaError
 from pala.evaluate import reference_scores
-from pala.files import write_atomically
-from pala.metrics import read_run
 from pala.plot import phrase
+from pala.run import run_folder
+from pala.run.metrics import read_run
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
 
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:[\w.+@~-]+/)*(?=[\w.])")
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pala import run_folder
 from pala.compare.collect import final_evaluation, load
 from pala.compare.plan import Plan, Planned, differences, options
 from pala.config import load_preset
-from pala.errors import PalaError
 from pala.evaluate import short_number
-from pala.jobs import launcher_of, run_job
+from pala.run import run_folder
+from pala.system.errors import PalaError
+from pala.system.jobs import launcher_of, run_job
 
 _PATIENCE_S = 60.0  # for a job to write its checkpoints and end, after SIGUSR1
 _VERBS = {"train": "starts", "resume": "goes on", "evaluate": "is evaluated"}

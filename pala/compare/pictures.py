@@ -11,8 +11,8 @@ import numpy as np
 from pala.compare.comparison import Comparison
 from pala.compare.measures import WINDOW, Run, bootstrap_interval, efficiencies, interquartile_mean
 from pala.compare.plan import Cell
-from pala.errors import PalaError
 from pala.plot import COLOURS, Curve, curve_of, draw_group, dress, mean_of, steps_label, time_unit, write_picture
+from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pala.config import Config, build, flatten, from_table, load_preset, read_toml, to_table
-from pala.errors import PalaError, nearest
 from pala.plot import settings_that_matter
+from pala.system.errors import PalaError, nearest
 
 _VARIANTS_OWN = ("ranks", "launcher")  # keys of a variant that are no settings of a run
 _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give

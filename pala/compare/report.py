@@ -24,9 +24,9 @@ from pala.compare.measures import (
 )
 from pala.compare.notes import commit, machine, many, notes, versions
 from pala.compare.plan import Cell, Preset
-from pala.errors import PalaError
 from pala.evaluate import short_number
-from pala.files import write_atomically
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
 
 
 def write(preset: Preset, runs: Sequence[Run], folder: Path) -> list[Path]:

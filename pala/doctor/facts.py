@@ -15,8 +15,8 @@ from pathlib import Path
 
 import mpi4py
 
-from pala.run_folder import installed_versions
-from pala.runtime import available_memory_bytes, cgroup_numbers, launcher_process
+from pala.run.run_folder import installed_versions
+from pala.system.runtime import available_memory_bytes, cgroup_numbers, launcher_process
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK")
 # A variable that only this launcher sets, and where it writes the number of processes and each one's. An mpirun inside
@@ -263,7 +263,7 @@ def with_torch(host: Host) -> Host:
     """And what torch and ale-py tell of it: takes seconds, so for one rank of a host."""
     import torch
 
-    from pala.agent import has_bfloat16
+    from pala.a2c.agent import has_bfloat16
 
     return replace(
         host,
@@ -278,7 +278,7 @@ def _atari_fault() -> str:
     """Why no game of Pong can be begun; empty if one was."""
     from pala.config import EnvConfig
     from pala.envs import make_envs
-    from pala.errors import PalaError
+    from pala.system.errors import PalaError
 
     try:
         make_envs(EnvConfig(num_envs=1)).close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pala.doctor.facts import PairPing
-from pala.ranks import meet
+from pala.transport.ranks import meet
 
 if TYPE_CHECKING:
     from mpi4py import MPI

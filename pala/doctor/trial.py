@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pala.doctor.facts import Launcher, Product, Trial
-from pala.errors import PalaError
-from pala.jobs import run_job
+from pala.system.errors import PalaError
+from pala.system.jobs import run_job
 
 _LIMIT_S = 60.0  # a job
 _HELLO = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"

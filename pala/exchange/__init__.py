@@ -14,11 +14,11 @@ from pala.config import Config, ExchangeConfig
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import Exchange, ExchangeState, ModelExchange
 from pala.exchange.budget import Stop
-from pala.exchange.gossip import Gossip
+from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
-from pala.runtime import Interrupt
-from pala.seeding import derive
+from pala.system.runtime import Interrupt
+from pala.system.seeding import derive
 
 __all__ = ["Exchange", "ExchangeState", "ModelExchange", "Stop", "check_placement", "flat_checksum", "make_exchange"]
 

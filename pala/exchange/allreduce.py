@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
 from pala.exchange.budget import Stop
-from pala.faults import Deaths, is_death, wait_quietly
-from pala.runtime import Interrupt, say
+from pala.system.runtime import Interrupt, say
+from pala.transport.faults import Deaths, is_death, wait_quietly
 
 _LONGEST_SLEEP_S = 2e-4
 

@@ -11,10 +11,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pala.errors import PalaError
 from pala.exchange.budget import Stop
-from pala.faults import among_the_living, wait_quietly
-from pala.runtime import Interrupt, say
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt, say
+from pala.transport.faults import among_the_living, wait_quietly
 
 
 class ExchangeState(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pala.exchange import topology as graph
+from pala.exchange.gossip import topology as graph
 
 
 class Stop(enum.IntEnum):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
 from pala.exchange.budget import Stop
-from pala.faults import Deaths, among_the_living, wait_quietly
-from pala.runtime import Interrupt
+from pala.system.runtime import Interrupt
+from pala.transport.faults import Deaths, among_the_living, wait_quietly
 
 
 class NoExchange(ModelExchange):

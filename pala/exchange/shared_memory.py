@@ -25,13 +25,13 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pala.config import ExchangeConfig
-from pala.errors import PalaError
 from pala.exchange.base import End, ExchangeState, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import Stop
-from pala.exchange.topology import out_peers
-from pala.faults import Deaths, wait_quietly
-from pala.ranks import meet
-from pala.runtime import Interrupt
+from pala.exchange.gossip.topology import out_peers
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt
+from pala.transport.faults import Deaths, wait_quietly
+from pala.transport.ranks import meet
 
 _LONGEST_SLEEP_S = 5e-4
 _HEALING_S = 60.0

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pala.config import GorilaConfig
-from pala.networks import FlatParameters
-from pala.tape import Tape
+from pala.networks.network import FlatParameters
+from pala.networks.tape import Tape
 
 
 class Transitions(NamedTuple):

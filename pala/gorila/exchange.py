@@ -13,15 +13,15 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pala.errors import EndError
 from pala.exchange.base import Exchange, ExchangeState, agree_on_end
 from pala.exchange.budget import Stop
-from pala.exchange.data_proxy import Block, DataProxy
-from pala.faults import among_the_living, wait_quietly
 from pala.gorila.node import Node
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.shard import slices
-from pala.runtime import Interrupt, say
+from pala.system.errors import EndError
+from pala.system.runtime import Interrupt, say
+from pala.transport.data_proxy import Block, DataProxy
+from pala.transport.faults import among_the_living, wait_quietly
 
 _COMPLAIN_AFTER_S = 60.0
 _NAP_S = 0.005  # what was sent leaves without a word

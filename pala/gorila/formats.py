@@ -13,9 +13,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from pala.errors import PalaError
 from pala.exchange.wire import Refusal
 from pala.gorila.replay import Batch, Experience, frame_shape
+from pala.system.errors import PalaError
 
 _Fields = dict[str, tuple[Any, tuple[int, ...]]]  # array -> type of its items, and shape
 

@@ -6,8 +6,8 @@ import gymnasium
 from torch import Tensor, nn
 
 from pala.config import NetworkConfig
-from pala.errors import PalaError
-from pala.networks import Categorical, Network, orthogonal
+from pala.networks.network import Categorical, Network, orthogonal
+from pala.system.errors import PalaError
 
 
 class QNetwork(Network):

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from pala.config import EnvConfig, GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.data_proxy import Block
 from pala.exchange.wire import NOTHING, Format, Kind, Message, Refusal, Sizes, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard, slices
 from pala.gorila.store import ReplayStore
-from pala.networks import FlatParameters
+from pala.networks.network import FlatParameters
+from pala.transport.data_proxy import Block
 
 
 class Formats(NamedTuple):

@@ -9,11 +9,11 @@ from string import Template
 import ale_py
 import gymnasium
 
-from pala.errors import PalaError
 from pala.evaluate import score_table
-from pala.files import write_atomically
 from pala.gorila.scores import PUBLISHED
-from pala.runtime import say
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
+from pala.system.runtime import say
 
 FOLDER = Path("configs/gorila")
 

@@ -24,8 +24,8 @@ import gymnasium
 import numpy as np
 
 from pala.envs import Step
-from pala.errors import PalaError
-from pala.files import open_atomically
+from pala.system.errors import PalaError
+from pala.system.files import open_atomically
 
 _FILE = "PALA replay memory 1"  # the number is the format's
 _SLAB_BYTES = 16 << 20  # of one read or write

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pala.config import GorilaConfig
-from pala.errors import PalaError
+from pala.system.errors import PalaError
 
 
 class Roles(NamedTuple):

@@ -21,7 +21,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from pala import run_folder
 from pala.benchmark.report import table
 from pala.compare.collect import final_evaluation, runs_in
 from pala.compare.notes import many
@@ -29,11 +28,12 @@ from pala.compare.plan import differences
 from pala.compare.report import csv_text
 from pala.config import Config
 from pala.envs import atari_rom
-from pala.errors import PalaError
 from pala.evaluate import human_normalised, score_table, short_number
-from pala.files import write_atomically
 from pala.plot import phrase
-from pala.runtime import say
+from pala.run import run_folder
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
+from pala.system.runtime import say
 from pala.train import read_command
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from pala.a2c import rmsprop_
-from pala.checkpoint import RankState
+from pala.a2c.update import rmsprop_
 from pala.config import GorilaConfig
-from pala.errors import PalaError
+from pala.run.checkpoint import RankState
+from pala.system.errors import PalaError
 
 
 def slices(num_parameters: int, num_shards: int) -> list[slice]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 
-from pala.errors import PalaError
 from pala.gorila.replay import Batch, Experience, Replay
+from pala.system.errors import PalaError
 
 
 class ReplayStore:

@@ -14,14 +14,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pala import checkpoint
-from pala.agent import prepare_device
-from pala.checkpoint import RankState
+from pala.a2c.agent import prepare_device
 from pala.config import Config
 from pala.envs import MakeEnv
 from pala.exchange.budget import StepBudget
-from pala.exchange.data_proxy import Block
-from pala.faults import Barrier
 from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import QNetwork
@@ -30,12 +26,16 @@ from pala.gorila.roles import assign
 from pala.gorila.shard import Beginning, Shard, assemble, slices
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
-from pala.networks import FlatParameters
-from pala.ranks import collectively
-from pala.runtime import Interrupt, available_memory_bytes, say
-from pala.seeding import derive, stream
-from pala.tape import Tape, make_tape
-from pala.training import Training
+from pala.networks.network import FlatParameters
+from pala.networks.tape import Tape, make_tape
+from pala.run import checkpoint
+from pala.run.checkpoint import RankState
+from pala.run.session import Training
+from pala.system.runtime import Interrupt, available_memory_bytes, say
+from pala.system.seeding import derive, stream
+from pala.transport.data_proxy import Block
+from pala.transport.faults import Barrier
+from pala.transport.ranks import collectively
 
 
 class GorilaTraining(Training):

@@ -13,17 +13,17 @@ import torch
 
 from pala.config import Config
 from pala.envs import Envs
-from pala.errors import PalaError
 from pala.exchange.budget import Stop
 from pala.gorila.dqn import LossFilter, Transitions, differentiate, epsilon_at, epsilon_greedy
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.replay import Batch, experience_of, reset_frames
 from pala.gorila.roles import Roles
-from pala.loop import Counters, Loop, Means
-from pala.metrics import Record
-from pala.networks import Categorical, FlatParameters
-from pala.runtime import Interrupt
-from pala.tape import Tape
+from pala.networks.network import Categorical, FlatParameters
+from pala.networks.tape import Tape
+from pala.run.loop import Counters, Loop, Means
+from pala.run.metrics import Record
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt
 
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
 _MOST_NOT_FINITE = 100

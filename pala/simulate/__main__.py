@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from pala.errors import PalaError, nearest
-from pala.runtime import say
 from pala.simulate import check, predict
+from pala.system.errors import PalaError, nearest
+from pala.system.runtime import say
 
 _PROGRAMS: dict[str, Callable[[list[str]], None]] = {"check": check.run, "predict": predict.run}
 """What each of them does with the rest of the command line. Raises PalaError."""

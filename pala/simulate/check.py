@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from pala.errors import PalaError
-from pala.exchange.protocol import GossipProtocol
+from pala.exchange.gossip.protocol import GossipProtocol
 from pala.simulate.schedules import InvariantError, check, schedule
+from pala.system.errors import PalaError
 from pala.train import read_command
 
 _BATCH = 50

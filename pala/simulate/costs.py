@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pala.errors import PalaError
 from pala.exchange.wire import NOTHING, Wire, gossip_sizes
+from pala.system.errors import PalaError
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pala.exchange.virtual import Rank, Scenario, VirtualCluster
 from pala.simulate.cluster import Cluster, Link, Prediction
 from pala.simulate.costs import Costs
+from pala.transport.virtual import Rank, Scenario, VirtualCluster
 
 _DIMENSION = 64  # of the models: the more, the less the distances scatter
 _LOOKS_AT_DISTANCE = 40

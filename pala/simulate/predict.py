@@ -17,9 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pala.errors import PalaError, nearest
-from pala.files import make_output_folder, write_atomically
-from pala.run_folder import provenance
+from pala.run.run_folder import provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.compare import compare
@@ -27,6 +25,8 @@ from pala.simulate.costs import Costs, costs_of, read_benchmark
 from pala.simulate.gossip import predict_gossip, predict_shared_memory
 from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
+from pala.system.errors import PalaError, nearest
+from pala.system.files import make_output_folder, write_atomically
 from pala.train import read_command
 
 _PROGRAM = "pala.simulate predict"

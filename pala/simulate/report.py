@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.benchmark.report import table
-from pala.errors import PalaError
 from pala.plot import COLOURS, write_picture
+from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

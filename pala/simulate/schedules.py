@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pala.exchange.protocol import GossipProtocol
-from pala.exchange.virtual import Scenario, VirtualCluster
+from pala.exchange.gossip.protocol import GossipProtocol
+from pala.transport.virtual import Scenario, VirtualCluster
 
 TOPOLOGIES = ("random", "ring", "exponential", "complete")
 MIXINGS = ("uniform", "push_sum")

@@ -43,7 +43,7 @@ VARIANTS: dict[str, tuple[list[str], str, dict[str, str]]] = {
 
 def train_patched(patch: str, arguments: list[str]) -> None:
     """In a rank: change one thing, then train as `python -m pala.train` does."""
-    from pala import runtime
+    from pala.system import runtime
 
     train = importlib.import_module("pala.train")  # pala.train is a function too
 
@@ -57,7 +57,8 @@ def train_patched(patch: str, arguments: list[str]) -> None:
         runtime.prepare(max(1, (os.cpu_count() or 1) // RANKS))
         import torch
 
-        from pala import a2c, conv_tape, tape
+        from pala.a2c import update as a2c
+        from pala.networks import conv_tape, tape
 
         if patch == "turn":
             conv_tape.channels_last = lambda images: images.contiguous(memory_format=torch.channels_last)
@@ -78,7 +79,7 @@ def train_patched(patch: str, arguments: list[str]) -> None:
 
 def run(name: str, steps: int, folder: str) -> float:
     """Global steps/s of one run, its first interval and its last left out."""
-    from pala.metrics import read_run
+    from pala.run.metrics import read_run
 
     options, patch, environment = VARIANTS[name]
     folder = tempfile.mkdtemp(dir=folder)

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 
-from pala.runtime import prepare
+from pala.system.runtime import prepare
 
 prepare(1)
 
@@ -21,8 +21,8 @@ import torch  # noqa: E402
 from gymnasium.spaces import Box, Discrete  # noqa: E402
 
 from pala.config import NetworkConfig  # noqa: E402
-from pala.conv_tape import ConvTape  # noqa: E402
-from pala.networks import ActorCritic, FlatParameters  # noqa: E402
+from pala.networks.conv_tape import ConvTape  # noqa: E402
+from pala.networks.network import ActorCritic, FlatParameters  # noqa: E402
 
 NUM_ENVS, STEPS, ROUNDS = 16, 150, 7
 

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from pala.config import Config, load_preset
-from pala.ranks import abort, cores_per_rank, start_mpi
-from pala.run_folder import provenance
-from pala.runtime import Interrupt, prepare
-from pala.seeding import derive
+from pala.run.run_folder import provenance
+from pala.system.runtime import Interrupt, prepare
+from pala.system.seeding import derive
+from pala.transport.ranks import abort, cores_per_rank, start_mpi
 
 PRESET = Path(__file__).parent.parent.parent / "configs/quickstart.toml"
 ROLLOUTS = 8  # of a probe, a rank
@@ -74,7 +74,7 @@ def main() -> None:
 
 def run(comm: Any, options: argparse.Namespace, facts: dict[str, Any], threads: int) -> None:
     """All variants, one after the other. Collective."""
-    from pala.agent import build_agent, build_envs
+    from pala.a2c.agent import build_agent, build_envs
     from pala.benchmark.measure import ContinuedEnvs
 
     preset = load_preset(PRESET)
@@ -129,9 +129,9 @@ class Segments:
 
     def segment(self, steps: int) -> dict[str, Any]:
         """Train for `steps` of all ranks, then probe. Collective."""
+        from pala.a2c.learner import Learner
         from pala.exchange import ExchangeState, make_exchange
-        from pala.learner import Learner
-        from pala.loop import Counters
+        from pala.run.loop import Counters
 
         agent, comm, interrupt = self.agent, self.comm, Interrupt()
         config = replace(

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import mpi4py
 
 from pala.config import Config, flatten, to_table
-from pala.errors import CollectiveError, EndError, PalaError
-from pala.runtime import Launch, can_survive, say, share_of_cores
+from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.system.runtime import Launch, can_survive, say, share_of_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -140,7 +140,7 @@ def _exit_at_once(status: int) -> NoReturn:
 def abort(comm: MPI.Comm, error: BaseException) -> NoReturn:
     """Say what went wrong on this rank and end it; and with it the job on all ranks, where others cannot go on without
     this one."""
-    from pala.faults import is_death
+    from pala.transport.faults import is_death
 
     status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1
     if isinstance(error, PalaError):

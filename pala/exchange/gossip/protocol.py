@@ -40,9 +40,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pala.exchange import topology as graph
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.process_lock import ProcessLock
+from pala.exchange.gossip import topology as graph
+from pala.exchange.gossip.process_lock import ProcessLock
 
 
 class Mix(NamedTuple):

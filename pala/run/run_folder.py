@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pala.config import Config, from_table, to_table
-from pala.errors import PalaError
-from pala.files import write_atomically
-from pala.runtime import say
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
+from pala.system.runtime import say
 
 if TYPE_CHECKING:
     from pala.envs import MakeEnv

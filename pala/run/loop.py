@@ -20,8 +20,8 @@ from torch import Tensor
 from pala.config import RunConfig
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
-from pala.metrics import Record, Stopwatch
-from pala.runtime import Interrupt
+from pala.run.metrics import Record, Stopwatch
+from pala.system.runtime import Interrupt
 
 
 @dataclass

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pala.networks import channels_last
-from pala.tape import Tape
+from pala.networks.network import channels_last
+from pala.networks.tape import Tape
 
 _PIXEL = 1 / 255
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from pala.errors import PalaError
+from pala.system.errors import PalaError
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pala.runtime import say
+from pala.system.runtime import say
 
 Record = dict[str, Any]
 

@@ -12,7 +12,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from pala.errors import PalaError
+from pala.system.errors import PalaError
 
 _TAIL_LINES = 25
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is

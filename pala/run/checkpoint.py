@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from pala.errors import PalaError
-from pala.files import sync_folder, write_atomically
-from pala.runtime import say
+from pala.system.errors import PalaError
+from pala.system.files import sync_folder, write_atomically
+from pala.system.runtime import say
 
 _FORMAT = 1
 _MOST_HEADER_BYTES = 4 << 20  # counters of 100,000 ranks fit

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pala.metrics import SECTIONS, RunView
-from pala.runtime import say, terminal_size
+from pala.run.metrics import SECTIONS, RunView
+from pala.system.runtime import say, terminal_size
 
 
 def _number(value: float | None, form: str = "{:.1f}") -> str:

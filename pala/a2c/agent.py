@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pala.a2c import A2C
+from pala.a2c.update import A2C
 from pala.config import Config
 from pala.envs import Envs, MakeEnv, make_envs
-from pala.errors import PalaError
-from pala.networks import ActorCritic, FlatParameters
-from pala.ranks import collectively
-from pala.runtime import say
-from pala.seeding import derive
-from pala.tape import Tape, make_tape
+from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.tape import Tape, make_tape
+from pala.system.errors import PalaError
+from pala.system.runtime import say
+from pala.system.seeding import derive
+from pala.transport.ranks import collectively
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -7,14 +7,14 @@ from typing import Any
 
 from mpi4py import MPI
 
-from pala.a2c_training import A2CTraining
+from pala.a2c.algorithm import A2CTraining
 from pala.config import Config
 from pala.envs import MakeEnv
-from pala.errors import CollectiveError, EndError
 from pala.gorila.training import GorilaTraining
-from pala.ranks import check_agreement, is_alone
-from pala.runtime import Interrupt
-from pala.training import Result, Training
+from pala.run.session import Result, Training
+from pala.system.errors import CollectiveError, EndError
+from pala.system.runtime import Interrupt
+from pala.transport.ranks import check_agreement, is_alone
 
 __all__ = ["Result", "train"]
 

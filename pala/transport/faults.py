@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from pala.errors import EndError
-from pala.runtime import Interrupt, can_survive, say
+from pala.system.errors import EndError
+from pala.system.runtime import Interrupt, can_survive, say
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from pala.faults import Barrier, Deaths, is_death, wait_quietly
-from pala.runtime import Interrupt
+from pala.system.runtime import Interrupt
+from pala.transport.faults import Barrier, Deaths, is_death, wait_quietly
 
 _MODEL_TAG, _CONTROL_TAG = 1, 2
 _HURRY_SLEEP_S, _BUSY_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.1

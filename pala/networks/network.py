@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pala.config import NetworkConfig
-from pala.errors import PalaError
+from pala.system.errors import PalaError
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 

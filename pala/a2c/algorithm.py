@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pala import checkpoint
-from pala.agent import build_agent
-from pala.checkpoint import RankState
+from pala.a2c.agent import build_agent
+from pala.a2c.learner import Learner
 from pala.exchange import Exchange, check_placement, make_exchange
 from pala.exchange.base import ModelExchange
-from pala.learner import Learner
-from pala.ranks import collectively
-from pala.training import Training
+from pala.run import checkpoint
+from pala.run.checkpoint import RankState
+from pala.run.session import Training
+from pala.transport.ranks import collectively
 
 
 class A2CTraining(Training):

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pala.a2c.returns import advantages_and_returns
 from pala.config import A2CConfig
-from pala.networks import Categorical, FlatParameters, Gaussian
-from pala.rollout import advantages_and_returns
-from pala.tape import Tape
+from pala.networks.network import Categorical, FlatParameters, Gaussian
+from pala.networks.tape import Tape
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pala.conv_tape import ConvTape
-from pala.tape import Tape
+from pala.networks.conv_tape import ConvTape
+from pala.networks.tape import Tape
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 

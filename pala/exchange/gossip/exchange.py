@@ -20,14 +20,14 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pala.config import ExchangeConfig
-from pala.errors import PalaError
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import Stop
-from pala.exchange.data_proxy import DataProxy
-from pala.exchange.payload import ReceiveBuffer, SendBuffer, make_payload
-from pala.exchange.protocol import GossipProtocol
+from pala.exchange.gossip.codecs import ReceiveBuffer, SendBuffer, make_payload
+from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Format, Kind, Message, Refusal, Wire, gossip_sizes
-from pala.runtime import Interrupt, say
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt, say
+from pala.transport.data_proxy import DataProxy
 
 _SEND_BUFFERS = 2
 _COMPLAIN_AFTER_S = 60.0

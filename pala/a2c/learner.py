@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.a2c import A2C, Rollout, UpdateResult
+from pala.a2c.update import A2C, Rollout, UpdateResult
 from pala.config import Config
 from pala.envs import Envs
-from pala.errors import PalaError
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
-from pala.loop import Counters, Loop, Means
-from pala.metrics import Record
-from pala.networks import FlatParameters
-from pala.runtime import Interrupt, say
-from pala.tape import Tape
+from pala.networks.network import FlatParameters
+from pala.networks.tape import Tape
+from pala.run.loop import Counters, Loop, Means
+from pala.run.metrics import Record
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt, say
 
 _MOST_SKIPPED_UPDATES = 100
 

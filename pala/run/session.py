@@ -19,22 +19,22 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pala import checkpoint, run_folder
-from pala.agent import build_envs
-from pala.checkpoint import RankState
+from pala.a2c.agent import build_envs
 from pala.config import Config, to_table
-from pala.console import Reporter
 from pala.envs import MakeEnv
-from pala.errors import CollectiveError, PalaError
 from pala.exchange import Exchange, ExchangeState, Stop, flat_checksum
-from pala.faults import among_the_living
-from pala.files import write_atomically
-from pala.loop import Counters, Loop
-from pala.metrics import MetricsWriter, Record, metrics_path
-from pala.networks import FlatParameters
-from pala.ranks import collectively, cores_per_rank
-from pala.runtime import Interrupt, process_age_s, say
-from pala.seeding import derive
+from pala.networks.network import FlatParameters
+from pala.run import checkpoint, run_folder
+from pala.run.checkpoint import RankState
+from pala.run.console import Reporter
+from pala.run.loop import Counters, Loop
+from pala.run.metrics import MetricsWriter, Record, metrics_path
+from pala.system.errors import CollectiveError, PalaError
+from pala.system.files import write_atomically
+from pala.system.runtime import Interrupt, process_age_s, say
+from pala.system.seeding import derive
+from pala.transport.faults import among_the_living
+from pala.transport.ranks import collectively, cores_per_rank
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pala.config import NetworkConfig
-from pala.errors import PalaError
-from pala.networks import Network
+from pala.networks.network import Network
+from pala.system.errors import PalaError
 
 
 class Tape(abc.ABC):
@@ -83,8 +83,8 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
         )
     if not written_out:
         return AutogradTape(network, config.precision)
-    from pala.conv_tape import ConvTape
-    from pala.graphed_tape import GraphedTape
+    from pala.networks.conv_tape import ConvTape
+    from pala.networks.graphed_tape import GraphedTape
 
     tape = ConvTape(network.trunk, network.heads, config.precision, max_passes, len(observations))
     return GraphedTape(tape, observations, max_passes) if config.passes == "cuda_graph" else tape

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pala.exchange.budget import Stop
-from pala.exchange.protocol import GossipProtocol
+from pala.exchange.gossip.protocol import GossipProtocol
 
 Range = tuple[float, float]
 Learn = Callable[[int, np.ndarray], None]

@@ -1,0 +1,1 @@
+"""Advantage actor-critic: returns, loss and update, the loop, and what its runs have of their own."""

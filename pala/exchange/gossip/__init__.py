@@ -1,0 +1,1 @@
+"""Gossip in layers: topology, process lock, protocol, mixing, codecs, driver."""

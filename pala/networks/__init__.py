@@ -1,0 +1,1 @@
+"""Networks, their flat parameters, and forward passes that are kept for one backward pass."""
