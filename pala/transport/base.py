@@ -1,0 +1,224 @@
+"""How a rank reaches the others: the seam between PALA and what carries its messages.
+
+| part | used | MPI | threads of one process | simulated |
+|---|---|---|---|---|
+| `Communicator` | collectives at the start and the end, and by exchanges that need every rank | `mpi.py` | `memory.py` | - |
+| `Transport` | messages from rank to rank, while training runs | `data_proxy.py` | `memory.py` | `virtual.py` |
+
+Nothing here knows what a message means, and nothing outside this package calls MPI but to start and end it, and the
+doctor.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from pala.system.runtime import Interrupt
+
+T = TypeVar("T")
+Reduction = Literal["sum", "max"]
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+class Packet(Protocol):
+    """What is sent: bytes, or in a simulated network anything. It may go to several peers."""
+
+    pending: int
+    """Copies that have not left yet: the sender may fill it anew when there are none."""
+
+    @property
+    def data(self) -> Any:
+        """uint8 [bytes]; of a simulated network whatever its receivers take."""
+
+    def ready(self) -> bool:
+        """False while its bytes are still being copied from a GPU."""
+
+
+class Bytes:
+    """A packet that is ready, with memory of its own: uint8 [bytes]."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.pending = data, 0
+
+    def ready(self) -> bool:
+        return True
+
+
+class Received(NamedTuple):
+    """A message that has come."""
+
+    source: int
+    data: Any  # what the packet held; bytes are the receiver's until its next bulk message
+    bulk: bool
+    took_s: float  # from when the receiver first saw it until it was whole
+    too_late: bool = False  # it took longer than `Receiver.patience_s`, and its memory had been given up
+
+
+class Receiver(abc.ABC):
+    """What a transport tells its rank. Calls come from whichever thread polls, one at a time."""
+
+    @abc.abstractmethod
+    def on_message(self, message: Received) -> None:
+        """A message is here, in the order in which its sender sent those of its kind (bulk or not)."""
+
+    @abc.abstractmethod
+    def on_death(self, rank: int) -> None:
+        """That rank has died; what was under way to or from it is lost."""
+
+    def on_tick(self) -> None:  # noqa: B027  most need none
+        """About ten times a second, however long the learner is busy: this rank is not suspended."""
+
+    @property
+    def patience_s(self) -> float:
+        """How long a bulk message may take to come before the next one may overtake it."""
+        return float("inf")
+
+    def memory_for(self, num_bytes: int) -> np.ndarray | None:
+        """Where the next bulk message is to be received, uint8 [at least num_bytes]; None: memory of its own."""
+        return None
+
+    def give_up_memory(self) -> None:  # noqa: B027
+        """The last of that memory is still being written to by a message that is too late: never use it again."""
+
+
+class Transport(abc.ABC):
+    """Messages of one rank. Making one is collective, closing it too; nothing else here is, and nothing waits."""
+
+    @abc.abstractmethod
+    def start(self, receiver: Receiver) -> None:
+        """From now on messages and deaths are told to `receiver`."""
+
+    @abc.abstractmethod
+    def now_s(self) -> float:
+        """A clock that only goes forward."""
+
+    @abc.abstractmethod
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        """Send `packet.data` soon; `packet.pending` rises by one now, and falls by one when it has left, or cannot.
+        `bulk`: a large message; a receiver takes them in one at a time. Any thread."""
+
+    def poll(self) -> None:  # noqa: B027  a simulated network has nothing to poll
+        """Move on what there is to send and to receive, at once. The learner's thread, without any lock held."""
+
+    def hurry(self, waiting: bool) -> None:  # noqa: B027
+        """Whether this rank's learner is waiting for a message. Any thread."""
+
+    def close(self, timeout_s: float, interrupt: Interrupt) -> None:  # noqa: B027
+        """Receive what is still coming until every rank that lives has closed; nothing may be sent any more. Collective.
+
+        Raises EndError if the others have not closed after `timeout_s` seconds, or soon after a signal.
+        """
+
+    def raise_failure(self) -> None:  # noqa: B027
+        """Raise in the caller's thread what ended the transport's own."""
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+class Deaths(abc.ABC):
+    """Which ranks have died, as far as this rank has been told. Not collective."""
+
+    ranks: set[int]
+
+    @abc.abstractmethod
+    def look(self) -> set[int]:
+        """Ranks that died since the last look."""
+
+    @abc.abstractmethod
+    def end_if_any(self) -> None:
+        """For an exchange that needs every rank: raise EndError if one has died."""
+
+
+class SharedBlock(abc.ABC):
+    """Memory that all ranks of one host see."""
+
+    data: np.ndarray  # uint8 [bytes], zeros at first
+
+    @abc.abstractmethod
+    def fence(self) -> None:
+        """What was written before is seen by others before what is written after."""
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """The array must not be used any more. Collective."""
+
+
+class Living(abc.ABC):
+    """Those ranks that live, inside `Communicator.among_the_living`. Every method is collective among them."""
+
+    members: Sequence[int]
+    """Their ranks, rising."""
+
+    @abc.abstractmethod
+    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
+        """In place: the sum or maximum over all members, element by element; waited for asleep."""
+
+    @abc.abstractmethod
+    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
+        """In place: what the first of the members has; waited for asleep."""
+
+
+class Communicator(abc.ABC):
+    """The ranks of one job. Every method says whether it is collective; those that are wait asleep for the slowest."""
+
+    rank: int
+    size: int
+    host: str
+    """Name of the host that this rank is on."""
+
+    @abc.abstractmethod
+    def meet(self) -> None:
+        """Wait until every rank is here. Collective."""
+
+    @abc.abstractmethod
+    def allgather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Collective."""
+
+    @abc.abstractmethod
+    def bcast(self, value: T, root: int = 0) -> T:
+        """The root's value. Collective."""
+
+    @abc.abstractmethod
+    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+        """In place: the root's array. Collective."""
+
+    @abc.abstractmethod
+    def barrier(self) -> Callable[[], bool]:
+        """Begin a barrier; what is returned says whether all have come, and never waits. Collective."""
+
+    @abc.abstractmethod
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        """In place: the sum or maximum over all ranks. It may spin while it waits: `barrier` first. Collective."""
+
+    @abc.abstractmethod
+    def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+        """`action(those who live)`, in which it may communicate; if one dies meanwhile, all do it again without it.
+        Collective, for all who live. Raises EndError when the others do not come within `timeout_s` (None: no limit),
+        or soon after a signal."""
+
+    @abc.abstractmethod
+    def deaths(self) -> Deaths:
+        """A watch of its own. Not collective."""
+
+    @abc.abstractmethod
+    def open_transport(self) -> Transport:
+        """Collective."""
+
+    @abc.abstractmethod
+    def are_on_one_host(self) -> bool:
+        """Whether all ranks share memory. Collective."""
+
+    @abc.abstractmethod
+    def share_memory(self, num_bytes: int) -> SharedBlock:
+        """For ranks of one host. Collective. Raises PalaError if there is not as much shared memory."""
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What carries the messages, for run.json: `mpi`, `mpi_standard`, `mpi_thread_level`. Not collective."""
