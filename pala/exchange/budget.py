@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pala.exchange.gossip import topology as graph
-
 
 class Stop(enum.IntEnum):
     """Why training ends."""
@@ -33,7 +31,7 @@ class StepBudget:
         self.rank, self.size = rank, size
         self.budget_steps, self.base_steps = budget_steps, base_steps
         self.local_steps = np.array(np.zeros(size) if local_steps is None else list(local_steps), np.uint64)
-        self.stop = Stop.NONE
+        self.stop = Stop.NONE  # why training ends here
         self.living: Sequence[int] = range(size)  # a list once a rank is dead: 10,000 such lists would take 4 GB
         self._stop_told = False
         self._check_budget()
@@ -70,8 +68,14 @@ class StepBudget:
         if self.stop is Stop.NONE or self._stop_told:
             return ()
         self._stop_told = True
-        return graph.broadcast_peers(self.rank, self.living)
+        return broadcast_peers(self.rank, self.living)
 
     def _check_budget(self) -> None:
         if self.global_steps >= self.budget_steps:
             self.stop_now(Stop.BUDGET)
+
+
+def broadcast_peers(rank: int, living: Sequence[int]) -> tuple[int, ...]:
+    """Whom to tell a piece of news so that, passed on once by everyone, it reaches all in log2 n hops."""
+    n, place = len(living), living.index(rank)
+    return tuple(living[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from pala.config import EnvConfig, GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.wire import NOTHING, Format, Kind, Message, Refusal, Sizes, Wire
+from pala.exchange.wire import NOTHING, Format, Message, Refusal, Sizes, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
+from pala.gorila.messages import Kind
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard, slices
