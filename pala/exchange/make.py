@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 
-from mpi4py import MPI
 from torch import Tensor
 
 from pala.config import Config, ExchangeConfig
@@ -15,11 +14,11 @@ from pala.exchange.kinds import kind_of
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.system.runtime import Interrupt
-from pala.system.seeding import derive
+from pala.transport.base import Communicator
 
 
 def make_exchange(
-    comm: MPI.Comm, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
+    comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
 ) -> ModelExchange:
     """The exchange that the configuration names, on a flat parameter vector. Collective."""
     kind, budget_steps = config.exchange.kind, config.total_steps
@@ -29,11 +28,10 @@ def make_exchange(
         return AllReduce(comm, parameters, budget_steps, start, interrupt)
     if kind == "shared_memory":
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt)
-    seed = int(derive(config.seed, 0, "topology")[0])
-    return Gossip(comm, parameters, signature, config.exchange, budget_steps, seed, start, interrupt)
+    return Gossip(comm, parameters, signature, config, start, interrupt)
 
 
-def check_placement(comm: MPI.Comm, config: ExchangeConfig) -> None:
+def check_placement(comm: Communicator, config: ExchangeConfig) -> None:
     """Raise PalaError if the ranks are where this exchange cannot work. Collective."""
     if kind_of(config).one_host:
         check_one_host(comm)
