@@ -1,4 +1,4 @@
-"""Tables and a picture of what measure.py found: python results/why/report.py OUTPUT.jsonl ...
+"""Tables and a picture of what measure.py found: python results/why/report.py OUTPUT.jsonl[.gz] ...
 
 Writes table.md and why.png beside this file.
 """
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from pala.benchmark.report import table
 from pala.plot import COLOURS, write_picture
+from pala.system.files import read_bytes
 
 HERE = Path(__file__).parent
 COLUMNS = {  # key: (heading, form)
@@ -34,7 +35,7 @@ PANELS = ("mean_return", "gradient_cosine_between", "policy_kl", "distance")
 
 def main() -> None:
     """Read all rows, write the table and the picture."""
-    rows = [json.loads(line) for file in sys.argv[1:] for line in Path(file).read_text().splitlines()]
+    rows = [json.loads(line) for file in sys.argv[1:] for line in read_bytes(Path(file)).splitlines()]
     if len(kinds := {(row["ranks"], row["segments"], row["asked_steps"]) for row in rows}) > 1:
         sys.exit(f"The files are not of one experiment: ranks, segments and steps are {sorted(kinds)}.")
     variants = list(dict.fromkeys(row["variant"] for row in rows))
