@@ -26,8 +26,10 @@ from pala.a2c.learner import Learner
 from pala.a2c.update import clip_gradient_, rmsprop_
 from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
-from pala.exchange import ExchangeState, Stop, make_exchange
+from pala.exchange.base import ExchangeState
+from pala.exchange.budget import Stop
 from pala.exchange.gossip.codecs import ReceiveBuffer, SendBuffer, make_payload
+from pala.exchange.make import make_exchange
 from pala.exchange.wire import Kind, Message, Wire, gossip_sizes
 from pala.networks.network import ActorCritic
 from pala.run.loop import Counters

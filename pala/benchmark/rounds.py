@@ -25,7 +25,7 @@ from pala.benchmark.measure import (
 )
 from pala.benchmark.worker import Request
 from pala.config import Config, check_exchange
-from pala.exchange import check_placement
+from pala.exchange.make import check_placement
 from pala.system.errors import PalaError
 from pala.system.runtime import process_age_s
 from pala.system.seeding import derive

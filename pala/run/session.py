@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from pala.a2c.agent import build_envs
 from pala.config import Config, to_table
 from pala.envs import MakeEnv
-from pala.exchange import Exchange, ExchangeState, Stop, flat_checksum
+from pala.exchange.base import Exchange, ExchangeState
+from pala.exchange.budget import Stop
+from pala.exchange.make import flat_checksum
 from pala.networks.network import FlatParameters
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState

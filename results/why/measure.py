@@ -130,7 +130,8 @@ class Segments:
     def segment(self, steps: int) -> dict[str, Any]:
         """Train for `steps` of all ranks, then probe. Collective."""
         from pala.a2c.learner import Learner
-        from pala.exchange import ExchangeState, make_exchange
+        from pala.exchange.base import ExchangeState
+        from pala.exchange.make import make_exchange
         from pala.run.loop import Counters
 
         agent, comm, interrupt = self.agent, self.comm, Interrupt()
