@@ -25,9 +25,9 @@ from pala.simulate.costs import Costs, costs_of, read_benchmark
 from pala.simulate.gossip import predict_gossip, predict_shared_memory
 from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
+from pala.system.command_line import read_command
 from pala.system.errors import PalaError, nearest
 from pala.system.files import make_output_folder, write_atomically
-from pala.train import read_command
 
 _PROGRAM = "pala.simulate predict"
 _GOSSIP = ("random", "exponential", "ring", "complete")

@@ -1,7 +1,6 @@
 """One whole episode of a policy as an MP4 file, as `python -m pala.evaluate RUN --video FILE.mp4` records it.
 
 Atari is shown by a twin in colour of the policy's own environment; other environments render themselves.
-As in `evaluate`, numpy and torch are imported inside the functions.
 """
 
 from __future__ import annotations
@@ -11,20 +10,23 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.evaluate import check_numbers, load_policy, short_number, whole_games
-from pala.run.run_folder import load_make_env
+from pala.envs import Envs, Episode, MakeEnv, atari_rom, make_envs
+from pala.evaluation.play import check_numbers, whole_games
+from pala.evaluation.policy import Actor, load_policy
+from pala.report.text import short_number
+from pala.run import run_folder
 from pala.system.errors import PalaError
+from pala.system.seeding import derive
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from pala.envs import Envs, Episode, MakeEnv
-    from pala.evaluate import Actor
-
-    Screen = Callable[[np.ndarray | None], np.ndarray]  # actions (None: before the first) -> RGB uint8 [H, W, 3]
+Screen = Callable[["np.ndarray | None"], np.ndarray]  # actions (None: before the first) -> RGB uint8 [H, W, 3]
 
 _MOST_VIDEO_STEPS = 20_000
 _LEAST_VIDEO_WIDTH = 320  # pixels
@@ -36,18 +38,13 @@ def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int) -
 
     At most 20,000 steps are recorded. Raises PalaError.
     """
-    import torch
-
-    from pala.run import run_folder
-    from pala.system.seeding import derive
-
     check_numbers(seed=(seed, 0), threads=(threads, 1))
     if file.suffix != ".mp4":
         raise PalaError(f"Video '{file}' must have a name that ends in '.mp4'.")
     torch.set_num_threads(threads)
     config = run_folder.config_of(run)
     seeds = derive(seed, 0, "video environment")
-    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), load_make_env(run), seeds, threads)
+    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), run_folder.load_make_env(run), seeds, threads)
     try:
         act = load_policy(run, config, envs).actor(greedy, int(derive(seed, 0, "video actions")[0]))
         ended: list[Episode] = []
@@ -76,8 +73,6 @@ def _film(envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list
 
 def _stage(env: EnvConfig, make_env: MakeEnv | None, seeds: np.ndarray, threads: int) -> tuple[Envs, Screen, float]:
     """One environment for the policy, what it is seen with, and pictures a second."""
-    from pala.envs import make_envs
-
     if make_env is None and env.id.startswith("ALE/"):
         return make_envs(env, threads), _atari_screen(env, seeds), _ATARI_FRAMES_PER_S / env.frame_skip
     rendered = _rendered_env(env, make_env)
@@ -91,11 +86,7 @@ def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
     Unlike `gymnasium.make` with `AtariPreprocessing`, which begins an episode without pressing FIRE and draws its
     no-ops and sticky actions otherwise, it shows just what the policy saw, the last two frames max-pooled.
     """
-    import numpy as np
-    from ale_py import AtariVectorEnv
-    from gymnasium.vector import AutoresetMode
-
-    from pala.envs import atari_rom
+    from ale_py import AtariVectorEnv  # not installed where only other environments are played
 
     twin = AtariVectorEnv(
         atari_rom(env.id), num_envs=1, num_threads=1, max_num_frames_per_episode=env.max_episode_frames,
@@ -113,8 +104,6 @@ def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
 
 def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
     """An environment that draws pictures. Raises PalaError if it cannot."""
-    import gymnasium
-
     if make_env is None:
         try:
             return gymnasium.make(env.id, render_mode="rgb_array")
@@ -131,9 +120,6 @@ def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
 
 
 def _screen_of(rendered: Any) -> Screen:
-    import gymnasium
-    import numpy as np
-
     def screen(actions: np.ndarray | None) -> np.ndarray:
         del actions
         try:
