@@ -20,7 +20,7 @@ from pala.exchange.gossip import topology as graph
 from pala.exchange.gossip.protocol import GossipProtocol, Mix
 from pala.simulate.check import try_all
 from pala.simulate.schedules import MIXINGS, NETWORKS, STALENESS, TOPOLOGIES, InvariantError, check, schedule
-from pala.transport.virtual import Scenario, VirtualCluster
+from pala.simulate.virtual_cluster import Scenario, VirtualCluster
 
 SIZES = [1, 2, 3, 5, 8, 13]
 reproducible = settings(derandomize=True, deadline=None, max_examples=60)

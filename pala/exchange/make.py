@@ -15,7 +15,6 @@ from pala.exchange.kinds import kind_of
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.system.runtime import Interrupt
-from pala.system.seeding import derive
 
 
 def make_exchange(
@@ -29,8 +28,7 @@ def make_exchange(
         return AllReduce(comm, parameters, budget_steps, start, interrupt)
     if kind == "shared_memory":
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt)
-    seed = int(derive(config.seed, 0, "topology")[0])
-    return Gossip(comm, parameters, signature, config.exchange, budget_steps, seed, start, interrupt)
+    return Gossip(comm, parameters, signature, config, start, interrupt)
 
 
 def check_placement(comm: MPI.Comm, config: ExchangeConfig) -> None:

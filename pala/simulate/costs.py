@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pala.exchange.wire import NOTHING, Wire, gossip_sizes
+from pala.exchange.gossip.messages import gossip_sizes
+from pala.exchange.wire import NOTHING, Wire
 from pala.system.errors import PalaError
 from pala.system.files import read_bytes
 
