@@ -25,7 +25,8 @@ from pala.config import Config, check, load_preset
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import Launch, die_with_launcher, prepare, say
-from pala.transport.ranks import abort, check_slurm_tasks, collectively, cores_per_rank, leave_mpi, start_mpi
+from pala.transport.agreement import collectively, cores_per_rank
+from pala.transport.mpi_process import abort, check_slurm_tasks, leave_mpi, start_mpi
 
 if TYPE_CHECKING:
     from pala.run.trainer import Result
@@ -81,7 +82,7 @@ def main() -> None:
         from pala.run import trainer
 
         preset = command.preset.stem if command.preset else ""
-        result = trainer.train(command.config, resume=command.resume, preset=preset, facts=facts)
+        result = trainer.train(comm, command.config, resume=command.resume, preset=preset, facts=facts)
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")

@@ -21,7 +21,7 @@ ENDLESS = ["--total-steps", "100000000"]
 
 PREPARED = """
 import numpy as np, torch
-from pala.transport.ranks import start_mpi
+from pala.transport.mpi_process import start_mpi
 comm = start_mpi()
 from pala.config import ExchangeConfig
 from pala.exchange.allreduce import AllReduce
@@ -87,11 +87,11 @@ exchange = SharedMemory(comm, parameters, config, 10**9, start, Interrupt())
 for round_ in range(5):
     x[:, round_] += np.arange(4)  # what the ranks learn
     parameters[round_] += comm.rank
-    comm.Barrier()  # else a rank that is ahead would find its buffer unread
+    comm.meet()  # else a rank that is ahead would find its buffer unread
     exchange.after_update(10, healthy=True)
     x = np.array([(x[i] + x[peers].sum(0)) / (1 + len(peers)) for i, peers in enumerate({senders})])
     np.testing.assert_allclose(parameters.numpy(), x[comm.rank], rtol=1e-5, atol=1e-5)
-comm.Barrier()  # who waits is let go when training ends
+comm.meet()  # who waits is let go when training ends
 exchange.stop_now(Stop.BUDGET)
 assert exchange.close(10) is Stop.BUDGET and exchange.global_steps == 4 * 5 * 10
 np.testing.assert_allclose(exchange.final_parameters(10).numpy(), x.mean(0), rtol=1e-5, atol=1e-5)
@@ -137,7 +137,7 @@ try:
 except PalaError as error:
     assert "no peer has sent finite ones" in str(error)
     print("not healed")
-comm.Barrier()
+comm.meet()
 """, tmp_path)  # fmt: skip
     assert output.count("passed") == output.count("not healed") == 4
 

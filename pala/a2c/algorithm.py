@@ -12,7 +12,7 @@ from pala.exchange.make import check_placement, make_exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.session import Training
-from pala.transport.ranks import collectively
+from pala.transport.agreement import collectively
 
 
 class A2CTraining(Training):

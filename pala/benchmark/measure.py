@@ -18,7 +18,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch.utils.flop_counter import FlopCounterMode
 
 from pala.a2c.agent import Agent
@@ -38,6 +37,7 @@ from pala.run.loop import Counters
 from pala.run.metrics import SECTIONS, Record
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive
+from pala.transport.base import Communicator
 
 _MATRIX = 1024  # rows and columns
 _PREPARED_ACTIONS = 64
@@ -220,7 +220,7 @@ class Trial:
     """Training on all ranks as `pala.train` does it, but for its files. Each run starts from the same weights."""
 
     def __init__(
-        self, comm: MPI.Comm, config: Config, envs: ContinuedEnvs, agent: Agent, first_weights: torch.Tensor
+        self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: Agent, first_weights: torch.Tensor
     ) -> None:
         self._comm, self._config, self._envs, self._agent = comm, config, envs, agent
         self._first_weights = first_weights

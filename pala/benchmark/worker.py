@@ -11,7 +11,8 @@ from pala.config import from_table
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
 from pala.system.runtime import prepare, say
-from pala.transport.ranks import abort, collectively, cores_per_rank, start_mpi
+from pala.transport.agreement import collectively, cores_per_rank
+from pala.transport.mpi_process import abort, start_mpi
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 
-from mpi4py import MPI
 from torch import Tensor
 
 from pala.config import Config, ExchangeConfig
@@ -15,10 +14,11 @@ from pala.exchange.kinds import kind_of
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.system.runtime import Interrupt
+from pala.transport.base import Communicator
 
 
 def make_exchange(
-    comm: MPI.Comm, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
+    comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
 ) -> ModelExchange:
     """The exchange that the configuration names, on a flat parameter vector. Collective."""
     kind, budget_steps = config.exchange.kind, config.total_steps
@@ -31,7 +31,7 @@ def make_exchange(
     return Gossip(comm, parameters, signature, config, start, interrupt)
 
 
-def check_placement(comm: MPI.Comm, config: ExchangeConfig) -> None:
+def check_placement(comm: Communicator, config: ExchangeConfig) -> None:
     """Raise PalaError if the ranks are where this exchange cannot work. Collective."""
     if kind_of(config).one_host:
         check_one_host(comm)

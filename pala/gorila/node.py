@@ -28,7 +28,7 @@ from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard, slices
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
-from pala.transport.data_proxy import Block
+from pala.transport.base import Bytes
 
 
 class Formats(NamedTuple):
@@ -72,7 +72,7 @@ class Node:
 
     def __init__(
         self, budget: StepBudget, roles: Roles, config: GorilaConfig, wire: Wire, formats: Formats,
-        version: int, shard: Shard | None, store: ReplayStore | None, send: Callable[[int, np.ndarray], Block],
+        version: int, shard: Shard | None, store: ReplayStore | None, send: Callable[[int, np.ndarray], Bytes],
     ) -> None:  # fmt: skip
         """`version`: of the parameters that all begin with. `shard`, `store`: of a rank that has such a role.
         `send(rank, bytes)`: takes the bytes over."""
@@ -111,7 +111,7 @@ class Node:
         else:
             self._send_arrays(replay, Kind.RESET, self._formats.reset, frames)
 
-    def experienced(self, experience: Experience) -> Block | None:
+    def experienced(self, experience: Experience) -> Bytes | None:
         """What `stepped` counted. Returns the message, if one is needed."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
@@ -355,7 +355,7 @@ class Node:
         data[self._wire.control_bytes :] = payload
         self._post(rank, Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.local_steps), data)
 
-    def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any) -> Block:
+    def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any) -> Bytes:
         header = self._wire.control_bytes
         data = np.empty(header + format_.sizes[-1], np.uint8)
         used = format_.encode(value, data[header:])
@@ -363,7 +363,7 @@ class Node:
         message = Message(kind, self._rank, 0, 1.0, stop, steps, Format.ARRAYS)
         return self._post(rank, message, data[: header + len(used)])
 
-    def _post(self, rank: int, message: Message, data: np.ndarray) -> Block:
+    def _post(self, rank: int, message: Message, data: np.ndarray) -> Bytes:
         self._wire.encode(message, data)
         self.counts["bytes_sent"] += len(data)
         return self._send_bytes(rank, data)

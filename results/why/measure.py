@@ -32,7 +32,8 @@ from pala.config import Config, load_preset
 from pala.run.run_folder import provenance
 from pala.system.runtime import Interrupt, prepare
 from pala.system.seeding import derive
-from pala.transport.ranks import abort, cores_per_rank, start_mpi
+from pala.transport.agreement import cores_per_rank
+from pala.transport.mpi_process import abort, start_mpi
 
 PRESET = Path(__file__).parent.parent.parent / "configs/quickstart.toml"
 ROLLOUTS = 8  # of a probe, a rank

@@ -1,7 +1,4 @@
-"""Starting MPI, and agreeing at the start: the only collectives before training. No torch here.
-
-An error that one rank meets while all ranks start is raised on all of them, so that none waits for ever.
-"""
+"""Starting and ending MPI in this process. Nothing here loads torch, and MPI itself only when it is started."""
 
 from __future__ import annotations
 
@@ -13,24 +10,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 import mpi4py
 
-from pala.config import Config, flatten, to_table
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.system.runtime import Launch, can_survive, say, share_of_cores
+from pala.system.runtime import Launch, say
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from pala.transport.mpi import MpiCommunicator
 
-T = TypeVar("T")
 _FINALIZE_S = 60.0
 _ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
 
 
-def start_mpi() -> MPI.Comm:
-    """Initialise MPI, if that is still to be done, and return the world. Raises PalaError."""
+def start_mpi() -> MpiCommunicator:
+    """Initialise MPI, if that is still to be done, and return all ranks of the job. Raises PalaError."""
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = True
     try:
@@ -54,7 +49,9 @@ def start_mpi() -> MPI.Comm:
     if ranks > 1 and MPI.COMM_WORLD.size == 1:
         by_srun = os.environ.get("SLURM_STEP_NUM_TASKS") == str(ranks)
         raise CollectiveError(_apart(ranks, library) if by_srun else _mixed(ranks, library))
-    return MPI.COMM_WORLD
+    from pala.transport.mpi import MpiCommunicator
+
+    return MpiCommunicator(MPI.COMM_WORLD)
 
 
 def _apart(ranks: int, library: str) -> str:
@@ -83,47 +80,14 @@ def check_slurm_tasks(size: int) -> None:
         say(f"Slurm has allocated {tasks} tasks, but this job has {ranks}; `mpirun -np` and `--ntasks` should agree.")
 
 
-def meet(comm: MPI.Comm) -> None:
-    """Wait asleep until every rank is here. Collective.
-
-    Ranks load torch at different speeds, and MPI's blocking collectives spin: where ranks share cores, those that wait
-    would take the time of those that are waited for.
-    """
-    here, sleep_s = comm.Ibarrier(), 1e-4
-    while not here.Test():
-        time.sleep(sleep_s)
-        sleep_s = min(2 * sleep_s, 0.01)
-
-
-def cores_per_rank(comm: MPI.Comm) -> int:
-    """Threads that this rank may use. Collective."""
-    from mpi4py import MPI
-
-    meet(comm)
-    mine = set(os.sched_getaffinity(0))
-    ranks = comm.allgather((MPI.Get_processor_name(), mine))
-    host = MPI.Get_processor_name()
-    return share_of_cores(mine, [cores for name, cores in ranks if name == host])
-
-
-def num_dead(comm: MPI.Comm) -> int:
-    """Ranks that this one has been told are dead; 0 where nobody would outlive them."""
-    return comm.Get_failed().size if can_survive() else 0
-
-
-def is_alone(comm: MPI.Comm) -> bool:
-    """True if the job ends when this rank does: no other lives, or none would survive it."""
-    return not can_survive() or num_dead(comm) == comm.size - 1
-
-
-def leave_mpi(comm: MPI.Comm) -> Callable[[int], NoReturn]:
+def leave_mpi(comm: MpiCommunicator) -> Callable[[int], NoReturn]:
     """Let the other ranks end; returns how this one is to exit, with which status. Collective, unless somebody died.
 
     MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death nobody calls it.
     """
     from mpi4py import MPI
 
-    if num_dead(comm) > 0:
+    if comm.num_dead > 0:
         return _exit_at_once
     faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # somebody may die now, still
     MPI.Finalize()
@@ -137,59 +101,25 @@ def _exit_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def abort(comm: MPI.Comm, error: BaseException) -> NoReturn:
+def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
     """Say what went wrong on this rank and end it; and with it the job on all ranks, where others cannot go on without
     this one."""
-    from pala.transport.faults import is_death
+    from pala.transport.mpi import is_death
 
     status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1
     if isinstance(error, PalaError):
         say(f"pala: error: {error}")
     elif is_death(error):
         say(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
-        comm.Abort(1)
+        comm.mpi.Abort(1)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         say(f"pala: error: rank {comm.rank}: {error}. What was written before is kept: make room, then `--resume`.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        say(f"pala: rank {comm.rank} failed; {'the job ends' if is_alone(comm) else 'the others go on'}.\n{text}")
-    if not is_alone(comm) and not isinstance(error, (EndError, KeyboardInterrupt)):
+        say(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")
+    if not comm.is_alone() and not isinstance(error, (EndError, KeyboardInterrupt)):
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
         time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
-    comm.Abort(status)
+    comm.mpi.Abort(status)
     raise error  # not reached
-
-
-def collectively(comm: MPI.Comm, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if any fails with PalaError or OSError, raise that on all. Collective."""
-    value, fault = None, None
-    try:
-        value = action()
-    except (PalaError, OSError) as error:
-        fault = str(error)
-    meet(comm)
-    faults = [(rank, text) for rank, text in enumerate(comm.allgather(fault)) if text is not None]
-    if not faults:
-        return value  # type: ignore[return-value]
-    everybody = len(faults) == comm.size and len({text for _, text in faults}) == 1
-    rank, text = faults[0]
-    raise CollectiveError(text if everybody else f"Rank {rank}: {text}")
-
-
-def check_agreement(comm: MPI.Comm, config: Config) -> None:
-    """Raise on all ranks if ranks were started with different configurations. Collective."""
-    mine = flatten(to_table(config))
-    meet(comm)
-    first = comm.bcast(mine)
-    differing = [key for key in mine if mine[key] != first.get(key)]
-
-    def check() -> None:
-        if differing:
-            key = differing[0]
-            raise PalaError(
-                f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
-                f"{first.get(key)!r}. Start all ranks with the same preset and options."
-            )
-
-    collectively(comm, check)
