@@ -22,8 +22,9 @@ from pala.gorila.roles import assign
 from pala.gorila.shard import Beginning, Shard, slices
 from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
+from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters
-from pala.networks.tape import Tape, make_tape
+from pala.networks.tape import Tape
 from pala.run.loop import Counters
 from pala.system.runtime import Interrupt
 from pala.transport.base import Bytes

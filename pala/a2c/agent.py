@@ -11,8 +11,9 @@ import torch
 from pala.a2c.update import A2C
 from pala.config import Config
 from pala.envs import Envs, MakeEnv, make_envs
+from pala.networks.make import make_tape
 from pala.networks.network import ActorCritic, FlatParameters
-from pala.networks.tape import Tape, make_tape
+from pala.networks.tape import Tape
 from pala.system.errors import PalaError
 from pala.system.runtime import say
 from pala.system.seeding import derive

@@ -22,7 +22,7 @@ from pala.benchmark.measure import (
     model_us,
     network_us,
 )
-from pala.benchmark.worker import Request
+from pala.benchmark.request import Request
 from pala.config import Config, check_exchange
 from pala.exchange.make import check_placement
 from pala.system.errors import PalaError

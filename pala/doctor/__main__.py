@@ -29,10 +29,10 @@ from pala.doctor.report import report
 from pala.doctor.trial import identified, try_mpirun
 from pala.doctor.watchdog import Watchdog
 from pala.run.run_folder import provenance
+from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
 from pala.system.runtime import can_survive, die_with_launcher, prepare, say
-from pala.train import read_command
 from pala.transport.agreement import cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 

@@ -8,6 +8,7 @@ training ends, nobody is answered any more: gradients that still come are applie
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -369,7 +370,7 @@ class Node:
 
 
 # The fields of `Roles` that the sender and the receiver of each kind have, any of them.
-_WAYS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_WAYS: dict[enum.IntEnum, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Kind.GRADIENT: (("learners",), ("shards",)),
     Kind.GRADIENT_AND_FETCH: (("learners",), ("shards",)),
     Kind.FETCH: (("learners", "actors"), ("shards",)),

@@ -24,8 +24,9 @@ from pala.gorila.roles import assign
 from pala.gorila.shard import Beginning, Shard, assemble, slices
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
+from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters
-from pala.networks.tape import Tape, make_tape
+from pala.networks.tape import Tape
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.session import Training

@@ -1,7 +1,4 @@
-"""What the protocol asks its driver to do, in this order. Pure.
-
-`local_steps` of a message is the protocol's own array: what performs an action encodes or copies it at once.
-"""
+"""What the protocol asks its driver to do. Pure."""
 
 from __future__ import annotations
 

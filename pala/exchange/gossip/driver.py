@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from pala.exchange.wire import Message, Refusal
 from pala.system.runtime import say
 from pala.transport.base import Packet, Received, Receiver, Transport
 
-_SNAPSHOTS = 2
+_SNAPSHOTS = 2  # that may be on their way
 _MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
@@ -76,13 +77,19 @@ class _Snapshot(NamedTuple):
 class GossipDriver(Receiver):
     """One rank's protocol over a transport. Every method but `start` may be called on either thread."""
 
-    def __init__(self, protocol: GossipProtocol, transport: Transport, models: Models) -> None:
+    def __init__(
+        self, protocol: GossipProtocol, transport: Transport, models: Models, num_snapshots: int = _SNAPSHOTS,
+        report: Callable[[str], None] = say,
+    ) -> None:  # fmt: skip
+        """`num_snapshots`: copies of the model that may be on their way, if the peers that they went to answer;
+        `report`: takes a sentence for people."""
         self.protocol, self.transport, self.models = protocol, transport, models
-        self.changed = threading.Condition()
-        """The lock; notified when something has come."""
+        self._num_snapshots, self._report = num_snapshots, report
+        self.lock = threading.RLock()
+        self._changed, self._num_waiting = threading.Condition(self.lock), 0
         self.counts: Counter[str] = Counter()  # for the metrics; whoever reads them may empty it
         self.distances: list[Any] = []
-        self._snapshots = [_Snapshot(models.new_snapshot(), ()) for _ in range(_SNAPSHOTS)]
+        self._snapshots = [_Snapshot(models.new_snapshot(), ()) for _ in range(num_snapshots)]
         self._complained_of: set[int] = set()
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
@@ -94,26 +101,31 @@ class GossipDriver(Receiver):
 
     def finish_update(self, steps: int, healthy: bool) -> None:
         """One update from `steps` steps is done; `healthy`: the model is finite. `advance` must follow."""
-        with self.changed:
+        with self.lock:
             self._perform(self.protocol.update_finished(self.transport.now_s(), steps, healthy))
 
     def advance(self) -> bool:
         """Send, mix and give credit as is due. True if the next update may begin; else ask again when something has
         come, or after a while."""
-        with self.changed:
-            snapshot = self._free_snapshot()
-            actions = self.protocol.advance(self.transport.now_s(), can_send=snapshot is not None)
+        with self.lock:
+            actions = self.protocol.advance(self.transport.now_s(), self._can_send)
             self._perform(actions)
             return isinstance(actions[-1], GoOn)
 
+    def wait(self, timeout_s: float) -> None:
+        """Until something has come; asleep. With the lock held, which is given up meanwhile."""
+        self._num_waiting += 1
+        self._changed.wait(timeout_s)
+        self._num_waiting -= 1
+
     def end(self, reason: Stop) -> None:
         """This rank ends training: tell the others."""
-        with self.changed:
+        with self.lock:
             self._perform(self.protocol.end(reason))
 
     def finish(self) -> None:
         """The transport has closed: mix whatever has come."""
-        with self.changed:
+        with self.lock:
             self._perform(self.protocol.finish())
 
     # ---- the transport's calls -----------------------------------------------------------------------------------
@@ -122,7 +134,7 @@ class GossipDriver(Receiver):
         source, opened = message.source, self.models.open(message)
         if opened.message is not None and opened.message.sender != source:
             opened = Opened(None, Refusal(f"it says it comes from rank {opened.message.sender}"))
-        with self.changed:
+        with self.lock:
             if opened.message is not None:
                 rejected = opened.refusal is not None
                 self._perform(
@@ -132,15 +144,15 @@ class GossipDriver(Receiver):
                 self._perform(self.protocol.unreadable_model_came(source))
             if opened.refusal is not None:
                 self._complain(source, opened.refusal)
-            self.changed.notify_all()
+            self._notify()
 
     def on_death(self, rank: int) -> None:
-        with self.changed:
+        with self.lock:
             self._perform(self.protocol.peer_died(rank))
-            self.changed.notify_all()
+            self._notify()
 
     def on_tick(self) -> None:
-        with self.changed:
+        with self.lock:
             self.protocol.clock(self.transport.now_s())
 
     @property
@@ -154,6 +166,10 @@ class GossipDriver(Receiver):
         self.models.give_up_memory()
 
     # ---- with the lock held --------------------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        if self._num_waiting > 0:
+            self._changed.notify_all()
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -182,6 +198,9 @@ class GossipDriver(Receiver):
         self.counts["models_sent"] += len(action.peers)
         self.counts["bytes_sent"] += len(action.peers) * num_bytes
 
+    def _can_send(self) -> bool:
+        return self._free_snapshot() is not None
+
     def _free_snapshot(self) -> int | None:
         """The index of one that has left. If peers that do not answer hold all, there is one more, which is given up
         when they answer again."""
@@ -191,7 +210,7 @@ class GossipDriver(Receiver):
             snapshots.append(_Snapshot(self.models.new_snapshot(), ()))
             return len(snapshots) - 1
         for index in reversed(free[1:]):
-            if len(snapshots) > _SNAPSHOTS:
+            if len(snapshots) > self._num_snapshots:
                 del snapshots[index]
         return free[0] if free else None
 
@@ -210,7 +229,7 @@ class GossipDriver(Receiver):
         """Once for each peer."""
         if source not in self._complained_of:
             self._complained_of.add(source)
-            say(
+            self._report(
                 f"[rank {self.protocol.rank}] refused a model from rank {source}: {refusal.reason}. "
                 "Later ones are only counted."
             )

@@ -68,7 +68,7 @@ class Gossip(ModelExchange):
 
     def after_update(self, steps: int, healthy: bool) -> bool:
         mixes = self._driver.counts["mixes"]
-        with self._driver.changed:
+        with self._driver.lock:
             self._driver.finish_update(steps, healthy)
             if not self._driver.advance():
                 self._wait()
@@ -96,7 +96,7 @@ class Gossip(ModelExchange):
 
     def metrics(self) -> dict[str, Any]:
         driver = self._driver
-        with driver.changed:
+        with driver.lock:
             counts = driver.counts + self._protocol.counts
             driver.counts, self._protocol.counts = Counter(), Counter()
             distances, driver.distances = driver.distances, []
@@ -105,7 +105,7 @@ class Gossip(ModelExchange):
         return {"consensus_distance": consensus, "push_sum_weight": weight} | {key: counts[key] for key in _COUNTS}
 
     def state(self) -> ExchangeState:
-        with self._driver.changed:
+        with self._driver.lock:
             budget = self._protocol.budget
             lost = [rank for rank in range(budget.size) if rank not in budget.living]
             steps = [int(s) for s in budget.local_steps]
@@ -118,7 +118,7 @@ class Gossip(ModelExchange):
         complain = begin + _COMPLAIN_AFTER_S
         self._transport.hurry(True)
         while not self._driver.advance():
-            self._driver.changed.wait(_LOOK_S)
+            self._driver.wait(_LOOK_S)
             self._transport.raise_failure()
             if self._interrupt.signal is not None:
                 self._driver.end(Stop.SIGNAL)

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pala.exchange.budget import StepBudget, Stop
@@ -86,6 +86,7 @@ class GossipProtocol:
         self._now_s = -math.inf  # when the clock was last looked at
         self._resumed_s = math.nan  # when this update began
         self._update_s = math.inf  # what an update usually takes
+        self.patience_s = math.inf  # how long others may keep this rank waiting: longer if its own updates take long
         self._transfer_s = 0.0  # what a model usually takes to come
         self._between_updates = False
         self._waits_since_s = self._sent_again_s = math.inf
@@ -140,19 +141,18 @@ class GossipProtocol:
         self.budget.add_steps(steps)
         return self._tell_stop()
 
-    def advance(self, now_s: float, can_send: bool = True) -> list[Action]:
+    def advance(self, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
         """After `update_finished`, and again while it says `Wait`. The last action is `GoOn` or `Wait`.
 
-        `can_send`: there is memory for a snapshot of the model.
+        `can_send`: whether there is memory for a snapshot of the model.
         """
         self.clock(now_s)
-        actions = self._drop_parts() if self.must_wait else []
-        actions += self._send_owed(can_send)
+        actions = self._send_owed(can_send)
         if self.must_wait:
-            return [*actions, Wait()]
+            return [*actions, *self._drop_parts(), Wait()]
         self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
         self._between_updates, self._resumed_s = False, self._now_s
-        if self.can_mix if self.has_model else self._whole_came:
+        if self._mix_is_due:
             actions += self._mix(give_credit=True)
         return [*actions, GoOn()]
 
@@ -199,11 +199,6 @@ class GossipProtocol:
         return self.budget.living
 
     @property
-    def patience_s(self) -> float:
-        """How long others may keep this rank waiting: longer if its own updates take long."""
-        return max(self.rules.patience_s, 5 * self._update_s)
-
-    @property
     def transfer_patience_s(self) -> float:
         """How long a model may be on its way: longer on a slow link."""
         return max(self.patience_s, 5 * self._transfer_s)
@@ -223,20 +218,25 @@ class GossipProtocol:
         return self.staleness > self.rules.max_staleness and not self._gave_up and not self.can_mix
 
     @property
+    def _mix_is_due(self) -> bool:
+        """A rank that has no model takes any whole one."""
+        return self.can_mix if self.has_model else self._whole_came
+
+    @property
     def can_mix(self) -> bool:
         """True if a full round of models has come, and at least one could be accepted."""
         return len(self._inbox) > 0 and 0 < self._models_a_round <= len(self._inbox) + self._num_rejected
 
     # ---- models and credits --------------------------------------------------------------------------------------
 
-    def _send_owed(self, can_send: bool) -> list[Action]:
+    def _send_owed(self, can_send: Callable[[], bool]) -> list[Action]:
         """To the peers that are owed a model and whose lock is free."""
         if not self._owed or self.budget.stop is not Stop.NONE or not self.has_model:
             return []
         peers = tuple(dict.fromkeys(peer for peer in self._owed if self.lock.is_free(peer)))
         if not peers:
             return []
-        if not can_send:
+        if not can_send():
             self.counts["sends_without_buffer"] += 1
             return []
         whole = self._num_sends % self.rules.whole_every == 0 or not self._wants_whole.isdisjoint(peers)
@@ -335,6 +335,7 @@ class GossipProtocol:
             self._update_s = took_s if took_s >= 0 else math.inf  # not a number: it was never started
         else:
             self._update_s = 0.8 * self._update_s + 0.2 * min(took_s, 2 * self.patience_s)
+        self.patience_s = max(self.rules.patience_s, 5 * self._update_s)
 
     def _next_peers(self) -> tuple[int, ...]:
         """Begin a new round of sending."""
