@@ -29,7 +29,7 @@ from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, check_slurm_tasks, leave_mpi, start_mpi
 
 if TYPE_CHECKING:
-    from pala.run.trainer import Result
+    from pala.run.session import Result
 
 _PROGRAM = "pala.train"
 
@@ -79,10 +79,10 @@ def main() -> None:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
         cores = cores_per_rank(comm)
         prepare(command.config.run.threads or cores)
-        from pala.run import trainer
+        from pala.run.session import run_session
 
         preset = command.preset.stem if command.preset else ""
-        result = trainer.train(comm, command.config, resume=command.resume, preset=preset, facts=facts)
+        result = run_session(comm, command.config, resume=command.resume, preset=preset, facts=facts)
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")

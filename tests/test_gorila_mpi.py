@@ -118,7 +118,7 @@ config = Config(
     run=RunConfig(name="r", tensorboard=False, log_interval_s=0.5), evaluation=EvaluationConfig(episodes=0),
 )
 if __name__ == "__main__":
-    pala.train(config, make_env=Corridor)
+    pala.fit(config, make_env=Corridor)
 """
 
 

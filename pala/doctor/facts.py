@@ -263,7 +263,7 @@ def with_torch(host: Host) -> Host:
     """And what torch and ale-py tell of it: takes seconds, so for one rank of a host."""
     import torch
 
-    from pala.a2c.agent import has_bfloat16
+    from pala.system.device import has_bfloat16
 
     return replace(
         host,
