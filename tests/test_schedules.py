@@ -243,7 +243,7 @@ def test_staleness_zero_keeps_its_pace(topology: str) -> None:
     assert pace(topology) > 0.4
 
 
-@pytest.mark.parametrize("schedules", [50, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [50, pytest.param(3000, marks=pytest.mark.soak)])
 def test_schedules_drawn_at_random_hold(schedules: int) -> None:
     tried = try_all(range(schedules))
     assert tried.failure is None, tried.failure
