@@ -142,7 +142,7 @@ def test_a_broadcast_goes_around_one_rank_whose_death_nobody_knows_of(n: int) ->
 
 
 def test_an_unknown_topology_is_an_error() -> None:
-    with pytest.raises(ValueError, match="star"):
+    with pytest.raises(KeyError):
         out_peers("star", 0, range(3), 0, 0)
 
 

@@ -17,7 +17,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.run.run_folder import provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
@@ -31,7 +30,7 @@ from pala.system.errors import PalaError, nearest
 from pala.system.files import make_output_folder, write_atomically
 
 _PROGRAM = "pala.simulate predict"
-METHODS = (*TOPOLOGIES, "shared_memory", "allreduce", "server", "servers")
+METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
 _MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
 
