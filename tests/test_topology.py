@@ -10,6 +10,7 @@ import pytest
 
 from pala.config import ExchangeConfig
 from pala.exchange.budget import broadcast_peers
+from pala.exchange.gossip.codecs import CODECS
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES, num_in_peers, out_peers
 
@@ -146,7 +147,8 @@ def test_an_unknown_topology_is_an_error() -> None:
         out_peers("star", 0, range(3), 0, 0)
 
 
-def test_the_configuration_offers_every_topology_and_mixing_rule() -> None:
+def test_the_configuration_offers_every_topology_mixing_rule_and_codec() -> None:
     hints = typing.get_type_hints(ExchangeConfig)
     assert set(typing.get_args(hints["topology"])) == {"auto", *TOPOLOGIES}
     assert typing.get_args(hints["mixing"]) == tuple(RULES)
+    assert typing.get_args(hints["compression"]) == tuple(CODECS)
