@@ -17,6 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import cloudpickle
+
 from pala.config import Config, from_table, to_table
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
@@ -178,8 +180,6 @@ def load_make_env(run: Path) -> MakeEnv | None:
     file = run / "make_env.pkl"
     if not file.exists():
         return None
-    import cloudpickle
-
     try:
         make_env: MakeEnv = cloudpickle.loads(file.read_bytes())
     except Exception as error:  # it is the user's code: anything may happen
