@@ -50,7 +50,7 @@ _PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Command:
-    """Measure training, its parts, and the floor that no training on this machine can be faster than."""
+    """Measure training, its parts, and the upper bound of its speed on this machine."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
     """TOML file with settings (configs/); the options below win over it. Otherwise the defaults: Pong as GALA."""
