@@ -726,7 +726,7 @@ def test_only_the_loss_of_what_nobody_else_has_ends_training(
             continue
         for peer in dead:
             assert rank.node.fault == ""
-            rank.exchange._on_death(peer)
+            rank.exchange.on_death(peer)
         if not loss:
             assert rank.exchange.stop is Stop.NONE
             continue

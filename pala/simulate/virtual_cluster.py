@@ -339,6 +339,9 @@ class VirtualCluster(VirtualNetwork):
     def sent(self, rank: int) -> None:
         self._wake_soon(self.ranks[rank])
 
+    def overwritten(self, on_its_way: OnItsWay) -> None:
+        self.violations.append(f"rank {on_its_way.sender} wrote over a message on its way at {self.now} s")
+
     def heard(self, rank: int) -> None:
         self._notice_budget(self.ranks[rank])
         self._wake_soon(self.ranks[rank])

@@ -110,6 +110,9 @@ class VirtualNetwork:
     def sent(self, rank: int) -> None:
         """A bulk packet of this rank has left: it may be filled anew."""
 
+    def overwritten(self, on_its_way: OnItsWay) -> None:
+        """Its sender has filled it anew while it was on its way: real bytes would have been torn."""
+
     def heard(self, rank: int) -> None:
         """Something has been told to this rank."""
 
@@ -147,6 +150,8 @@ class VirtualNetwork:
             return  # some packets need their sender to the end, some do not
         del self.on_their_way[ticket]
         packet.pending -= 1
+        if packet.data is not data:
+            self.overwritten(on_its_way)
         if bulk:
             self.sent(sender)
         if receiver in self.dead:

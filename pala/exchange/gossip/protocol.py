@@ -152,7 +152,7 @@ class GossipProtocol:
             return [*actions, *self._drop_parts(), Wait()]
         self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
         self._between_updates, self._resumed_s = False, self._now_s
-        if self.can_mix if self.has_model else self._whole_came:
+        if self._mix_is_due:
             actions += self._mix(give_credit=True)
         return [*actions, GoOn()]
 
@@ -216,6 +216,11 @@ class GossipProtocol:
         if not self.has_model:
             return not self._whole_came
         return self.staleness > self.rules.max_staleness and not self._gave_up and not self.can_mix
+
+    @property
+    def _mix_is_due(self) -> bool:
+        """A rank that has no model takes any whole one."""
+        return self.can_mix if self.has_model else self._whole_came
 
     @property
     def can_mix(self) -> bool:
