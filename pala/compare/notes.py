@@ -19,7 +19,7 @@ def notes(comparison: Comparison) -> list[str]:
     fewest = min((len(runs) for runs in comparison.cells.values()), default=0)
     return [note for note in (
         "" if comparison.preset.undisturbed else
-        "Other work ran on the machine in the meantime, so what hangs on time is left out (`undisturbed = false`).",
+        "Other work ran on the machine in the meantime, so what depends on time is left out (`undisturbed = false`).",
         _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
         "A variant has a single run: nothing is known of its spread." if fewest == 1 else "",
         f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3) else

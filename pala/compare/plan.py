@@ -32,7 +32,7 @@ class Preset:
     launcher: str = "mpirun -np {ranks}"
     """Command that starts the ranks; `{ranks}` stands for their number."""
     undisturbed: bool = True
-    """Whether nothing else ran on the machine. If not, the report leaves out what hangs on time."""
+    """Whether nothing else ran on the machine. If not, the report leaves out what depends on time."""
     games: dict[str, str] = field(default_factory=dict)
     """Name of a game -> its preset of pala.train."""
     target_return: dict[str, float] = field(default_factory=dict)
