@@ -103,7 +103,7 @@ def parse(arguments: list[str]) -> Command:
 
 
 def _completed(command: Command) -> Command:
-    """With a value for each option that was not given."""
+    """The command with a value for each option that was not given."""
     cores = len(os.sched_getaffinity(0))
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
@@ -121,7 +121,7 @@ def _completed(command: Command) -> Command:
 
 
 def exchange_kinds() -> tuple[str, ...]:
-    """All that exist, first the one that the others are compared with."""
+    """All kinds of exchange, first the one that the others are compared with."""
     return tuple(sorted(KINDS, key=lambda kind: kind != BASELINE))
 
 

@@ -54,7 +54,7 @@ class Training:
 
 
 def parts_of(job: dict[str, Any]) -> list[Parts]:
-    """One for each precision of a job."""
+    """The parts of a job, for each of its precisions."""
     return [_parts(job, precision) for precision in job["precisions"]]
 
 
@@ -88,7 +88,7 @@ def _bound_steps_per_s(round_: dict[str, Any], precision: str, flops: float) -> 
 
 
 def training_of(job: dict[str, Any]) -> list[Training]:
-    """One for each precision and exchange of a job."""
+    """The training of a job, for each of its precisions and exchanges."""
     return [_training(job, precision, exchange) for precision in job["precisions"] for exchange in job["exchanges"]]
 
 
@@ -130,7 +130,7 @@ def _speed(ranks: list[dict[str, Any]]) -> float:
 
 
 def _ratio(values: Sequence[float], others: Sequence[float]) -> Spread:
-    """Pair by pair."""
+    """Spread of the ratios of `values` to `others`, pair by pair."""
     return Spread.of(value / other for value, other in zip(values, others, strict=True))
 
 

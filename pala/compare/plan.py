@@ -68,7 +68,7 @@ class Planned:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The run's folder."""
         return Path(self.config.run.dir) / self.config.run.name
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Planned:
 
 
 class Plan:
-    """A preset, checked."""
+    """A checked preset, and the runs that it asks for."""
 
     def __init__(self, path: Path) -> None:
         """Raises PalaError that names the file and the key."""

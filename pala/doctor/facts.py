@@ -225,7 +225,7 @@ def _cores_of_launcher(launcher: Launcher) -> list[int]:
 
 
 def _checksum_of_sources() -> str:
-    """Of pala's own files: a stale copy on another host has the same version."""
+    """Checksum of pala's own files: a stale copy on another host has the same version."""
     digest = hashlib.sha256()
     folder = Path(__file__).resolve().parent.parent
     for file in sorted(folder.rglob("*.py")):
