@@ -49,15 +49,15 @@ class Command:
     ranks_per_host: int = 16
     """Ranks on one host, each with cores of its own."""
     latency_us: float = 50.0
-    """Between two hosts."""
+    """Latency between two hosts."""
     bandwidth_gbit: float = 10.0
-    """Of a host's link, in each direction."""
+    """Bandwidth of a host's link, in each direction."""
     shards: int = 16
     """Parameter servers, each on a host of its own, of the method `servers`."""
     straggler: float = 4.0
     """How many times slower the slow rank is."""
     seed: int = 1
-    """Of everything that is drawn."""
+    """Seed of everything that is drawn."""
     compare: tuple[Path, ...] = ()
     """benchmark.json files whose jobs are predicted, too, and shown beside what was measured."""
     output: Path | None = None

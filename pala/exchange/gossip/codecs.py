@@ -117,7 +117,7 @@ class Float32(Codec):
         parameters.copy_(self._take_mean())
 
     def _take_mean(self) -> Tensor:
-        """Of the models that came; the sum is empty from then on."""
+        """The weighted mean of the models that came; the sum is empty from then on."""
         if self._scale != self._total_weight:  # more than one model
             self._sum.mul_(self._scale / self._total_weight)
         self._total_weight = 0.0
