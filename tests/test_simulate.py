@@ -127,7 +127,7 @@ def deliveries(cluster: Cluster, costs: Costs, until_s: float) -> list[tuple[flo
 
     class Watched(GossipCluster):
         def _take_in(self, ticket: int) -> None:
-            message = self._on_their_way[ticket]
+            message = self.on_their_way[ticket]
             seen.append((self.now, message.sender, message.receiver))
             super()._take_in(ticket)
 

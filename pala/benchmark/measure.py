@@ -93,13 +93,13 @@ class ContinuedEnvs(Envs):
         return step
 
     def take_durations_s(self, steps: int) -> list[float]:
-        """Of every `steps` steps since the last call, with all that was done between them."""
+        """Seconds of every `steps` steps since the last call, with all that was done between them."""
         ends = self._stepped_at_s[::-steps][::-1]
         self._stepped_at_s = ends[-1:]
         return [end - begin for begin, end in pairwise(ends)]
 
     def forget_durations(self) -> None:
-        """What lies between two measurements is none, and nothing to sleep for."""
+        """Begin anew: the time between two measurements is no duration, and nothing to sleep for."""
         self._stepped_at_s, self._cpu_s = [], time.process_time()
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class ContinuedEnvs(Envs):
 
 
 def environment_us(envs: ContinuedEnvs, agent: A2CParts, seconds: float) -> float:
-    """Random actions and nothing else: microseconds a step."""
+    """Microseconds a step of the environments alone, with random actions."""
     distribution = agent.network.distribution
     generator = torch.Generator(agent.device)
     envs.forget_durations()
@@ -170,7 +170,7 @@ def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, when all that was asked of the device is done."""
+    """A clock in seconds that first waits until the device has done all that was asked of it."""
 
     def now() -> float:
         if device.type == "cuda":

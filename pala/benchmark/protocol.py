@@ -28,7 +28,7 @@ def protocol_cost_us(num_ranks: int, messages: int = 2000) -> float:
     Counted, on both sides together: counting the update, choosing the peer and asking the process lock, writing
     header and counters; reading and checking them, merging the counters, the decision to mix; and the same for the
     credit that goes back; all by the driver that training runs. Not counted: the model's own bytes (snapshot, check for
-    NaN, sum, mix), and MPI. All `num_ranks` ranks make their rounds in step, on the random topology, with all objects
+    NaN, sum, mix), and MPI. All `num_ranks` ranks make their updates in turn, on the random topology, with all objects
     of all ranks (at least two) in this process; caches are warmer than in training, where an update lies between two
     messages.
     """
@@ -53,14 +53,14 @@ def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> Gos
 
 
 def _play(ranks: list[GossipDriver], post: deque[tuple[int, Received]], rounds: int) -> None:
-    """Every rank makes `rounds` updates, all in step."""
+    """Every rank makes `rounds` updates, in turn; what it sends arrives at once."""
     for _ in range(rounds):
         for rank in ranks:
             rank.finish_update(80, healthy=True)
             rank.advance()
-        while post:
-            receiver, received = post.popleft()
-            ranks[receiver].on_message(received)
+            while post:
+                receiver, received = post.popleft()
+                ranks[receiver].on_message(received)
 
 
 def _num_sent(ranks: list[GossipDriver]) -> int:

@@ -43,9 +43,8 @@ VARIANTS: dict[str, tuple[list[str], str, dict[str, str]]] = {
 
 def train_patched(patch: str, arguments: list[str]) -> None:
     """In a rank: change one thing, then train as `python -m pala.train` does."""
-    from pala.system import runtime
-
     from pala import train
+    from pala.system import runtime
 
     if patch == "malloc":
         libc = ctypes.CDLL(None)

@@ -13,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pala.config import ExchangeConfig
-from pala.exchange.budget import Stop
-from pala.exchange.gossip.codecs import Payload, ReceiveBuffer, SendBuffer, TopK, make_payload
-from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.wire import Format, Kind, Message, Refusal, Wire, gossip_sizes
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.gossip.codecs import Codec, TopK, make_codec
+from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.messages import Kind, gossip_sizes
+from pala.exchange.gossip.mixing import Uniform
+from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer, TensorModels
+from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.wire import Format, Message, Refusal, Wire
+from pala.transport.base import Packet, Received, Receiver, Transport
 
 RANKS, PARAMETERS, SIGNATURE = 5, 41, 0xFEDCBA9876543210
 CPU = torch.device("cpu")
@@ -33,34 +38,27 @@ class Node:
     """One rank's end of the wire, without a network."""
 
     def __init__(
-        self, parameters: torch.Tensor, compression: str, fraction: float = 0.1, whole_every: int | None = None,
-        rank: int = 0, ranks: int = RANKS,
-    ) -> None:  # fmt: skip
+        self, parameters: torch.Tensor, compression: str, fraction: float = 0.1, rank: int = 0, ranks: int = RANKS
+    ) -> None:
         config = ExchangeConfig(compression=compression, top_k_fraction=fraction)
-        self.parameters = parameters.clone()
-        self.payload: Payload = make_payload(config, self.parameters)
-        self.wire = Wire(ranks, parameters.numel(), SIGNATURE, gossip_sizes(self.payload.sizes))
-        self.send, self.inbox = (
-            kind(self.wire, self.payload, parameters.device) for kind in (SendBuffer, ReceiveBuffer)
-        )
-        self.protocol = GossipProtocol(
-            rank, ranks, topology="random", mixing="uniform", max_staleness=10, budget_steps=10**9, seed=0,
-            whole_every=self.payload.whole_every if whole_every is None else whole_every,
-        )  # fmt: skip
+        self.rank, self.parameters = rank, parameters.clone()
+        self.codec: Codec = make_codec(config, self.parameters)
+        self.wire = Wire(ranks, parameters.numel(), SIGNATURE, gossip_sizes(self.codec.sizes))
+        self.send, self.inbox = (kind(self.wire, self.codec, parameters.device) for kind in (SendBuffer, ReceiveBuffer))
 
     def message(self, whole: bool = False) -> np.ndarray:
         """The bytes of this rank's next model."""
-        header = Message(Kind.MODEL, self.protocol.rank, 0, 1.0, Stop.NONE, np.zeros(self.wire.num_ranks, np.uint64))
+        header = Message(Kind.MODEL, self.rank, 0, 1.0, Stop.NONE, np.zeros(self.wire.num_ranks, np.uint64))
         self.send.fill(header, self.parameters, whole)
         while not self.send.ready():
             pass
-        return self.send.bytes.copy()
+        return self.send.data.copy()
 
     def receive(self, data: np.ndarray) -> Message | Refusal:
-        """As the data proxy and `Gossip` do, up to the door."""
-        assert len(data) <= len(self.inbox.bytes)
-        self.inbox.bytes[: len(data)] = data
-        decoded = self.wire.decode(self.inbox.bytes[: len(data)])
+        """As the transport and the driver do, before anything is accepted."""
+        assert len(data) <= len(self.inbox.data)
+        self.inbox.data[: len(data)] = data
+        decoded = self.wire.decode(self.inbox.data[: len(data)])
         if isinstance(decoded, Refusal):
             return decoded
         return self.inbox.check(decoded, len(data)) or decoded
@@ -69,6 +67,10 @@ class Node:
         message = self.receive(data)
         assert isinstance(message, Message), message
         self.inbox.add(1.0)
+
+    def mix(self) -> torch.Tensor | None:
+        """What came, each with the weight of this rank's own."""
+        return self.inbox.mix(self.parameters, own_weight=1.0)
 
 
 def normal(seed: int, scale: float = 1.0, device: torch.device = CPU) -> torch.Tensor:
@@ -113,7 +115,7 @@ def test_bfloat16_rounds_to_the_nearest_and_arrives(values) -> None:
     data = sender.message()
     assert len(data) == sender.wire.control_bytes + 2 * len(values)
     receiver.take_in(data)
-    receiver.inbox.mix_into(receiver.parameters, 1.0)
+    receiver.inbox.heal(receiver.parameters)
     assert receiver.parameters.tolist() == [rounded(value) for value in values]
 
 
@@ -121,7 +123,7 @@ def test_bfloat16_ties_go_to_even() -> None:
     ties = torch.tensor([1 + 1 / 256, 1 + 3 / 256, -1 - 1 / 256, 1 + 1 / 256 + 2**-20])
     receiver = Node(torch.zeros(4), "bfloat16")
     receiver.take_in(Node(ties, "bfloat16").message())
-    receiver.inbox.mix_into(receiver.parameters, 1.0)
+    receiver.inbox.heal(receiver.parameters)
     assert receiver.parameters.tolist() == [1.0, 1 + 4 / 256, -1.0, 1 + 2 / 256]
 
 
@@ -135,7 +137,7 @@ def test_bfloat16_mixes_the_difference_of_rounded_models(num_models: int, device
         for model in models:
             receiver.take_in(Node(model, "bfloat16").message())
         fraction = num_models / (1 + num_models)
-        distance = receiver.inbox.mix_into(receiver.parameters, fraction)
+        distance = receiver.mix()
         moves = [sum(rounded(float(m[i])) for m in models) / num_models - rounded(own[i]) for i in range(PARAMETERS)]
         expected = [x + fraction * move for x, move in zip(own, moves, strict=True)]
         np.testing.assert_allclose(receiver.parameters.cpu().numpy(), expected, rtol=1e-5, atol=1e-6)
@@ -155,7 +157,7 @@ def test_small_steps_are_not_lost_in_rounding() -> None:
         first.take_in(messages[1])
         second.take_in(messages[0])
         for node in (first, second):
-            node.inbox.mix_into(node.parameters, 0.5)
+            node.mix()
         plain = (plain + step + rounded(plain + step)) / 2
     for node in (first, second):
         np.testing.assert_allclose(node.parameters.numpy(), 0.05 + steps * step, atol=2e-6)
@@ -170,7 +172,7 @@ def test_bfloat16_exchanges_keep_the_mean_and_bring_models_together() -> None:
         first.take_in(messages[1])
         second.take_in(messages[0])
         for node in (first, second):
-            node.inbox.mix_into(node.parameters, 0.5)
+            node.mix()
     torch.testing.assert_close((first.parameters + second.parameters) / 2, mean, atol=1e-6, rtol=0)
     assert bool(((first.parameters - second.parameters).abs() <= mean.abs() * 2**-7 + 1e-3).all())
 
@@ -264,7 +266,7 @@ def test_each_parameter_is_mixed_with_what_came_of_it(rounds, device: torch.devi
             else:
                 data = Node(torch.tensor(model), "top_k", fraction=0.125).message(whole=True)
             node.take_in(data)
-        distance = node.inbox.mix_into(node.parameters, len(models) / (1 + len(models)))
+        distance = node.mix()
         squares = 0.0
         for i in range(PARAMETERS):
             came = [m[i] for m in models if not isinstance(m, dict) or i in m]
@@ -297,7 +299,7 @@ def test_a_part_with_a_fault_is_refused(indices, values, reason: str, device: to
     refusal = node.receive(part(node, indices, values))
     assert isinstance(refusal, Refusal) and reason in refusal.reason
     node.take_in(part(node, *GOOD))
-    node.inbox.mix_into(node.parameters, 0.5)
+    node.mix()
     expected = normal(0)
     for i, value in zip(*GOOD, strict=True):
         expected[i] = (expected[i] + value) / 2
@@ -333,7 +335,7 @@ def test_any_damage_gives_a_message_or_a_refusal(compression: str, data: st.Data
     assert isinstance(outcome, (Message, Refusal))
     if isinstance(outcome, Message) and outcome.kind is Kind.MODEL:
         receiver.inbox.add(1.0)
-        receiver.inbox.mix_into(receiver.parameters, 0.5)
+        receiver.mix()
         assert bool(receiver.parameters.isfinite().all())
 
 
@@ -348,19 +350,19 @@ def test_when_parts_would_be_longer_models_go_whole() -> None:
 # ---- top_k: many ranks -----------------------------------------------------------------------------------------------
 
 
-def gossip(nodes: list[Node], updates: int, learn: float = 0.0) -> None:
-    """Each update, every rank sends to a random other, and all mix what came."""
+def gossip(nodes: list[Node], updates: int, learn: float = 0.0, whole: bool = True) -> None:
+    """Each update, every rank sends to a random other, and all mix what came. `whole`: now and then a whole model."""
     random, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    for _ in range(updates):
+    every = nodes[0].codec.whole_every
+    for update in range(updates):
         for node in nodes:
             node.parameters += learn * torch.randn(PARAMETERS, generator=generator)
         shift = random.integers(1, len(nodes))
         for i, node in enumerate(nodes):
-            data = node.message(node.protocol.whole_is_due(()))
-            node.protocol.sent(())
-            nodes[(i + shift) % len(nodes)].take_in(data)
+            is_turn = (update + i * every // len(nodes)) % every == 0
+            nodes[(i + shift) % len(nodes)].take_in(node.message(whole and is_turn))
         for node in nodes:
-            node.inbox.mix_into(node.parameters, 0.5)
+            node.mix()
 
 
 def spread(nodes: list[Node]) -> float:
@@ -372,12 +374,11 @@ def spread(nodes: list[Node]) -> float:
 def test_ranks_that_send_only_parts_come_to_agree(ranks: int) -> None:
     """They begin equal, learn each its own way, and then only gossip. What each parameter still moves halves with each
     message, so that many ranks stop a little apart: whole models, or learning, bring the rest."""
-    nodes = [Node(normal(0), "top_k", 0.1, whole_every=10**9, rank=rank, ranks=ranks) for rank in range(ranks)]
+    nodes = [Node(normal(0), "top_k", 0.1, rank=rank, ranks=ranks) for rank in range(ranks)]
     for i, node in enumerate(nodes):
-        node.protocol._num_sends = 1  # no whole model at all
         node.parameters += normal(i + 1)
     apart, mean = spread(nodes), torch.stack([node.parameters for node in nodes]).mean(0)
-    gossip(nodes, 600)
+    gossip(nodes, 600, whole=False)
     assert spread(nodes) < (0.01 if ranks < 8 else 0.15) * apart
     assert float((nodes[0].parameters - mean).norm()) < apart, "they agree on something else"
 
@@ -400,31 +401,56 @@ def test_parts_hold_learning_ranks_together() -> None:
     assert spread(nodes) < 0.5 * spread(loners)
 
 
+class Posted(Transport):
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, np.ndarray]] = []
+
+    def start(self, receiver: Receiver) -> None:
+        pass
+
+    def now_s(self) -> float:
+        return 0.0
+
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        self.sent.append((peer, packet.data.copy()))
+
+
 @devices
 def test_a_rank_that_is_not_finite_is_healed_by_a_whole_model_only(device: torch.device) -> None:
+    """By its driver: the part is given back with a request for a whole model, and leaves no trace."""
     node, peer = (Node(normal(seed, device=device), "top_k", rank=seed) for seed in range(2))
     node.parameters[5], node.parameters[6] = float("nan"), float("inf")
     peer.parameters += 1
+    protocol = GossipProtocol(StepBudget(0, RANKS, 10**9), Uniform(), Rules("random", 10))
+    posted, models = Posted(), TensorModels(node.parameters, node.codec, node.wire)
+    driver = GossipDriver(protocol, posted, models)
+    driver.start()
 
     def deliver(data: np.ndarray) -> None:
-        message = node.receive(data)
-        assert isinstance(message, Message)
-        node.inbox.add(node.protocol.model_received(1, 1.0, message.format is not Format.TOP_K))
+        memory = driver.memory_for(len(data))
+        assert memory is not None
+        memory[:] = data
+        driver.on_message(Received(1, memory, bulk=True, took_s=0.0))
 
     deliver(peer.message())
-    node.protocol.healthy = False
-    assert node.protocol.must_wait and node.protocol.take() is None
-    assert node.protocol.drop_parts() == (1,)
-    node.inbox.clear()
+    driver.finish_update(1, healthy=False)
+    assert not driver.advance()
+    ((to, asked),) = posted.sent
+    posted.sent.clear()
+    assert to == 1 and node.wire.decode(asked).kind is Kind.ASK_WHOLE and posted.sent == []
     deliver(peer.message(whole=True))
-    mix = node.protocol.take()
-    assert mix is not None and mix.fraction == 1.0
-    node.inbox.mix_into(node.parameters, mix.fraction, measure=False)
+    assert driver.advance() and driver.counts["mixes"] == 1
     torch.testing.assert_close(node.parameters, peer.parameters)
-    node.take_in(part(node, *GOOD))  # the sum is empty again
-    node.inbox.mix_into(node.parameters, 0.5)
-    assert float(node.parameters[3]) == pytest.approx((float(peer.parameters[3]) + 1) / 2)
-    assert float(node.parameters[5]) == float(peer.parameters[5])
+    assert node.wire.decode(posted.sent.pop()[1]).kind is Kind.CREDIT
+    deliver(part(node, *GOOD))  # the sum is empty again; it says that it is rank 3's
+    assert protocol.counts["models_refused"] == 1 and len(posted.sent) == 1
+    deliver(peer.message(whole=True))
+    driver.finish_update(1, healthy=True)
+    before = node.parameters.clone()
+    assert driver.advance()
+    torch.testing.assert_close(node.parameters, (before + peer.parameters) / 2)
 
 
 @cuda
@@ -432,7 +458,7 @@ def test_a_part_is_taken_on_the_device_before_the_next_update() -> None:
     """The copy into pinned memory is of the values as they were, not as the next kernel or tensor left them."""
     device, size = torch.device("cuda"), 1_000_000
     node = Node(torch.zeros(size, device=device), "top_k", fraction=0.05)
-    assert isinstance(node.payload, TopK) and node.send._block.is_pinned()
+    assert isinstance(node.codec, TopK) and node.send._block.is_pinned()
     for step in range(1, 6):
         node.parameters.fill_(step)
         header = Message(Kind.MODEL, 0, 0, 1.0, Stop.NONE, np.zeros(RANKS, np.uint64))
@@ -441,5 +467,5 @@ def test_a_part_is_taken_on_the_device_before_the_next_update() -> None:
         clutter = [torch.full((50_000,), -1.0, device=device) for _ in range(8)]
         while not node.send.ready():
             pass
-        sent = part_of(node.send.bytes, node)
+        sent = part_of(node.send.data, node)
         assert len(sent) == 50_000 and set(sent.values()) == {float(step)} and len(clutter) == 8
