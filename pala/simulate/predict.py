@@ -30,8 +30,7 @@ from pala.system.errors import PalaError, nearest
 from pala.system.files import make_output_folder, write_atomically
 
 _PROGRAM = "pala.simulate predict"
-_GOSSIP = ("random", "exponential", "ring", "complete")
-METHODS = (*_GOSSIP, "shared_memory", "allreduce", "server", "servers")
+METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
 _MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
 
