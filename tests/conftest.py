@@ -78,10 +78,10 @@ class Launcher:
     def train(self, ranks: int, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
         return self.start_train(ranks, *arguments, cwd=cwd, env=env).wait()
 
-    def script(self, ranks: int, source: str, cwd: Path) -> Job:
+    def script(self, ranks: int, source: str, cwd: Path, *arguments: str) -> Job:
         """Run a Python script on every rank."""
         (cwd / "script.py").write_text(source)
-        return self.start("-np", str(ranks), str(self.folder / "python"), "script.py", cwd=cwd).wait()
+        return self.start("-np", str(ranks), str(self.folder / "python"), "script.py", *arguments, cwd=cwd).wait()
 
 
 def _launchers() -> list[Launcher]:

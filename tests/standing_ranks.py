@@ -165,7 +165,7 @@ class StandingRanks:
 # ---- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def train(comm: Any, arguments: Sequence[str]) -> int:
+def train(comm: Any, arguments: Sequence[str], make_env: Callable[[], Any] | None = None) -> int:
     """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective."""
     from pala.run import trainer
     from pala.system.errors import CollectiveError
@@ -176,7 +176,7 @@ def train(comm: Any, arguments: Sequence[str]) -> int:
     try:
         command = collectively(comm, lambda: parse(list(arguments)))
         preset = command.preset.stem if command.preset else ""
-        result = trainer.train(command.config, resume=command.resume, preset=preset, comm=comm)
+        result = trainer.train(command.config, make_env, command.resume, preset, comm=comm)
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")
