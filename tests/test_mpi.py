@@ -190,17 +190,8 @@ def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(
     any_mpi: Launcher, standing: StandingRanks, small_disk: Path, tmp_path: Path
 ) -> None:
     run = small_disk / "r"
-    job = any_mpi.start_train(
-        2,
-        *CARTPOLE,
-        "--total-steps",
-        "100000000",
-        "--run.name",
-        "r",
-        "--run.checkpoint-interval-s",
-        "0.3",
-        cwd=tmp_path,
-    )
+    often = ["--run.name", "r", "--run.checkpoint-interval-s", "0.3"]
+    job = any_mpi.start_train(2, *CARTPOLE, *often, "--total-steps", "100000000", cwd=tmp_path)
     checkpoint = run / "checkpoints/segment-000/rank-0001.previous.safetensors"
     wait_for(checkpoint.exists, what="the second checkpoint")
     fill(small_disk)
