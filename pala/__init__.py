@@ -33,7 +33,8 @@ def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str
     """
     from pala.system.errors import CollectiveError
     from pala.system.runtime import prepare
-    from pala.transport.ranks import abort, cores_per_rank, start_mpi
+    from pala.transport.agreement import cores_per_rank
+    from pala.transport.mpi_process import abort, start_mpi
 
     comm = start_mpi()
     try:
@@ -41,7 +42,7 @@ def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str
         prepare(config.run.threads or cores)
         from pala.run import trainer
 
-        return trainer.train(config, make_env=make_env, resume=Path(resume) if resume is not None else None)
+        return trainer.train(comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None)
     except CollectiveError:
         raise  # on every rank
     except BaseException as error:

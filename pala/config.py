@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pala.exchange.kinds import kind_of
 from pala.system.errors import PalaError, nearest
 
 if sys.version_info >= (3, 11):
@@ -133,9 +134,7 @@ class ExchangeConfig:
     @property
     def graph(self) -> str:
         """The topology, with `auto` decided."""
-        if self.topology != "auto":
-            return self.topology
-        return "ring" if self.kind == "shared_memory" else "random"
+        return kind_of(self).default_topology if self.topology == "auto" else self.topology
 
 
 @dataclass(frozen=True)
@@ -361,11 +360,7 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
             f"{source}: 'exchange.mixing' is 'push_sum', whose weights belong to whole models, but "
             "'exchange.compression' is 'top_k', which sends parts; set the one to 'uniform' or the other to 'bfloat16'."
         )
-    allowed: dict[str, dict[str, tuple[str, ...]]] = {
-        "shared_memory": {"topology": ("auto", "ring", "complete"), "mixing": ("uniform",), "compression": ("none",)},
-        "allreduce": {"mixing": ("uniform",), "compression": ("none",)},
-    }
-    for key, values in allowed.get(exchange.kind, {}).items():
+    for key, values in kind_of(exchange).allows.items():
         if (value := getattr(exchange, key)) not in values:
             raise PalaError(
                 f"{source}: 'exchange.{key}' is {value!r}, but 'exchange.kind' is {exchange.kind!r}, which has "

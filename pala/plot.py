@@ -11,7 +11,6 @@ highest of them.
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Sequence
@@ -22,12 +21,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from pala.config import ExchangeConfig, flatten, to_table
+from pala.config import flatten, to_table
+from pala.report.curves import Curve, curve_of
+from pala.report.pictures import (
+    COLOURS,
+    draw_group,
+    legend,
+    line_look,
+    new_figure,
+    steps_label,
+    tidy_learning_curve,
+    time_unit,
+    write_picture,
+)
+from pala.report.settings import phrase, settings_that_matter
+from pala.report.text import counted
 from pala.run import run_folder
 from pala.run.metrics import read_run
+from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
-from pala.system.files import write_atomically
-from pala.system.runtime import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,17 +47,6 @@ if TYPE_CHECKING:
 
 GroupBy = Literal["preset", "none"]
 
-_POINTS = 500  # of a line
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
-_STYLES = ("-", "--", ":", "-.")
-_WITHOUT_INFLUENCE = (
-    "run.name", "run.dir", "run.console", "run.log_interval_s", "run.tensorboard", "run.checkpoint_interval_s",
-    "evaluation.episodes", "evaluation.num_envs", "evaluation.greedy", "evaluation.epsilon",
-)  # fmt: skip
-_READ_BY = {  # settings of the exchange; a kind that is not here reads all
-    "none": (), "allreduce": (), "shared_memory": ("exchange.topology", "exchange.max_staleness"),
-}  # fmt: skip
-_NOT_READ_BY = {"a2c": ("gorila.",), "gorila": ("a2c.", "exchange.")}  # sections, by algorithm
 _MOST_DIFFERENCES = 3  # that a label names
 
 
@@ -69,16 +70,6 @@ class Run:
     def game(self) -> str:
         """What was played."""
         return "environment made in Python" if self.facts["python_environment"] else str(self.facts["env.id"])
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A line with a band. P points."""
-
-    x: np.ndarray  # [P]
-    y: np.ndarray  # [P]
-    low: np.ndarray  # [P]
-    high: np.ndarray  # [P]
 
 
 def plot(
@@ -122,33 +113,6 @@ def read(path: Path) -> Run:
     return Run(path, facts, steps, time_s, returns, np.array(sorted(distances), np.float64).reshape(-1, 2))
 
 
-def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the last `window` values at each of them; of as many as there are at the beginning."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - window, 0)
-    means: np.ndarray = (sums[ends] - sums[begins]) / (ends - begins)
-    return means
-
-
-def curve_of(x: np.ndarray, values: np.ndarray, window: int) -> Curve:
-    """The running mean of `values` in the order of `x`, with their running quartiles, at 500 places at most."""
-    order = np.argsort(x, kind="stable")
-    x, values = x[order], values[order]
-    at = np.unique(np.linspace(0, len(x) - 1, _POINTS).astype(int))
-    quartiles = [np.percentile(values[max(0, i + 1 - window) : i + 1], (25, 75)) for i in at]
-    low, high = np.array(quartiles).T
-    return Curve(x[at], running_mean(values, window)[at], low, high)
-
-
-def mean_of(curves: Sequence[Curve]) -> Curve:
-    """The mean of lines and the range between the lowest and the highest, where all of them are."""
-    begin, end = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
-    grid = np.linspace(begin, end, _POINTS) if begin < end else np.empty(0)
-    lines = np.array([np.interp(grid, c.x, c.y) for c in curves])
-    return Curve(grid, lines.mean(0), lines.min(0), lines.max(0))
-
-
 # ---- groups and their names ------------------------------------------------------------------------------------------
 
 
@@ -160,19 +124,6 @@ def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
         key = json.dumps(facts, sort_keys=True) if group_by == "preset" else str(number)
         groups.setdefault(key, []).append(run)
     return dict(zip(_labels(list(groups.values())), groups.values(), strict=True))
-
-
-def settings_that_matter(facts: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Of settings with dotted keys those that decide how a run goes: none of another algorithm's, and of the exchange's
-    those that its kind reads."""
-    kind, topology = facts["exchange.kind"], facts["exchange.topology"]
-    facts = facts | {"exchange.topology": ExchangeConfig(kind=kind, topology=topology).graph}
-    ignored = {*_WITHOUT_INFLUENCE, *without}
-    ignored |= {key for key in facts if key.startswith(_NOT_READ_BY[facts["algorithm"]])}
-    if facts["algorithm"] == "a2c" and kind in _READ_BY:
-        read = {"exchange.kind", *_READ_BY[kind]}
-        ignored |= {key for key in facts if key.startswith("exchange.") and key not in read}
-    return {key: value for key, value in facts.items() if key not in ignored}
 
 
 def _labels(groups: list[list[Run]]) -> list[str]:
@@ -193,18 +144,7 @@ def _size(group: list[Run]) -> str:
     if len(group) == 1:
         return ""
     seeds = {run.facts["seed"] for run in group}
-    return f" (mean and range of {len(group)} {'seeds' if len(seeds) == len(group) else 'runs'})"
-
-
-def phrase(key: str, value: Any) -> str:
-    """A setting in few words."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    if key == "env.id":
-        return text.removeprefix("ALE/")
-    if key == "ranks":
-        return f"{text} rank{'' if value == 1 else 's'}"
-    name = "exchange" if key == "exchange.kind" else key.split(".")[-1].replace("_", " ")
-    return f"{name} {text}"
+    return f" (mean and range of {counted(len(group), 'seed' if len(seeds) == len(group) else 'run')})"
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -236,10 +176,7 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
     runs = [run for group in groups.values() for run in group]
     figure, axes, seconds = _panels([["steps", "time"]], runs, smooth)
     for number, (label, group) in enumerate(groups.items()):
-        look: dict[str, Any] = {
-            "color": COLOURS[number % len(COLOURS)],
-            "linestyle": _STYLES[number // len(COLOURS) % len(_STYLES)],
-        }
+        look = line_look(number)
         draw_group(axes["steps"], [curve_of(run.steps, run.returns, smooth) for run in group], label, look)
         draw_group(axes["time"], [curve_of(run.time_s / seconds, run.returns, smooth) for run in group], label, look)
     legend(figure, axes["steps"])
@@ -249,71 +186,15 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
     return figure
 
 
-def legend(figure: Figure, axes: Axes) -> None:
-    """Below the panels, in as many columns as their width holds."""
-    handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, 110 // (max(map(len, labels)) + 6))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
-
-
-def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, Any]) -> None:
-    """One curve; or several thin ones, their mean and their range."""
-    if len(curves) == 1:
-        axes.plot(curves[0].x, curves[0].y, label=label, **look)
-        return
-    for curve in curves:
-        axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look)
-    mean = mean_of(curves)
-    axes.fill_between(mean.x, mean.low, mean.high, color=look["color"], alpha=0.18, linewidth=0)
-    axes.plot(mean.x, mean.y, label=label, **look)
-
-
 def _panels(mosaic: list[list[str]], runs: Sequence[Run], smooth: int) -> tuple[Figure, dict[str, Axes], float]:
     """An empty figure, its labelled axes, and the seconds in a unit of the time axis."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PalaError(f"A plot needs matplotlib ({error}): `pip install matplotlib`.") from None
-    figure = Figure(figsize=(11, 4.4 if len(mosaic) == 1 else 6.2), dpi=130, layout="constrained")
+    figure = new_figure(11, 4.4 if len(mosaic) == 1 else 6.2)
     axes: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
     skips = {run.facts["env.frame_skip"] if run.is_atari else 1 for run in runs}
     seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
     for name, panel in axes.items():
-        dress(panel, f"wall-clock time ({unit})" if name == "time" else steps_label(skips), smooth)
+        tidy_learning_curve(panel, f"wall-clock time ({unit})" if name == "time" else steps_label(skips), smooth)
     return figure, axes, seconds
-
-
-def steps_label(frame_skips: set[int]) -> str:
-    """Of an axis of steps; `frame_skips`: emulator frames a step of all that is drawn on it."""
-    frames = f" (1 step = {min(frame_skips)} frames)" if len(frame_skips) == 1 and frame_skips != {1} else ""
-    return f"environment steps of all ranks{frames}"
-
-
-def dress(panel: Axes, x_label: str, smooth: int) -> None:
-    """What every panel with a learning curve has."""
-    from matplotlib.ticker import EngFormatter
-
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.set_ylabel(f"episode return\n(unclipped, mean of {smooth} episodes)")
-    panel.set_xlabel(x_label)
-    if "steps" in x_label:
-        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
-
-
-def time_unit(longest_s: float) -> tuple[float, str]:
-    """(seconds in the unit, its name) for an axis of this length."""
-    return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
-
-
-def write_picture(figure: Figure, output: Path) -> None:
-    """Write a figure as its file's name says. Raises PalaError."""
-    picture = io.BytesIO()
-    try:
-        figure.savefig(picture, format=output.suffix.lstrip(".") or "png")
-        write_atomically(output, picture.getvalue())
-    except (OSError, ValueError) as error:
-        raise PalaError(f"The picture cannot be written to '{output}': {error}.") from None
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
@@ -323,7 +204,7 @@ def write_picture(figure: Figure, output: Path) -> None:
 class Command:
     """Draw learning curves of one or several runs."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Folders of the runs."""
     output: Path | None = None
     """Picture to write; otherwise RUN/learning_curve.png, for several runs ./learning_curves.png."""
@@ -335,14 +216,11 @@ class Command:
     """Title of the picture."""
 
 
+@exit_on_mistake()
 def main() -> None:
     """What `python -m pala.plot` runs."""
-    command = tyro.cli(Command, prog="python -m pala.plot")
-    try:
-        print(plot(command.runs, command.output, command.smooth, command.group_by, command.title))
-    except PalaError as error:
-        say(f"pala: error: {error}")
-        sys.exit(2)
+    command = read_command("pala.plot", sys.argv[1:], Command())
+    print(plot(command.runs, command.output, command.smooth, command.group_by, command.title))
 
 
 if __name__ == "__main__":

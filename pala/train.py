@@ -11,27 +11,26 @@ Results go to a new folder in `runs/`. `--help` explains every option.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import tyro
 
 from pala.config import Config, check, load_preset
+from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import Launch, die_with_launcher, prepare, say
-from pala.transport.ranks import abort, check_slurm_tasks, collectively, cores_per_rank, leave_mpi, start_mpi
+from pala.transport.agreement import collectively, cores_per_rank
+from pala.transport.mpi_process import abort, check_slurm_tasks, leave_mpi, start_mpi
 
 if TYPE_CHECKING:
     from pala.run.trainer import Result
 
-C = TypeVar("C")
 _PROGRAM = "pala.train"
 
 
@@ -61,20 +60,6 @@ def parse(arguments: list[str]) -> Command:
     return command
 
 
-def read_command(program: str, arguments: list[str], default: C) -> C:
-    """The command line over `default`, an instance of the program's `Command`. Raises PalaError."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            return tyro.cli(type(default), args=arguments, default=default, prog=f"python -m {program}")
-    except SystemExit as exit_:
-        if not exit_.code:  # --help
-            if Launch.detect().rank == 0:
-                print(printed.getvalue(), end="")
-            raise
-        raise PalaError(f"the command line was not understood.\n{printed.getvalue()}") from None
-
-
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
     from pala.run.run_folder import provenance
@@ -97,7 +82,7 @@ def main() -> None:
         from pala.run import trainer
 
         preset = command.preset.stem if command.preset else ""
-        result = trainer.train(command.config, resume=command.resume, preset=preset, facts=facts)
+        result = trainer.train(comm, command.config, resume=command.resume, preset=preset, facts=facts)
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")
@@ -146,7 +131,8 @@ def _evaluate(run: Path, config: Config) -> str:
     settings = config.evaluation
     if settings.episodes == 0:
         return "left out ('evaluation.episodes' is 0)"
-    from pala.evaluate import evaluate, save
+    from pala.evaluation.play import evaluate
+    from pala.evaluation.record import save
 
     evaluation = evaluate(
         run, settings.episodes, settings.num_envs, settings.greedy, config.seed, threads=len(os.sched_getaffinity(0))

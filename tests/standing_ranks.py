@@ -19,9 +19,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+
+if TYPE_CHECKING:  # a rank starts MPI before it loads the rest
+    from pala.transport.base import Communicator
 
 _START_S = 120.0
 _OTHERS_S = 5.0  # for the others, after a case has failed on one rank: then they are waiting for it
@@ -165,18 +168,18 @@ class StandingRanks:
 # ---- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def train(comm: Any, arguments: Sequence[str], make_env: Callable[[], Any] | None = None) -> int:
+def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], Any] | None = None) -> int:
     """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective."""
     from pala.run import trainer
     from pala.system.errors import CollectiveError
     from pala.system.runtime import say
     from pala.train import parse
-    from pala.transport.ranks import collectively
+    from pala.transport.agreement import collectively
 
     try:
         command = collectively(comm, lambda: parse(list(arguments)))
         preset = command.preset.stem if command.preset else ""
-        result = trainer.train(command.config, make_env, command.resume, preset, comm=comm)
+        result = trainer.train(comm, command.config, make_env, command.resume, preset)
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")
@@ -206,6 +209,8 @@ def _in_folder(folder: str, log: str) -> Iterator[None]:
 
 def _serve(world: Any, connection: Connection) -> None:
     """Run cases until the tests have ended; after one that raises, this rank ends."""
+    from pala.transport.mpi import MpiCommunicator
+
     while True:
         try:
             message = connection.recv_bytes()
@@ -215,7 +220,7 @@ def _serve(world: Any, connection: Connection) -> None:
             ranks, folder, logs, case, arguments = cloudpickle.loads(message)
             comm = world.Create_group(world.group.Incl(list(range(ranks))))
             with _in_folder(folder, f"{logs}/output-{world.rank}"):
-                value = case(comm, *arguments)
+                value = case(MpiCommunicator(comm), *arguments)
             comm.Free()
         except BaseException:
             connection.send((traceback.format_exc(), None))
@@ -226,10 +231,10 @@ def _serve(world: Any, connection: Connection) -> None:
 def main() -> None:
     """What each rank runs."""
     from pala.system.runtime import die_with_launcher, prepare
-    from pala.transport.ranks import start_mpi
+    from pala.transport.mpi_process import start_mpi
 
     die_with_launcher()
-    world = start_mpi()
+    world = start_mpi().mpi
     prepare(1)
     from pala.run import trainer  # noqa: F401 - loaded now, not by the first case
 

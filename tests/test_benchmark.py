@@ -17,9 +17,12 @@ import torch
 from conftest import Launcher, processes_in
 
 from pala.benchmark import __main__ as benchmark
+from pala.benchmark.analysis import far_off, parts_of, training_of
 from pala.benchmark.measure import ContinuedEnvs, figures_of, flops_per_step, model_us
-from pala.benchmark.report import Spread, draw, far_off, markdown, parts_of, table, training_of
+from pala.benchmark.pictures import draw
+from pala.benchmark.report import markdown
 from pala.config import Config, ExchangeConfig, to_table
+from pala.report.text import Spread, table
 from pala.run.metrics import SECTIONS
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job

@@ -22,8 +22,9 @@ from pala.compare import measures, pictures
 from pala.compare.__main__ import Command, compare
 from pala.compare.collect import without_paths
 from pala.compare.execute import chosen, task_of
-from pala.compare.plan import Cell, Plan, Planned, differences, options
+from pala.compare.plan import Cell, Plan, Planned, options
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
+from pala.report.settings import differences
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.system.errors import PalaError

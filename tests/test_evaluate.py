@@ -16,23 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from pala import evaluate as evaluation_module
+from pala import evaluate as program
 from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, to_table
 from pala.envs import Envs, Episode, Step, make_envs
-from pala.evaluate import (
-    Evaluation,
-    evaluate,
-    human_normalised,
-    load_policy,
-    main,
-    play,
-    reference_scores,
-)
+from pala.evaluation.play import evaluate, play
+from pala.evaluation.policy import load_policy
+from pala.evaluation.record import Evaluation
+from pala.evaluation.scores import human_normalised, reference_scores
+from pala.evaluation.video import _atari_screen, record_video
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
-from pala.video import _atari_screen, record_video
 
 CARTPOLE = Config(
     env=EnvConfig(id="CartPole-v1"),
@@ -166,7 +161,7 @@ def test_atari_is_normalised_and_playswhole_games(tmp_path: Path) -> None:
 
 
 def test_the_table_of_scores() -> None:
-    text = importlib.resources.files("pala").joinpath("atari_scores.csv").read_text(encoding="utf-8")
+    text = importlib.resources.files("pala.evaluation").joinpath("atari_scores.csv").read_text(encoding="utf-8")
     games = [row["game"] for row in csv.DictReader(text.splitlines())]
     assert len(set(games)) == len(games) == 57
     assert reference_scores("pong") == (-20.7, 14.6)
@@ -233,10 +228,10 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
 def test_the_program_writes_json_and_keeps_earlier_results(
     cartpole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation_module, "prepare", lambda threads: None)
+    monkeypatch.setattr(program, "prepare", lambda threads: None)
     for seed in ("1", "2"):
         monkeypatch.setattr("sys.argv", ["evaluate", str(cartpole_run), "--seed", seed])
-        main()
+        program.main()
     newest = json.loads((cartpole_run / "evaluation.json").read_text())
     lines = [json.loads(line) for line in (cartpole_run / "evaluations.jsonl").read_text().splitlines()]
     assert [line["seed"] for line in lines] == [1, 2]
@@ -261,10 +256,10 @@ def test_errors_are_sentences(
     arguments: list[str], sentence: str, cartpole_run: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(evaluation_module, "prepare", lambda threads: None)
+    monkeypatch.setattr(program, "prepare", lambda threads: None)
     monkeypatch.setattr("sys.argv", ["evaluate", *(a.format(run=cartpole_run) for a in arguments)])
     with pytest.raises(SystemExit) as exit_:
-        main()
+        program.main()
     captured = capsys.readouterr()
     assert exit_.value.code == 2
     assert captured.err.startswith("pala: error: ")

@@ -24,9 +24,10 @@ from gymnasium.spaces import Box
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_checkpoint import SIGNATURE, file_of, make_state, same
-from test_payload import COMPRESSIONS, PARAMETERS, RANKS, Node
+from test_codecs import COMPRESSIONS, PARAMETERS, RANKS, Node
 
-from pala.exchange.wire import Format, Kind, Message, Refusal
+from pala.exchange.gossip.messages import Kind
+from pala.exchange.wire import Format, Message, Refusal
 from pala.gorila.formats import BatchFormat, ExperienceFormat
 from pala.run import checkpoint
 from pala.system.errors import PalaError
@@ -163,7 +164,7 @@ def is_valid(data: bytes, node: Node) -> bool:
     body = data[CONTROL:]
     if of["kind"] != 1:
         return of["format"] == 1 and body == b""
-    if of["format"] not in node.payload.sizes or len(body) not in node.payload.sizes[Format(of["format"])]:
+    if of["format"] not in node.codec.sizes or len(body) not in node.codec.sizes[Format(of["format"])]:
         return False
     if of["format"] == 1:
         return bool(np.isfinite(np.frombuffer(body, "<f4")).all())
@@ -178,11 +179,11 @@ SIGNATURE_ON_WIRE = 0xFEDCBA9876543210
 
 
 def offer(node: Node, data: bytes) -> Message | Refusal:
-    """As the data proxy and the exchange do: into the one buffer, then the header, then the door, then the sum."""
-    if len(data) > len(node.inbox.bytes):
+    """As the transport and the driver do: into the one buffer, then the header, then the check, then the sum."""
+    if len(data) > len(node.inbox.data):
         return node.wire.decode(np.frombuffer(data, np.uint8))
-    node.inbox.bytes[: len(data)] = np.frombuffer(data, np.uint8)
-    message = node.wire.decode(node.inbox.bytes[: len(data)])
+    node.inbox.data[: len(data)] = np.frombuffer(data, np.uint8)
+    message = node.wire.decode(node.inbox.data[: len(data)])
     if isinstance(message, Message) and message.kind is Kind.MODEL:
         refusal = node.inbox.check(message, len(data))
         if refusal is not None:
@@ -229,7 +230,7 @@ def test_a_message_is_taken_as_it_is_or_refused_without_a_trace(compression: str
         assert outcome.reason
         for one in (node, twin):
             assert isinstance(offer(one, valid["whole"]), Message)
-            one.inbox.mix_into(one.parameters, 0.5)
+            one.mix()
         assert node.parameters.numpy().tobytes() == twin.parameters.numpy().tobytes()
 
     check()

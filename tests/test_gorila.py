@@ -18,8 +18,9 @@ from pala.gorila.dqn import LossFilter, Transitions, differentiate, dqn_loss, ep
 from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import Beginning, Shard, assemble, slices
+from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters
-from pala.networks.tape import AutogradTape, Tape, make_tape
+from pala.networks.tape import AutogradTape, Tape
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
 

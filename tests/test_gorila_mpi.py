@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,6 +19,7 @@ from pala.gorila.shard import assemble
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from pala.system.runtime import available_memory_bytes
+from pala.transport.base import Communicator
 
 pytestmark = pytest.mark.mpi
 
@@ -132,7 +132,7 @@ def test_ranks_of_one_role_each(standing: StandingRanks, tmp_path: Path) -> None
     assert total(run, "messages_refused") == 0
 
 
-def train_with_rank_1_standing_still(comm: Any, arguments: list[str]) -> int:
+def train_with_rank_1_standing_still(comm: Communicator, arguments: list[str]) -> int:
     """Its environments go on only when those of the others have made a thousand steps."""
 
     rank = comm.rank  # environments travel by cloudpickle, a communicator cannot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.wire import Kind, Message
-from pala.gorila import exchange as exchange_module
+from pala.exchange.wire import Message
 from pala.gorila import worker as worker_module
 from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
+from pala.gorila.messages import Kind
 from pala.gorila.networks import QNetwork
 from pala.gorila.node import Formats, Node, make_wire
 from pala.gorila.roles import assign
@@ -38,7 +38,7 @@ from pala.networks.tape import AutogradTape
 from pala.run.loop import Counters
 from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt
-from pala.transport.data_proxy import Block
+from pala.transport.base import Bytes, Received
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ class Rank:
         def make_node(send: Any) -> Node:
             return Node(budget, roles, gorila, self.wire, formats, 0, self.shard, self.store, send)
 
-        comm: Any = SimpleNamespace(rank=rank, proxy=self)
+        comm: Any = SimpleNamespace(rank=rank, open_transport=lambda: AtOnce(self.send))
         self.exchange = GorilaExchange(comm, make_node, self.wire.most_bytes, Interrupt())
         self.node = self.exchange._node
         self.filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
@@ -126,25 +126,25 @@ class Rank:
             torch.Generator().manual_seed(SEED), Counters(), Interrupt(),
         )  # fmt: skip
 
-    def send_control(self, peer: int, data: np.ndarray) -> Block:
+    def send(self, peer: int, packet: Bytes) -> None:
+        data = packet.data
         message = self.wire.decode(data)
         assert isinstance(message, Message)
         self.sent[message.kind] += 1
         self.last[message.kind] = peer, data.tobytes()
         self.cluster[peer].hear(self.rank, data.tobytes())
-        return Block(data)
 
     def hear(self, source: int, data: bytes) -> None:
-        self.exchange._on_message(source, np.frombuffer(bytearray(data), np.uint8), 0.0, False)
+        self.exchange.on_message(Received(source, np.frombuffer(bytearray(data), np.uint8), False, 0.0))
 
 
-class Proxy:
-    """In the place of the data proxy."""
+class AtOnce:
+    """In the place of the transport."""
 
-    def __init__(self, comm: Any, *_: Any) -> None:
-        self.send_control = comm.proxy.send_control
+    def __init__(self, send: Callable[[int, Bytes], None]) -> None:
+        self.send = send
 
-    def start(self) -> None: ...
+    def start(self, receiver: object) -> None: ...
 
     def poll(self) -> None: ...
 
@@ -154,8 +154,7 @@ class Proxy:
 
 
 @pytest.fixture(autouse=True)
-def without_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(exchange_module, "DataProxy", Proxy)
+def without_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(worker_module, "_PATIENCE_S", 0.0)
     yield
 
@@ -398,20 +397,19 @@ def test_a_target_that_is_long_under_way_is_asked_for_once() -> None:
 
 def test_an_actor_is_no_more_than_four_steps_ahead_of_what_its_replay_has_received() -> None:
     cluster = make_ranks(4, make_config(**GLOBAL))
-    actor, under_way, waits = cluster[3], deque[Block](), Counter[int]()
+    actor, under_way, waits = cluster[3], deque[Bytes](), Counter[int]()
 
-    def send_control(peer: int, data: np.ndarray) -> Block:
-        block = actor.send_control(peer, data)
-        if actor.wire.decode(data).kind is Kind.EXPERIENCE:
-            block.pending = 1
-            under_way.append(block)
-        return block
+    def send(peer: int, packet: Bytes) -> None:
+        actor.send(peer, packet)
+        if actor.wire.decode(packet.data).kind is Kind.EXPERIENCE:
+            packet.pending = 1
+            under_way.append(packet)
 
     def wait(timeout_s: float) -> None:
         waits[len(under_way)] += 1
         under_way.popleft().pending = 0
 
-    actor.exchange._proxy.send_control, actor.exchange._wait = send_control, wait
+    actor.exchange._transport.send, actor.exchange._wait = send, wait
     play_steps(cluster, 10)
     assert waits == {5: 6}
     actor.exchange.stop_now(Stop.SIGNAL)  # then nobody is waited for
@@ -728,7 +726,7 @@ def test_only_the_loss_of_what_nobody_else_has_ends_training(
             continue
         for peer in dead:
             assert rank.node.fault == ""
-            rank.exchange._on_death(peer)
+            rank.exchange.on_death(peer)
         if not loss:
             assert rank.exchange.stop is Stop.NONE
             continue

@@ -22,11 +22,12 @@ from pala.gorila.roles import assign
 from pala.gorila.shard import Beginning, Shard, slices
 from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
+from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters
-from pala.networks.tape import Tape, make_tape
+from pala.networks.tape import Tape
 from pala.run.loop import Counters
 from pala.system.runtime import Interrupt
-from pala.transport.data_proxy import Block
+from pala.transport.base import Bytes
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 SPACE, ACTIONS, STEPS = Box(0, 255, (1, 36, 36), np.uint8), Discrete(3), 30
@@ -100,9 +101,9 @@ class Rank:
         )  # fmt: skip
         formats = Formats.of(env, 1, gorila, SPACE, num_actions=3)
 
-        def send(peer: int, data: np.ndarray) -> Block:
+        def send(peer: int, data: np.ndarray) -> Bytes:
             cluster[peer].node.on_message(rank, data.copy())
-            return Block(data)
+            return Bytes(data)
 
         wire = make_wire(2, flat, parts, formats)
         self.node = Node(budget, roles, gorila, wire, formats, 0, self.shard, store, send)

@@ -105,7 +105,10 @@ class Run:
         rollouts = []
         self.a2c.differentiate = lambda *arguments: rollouts.append(arguments) or differentiate(*arguments)
         self.a2c.step = lambda loss, rate: self.updates.append((*rollouts.pop(), rate)) or step(loss, rate)
-        comm, start = SimpleNamespace(rank=0, size=1), ExchangeState([self.counters.local_steps], 0, 0, 1.0)
+        comm, start = (
+            SimpleNamespace(rank=0, size=1, deaths=SimpleNamespace),
+            ExchangeState([self.counters.local_steps], 0, 0, 1.0),
+        )
         self.exchange = self.exchange_class(comm, self.flat.data, config.total_steps, start, self.interrupt)
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
         self.learner = Learner(

@@ -294,6 +294,7 @@ def test_tensorboard_reads_what_was_written(run):
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     values = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert values.pop("speed/global_steps_per_s") == [(1000, 0), (2000, 1000)]
+    assert {step for [(step, _)] in values.values()} == {2000}  # nothing was there to be written at 1000
     assert {tag: pytest.approx(value) for tag, [(_, value)] in values.items()} == {
         "return/mean_of_last_100_episodes": -17.5,
         "loss/policy": -0.5, "loss/value": 0.75, "loss/entropy": 1.5,

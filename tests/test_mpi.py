@@ -245,7 +245,8 @@ if __name__ == "__main__":
     assert result.status == "completed"
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 0:
-        from pala.evaluate import evaluate, save
+        from pala.evaluation.play import evaluate
+        from pala.evaluation.record import save
         save(result.run, evaluate(result.run, 4, 2, False, 1, 1))
 """
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
-from pala.plot import Curve, _draw_many, _draw_one, _grouped, curve_of, main, mean_of, plot, read, running_mean
+from pala.plot import _draw_many, _draw_one, _grouped, main, plot, read
+from pala.report.curves import Curve, curve_of, mean_of, running_mean
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.system.errors import PalaError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from pala.exchange.shared_memory import SharedMemory
 from pala.run.checkpoint import _rank_path, load_policy, newest_segment
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
+from pala.transport.base import Communicator
 
 pytestmark = pytest.mark.mpi
 
@@ -30,7 +30,7 @@ KINDS = ["allreduce", "shared_memory"]
 ENDLESS = ["--total-steps", "100000000"]
 
 
-def start_of(comm: Any) -> ExchangeState:
+def start_of(comm: Communicator) -> ExchangeState:
     return ExchangeState([0] * comm.size, 0, 0, 1.0)
 
 
@@ -42,7 +42,7 @@ def trainer_of(kind: str) -> list[str]:
 # ---- the arithmetic --------------------------------------------------------------------------------------------------
 
 
-def average_gradients(comm: Any) -> None:
+def average_gradients(comm: Communicator) -> None:
     exchange = AllReduce(comm, torch.zeros(10_007), 10**9, start_of(comm), Interrupt())
     gradients = np.random.default_rng(7).normal(size=(4, 3, 10_007)).astype(np.float32)
     gradients[3, 1, 5] = np.nan
@@ -64,7 +64,7 @@ def test_allreduce_gives_every_rank_the_mean_gradient(each_standing: StandingRan
     each_standing.run(3, average_gradients, cwd=tmp_path)
 
 
-def mix_in_step(comm: Any, topology: str, senders: list[list[int]]) -> None:
+def mix_in_step(comm: Communicator, topology: str, senders: list[list[int]]) -> None:
     x = np.random.default_rng(3).normal(size=(4, 1001))
     parameters = torch.from_numpy(x[comm.rank].astype(np.float32))
     config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=0)
@@ -72,11 +72,11 @@ def mix_in_step(comm: Any, topology: str, senders: list[list[int]]) -> None:
     for round_ in range(5):
         x[:, round_] += np.arange(4)  # what the ranks learn
         parameters[round_] += comm.rank
-        comm.Barrier()  # else a rank that is ahead would find its buffer unread
+        comm.meet()  # else a rank that is ahead would find its buffer unread
         exchange.after_update(10, healthy=True)
         x = np.array([(x[i] + x[peers].sum(0)) / (1 + len(peers)) for i, peers in enumerate(senders)])
         np.testing.assert_allclose(parameters.numpy(), x[comm.rank], rtol=1e-5, atol=1e-5)
-    comm.Barrier()  # who waits is let go when training ends
+    comm.meet()  # who waits is let go when training ends
     exchange.stop_now(Stop.BUDGET)
     assert exchange.close(10) is Stop.BUDGET and exchange.global_steps == 4 * 5 * 10
     np.testing.assert_allclose(exchange.final_parameters(10).numpy(), x.mean(0), rtol=1e-5, atol=1e-5)
@@ -91,7 +91,7 @@ def test_shared_memory_mixes_by_galas_formula(each_standing: StandingRanks, topo
     each_standing.run(4, mix_in_step, topology, senders, cwd=tmp_path)
 
 
-def mix_at_unlike_speeds(comm: Any, topology: str) -> None:
+def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
     import time
 
     import pala.exchange.shared_memory as module
@@ -119,7 +119,7 @@ def mix_at_unlike_speeds(comm: Any, topology: str) -> None:
         exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
         with pytest.raises(PalaError, match="no peer has sent finite ones"):
             exchange.after_update(1, healthy=False)
-        comm.Barrier()
+        comm.meet()
 
 
 @pytest.mark.slow

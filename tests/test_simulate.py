@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -126,7 +127,7 @@ def deliveries(cluster: Cluster, costs: Costs, until_s: float) -> list[tuple[flo
 
     class Watched(GossipCluster):
         def _take_in(self, ticket: int) -> None:
-            message = self._on_their_way[ticket]
+            message = self.on_their_way[ticket]
             seen.append((self.now, message.sender, message.receiver))
             super()._take_in(ticket)
 
@@ -244,7 +245,9 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         "--ranks-per-host",
         "4",
     ]
-    predict.run(["--benchmark", str(file), "--compare", str(file), "--output", str(output), *options])
+    packed = tmp_path / "benchmark.json.gz"  # as in results/
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    predict.run(["--benchmark", str(file), "--compare", str(packed), "--output", str(output), *options])
     printed = capsys.readouterr().out
     for expected in (
         "complete: not simulated above 64 ranks: n(n-1) models a round.", "One rank 4 times slower",
@@ -272,6 +275,7 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         (["--nonsense"], "the command line was not understood"),
         (["--benchmark", "none.json"], "'none.json' does not exist"),
         (["--benchmark", "text.json"], "'text.json' is not a benchmark.json of `python -m pala.benchmark`"),
+        (["--benchmark", "cut.json.gz"], "'cut.json.gz' is damaged"),
         (["--benchmark", "old.json"], "'old.json' lacks the times of single updates and models"),
         (["--benchmark", "top_k.json"], "'top_k.json' was measured with top_k"),
     ],
@@ -281,6 +285,7 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.json").write_text("no JSON")
+    Path("cut.json.gz").write_bytes(gzip.compress(b"{}")[:15])
     Path("old.json").write_text(json.dumps(canned(canned_job(1))))
     top_k = measured(host="h")
     top_k["config"]["exchange"]["compression"] = "top_k"

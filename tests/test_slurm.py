@@ -14,7 +14,7 @@ from conftest import CARTPOLE, LAUNCHERS, REPOSITORY, Launcher, record_of, wait_
 from slurm_cluster import Node, Slurm, SlurmError
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
-from pala.transport.ranks import check_slurm_tasks
+from pala.transport.mpi_process import check_slurm_tasks
 
 pytestmark = pytest.mark.mpi
 OFTEN = ["--run.checkpoint-interval-s", "0.5"]

@@ -11,8 +11,9 @@ from pala.config import NetworkConfig
 from pala.gorila.networks import QNetwork
 from pala.networks.conv_tape import ConvTape
 from pala.networks.graphed_tape import GraphedTape, cuda_graph
+from pala.networks.make import make_tape
 from pala.networks.network import ActorCritic, FlatParameters, Network, channels_last
-from pala.networks.tape import AutogradTape, Tape, make_tape
+from pala.networks.tape import AutogradTape, Tape
 from pala.system.errors import PalaError
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small

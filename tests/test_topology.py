@@ -7,7 +7,8 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 
-from pala.exchange.gossip.topology import broadcast_peers, num_in_peers, out_peers
+from pala.exchange.budget import broadcast_peers
+from pala.exchange.gossip.topology import num_in_peers, out_peers
 
 TOPOLOGIES = ["random", "ring", "exponential", "complete"]
 SIZES = [1, 2, 3, 5, 8, 13, 16]

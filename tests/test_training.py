@@ -15,9 +15,10 @@ from conftest import CARTPOLE, record_of
 from runs import all_intervals, local_steps, parameters_of, total
 from standing_ranks import StandingRanks, train
 
-from pala.evaluate import evaluate
+from pala.evaluation.play import evaluate
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
+from pala.transport.base import Communicator
 
 pytestmark = pytest.mark.mpi
 
@@ -169,7 +170,7 @@ def test_a_factory_of_environments_and_the_evaluation_of_its_policy(standing: St
 # ---- what is not finite ----------------------------------------------------------------------------------------------
 
 
-def train_poisoned(comm: Any, arguments: list[str]) -> int:
+def train_poisoned(comm: Communicator, arguments: list[str]) -> int:
     """Train; during its updates 40 to 79, rank 1's parameters are NaN, and it believes itself healthy."""
     from pala.a2c.learner import Learner
 

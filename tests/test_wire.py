@@ -11,9 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.codecs import Float32, ReceiveBuffer, SendBuffer
-from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.wire import Kind, Message, Refusal, Wire, gossip_sizes
+from pala.exchange.gossip.codecs import Float32
+from pala.exchange.gossip.messages import Kind, gossip_sizes
+from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
+from pala.exchange.wire import Message, Refusal, Wire
 
 RANKS, PARAMETERS, SIGNATURE = 5, 37, 0xFEDCBA9876543210
 CPU = torch.device("cpu")
@@ -52,13 +54,13 @@ def encoded(of: Message, parameters: torch.Tensor | None = None) -> np.ndarray:
         return data
     buffer = send_buffer()
     buffer.fill(of, torch.zeros(PARAMETERS) if parameters is None else parameters)
-    return buffer.bytes
+    return buffer.data
 
 
 def receive(into: ReceiveBuffer, data: np.ndarray) -> Refusal | None:
-    """As the data proxy does: bytes into the one receive buffer, then the check at the door."""
-    into.bytes[:] = data
-    decoded = wire().decode(into.bytes)
+    """As the transport and the driver do: bytes into the one receive buffer, then the check."""
+    into.data[:] = data
+    decoded = wire().decode(into.data)
     assert isinstance(decoded, Message)
     return into.check(decoded, len(data))
 
@@ -90,8 +92,8 @@ def test_counters_of_any_number_of_ranks_fit_before_the_parameters(ranks: int) -
     buffer = send_buffer(of)
     steps = np.arange(ranks, dtype=np.uint64) + np.uint64(2**47)
     buffer.fill(message(sender=0, local_steps=steps), torch.tensor([1.5]))
-    assert of.decode(buffer.bytes).local_steps.tolist() == steps.tolist()
-    assert buffer.bytes[-4:].view(np.float32)[0] == 1.5
+    assert of.decode(buffer.data).local_steps.tolist() == steps.tolist()
+    assert buffer.data[-4:].view(np.float32)[0] == 1.5
 
 
 def test_parameters_arrive_bit_for_bit() -> None:
@@ -103,7 +105,7 @@ def test_parameters_arrive_bit_for_bit() -> None:
     assert receive(into, data) is None
     into.add(1.0)
     mixed = torch.zeros(PARAMETERS)
-    into.mix_into(mixed, 1.0)
+    into.heal(mixed)
     assert torch.equal(mixed, parameters)
 
 
@@ -235,15 +237,12 @@ def test_mixing_is_the_weighted_mean(mixing: str, num_models: int, device: torch
     random = np.random.default_rng(num_models)
     models = random.normal(size=(num_models + 1, PARAMETERS)).astype(np.float32)  # the first is the receiver's
     weights = random.uniform(0.1, 1, size=num_models + 1)
-    protocol = GossipProtocol(
-        0, RANKS, topology="random", mixing=mixing, max_staleness=1, budget_steps=100, seed=0, weight=weights[0]
-    )
+    rule = RULES[mixing](weights[0])
     parameters, into = torch.from_numpy(models[0].copy()).to(device), receive_buffer(device)
     for sender in range(1, num_models + 1):
         assert receive(into, encoded(message(sender=sender), torch.from_numpy(models[sender]))) is None
-        into.add(protocol.model_received(sender, weights[sender]))
-    mix = protocol.take()
-    distance = into.mix_into(parameters, mix.fraction)
+        into.add(rule.receive(weights[sender]))
+    distance = into.mix(parameters, rule.weight)
 
     row_of_W = weights / weights.sum() if mixing == "push_sum" else np.full(num_models + 1, 1 / (num_models + 1))
     np.testing.assert_allclose(parameters.cpu().numpy(), row_of_W @ models, atol=1e-6)
@@ -257,7 +256,7 @@ def test_the_sum_is_empty_after_a_mix(device: torch.device) -> None:
     for value in (1.0, 5.0):
         receive(into, encoded(message(), torch.full((PARAMETERS,), value)))
         into.add(0.5)
-        into.mix_into(parameters, 0.5)
+        into.mix(parameters, own_weight=0.5)
     assert torch.allclose(parameters, torch.tensor(2.75, device=device))  # ((0 + 1)/2 + 5)/2
 
 
@@ -280,24 +279,28 @@ def test_any_sequence_of_models_refusals_and_mixes_follows_the_formula(device: t
             models.append(model)
             weights.append(weight)
         elif models:
-            fraction = float(random.choice([1.0, random.uniform(0.05, 0.95)]))
+            own_weight, heals = float(random.uniform(0.05, 3)), bool(random.integers(2))
             mean = np.average(models, axis=0, weights=weights)
-            distance = into.mix_into(parameters, fraction, measure=bool(random.integers(2)))
+            distance = None
+            if heals:
+                into.heal(parameters)
+            else:
+                distance = into.mix(parameters, own_weight, measure=bool(random.integers(2)))
             assert distance is None or float(distance) == pytest.approx(np.linalg.norm(mean - own), rel=1e-4)
-            own = (1 - fraction) * own + fraction * mean
+            own = mean if heals else (own_weight * own + sum(weights) * mean) / (own_weight + sum(weights))
             np.testing.assert_allclose(parameters.cpu().numpy(), own, atol=1e-5)
             models, weights = [], []
 
 
 @devices
-def test_fraction_one_heals_parameters_that_are_not_finite(device: torch.device) -> None:
+def test_parameters_that_are_not_finite_are_healed(device: torch.device) -> None:
     into = receive_buffer(device)
     parameters = torch.full((PARAMETERS,), float("nan"), device=device)
     parameters[0] = float("inf")
     for value, weight in ((1.0, 1.0), (4.0, 2.0)):
         receive(into, encoded(message(), torch.full((PARAMETERS,), value)))
         into.add(weight)
-    into.mix_into(parameters, 1.0, measure=False)
+    into.heal(parameters)
     assert torch.equal(parameters, torch.full((PARAMETERS,), 3.0, device=device))
 
 
@@ -305,7 +308,7 @@ def test_fraction_one_heals_parameters_that_are_not_finite(device: torch.device)
 
 
 def payload(buffer: SendBuffer) -> np.ndarray:
-    return buffer.bytes[wire().control_bytes :].view(np.float32)
+    return buffer.data[wire().control_bytes :].view(np.float32)
 
 
 def test_a_snapshot_is_a_copy() -> None:
@@ -318,8 +321,8 @@ def test_a_snapshot_is_a_copy() -> None:
     assert first.ready() and second.ready()
     np.testing.assert_array_equal(payload(first), np.arange(PARAMETERS))
     np.testing.assert_array_equal(payload(second), np.arange(PARAMETERS) + 1)
-    assert wire().decode(first.bytes).local_steps.sum() == 0
-    assert wire().decode(second.bytes).local_steps.sum() == RANKS
+    assert wire().decode(first.data).local_steps.sum() == 0
+    assert wire().decode(second.data).local_steps.sum() == RANKS
 
 
 def test_a_decoded_message_does_not_hang_on_the_receive_buffer() -> None:
@@ -348,7 +351,7 @@ def test_a_snapshot_is_taken_on_a_stream_of_its_own_before_the_next_update() -> 
         parameters.fill_(-1.0)
         while not buffer.ready():
             pass
-        assert (buffer.bytes[large.control_bytes :].view(np.float32) == step).all()
+        assert (buffer.data[large.control_bytes :].view(np.float32) == step).all()
         assert step == 0 or not was_ready_at_once, "fill waited for the GPU"
 
 
@@ -356,10 +359,10 @@ def test_a_snapshot_is_taken_on_a_stream_of_its_own_before_the_next_update() -> 
 def test_models_are_staged_through_pinned_memory_onto_the_receivers_device() -> None:
     device = torch.device("cuda")
     into = receive_buffer(device)
-    assert into._blocks[0].is_pinned() and into._payload._staged.is_cuda and into._payload._sum.is_cuda
+    assert into._blocks[0].is_pinned() and into._codec._staged.is_cuda and into._codec._sum.is_cuda
     parameters = torch.zeros(PARAMETERS, device=device)
     for value in range(1, 5):  # the next model overwrites the pinned block: `check` must have finished with it
         assert receive(into, encoded(message(sender=value), torch.full((PARAMETERS,), float(value)))) is None
         into.add(1.0)
-    into.mix_into(parameters, 0.8)
+    into.mix(parameters, own_weight=1.0)
     torch.testing.assert_close(parameters, torch.full((PARAMETERS,), 2.0, device=device))

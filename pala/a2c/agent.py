@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from pala.a2c.update import A2C
 from pala.config import Config
 from pala.envs import Envs, MakeEnv, make_envs
+from pala.networks.make import make_tape
 from pala.networks.network import ActorCritic, FlatParameters
-from pala.networks.tape import Tape, make_tape
+from pala.networks.tape import Tape
 from pala.system.errors import PalaError
 from pala.system.runtime import say
 from pala.system.seeding import derive
-from pala.transport.ranks import collectively
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from pala.transport.agreement import collectively
+from pala.transport.base import Communicator
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,14 @@ class Agent:
     a2c: A2C
 
 
-def build_envs(comm: MPI.Comm, config: Config, threads: int, make_env: MakeEnv | None = None) -> Envs:
+def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeEnv | None = None) -> Envs:
     """This rank's environments; torch gets as many threads. Collective."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     return collectively(comm, lambda: make_envs(config.env, threads, make_env))
 
 
-def build_agent(comm: MPI.Comm, config: Config, envs: Envs) -> Agent:
+def build_agent(comm: Communicator, config: Config, envs: Envs) -> Agent:
     """Network, tape and optimiser, with the seed's first weights. Collective."""
     device = prepare_device(comm, config)
     torch.manual_seed(int(derive(config.seed, 0, "weights")[0]))
@@ -53,7 +51,7 @@ def build_agent(comm: MPI.Comm, config: Config, envs: Envs) -> Agent:
     return Agent(device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))
 
 
-def prepare_device(comm: MPI.Comm, config: Config) -> torch.device:
+def prepare_device(comm: Communicator, config: Config) -> torch.device:
     """The configuration's device, made the current one. Collective."""
     device = collectively(comm, lambda: choose_device(config.run.device))
     if device.type == "cuda":

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from pala.a2c.agent import build_agent
 from pala.a2c.learner import Learner
-from pala.exchange import Exchange, check_placement, make_exchange
-from pala.exchange.base import ModelExchange
+from pala.exchange.base import Exchange, ModelExchange
+from pala.exchange.kinds import kind_of
+from pala.exchange.make import check_placement, make_exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.session import Training
-from pala.transport.ranks import collectively
+from pala.transport.agreement import collectively
 
 
 class A2CTraining(Training):
@@ -35,7 +36,7 @@ class A2CTraining(Training):
         state = own or self._average(first, lost)
         self.flat.data.copy_(state.tensors["parameters"])
         self.a2c.mean_square.copy_(state.tensors["mean_square"])
-        if self.config.exchange.kind == "allreduce" and own is not None:
+        if kind_of(self.config.exchange).one_model and own is not None:
             self._begin_alike(own)
         self._seed_streams(round_=1)
         self._restore_counters(state, same_ranks=own is not None)
@@ -48,7 +49,7 @@ class A2CTraining(Training):
             "learners: from the first's)",
         )  # fmt: skip
         states = collectively(self.comm, lambda: checkpoint.load_all(self.old, self.flat.signature))
-        return checkpoint.average(states, independent=self.config.exchange.kind == "none")
+        return checkpoint.average(states, independent=kind_of(self.config.exchange).policy == "first")
 
     def _begin_alike(self, state: RankState) -> None:
         """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Collective."""

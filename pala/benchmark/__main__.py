@@ -19,7 +19,6 @@ import shlex
 import shutil
 import signal
 import sys
-import typing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,14 +26,20 @@ from typing import Annotated, Any
 
 import tyro
 
-from pala.benchmark.worker import Request
-from pala.config import Config, ExchangeConfig, check, load_preset, to_table
+from pala.benchmark.analysis import BASELINE, far_off
+from pala.benchmark.pictures import draw
+from pala.benchmark.protocol import protocol_cost_us
+from pala.benchmark.report import markdown
+from pala.benchmark.request import Request
+from pala.config import Config, check, load_preset, to_table
+from pala.exchange.kinds import KINDS
+from pala.report.text import counted
 from pala.run.run_folder import provenance
+from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, nearest
 from pala.system.files import make_output_folder, write_atomically
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.runtime import say
-from pala.train import read_command
 
 _PROGRAM = "pala.benchmark"
 _PRECISIONS = ("float32", "bfloat16")
@@ -102,7 +107,7 @@ def _completed(command: Command) -> Command:
     cores = len(os.sched_getaffinity(0))
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
-    usual = ("none", "gossip") if command.quick else exchange_kinds()
+    usual = (BASELINE, "gossip") if command.quick else exchange_kinds()
     exchanges = tuple(dict.fromkeys(command.exchanges)) or usual
     seconds = min(1.5, _QUICK_ROUND_S / len(exchanges)) if command.quick else 5.0
     return replace(
@@ -116,16 +121,12 @@ def _completed(command: Command) -> Command:
 
 
 def exchange_kinds() -> tuple[str, ...]:
-    """All that exist, `none` first: the others are compared with it."""
-    kinds = typing.get_args(typing.get_type_hints(ExchangeConfig)["kind"])
-    return tuple(sorted(kinds, key=lambda kind: kind != "none"))
+    """All that exist, first the one that the others are compared with."""
+    return tuple(sorted(KINDS, key=lambda kind: kind != BASELINE))
 
 
 def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     """Measure and write everything; returns the folder and what is in benchmark.json. Raises PalaError."""
-    from pala.benchmark.protocol import protocol_cost_us
-    from pala.benchmark.report import draw, far_off, markdown
-
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -173,7 +174,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     request.write(folder / "request.json")
     variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
     expected_s = 10 + command.rounds * command.seconds * (variants + 1)
-    print(f"PALA  {ranks} rank{'s' * (ranks > 1)}: {command.rounds} rounds, about {expected_s:.0f} s", flush=True)
+    print(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s", flush=True)
     worker = [sys.executable, "-m", "pala.benchmark.worker", str(folder.resolve() / "request.json")]
     run_job([*launcher_of(command.launcher, ranks), *worker], folder / "output.txt", limit_s=300 + 5 * expected_s)
     try:
@@ -189,20 +190,13 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
+@exit_on_mistake()
 def main() -> None:
     """What `python -m pala.benchmark` runs."""
-    from pala.benchmark.report import far_off, markdown
-
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that the job is ended, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    try:
-        command = parse(sys.argv[1:])
-        output, result = benchmark(command)
-    except PalaError as error:
-        say(f"pala: error: {error}")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    command = parse(sys.argv[1:])
+    output, result = benchmark(command)
     print(f"\n{markdown(result)}\n{output}/benchmark.md, benchmark.json, benchmark.png", flush=True)
     slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
     for sentence in slow:

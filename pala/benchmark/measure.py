@@ -18,7 +18,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch.utils.flop_counter import FlopCounterMode
 
 from pala.a2c.agent import Agent
@@ -26,14 +25,19 @@ from pala.a2c.learner import Learner
 from pala.a2c.update import clip_gradient_, rmsprop_
 from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
-from pala.exchange import ExchangeState, Stop, make_exchange
-from pala.exchange.gossip.codecs import ReceiveBuffer, SendBuffer, make_payload
-from pala.exchange.wire import Kind, Message, Wire, gossip_sizes
+from pala.exchange.base import ExchangeState
+from pala.exchange.budget import Stop
+from pala.exchange.gossip.codecs import make_codec
+from pala.exchange.gossip.messages import Kind, gossip_sizes
+from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
+from pala.exchange.make import make_exchange
+from pala.exchange.wire import Message, Wire
 from pala.networks.network import ActorCritic
 from pala.run.loop import Counters
 from pala.run.metrics import SECTIONS, Record
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive
+from pala.transport.base import Communicator
 
 _MATRIX = 1024  # rows and columns
 _PREPARED_ACTIONS = 64
@@ -177,17 +181,17 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -> dict[str, float]:
-    """Microseconds of a whole model that gossip sends, by the payload's own code, without MPI: `send`, the snapshot;
-    `receive`, its bytes copied, checked and added; `mix`. Medians. Caches are emptied before each, as by an update."""
+    """Microseconds of a whole model that gossip sends, by its own code, without MPI: `send`, the snapshot; `receive`,
+    its bytes copied, checked and added; `mix`. Medians. Caches are emptied before each, as by an update."""
     now, other = _clock(parameters.device), torch.zeros(_CACHE_BYTES // 4)
-    mixed, payload = parameters.clone(), make_payload(config, parameters)
-    wire = Wire(2, parameters.numel(), 0, gossip_sizes(payload.sizes))
-    buffer, inbox = SendBuffer(wire, payload, parameters.device), ReceiveBuffer(wire, payload, parameters.device)
+    mixed, codec = parameters.clone(), make_codec(config, parameters)
+    wire = Wire(2, parameters.numel(), 0, gossip_sizes(codec.sizes))
+    buffer, inbox = SendBuffer(wire, codec, parameters.device), ReceiveBuffer(wire, codec, parameters.device)
     message = Message(Kind.MODEL, 0, 0, 1.0, Stop.NONE, np.zeros(2, np.uint64))
 
     def receive() -> None:
-        data = inbox.bytes[: len(buffer.bytes)]
-        data[:] = buffer.bytes
+        data = inbox.data[: len(buffer.data)]
+        data[:] = buffer.data
         decoded = wire.decode(data)
         refusal = inbox.check(decoded, len(data)) if isinstance(decoded, Message) else decoded
         assert refusal is None, refusal
@@ -196,7 +200,7 @@ def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -
     actions: dict[str, Callable[[], object]] = {
         "send": lambda: buffer.fill(message, parameters),
         "receive": receive,
-        "mix": lambda: inbox.mix_into(mixed, 0.5, measure=False),
+        "mix": lambda: inbox.mix(mixed, own_weight=1.0, measure=False),
     }
     times: dict[str, list[float]] = {name: [] for name in actions}
     end = now() + seconds
@@ -216,7 +220,7 @@ class Trial:
     """Training on all ranks as `pala.train` does it, but for its files. Each run starts from the same weights."""
 
     def __init__(
-        self, comm: MPI.Comm, config: Config, envs: ContinuedEnvs, agent: Agent, first_weights: torch.Tensor
+        self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: Agent, first_weights: torch.Tensor
     ) -> None:
         self._comm, self._config, self._envs, self._agent = comm, config, envs, agent
         self._first_weights = first_weights

@@ -1,4 +1,4 @@
-"""What the protocol itself costs, apart from copying and sending models: no MPI, no torch work, one process.
+"""What the protocol itself costs, apart from copying and sending models: no MPI, no torch, one process.
 
 Each message carries the steps of all ranks (8 bytes a rank), so its cost could grow with the number of ranks.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 
 import numpy as np
 
-from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.wire import NOTHING, Kind, Message, Refusal, Wire, gossip_sizes
+from pala.exchange.budget import StepBudget
+from pala.exchange.gossip.driver import GossipDriver, Opened
+from pala.exchange.gossip.messages import gossip_sizes
+from pala.exchange.gossip.mixing import Uniform
+from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.wire import NOTHING, Message, Refusal, Wire
+from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 
 _BLOCK = 200  # messages that are timed together, at least
 
@@ -21,73 +27,99 @@ def protocol_cost_us(num_ranks: int, messages: int = 2000) -> float:
 
     Counted, on both sides together: counting the update, choosing the peer and asking the process lock, writing
     header and counters; reading and checking them, merging the counters, the decision to mix; and the same for the
-    credit that goes back. Not counted: the model's own bytes (snapshot, check for NaN, sum, mix), MPI, threads and
-    their lock. All `num_ranks` ranks make their rounds in step, on the random topology, with all objects of all
-    ranks (at least two) in this process; caches are warmer than in training, where an update lies between two messages.
+    credit that goes back; all by the driver that training runs. Not counted: the model's own bytes (snapshot, check for
+    NaN, sum, mix), and MPI. All `num_ranks` ranks make their updates in turn, on the random topology, with all objects
+    of all ranks (at least two) in this process; caches are warmer than in training, where an update lies between two
+    messages.
     """
-    ranks = [_Rank(rank, num_ranks) for rank in range(num_ranks)]
+    post: deque[tuple[int, Received]] = deque()
+    ranks = [_driver(rank, num_ranks, post) for rank in range(num_ranks)]
     rounds_a_block = -(-_BLOCK // num_ranks)
-    _play(ranks, rounds_a_block)  # warm
+    _play(ranks, post, rounds_a_block)  # warm
     costs_us = []
     for _ in range(max(3, messages // (rounds_a_block * num_ranks))):
-        begin = time.process_time_ns()
-        num_sent = _play(ranks, rounds_a_block)
-        costs_us.append((time.process_time_ns() - begin) / 1e3 / num_sent)
+        before, begin = _num_sent(ranks), time.process_time_ns()
+        _play(ranks, post, rounds_a_block)
+        costs_us.append((time.process_time_ns() - begin) / 1e3 / (_num_sent(ranks) - before))
     return statistics.median(costs_us)
 
 
-class _Rank:
-    """One rank's protocol and message buffer, with what `gossip.py` does to them."""
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.protocol = GossipProtocol(
-            rank, num_ranks, topology="random", mixing="uniform", max_staleness=10, budget_steps=1 << 62, seed=1
-        )
-        self._wire = Wire(num_ranks, 0, signature=1, sizes=gossip_sizes(NOTHING))  # models without parameters
-        self._bytes = np.zeros(self._wire.most_bytes, np.uint8)
-
-    def update(self) -> tuple[tuple[int, ...], np.ndarray]:
-        """The peers that get a model after this update, and its header."""
-        p = self.protocol
-        p.clock(time.monotonic())
-        p.update_finished(80)
-        p.tell_stop()
-        peers = p.sendable()
-        return peers, self._encode(Kind.MODEL, p.sent(peers))
-
-    def receive(self, data: np.ndarray) -> None:
-        """What the data proxy's thread does with a message."""
-        p, message = self.protocol, self._wire.decode(data)
-        assert not isinstance(message, Refusal), message
-        p.news(message.local_steps, message.stop)
-        if message.kind is Kind.CREDIT:
-            p.credit_returned(message.sender)
-        else:
-            p.model_received(message.sender, message.weight)
-        p.tell_stop()
-
-    def mix(self) -> list[tuple[int, np.ndarray]]:
-        """The credits that go back after the mix, if one is due: (peer, message)."""
-        p = self.protocol
-        mix = None if p.must_wait else p.take()
-        return [(sender, self._encode(Kind.CREDIT, 1.0)) for sender in mix.senders] if mix else []
-
-    def _encode(self, kind: Kind, weight: float) -> np.ndarray:
-        p = self.protocol
-        self._wire.encode(Message(kind, p.rank, p.round, weight, p.stop, p.local_steps), self._bytes)
-        return self._bytes
+def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> GossipDriver:
+    budget = StepBudget(rank, num_ranks, budget_steps=1 << 62)
+    protocol = GossipProtocol(budget, Uniform(), Rules("random", max_staleness=10, seed=1))
+    driver = GossipDriver(protocol, _Post(rank, post), _NoModels(num_ranks))
+    driver.start()
+    return driver
 
 
-def _play(ranks: list[_Rank], rounds: int) -> int:
-    """Every rank makes `rounds` updates, all in step. Returns the number of models sent."""
-    num_sent = 0
+def _play(ranks: list[GossipDriver], post: deque[tuple[int, Received]], rounds: int) -> None:
+    """Every rank makes `rounds` updates, in turn; what it sends arrives at once."""
     for _ in range(rounds):
         for rank in ranks:
-            peers, data = rank.update()
-            num_sent += len(peers)
-            for peer in peers:
-                ranks[peer].receive(data)
-        for rank in ranks:
-            for peer, data in rank.mix():
-                ranks[peer].receive(data)
-    return num_sent
+            rank.finish_update(80, healthy=True)
+            rank.advance()
+            while post:
+                receiver, received = post.popleft()
+                ranks[receiver].on_message(received)
+
+
+def _num_sent(ranks: list[GossipDriver]) -> int:
+    return sum(rank.counts["models_sent"] for rank in ranks)
+
+
+class _Post(Transport):
+    """What is sent lies in one queue until it is brought."""
+
+    def __init__(self, rank: int, post: deque[tuple[int, Received]]) -> None:
+        self._rank, self._post = rank, post
+
+    def start(self, receiver: Receiver) -> None:
+        pass
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        self._post.append((peer, Received(self._rank, packet.data.copy(), bulk, took_s=0.0)))
+
+
+class _NoModels:
+    """Messages as they are, with models that have no parameters."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._wire = Wire(num_ranks, 0, signature=1, sizes=gossip_sizes(NOTHING))
+
+    def new_snapshot(self) -> Bytes:
+        return Bytes(np.zeros(self._wire.most_bytes, np.uint8))
+
+    def fill(self, snapshot: Bytes, message: Message, whole: bool) -> int:
+        self._wire.encode(message, snapshot.data)
+        return len(snapshot.data)
+
+    def control(self, message: Message) -> Bytes:
+        packet = self.new_snapshot()
+        self._wire.encode(message, packet.data)
+        return packet
+
+    def open(self, received: Received) -> Opened:
+        message = self._wire.decode(received.data)
+        assert not isinstance(message, Refusal), message
+        return Opened(message)
+
+    def add(self, weight: float) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def mix(self, own_weight: float, measure: bool) -> None:
+        pass
+
+    def heal(self) -> None:
+        pass
+
+    def memory_for(self, num_bytes: int) -> None:
+        return None
+
+    def give_up_memory(self) -> None:
+        pass

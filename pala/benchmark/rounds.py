@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from mpi4py import MPI
 
 from pala.a2c.agent import Agent, build_agent, build_envs, has_bfloat16
 from pala.benchmark.measure import (
@@ -23,13 +22,14 @@ from pala.benchmark.measure import (
     model_us,
     network_us,
 )
-from pala.benchmark.worker import Request
+from pala.benchmark.request import Request
 from pala.config import Config, check_exchange
-from pala.exchange import check_placement
+from pala.exchange.make import check_placement
 from pala.system.errors import PalaError
 from pala.system.runtime import process_age_s
 from pala.system.seeding import derive
-from pala.transport.ranks import check_agreement, meet
+from pala.transport.agreement import check_agreement
+from pala.transport.base import Communicator
 
 _WARM_UP_UPDATES = 12
 _PART_SHARE = 0.2  # of a training measurement's time
@@ -40,7 +40,7 @@ Key = tuple[str, str]  # precision, exchange
 class Rounds:
     """A rank's environments, agents and trials, and what is measured with them."""
 
-    def __init__(self, comm: MPI.Comm, request: Request, config: Config, threads: int) -> None:
+    def __init__(self, comm: Communicator, request: Request, config: Config, threads: int) -> None:
         check_agreement(comm, config)
         self.comm, self.request, self.config, self.threads = comm, request, config, threads
         envs = build_envs(comm, config, threads)
@@ -101,7 +101,7 @@ class Rounds:
     def _measure_parts(self) -> dict[str, Any]:
         """Each part on all ranks at the same time: they share the memory and its bandwidth, as in training."""
         seconds = _PART_SHARE * self.request.seconds
-        meet(self.comm)
+        self.comm.meet()
         first = self.agents[self.precisions[0]]
         environment = environment_us(self.envs, first, seconds)
         parts: dict[str, Any] = {"environment_us": self._gather(environment), "network": {}}
@@ -110,7 +110,7 @@ class Rounds:
             agent.flat.data.copy_(self.first_weights)
             agent.a2c.mean_square.zero_()
             times = network_us(agent, self.config, self.envs.observations, seconds)
-            meet(self.comm)
+            self.comm.meet()
             rate = matrix_gflops(self.device, precision, seconds)
             parts["network"][precision] = self._gather(times | {"matrix_gflops": rate})
         return parts
@@ -122,7 +122,7 @@ class Rounds:
         return self._train(key, updates * steps, self.request.seconds)
 
     def _train(self, key: Key, global_steps: int, seconds: float) -> list[dict[str, Any]]:
-        meet(self.comm)
+        self.comm.meet()
         records = self.trials[key].run(global_steps, seconds, self.seeds)
         until_s = min(self._gather(records[-1]["time_s"]))
         ranks = self._gather(figures_of(records, until_s, self.threads))
@@ -133,7 +133,7 @@ class Rounds:
         cuda = self.device.type == "cuda"
         forward, backward = flops_per_step(self.envs.observation_space, self.envs.action_space, self.config)
         of_ranks = self._gather({
-            "host": MPI.Get_processor_name(), "device": str(self.device), "threads": self.threads,
+            "host": self.comm.host, "device": str(self.device), "threads": self.threads,
             "gpu": torch.cuda.get_device_name(self.device) if cuda else None,
             "seconds_to_first_step": round(first_step_s, 2),
             "memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -145,9 +145,9 @@ class Rounds:
             "flops_per_step": {"forward": forward, "backward": backward},
             "parameters": self.first_weights.numel(),
             "message_bytes": {exchange: trial.message_bytes for (_, exchange), trial in self.trials.items()},
-            "mpi": MPI.Get_library_version().strip("\0").splitlines()[0],
+            "mpi": self.comm.facts()["mpi"],
         }  # fmt: skip
 
     def _gather(self, mine: Any) -> list[Any]:
-        meet(self.comm)
+        self.comm.meet()
         return self.comm.allgather(mine)

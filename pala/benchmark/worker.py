@@ -4,47 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from pala.benchmark.request import read_request
 from pala.config import from_table
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
 from pala.system.runtime import prepare, say
-from pala.transport.ranks import abort, collectively, cores_per_rank, start_mpi
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be measured in one job."""
-
-    ranks: int
-    exchanges: tuple[str, ...]
-    precisions: tuple[str, ...]  # empty: those that the device has instructions for
-    rounds: int
-    seconds: float  # of one training measurement
-    slowdown: float  # of the last rank
-    config: dict[str, Any]
-    result: str  # file that rank 0 writes
-
-    def write(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-
-def read_request(arguments: list[str], ranks: int) -> Request:
-    """The request that the program was started with. Raises PalaError."""
-    if len(arguments) != 1:
-        raise PalaError("This is the part of the benchmark that ranks run; start `python -m pala.benchmark`.")
-    table = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    request = Request(**table | {"exchanges": tuple(table["exchanges"]), "precisions": tuple(table["precisions"])})
-    if request.ranks != ranks:
-        raise PalaError(
-            f"The launcher started {ranks} rank{'s' * (ranks != 1)}, not {request.ranks}; its command must say how "
-            "many by '{ranks}', as in `--launcher 'mpirun -np {ranks}'`."
-        )
-    return request
+from pala.transport.agreement import collectively, cores_per_rank
+from pala.transport.mpi_process import abort, start_mpi
 
 
 def main() -> None:

@@ -20,13 +20,15 @@ from typing import Annotated, NoReturn
 
 import tyro
 
-from pala.compare.collect import keep, load, runs_in
+from pala.compare.collect import keep, load
 from pala.compare.execute import Executor, chosen
 from pala.compare.plan import Plan, Planned
+from pala.compare.report import write
+from pala.run.run_folder import runs_in
+from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
 from pala.system.runtime import say
-from pala.train import read_command
 
 _PROGRAM = "pala.compare"
 
@@ -69,8 +71,6 @@ def compare(command: Command) -> list[Planned]:
 
 def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
     """Copy all runs into the results and report what is there."""
-    from pala.compare.report import write
-
     copies = results / "runs"
     made = [run.folder for run in plan.runs if (run.folder / "run.json").exists()]
     for run in added:
@@ -91,15 +91,12 @@ def _stop(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
+@exit_on_mistake(OSError)
 def main() -> None:
     """What `python -m pala.compare` runs."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
-    try:
-        failures = compare(read_command(_PROGRAM, sys.argv[1:], Command()))
-    except (PalaError, OSError) as error:
-        say(f"pala: error: {error}")
-        sys.exit(2)
+    failures = compare(read_command(_PROGRAM, sys.argv[1:], Command()))
     if failures:
         say(f"pala: failed: {'; '.join(map(str, failures))}. The same command tries again.")
     sys.exit(1 if failures else 0)

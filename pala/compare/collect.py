@@ -4,9 +4,7 @@ paths; and reading them."""
 from __future__ import annotations
 
 import gzip
-import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,28 +12,18 @@ from typing import Any
 import numpy as np
 
 from pala.compare.measures import Run
-from pala.compare.plan import Cell, Plan, differences
+from pala.compare.plan import Cell, Plan
 from pala.config import Config, ExchangeConfig
 from pala.envs import atari_rom
-from pala.evaluate import reference_scores
-from pala.plot import phrase
+from pala.evaluation.record import final_evaluation
+from pala.evaluation.scores import reference_scores
+from pala.report.settings import differences, method_of, phrase
 from pala.run import run_folder
 from pala.run.metrics import read_run
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
 
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:[\w.+@~-]+/)*(?=[\w.])")
-
-
-def runs_in(folders: Sequence[Path]) -> list[Path]:
-    """The folders that are runs, and the runs in the others. Raises PalaError if one holds none."""
-    found: list[Path] = []
-    for folder in folders:
-        runs = [folder] if (folder / "run.json").exists() else sorted(f.parent for f in folder.glob("*/run.json"))
-        if not runs:
-            raise PalaError(f"'{folder}' is no run and holds none: there is no 'run.json' in it or one level below.")
-        found += runs
-    return found
 
 
 def keep(run: Path, folder: Path) -> None:
@@ -95,23 +83,6 @@ def load(folder: Path, plan: Plan) -> Run:
     )  # fmt: skip
 
 
-def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The newest evaluation, if it is of the final policy of a run that has completed. Raises PalaError."""
-    try:
-        if (folder / "evaluation.json").exists():
-            text = (folder / "evaluation.json").read_text(encoding="utf-8")
-        elif (folder / "evaluations.jsonl").exists():
-            text = (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        else:
-            return None
-        evaluation: dict[str, Any] = json.loads(text)
-        is_final = evaluation["policy"] == "final"
-        is_final &= evaluation["global_steps"] == record["segments"][-1].get("global_steps")
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise PalaError(f"The evaluation of run '{folder}' cannot be read: {error!r}.") from None
-    return evaluation if record["completed"] and is_final else None
-
-
 def _reference(config: Config) -> tuple[float, float] | None:
     return reference_scores(atari_rom(config.env.id)) if config.env.id.startswith("ALE/") else None
 
@@ -119,9 +90,9 @@ def _reference(config: Config) -> tuple[float, float] | None:
 def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:
     """The variant is the one with the fewest other settings among those with the same method, and the same budget where
     several have as few; settings that differ even so are named, so that runs which are not alike are not mixed."""
-    game, method = plan.game_of(config, source), _method(config)
+    game, method = plan.game_of(config, source), method_of(config)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
-    alike = {variant: settings for variant, settings in wanted.items() if _method(settings) == method}
+    alike = {variant: settings for variant, settings in wanted.items() if method_of(settings) == method}
     if not alike:
         other = next(iter(wanted.values()))
         exchange = ExchangeConfig(config.exchange.kind)
@@ -130,7 +101,3 @@ def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:
     variant = min(differing, key=lambda v: (len(differing[v]), alike[v].total_steps != config.total_steps))
     phrases = ", ".join(phrase(key, found) for key, (found, _) in differing[variant].items())
     return Cell(f"{variant} ({phrases})" if phrases else variant, game, ranks)
-
-
-def _method(config: Config) -> str:
-    return config.exchange.kind if config.algorithm == "a2c" else config.algorithm

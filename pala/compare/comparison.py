@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pala.compare.measures import Run
-from pala.compare.plan import Cell, Preset, differences
+from pala.compare.plan import Cell, Preset
+from pala.exchange.kinds import kind_of
+from pala.report.settings import differences
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Comparison:
 
         independent = [
             runs for other, runs in self.cells.items()
-            if (other.game, other.ranks) == (cell.game, cell.ranks) and runs[0].config.exchange.kind == "none"
+            if (other.game, other.ranks) == (cell.game, cell.ranks) and kind_of(runs[0].config.exchange).independent
         ]  # fmt: skip
         return min(independent, key=distance, default=[])
 

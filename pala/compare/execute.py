@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pala.compare.collect import final_evaluation, load
-from pala.compare.plan import Plan, Planned, differences, options
+from pala.compare.collect import load
+from pala.compare.plan import Plan, Planned, options
 from pala.config import load_preset
-from pala.evaluate import short_number
+from pala.evaluation.record import final_evaluation
+from pala.report.settings import differences
+from pala.report.text import short_number
 from pala.run import run_folder
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job

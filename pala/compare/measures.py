@@ -11,8 +11,8 @@ import numpy as np
 
 from pala.compare.plan import Cell
 from pala.config import Config
-from pala.evaluate import human_normalised
-from pala.plot import curve_of, running_mean
+from pala.evaluation.scores import human_normalised
+from pala.report.curves import curve_of, running_mean
 from pala.run.metrics import Record
 
 WINDOW = 100  # episodes of a running mean

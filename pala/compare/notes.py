@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pala.compare.comparison import Comparison
 from pala.compare.measures import Run
-from pala.evaluate import action_words
+from pala.evaluation.record import action_words
+from pala.exchange.kinds import kind_of
+from pala.report.text import counted
 
 _FEW_RUNS = 5
-
-
-def many(number: int, what: str) -> str:
-    """`1 run`, `2 runs`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -65,7 +62,7 @@ def machine(run: Run) -> str:
 
 def _evaluation(run: Run) -> str:
     facts = run.evaluation or {}
-    return f"{many(facts['episodes'], 'episode')}, {action_words(facts['greedy'], facts.get('epsilon'))}"
+    return f"{counted(facts['episodes'], 'episode')}, {action_words(facts['greedy'], facts.get('epsilon'))}"
 
 
 def _log_interval(run: Run) -> str:
@@ -81,7 +78,7 @@ def _of_ranks(run: Run) -> object:
 
 
 def _is_independent(run: Run) -> bool:
-    return run.config.exchange.kind == "none" and run.cell.ranks > 1
+    return kind_of(run.config.exchange).independent and run.cell.ranks > 1
 
 
 def _doubles(comparison: Comparison) -> list[Run]:

@@ -11,15 +11,25 @@ import numpy as np
 from pala.compare.comparison import Comparison
 from pala.compare.measures import WINDOW, Run, bootstrap_interval, efficiencies, interquartile_mean
 from pala.compare.plan import Cell
-from pala.plot import COLOURS, Curve, curve_of, draw_group, dress, mean_of, steps_label, time_unit, write_picture
-from pala.system.errors import PalaError
+from pala.report.curves import Curve, curve_of, mean_of
+from pala.report.pictures import (
+    LINE_STYLES,
+    MARKERS,
+    draw_group,
+    line_look,
+    new_figure,
+    steps_label,
+    tidy,
+    tidy_learning_curve,
+    time_unit,
+    write_picture,
+)
+from pala.report.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_STYLES = ("-", "--", ":", "-.")
-_MARKERS = "osD^vP*X"
 _CSV_POINTS = 100
 
 
@@ -36,17 +46,8 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
     return list(drawn)
 
 
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PalaError(f"A picture needs matplotlib ({error}): `pip install matplotlib`.") from None
-    return Figure(figsize=(width, height), dpi=130, layout="constrained")
-
-
 def _look(comparison: Comparison, variant: str) -> dict[str, Any]:
-    number = comparison.variants.index(variant)
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": _STYLES[number // len(COLOURS) % len(_STYLES)]}
+    return line_look(comparison.variants.index(variant))
 
 
 # ---- learning curves -------------------------------------------------------------------------------------------------
@@ -62,21 +63,21 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
     if not rows:
         return None
     timed = comparison.preset.undisturbed
-    figure = _figure(13 if timed else 9, 0.8 + 3.6 * len(rows))
+    figure = new_figure(13 if timed else 9, 0.8 + 3.6 * len(rows))
     for (title, cells), panels in zip(rows.items(), figure.subplots(len(rows), 1 + timed, squeeze=False), strict=True):
         runs = [run for of_cell in cells.values() for run in of_cell]
         seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
         skips = {run.config.env.frame_skip if run.config.env.id.startswith("ALE/") else 1 for run in runs}
-        dress(panels[0], steps_label(skips), WINDOW)
+        tidy_learning_curve(panels[0], steps_label(skips), WINDOW)
         panels[0].set_title(title, loc="left")
         if timed:
-            dress(panels[1], f"wall-clock time ({unit})", WINDOW)
+            tidy_learning_curve(panels[1], f"wall-clock time ({unit})", WINDOW)
         rank_counts = sorted({cell.ranks for cell in cells})
         for cell in sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks)):
             group, look, name = cells[cell], _look(comparison, cell.variant), cell.variant
             if len(rank_counts) > 1:
-                name += f", {_of_ranks(cell.ranks)}"
-                look["linestyle"] = _STYLES[rank_counts.index(cell.ranks) % len(_STYLES)]
+                name += f", {counted(cell.ranks, 'rank')}"
+                look["linestyle"] = LINE_STYLES[rank_counts.index(cell.ranks) % len(LINE_STYLES)]
             _draw_variant(panels[0], group, [run.steps for run in group], name, look)
             if timed:
                 _draw_variant(panels[1], group, [run.time_s / seconds for run in group], name, look)
@@ -94,13 +95,9 @@ def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
     for cell, of_cell in cells.items():
         alone = all(number == 1 for (game, _), number in in_place.items() if game == cell.game)
         several = sum(game == cell.game for game, _ in in_place) > 1
-        title = cell.game if alone and several else f"{cell.game}, {_of_ranks(cell.ranks)}"
+        title = cell.game if alone and several else f"{cell.game}, {counted(cell.ranks, 'rank')}"
         rows.setdefault(title, {})[cell] = of_cell
     return rows
-
-
-def _of_ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number > 1)}"
 
 
 def _draw_variant(axes: Axes, runs: list[Run], x: list[np.ndarray], name: str, look: dict[str, Any]) -> None:
@@ -146,7 +143,7 @@ def _final_scores(comparison: Comparison) -> Figure | None:
     sizes = Counter(cell.game for cell in scored)
     if not sizes:
         return None
-    figure = _figure(8, 0.9 * len(sizes) + 0.5 * len(scored))
+    figure = new_figure(8, 0.9 * len(sizes) + 0.5 * len(scored))
     panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=list(sizes.values()))[:, 0]
     for game, panel in zip(sizes, panels, strict=True):
         _draw_scores(panel, {cell: np.array(of) for cell, of in scored.items() if cell.game == game}, comparison)
@@ -161,11 +158,10 @@ def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Compar
         panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
         panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
         panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
-    labels = [f"{cell.variant}, {_of_ranks(cell.ranks)}" for cell in scores]
+    labels = [f"{cell.variant}, {counted(cell.ranks, 'rank')}" for cell in scores]
     panel.set_yticks(range(len(scores)), labels)
     panel.set_ylim(len(scores) - 0.5, -0.5)
-    panel.grid(axis="x", alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
+    tidy(panel, grid="x")
 
 
 def _scaling(comparison: Comparison) -> Figure | None:
@@ -174,13 +170,13 @@ def _scaling(comparison: Comparison) -> Figure | None:
     games = list(dict.fromkeys(game for game, _ in lines))
     if not games:
         return None
-    figure = _figure(9.5, 0.8 + 3.2 * len(games))
+    figure = new_figure(9.5, 0.8 + 3.2 * len(games))
     for game, (speed, efficiency) in zip(games, figure.subplots(len(games), 2, squeeze=False), strict=True):
         for variant in comparison.variants:
             if (game, variant) not in lines:
                 continue
             of = lines[game, variant]
-            look = _look(comparison, variant) | {"marker": _MARKERS[comparison.variants.index(variant) % len(_MARKERS)]}
+            look = _look(comparison, variant) | {"marker": MARKERS[comparison.variants.index(variant) % len(MARKERS)]}
             speed.plot(list(of), list(of.values()), label=variant, **look)
             efficiency.plot(list(of), list(efficiencies(of).values()), label=variant, **look)
         counts = sorted({ranks for (of_game, _), of in lines.items() if of_game == game for ranks in of})
@@ -189,8 +185,7 @@ def _scaling(comparison: Comparison) -> Figure | None:
             panel.set_xscale("log", base=2)
             panel.set_xticks(counts, [str(ranks) for ranks in counts])
             panel.set_ylim(bottom=0)
-            panel.grid(alpha=0.25)
-            panel.spines[["top", "right"]].set_visible(False)
+            tidy(panel)
             panel.set_xlabel("ranks")
             panel.set_ylabel(label)
         speed.set_title(game, loc="left")

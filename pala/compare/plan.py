@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pala.config import Config, build, flatten, from_table, load_preset, read_toml, to_table
-from pala.plot import settings_that_matter
+from pala.report.text import counted
 from pala.system.errors import PalaError, nearest
 
 _VARIANTS_OWN = ("ranks", "launcher")  # keys of a variant that are no settings of a run
 _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give
-_MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Cell:
     ranks: int
 
     def __str__(self) -> str:
-        return f"{self.variant} {self.game}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{self.variant} {self.game}, {counted(self.ranks, 'rank')}"
 
 
 @dataclass(frozen=True)
@@ -160,13 +159,6 @@ def _over(config: Config, table: dict[str, Any], source: str) -> Config:
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     both = [key for key in above if isinstance(above[key], dict) and isinstance(below.get(key), dict)]
     return below | above | {key: _merged(below[key], above[key]) for key in both}
-
-
-def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
-    """Settings that decide how a run learns and differ, seed and budget aside: dotted key -> (found, wanted)."""
-    one, other = (settings_that_matter(flatten(to_table(c)), without=("seed", "total_steps")) for c in (found, wanted))
-    pairs = {key: (one.get(key), other.get(key)) for key in one | other if not key.startswith(_MACHINE)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def options(config: Config, over: Config) -> list[str]:

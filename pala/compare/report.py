@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from pala.benchmark.report import Spread, table
 from pala.compare import pictures
 from pala.compare.comparison import Comparison
 from pala.compare.measures import (
@@ -22,9 +19,10 @@ from pala.compare.measures import (
     interquartile_mean,
     median_reached,
 )
-from pala.compare.notes import commit, machine, many, notes, versions
+from pala.compare.notes import commit, machine, notes, versions
 from pala.compare.plan import Cell, Preset
-from pala.evaluate import short_number
+from pala.exchange.kinds import kind_of
+from pala.report.text import Spread, counted, csv_text, short_number, table
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
 
@@ -47,16 +45,6 @@ def write(preset: Preset, runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 # ---- CSV -------------------------------------------------------------------------------------------------------------
-
-
-def csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows with the same keys, under a line with these."""
-    file = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return file.getvalue()
 
 
 def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
@@ -92,8 +80,8 @@ def markdown(comparison: Comparison, images: Sequence[str]) -> str:
     limits = notes(comparison)
     sections = [
         f"# Comparison: {preset.name}",
-        f"{many(done, 'completed run')} of {len(comparison.runs)} begun. Each measure is explained in docs/compare.md; "
-        "all of them for every run are in runs.csv.",
+        f"{counted(done, 'completed run')} of {len(comparison.runs)} begun. Each measure is explained in "
+        "docs/compare.md; all of them for every run are in runs.csv.",
         *(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in images),
         _section("Scores", _SCORES, _scores(comparison)),
         _section("All games together", _GAMES, _over_games(comparison)),
@@ -206,7 +194,7 @@ def _speed(comparison: Comparison) -> str:
 
 def _of_none(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
     """Seed by seed: those runs were made one after the other."""
-    if runs[0].config.exchange.kind == "none":
+    if kind_of(runs[0].config.exchange).independent:
         return ""
     speeds, others = ({run.seed: run.steps_per_s for run in side if run.steps_per_s} for side in (runs, baseline))
     ratios = [speeds[seed] / others[seed] for seed in speeds if seed in others]
@@ -255,7 +243,7 @@ def _exchange(comparison: Comparison) -> str:
     header = ("game", "ranks", "variant", "relative distance", "staleness, updates", "most")
     rows = []
     for cell, runs in comparison.cells.items():
-        if cell.ranks == 1 or runs[0].config.exchange.kind == "none":
+        if cell.ranks == 1 or kind_of(runs[0].config.exchange).independent:
             continue
         most = _values(runs, lambda run: run.most("staleness_updates"))
         values = (

@@ -29,14 +29,15 @@ from pala.doctor.report import report
 from pala.doctor.trial import identified, try_mpirun
 from pala.doctor.watchdog import Watchdog
 from pala.run.run_folder import provenance
+from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
 from pala.system.runtime import can_survive, die_with_launcher, prepare, say
-from pala.train import read_command
-from pala.transport.ranks import abort, cores_per_rank, leave_mpi, meet, start_mpi
+from pala.transport.agreement import cores_per_rank
+from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from pala.transport.mpi import MpiCommunicator
 
 _PROGRAM = "pala.doctor"
 _LIMIT_S, _LOADING_S = 120.0, 300.0  # a network file system may be slow
@@ -107,7 +108,7 @@ def _alone(command: Command, watchdog: Watchdog) -> Job:
     )  # fmt: skip
 
 
-def _started(job: Job, watchdog: Watchdog) -> tuple[MPI.Comm | None, Job]:
+def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]:
     """The world, or why there is none."""
     if job.launcher.processes and is_mixed(job):
         return None, job  # nothing to be had of MPI but a crash
@@ -134,7 +135,7 @@ def _is_alone(processes: int) -> bool:
     return MPI.Is_initialized() and MPI.COMM_WORLD.size == 1 < processes
 
 
-def _together(comm: MPI.Comm, job: Job, watchdog: Watchdog) -> Job:
+def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
     """What all ranks know, on every rank. Collective."""
 
     def expect(what: str) -> None:
@@ -150,7 +151,7 @@ def _together(comm: MPI.Comm, job: Job, watchdog: Watchdog) -> Job:
         watchdog.expect("loading torch and Atari", _LOADING_S, _ALONE)
         host = facts.with_torch(host)
     watchdog.expect("waiting for torch and Atari on other hosts", 2 * _LOADING_S, _TOGETHER)
-    meet(comm)
+    comm.meet()
     hosts: dict[str, Host] = {}
     for found in comm.allgather(host):
         hosts.setdefault(found.name, found)  # the first of a host has seen most
@@ -158,7 +159,7 @@ def _together(comm: MPI.Comm, job: Job, watchdog: Watchdog) -> Job:
     return replace(job, hosts=list(hosts.values()), ranks=ranks, pings=pings)
 
 
-def _with_runs(comm: MPI.Comm, job: Job) -> Host:
+def _with_runs(comm: MpiCommunicator, job: Job) -> Host:
     """This host, with whether it sees what rank 0 writes where runs are to be. Collective."""
     file = None
     if comm.rank == 0:
@@ -173,7 +174,7 @@ def _with_runs(comm: MPI.Comm, job: Job) -> Host:
             pass
     file = comm.bcast(file)
     host = replace(job.hosts[0], sees_runs=file is not None and file.exists())
-    meet(comm)
+    comm.meet()
     if comm.rank == 0 and file is not None:
         file.unlink()
     return host

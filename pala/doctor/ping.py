@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pala.doctor.facts import PairPing
-from pala.transport.ranks import meet
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from pala.transport.mpi import MpiCommunicator
 
 Pair = tuple[int, int]
 
@@ -56,12 +55,12 @@ def turns(hosts: Sequence[str], most_pairs: int = MOST_PAIRS) -> list[list[Pair]
     return chosen
 
 
-def ping(comm: MPI.Comm, hosts: Sequence[str], expect: Callable[[str], None]) -> list[PairPing]:
+def ping(comm: MpiCommunicator, hosts: Sequence[str], expect: Callable[[str], None]) -> list[PairPing]:
     """Of all pairs, on every rank. Who is not in a turn sleeps. Collective."""
     mine: list[PairPing] = []
     for turn in turns(hosts):
         expect("waiting for the pings of other ranks")
-        meet(comm)
+        comm.meet()
         for pair in turn:
             if comm.rank in pair:
                 peer = sum(pair) - comm.rank
@@ -69,27 +68,27 @@ def ping(comm: MPI.Comm, hosts: Sequence[str], expect: Callable[[str], None]) ->
                 measured = _measure(comm, pair)
                 mine += [measured] if comm.rank == pair[0] else []
     expect("waiting for the pings of other ranks")
-    meet(comm)
+    comm.meet()
     return sorted((found for of_rank in comm.allgather(mine) for found in of_rank), key=lambda found: found.ranks)
 
 
-def _measure(comm: MPI.Comm, pair: Pair) -> PairPing:
+def _measure(comm: MpiCommunicator, pair: Pair) -> PairPing:
     small_s = _round_trip_s(comm, pair, _SMALL_BYTES, _SMALL_TRIPS)
     model_s = _round_trip_s(comm, pair, MODEL_BYTES, _MODEL_TRIPS)
     return PairPing(pair, 1e6 * small_s, 2e-6 * MODEL_BYTES / model_s)
 
 
-def _round_trip_s(comm: MPI.Comm, pair: Pair, num_bytes: int, trips: int) -> float:
+def _round_trip_s(comm: MpiCommunicator, pair: Pair, num_bytes: int, trips: int) -> float:
     """Median; the first trip, which makes the connection, does not count."""
     first, second = pair
     data, durations_s = np.zeros(num_bytes, np.uint8), []
     for _ in range(1 + trips):
         begin_s = time.perf_counter()
         if comm.rank == first:
-            comm.Send(data, second)
-            comm.Recv(data, second)
+            comm.mpi.Send(data, second)
+            comm.mpi.Recv(data, second)
         else:
-            comm.Recv(data, first)
-            comm.Send(data, first)
+            comm.mpi.Recv(data, first)
+            comm.mpi.Send(data, first)
         durations_s.append(time.perf_counter() - begin_s)
     return statistics.median(durations_s[1:])

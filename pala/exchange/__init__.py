@@ -1,49 +1,5 @@
-"""The one seam in which the variants differ: what the ranks tell each other.
+"""What the ranks tell each other: the one object in which the variants of training differ.
 
-Nothing in here knows of environments, networks or A2C; nothing outside knows what a peer is.
+Nothing in here knows of environments, networks or algorithms; nothing outside knows what a peer is. `kinds.py` says
+what each kind needs and gives, `make.py` makes one.
 """
-
-from __future__ import annotations
-
-import zlib
-
-from mpi4py import MPI
-from torch import Tensor
-
-from pala.config import Config, ExchangeConfig
-from pala.exchange.allreduce import AllReduce
-from pala.exchange.base import Exchange, ExchangeState, ModelExchange
-from pala.exchange.budget import Stop
-from pala.exchange.gossip.exchange import Gossip
-from pala.exchange.none import NoExchange
-from pala.exchange.shared_memory import SharedMemory, check_one_host
-from pala.system.runtime import Interrupt
-from pala.system.seeding import derive
-
-__all__ = ["Exchange", "ExchangeState", "ModelExchange", "Stop", "check_placement", "flat_checksum", "make_exchange"]
-
-
-def make_exchange(
-    comm: MPI.Comm, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
-) -> ModelExchange:
-    """The exchange that the configuration names, on a flat parameter vector. Collective."""
-    kind, budget_steps = config.exchange.kind, config.total_steps
-    if kind == "none":
-        return NoExchange(comm, parameters, budget_steps, start, interrupt)
-    if kind == "allreduce":
-        return AllReduce(comm, parameters, budget_steps, start, interrupt)
-    if kind == "shared_memory":
-        return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt)
-    seed = int(derive(config.seed, 0, "topology")[0])
-    return Gossip(comm, parameters, signature, config.exchange, budget_steps, seed, start, interrupt)
-
-
-def check_placement(comm: MPI.Comm, config: ExchangeConfig) -> None:
-    """Raise PalaError if the ranks are where this exchange cannot work. Collective."""
-    if config.kind == "shared_memory":
-        check_one_host(comm)
-
-
-def flat_checksum(parameters: Tensor) -> int:
-    """CRC-32 of the parameters' bytes."""
-    return zlib.crc32(parameters.detach().cpu().numpy().tobytes())

@@ -7,17 +7,18 @@ slowest rank, and the death of one ends the job.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
 from pala.exchange.budget import Stop
 from pala.system.runtime import Interrupt, say
-from pala.transport.faults import Deaths, is_death, wait_quietly
+from pala.system.waiting import wait_quietly
+from pala.transport.base import Communicator, Living
 
 _LONGEST_SLEEP_S = 2e-4
 
@@ -26,7 +27,7 @@ class AllReduce(ModelExchange):
     """One reduction an update, of the flat gradient and one word more: whether a rank ends training."""
 
     def __init__(
-        self, comm: MPI.Comm, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
+        self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
     ) -> None:
         """`parameters`: equal on all ranks."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
@@ -35,7 +36,7 @@ class AllReduce(ModelExchange):
         self._local_steps, self._base_steps = np.array(start.local_steps, np.uint64), start.base_steps
         self._budget_steps = budget_steps
         self._stop, self._all_know = Stop.NONE, False
-        self._deaths = Deaths(comm)
+        self._deaths = comm.deaths()
         self._check_budget()
 
     @property
@@ -78,8 +79,13 @@ class AllReduce(ModelExchange):
     def final_parameters(self, timeout_s: float) -> Tensor:
         """Of rank 0. That all ranks have the same is checked, and a difference is said."""
         mine = self._parameters.detach().cpu()
-        final = mine.clone()
-        wait_quietly(self._comm.Ibcast(final.numpy(), root=0).Test, timeout_s, self._interrupt)
+
+        def of_first(living: Living) -> Tensor:
+            final = mine.clone()
+            living.broadcast(final.numpy(), timeout_s, self._interrupt)
+            return final
+
+        final = self._comm.among_the_living(of_first, timeout_s, self._interrupt)
         distance = float((final - mine).norm())
         if not distance <= 1e-4 * float(final.norm()):
             say(f"[rank {self._comm.rank}] its model is {distance:.3g} from rank 0's, which is exported.")
@@ -94,23 +100,17 @@ class AllReduce(ModelExchange):
     def _reduce(self, timeout_s: float | None) -> None:
         """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core."""
         self._buffer[-1] = float(self._stop is not Stop.NONE)
-        begin = time.perf_counter()
-        try:
-            barrier = self._comm.Ibarrier()
-            what = f"[rank {self._comm.rank}] a gradient of every rank"
-            wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, what)
-            self.waited_s += time.perf_counter() - begin
-            self._comm.Allreduce(MPI.IN_PLACE, self._buffer.numpy())
-        except MPI.Exception as error:
-            if is_death(error):
-                self._deaths.end_if_any()
-            raise
+        begin, barrier = time.perf_counter(), self._comm.barrier()
+        what = f"[rank {self._comm.rank}] a gradient of every rank"
+        wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, what)
+        self.waited_s += time.perf_counter() - begin
+        self._comm.reduce(self._buffer.numpy(), "sum")
         if float(self._buffer[-1]) > 0:
             self._stop, self._all_know = Stop.SIGNAL, True
 
-    def _are_here(self, barrier: MPI.Request) -> bool:
+    def _are_here(self, barrier: Callable[[], bool]) -> bool:
         self._deaths.end_if_any()
-        return barrier.Test()
+        return barrier()
 
     def _check_budget(self) -> None:
         """Every rank counts every update, so all stop after the same."""

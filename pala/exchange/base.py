@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from pala.exchange.budget import Stop
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, say
-from pala.transport.faults import among_the_living, wait_quietly
+from pala.transport.base import Communicator, Living
 
 
 class ExchangeState(NamedTuple):
@@ -36,24 +35,23 @@ class End(NamedTuple):
 
 
 def agree_on_end(
-    comm: MPI.Comm, stop: Stop, local_steps: np.ndarray, timeout_s: float | None, interrupt: Interrupt
+    comm: Communicator, stop: Stop, local_steps: np.ndarray, timeout_s: float | None, interrupt: Interrupt
 ) -> End:
     """Why training ends (SIGNAL if it does for any rank), and the steps of every rank. Collective.
 
     `local_steps`: uint64 [ranks], as far as known here.
     """
 
-    def agree(living: MPI.Comm) -> End:
+    def agree(living: Living) -> End:
         table = np.array([stop, *local_steps], np.uint64)
-        wait_quietly(living.Iallreduce(MPI.IN_PLACE, table, MPI.MAX).Test, timeout_s, interrupt)
-        ranks = MPI.Group.Translate_ranks(living.group, list(range(living.size)), comm.group)
-        return End(Stop(int(table[0])), table[1:], sorted(ranks))
+        living.reduce(table, "max", timeout_s, interrupt)
+        return End(Stop(int(table[0])), table[1:], living.members)
 
-    return among_the_living(comm, agree, timeout_s, interrupt)
+    return comm.among_the_living(agree, timeout_s, interrupt)
 
 
 def average_of_ranks(
-    comm: MPI.Comm, parameters: Tensor, weight: float, timeout_s: float | None, interrupt: Interrupt
+    comm: Communicator, parameters: Tensor, weight: float, timeout_s: float | None, interrupt: Interrupt
 ) -> Tensor:
     """The weighted average of the living ranks' flat parameters, on the host; what is not finite has no part in it.
     Collective. Raises PalaError if no rank's is finite."""
@@ -62,17 +60,17 @@ def average_of_ranks(
         say(f"[rank {comm.rank}] its parameters are not finite and have no part in the final average")
         mine, weight = torch.zeros_like(mine), 0.0
 
-    def average(living: MPI.Comm) -> Tensor:
+    def average(living: Living) -> Tensor:
         total, weights = mine * weight, np.array([weight], np.float64)
-        wait_quietly(living.Iallreduce(MPI.IN_PLACE, weights).Test, timeout_s, interrupt)
-        wait_quietly(living.Iallreduce(MPI.IN_PLACE, total.numpy()).Test, timeout_s, interrupt)
+        living.reduce(weights, "sum", timeout_s, interrupt)
+        living.reduce(total.numpy(), "sum", timeout_s, interrupt)
         if weights[0] == 0:
             raise PalaError(
                 "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning rate."
             )
         return total.div_(float(weights[0]))
 
-    return among_the_living(comm, average, timeout_s, interrupt)
+    return comm.among_the_living(average, timeout_s, interrupt)
 
 
 class Exchange(abc.ABC):

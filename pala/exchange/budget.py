@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pala.exchange.gossip import topology as graph
-
 
 class Stop(enum.IntEnum):
     """Why training ends."""
@@ -32,8 +30,10 @@ class StepBudget:
         """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks."""
         self.rank, self.size = rank, size
         self.budget_steps, self.base_steps = budget_steps, base_steps
+        # uint64 [size]; replaced, never changed, as messages on their way hold it
         self.local_steps = np.array(np.zeros(size) if local_steps is None else list(local_steps), np.uint64)
-        self.stop = Stop.NONE
+        self._sum = int(self.local_steps.sum())
+        self.stop = Stop.NONE  # why training ends here
         self.living: Sequence[int] = range(size)  # a list once a rank is dead: 10,000 such lists would take 4 GB
         self._stop_told = False
         self._check_budget()
@@ -41,16 +41,19 @@ class StepBudget:
     @property
     def global_steps(self) -> int:
         """Environment steps of all ranks, as far as known here: never more than were made."""
-        return self.base_steps + int(self.local_steps.sum())
+        return self.base_steps + self._sum
 
     def add_steps(self, steps: int) -> None:
         """This rank made so many."""
+        self.local_steps = self.local_steps.copy()
         self.local_steps[self.rank] += np.uint64(steps)
+        self._sum += steps
         self._check_budget()
 
     def news(self, local_steps: np.ndarray, stop: Stop) -> None:
         """What a message says of everyone's steps and of the end. uint64 [size]."""
-        np.maximum(self.local_steps, local_steps, out=self.local_steps)
+        self.local_steps = np.maximum(self.local_steps, local_steps)
+        self._sum = int(np.add.reduce(self.local_steps))
         self.stop_now(stop)
         self._check_budget()
 
@@ -70,8 +73,14 @@ class StepBudget:
         if self.stop is Stop.NONE or self._stop_told:
             return ()
         self._stop_told = True
-        return graph.broadcast_peers(self.rank, self.living)
+        return broadcast_peers(self.rank, self.living)
 
     def _check_budget(self) -> None:
         if self.global_steps >= self.budget_steps:
             self.stop_now(Stop.BUDGET)
+
+
+def broadcast_peers(rank: int, living: Sequence[int]) -> tuple[int, ...]:
+    """Whom to tell a piece of news so that, passed on once by everyone, it reaches all in log2 n hops."""
+    n, place = len(living), living.index(rank)
+    return tuple(living[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))

@@ -6,13 +6,12 @@ import math
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from torch import Tensor
 
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
 from pala.exchange.budget import Stop
 from pala.system.runtime import Interrupt
-from pala.transport.faults import Deaths, among_the_living, wait_quietly
+from pala.transport.base import Communicator, Living
 
 
 class NoExchange(ModelExchange):
@@ -20,11 +19,11 @@ class NoExchange(ModelExchange):
     the lowest rank that lives; nothing is averaged."""
 
     def __init__(
-        self, comm: MPI.Comm, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
+        self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
     ) -> None:
         self._comm, self._parameters, self._start, self._interrupt = comm, parameters, start, interrupt
         self._final_steps: np.ndarray | None = None
-        self._deaths = Deaths(comm)
+        self._deaths = comm.deaths()
         self._local_steps = start.local_steps[comm.rank]
         self._share = math.ceil((budget_steps - start.base_steps) / comm.size)
         self._stop = Stop.NONE
@@ -65,12 +64,12 @@ class NoExchange(ModelExchange):
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        def broadcast(living: MPI.Comm) -> Tensor:
+        def of_first(living: Living) -> Tensor:
             final = self._parameters.detach().cpu().clone()
-            wait_quietly(living.Ibcast(final.numpy(), root=0).Test, timeout_s, self._interrupt)
+            living.broadcast(final.numpy(), timeout_s, self._interrupt)
             return final
 
-        return among_the_living(self._comm, broadcast, timeout_s, self._interrupt)
+        return self._comm.among_the_living(of_first, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
         return {}

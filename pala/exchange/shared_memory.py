@@ -17,11 +17,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from pala.config import ExchangeConfig
@@ -30,21 +29,18 @@ from pala.exchange.budget import Stop
 from pala.exchange.gossip.topology import out_peers
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
-from pala.transport.faults import Deaths, wait_quietly
-from pala.transport.ranks import meet
+from pala.system.waiting import wait_quietly
+from pala.transport.base import Communicator
 
 _LONGEST_SLEEP_S = 5e-4
 _HEALING_S = 60.0
 _MIXES_A_MEASUREMENT = 8  # as gossip
 
 
-def check_one_host(comm: MPI.Comm) -> None:
+def check_one_host(comm: Communicator) -> None:
     """Raise PalaError if the ranks are on several hosts. Collective."""
-    hosts = comm.allgather(MPI.Get_processor_name())
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    together = node.size == comm.size
-    node.Free()
-    if not together:
+    hosts = comm.allgather(comm.host)
+    if not comm.are_on_one_host():
         raise PalaError(
             f"'exchange.kind' is 'shared_memory', which is for ranks of one host, but they are on "
             f"{', '.join(dict.fromkeys(hosts))}. Start all on one, or use 'gossip', which goes between hosts."
@@ -54,44 +50,34 @@ def check_one_host(comm: MPI.Comm) -> None:
 class Window:
     """Memory that all ranks of a host see: of each some counts, which it alone writes, and its broadcast buffer."""
 
-    def __init__(self, comm: MPI.Comm, num_parameters: int) -> None:
+    def __init__(self, comm: Communicator, num_parameters: int) -> None:
         """Collective. Raises PalaError if there is not as much shared memory."""
         columns = 3 + comm.size
         sizes = (comm.size * columns * 8, comm.size * num_parameters * 4)
-        own_bytes = sum(sizes) if comm.rank == 0 else 0
-        try:
-            self._window = MPI.Win.Allocate_shared(own_bytes, 1, comm=cast(MPI.Intracomm, comm))
-        except MPI.Exception as error:
-            raise PalaError(
-                f"{sum(sizes) / 2**20:.0f} MiB of shared memory for 'exchange.kind' 'shared_memory' could not be had "
-                f"({error}). In a container give it more (`--shm-size`); see `df /dev/shm`."
-            ) from None
-        block, _ = self._window.Shared_query(0)
-        memory = np.frombuffer(cast(memoryview, block), np.uint8, sum(sizes))
+        self._block = comm.share_memory(sum(sizes))
+        memory = self._block.data
         counts = memory[: sizes[0]].view(np.int64).reshape(comm.size, columns)
         counts[comm.rank] = 0
         self.models = torch.from_numpy(memory[sizes[0] :].view(np.float32).reshape(comm.size, num_parameters))
         self.models[comm.rank] = 0.0  # the pages lie near the rank that first touches them
         self.steps, self.stop, self.written, self.read = counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3:]
-        self._window.Lock_all(MPI.MODE_NOCHECK)
         self.fence()
-        meet(comm)
+        comm.meet()
 
     def fence(self) -> None:
         """What was written before is seen by others before what is written after."""
-        self._window.Sync()
+        self._block.fence()
 
     def free(self) -> None:
         """Collective. The arrays must not be used any more."""
-        self._window.Unlock_all()
-        self._window.Free()
+        self._block.free()
 
 
 class SharedMemory(ModelExchange):
     """One broadcast buffer a rank; whoever reads it says so before it is written again."""
 
     def __init__(
-        self, comm: MPI.Comm, parameters: Tensor, config: ExchangeConfig, budget_steps: int, start: ExchangeState,
+        self, comm: Communicator, parameters: Tensor, config: ExchangeConfig, budget_steps: int, start: ExchangeState,
         interrupt: Interrupt,
     ) -> None:  # fmt: skip
         """Collective. All ranks are on one host."""
@@ -102,8 +88,8 @@ class SharedMemory(ModelExchange):
         self._in = [rank for rank in everybody if comm.rank in out_peers(config.graph, rank, everybody, 0, 0)]
         self._window = Window(comm, parameters.numel())
         self._window.steps[self._rank] = start.local_steps[self._rank]
-        meet(comm)
-        self._deaths = Deaths(comm)
+        comm.meet()
+        self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
         self._staleness = 0
         self._is_owed = False  # this update's model is still to be written

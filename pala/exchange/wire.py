@@ -7,7 +7,9 @@
 | then | of some kinds: parameters or arrays, in the header's format |
 
 Formats: FLOAT32 and BFLOAT16 hold every parameter; TOP_K holds int32 indices, rising, then as many float32 values
-(`payload.py`); ARRAYS hold steps of environments (`pala/gorila/`).
+(`gossip/codecs.py`); ARRAYS hold steps of environments (`pala/gorila/`).
+
+What kinds of messages there are is the exchange's own: `gossip/messages.py`, `pala/gorila/messages.py`.
 
 The signature is a hash of the network's parameter names and shapes, so that models of another network are refused.
 `decode` believes nothing: any bytes give a `Message` or a `Refusal` with a sentence.
@@ -19,7 +21,7 @@ import enum
 import math
 import struct
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,25 +32,6 @@ _HEADER = struct.Struct("<4sHBBBxxxIIQQdQ")
 _ALIGNMENT = 64
 _MOST_STEPS = 1 << 48  # more than anybody's budget; beyond, the sum over ranks could wrap around
 assert _HEADER.size <= _ALIGNMENT
-
-
-class Kind(enum.IntEnum):
-    """What a message is for."""
-
-    MODEL = 1
-    CREDIT = 2  # the receiver's process lock is free again
-    STOP = 3  # training ends
-    ASK_WHOLE = 4  # a credit for a part of a model, from a rank that only a whole one can heal
-    GRADIENT = 5  # of a shard's slice, computed with the parameters of version `round`
-    GRADIENT_AND_FETCH = 6  # the same, to be answered by PARAMETERS
-    FETCH = 7  # asks a shard for PARAMETERS
-    PARAMETERS = 8  # a shard's slice, of version `round`
-    FETCH_TARGET = 9  # asks a shard for TARGET
-    TARGET = 10  # a shard's slice of the target network, the `round`-th
-    RESET = 11  # the first frames of an actor's environments
-    EXPERIENCE = 12  # one step of an actor's environments
-    SAMPLE = 13  # asks for BATCH
-    BATCH = 14  # a minibatch of transitions
 
 
 class Format(enum.IntEnum):
@@ -63,7 +46,7 @@ class Format(enum.IntEnum):
 class Message(NamedTuple):
     """A decoded message but for its parameters, which stay in the buffer."""
 
-    kind: Kind
+    kind: enum.IntEnum
     sender: int
     round: int
     weight: float
@@ -79,21 +62,17 @@ class Refusal(NamedTuple):
 
 
 Sizes = Mapping[Format, range]
+KindT = TypeVar("KindT", bound=enum.IntEnum)
 NOTHING: Sizes = {Format.FLOAT32: range(1)}  # behind the counters
-
-
-def gossip_sizes(model: Sizes) -> dict[Kind, Sizes]:
-    """The messages of a run that gossips, whose models have these sizes."""
-    return {Kind.MODEL: model, Kind.CREDIT: NOTHING, Kind.STOP: NOTHING, Kind.ASK_WHOLE: NOTHING}
 
 
 class Wire:
     """The messages of one run: so many ranks, so many parameters, this network, these kinds."""
 
-    def __init__(self, num_ranks: int, num_parameters: int, signature: int, sizes: Mapping[Kind, Sizes]) -> None:
+    def __init__(self, num_ranks: int, num_parameters: int, signature: int, sizes: Mapping[KindT, Sizes]) -> None:
         """`sizes`: bytes that a message of each allowed kind and format may have behind the counters."""
         self.num_ranks, self.num_parameters, self.signature = num_ranks, num_parameters, signature
-        self._sizes = sizes
+        self._sizes: Mapping[int, tuple[enum.IntEnum, Sizes]] = {int(kind): (kind, of) for kind, of in sizes.items()}
         counters = 8 * num_ranks
         self.control_bytes = _ALIGNMENT + -(-counters // _ALIGNMENT) * _ALIGNMENT
         most = max(allowed[-1] for formats in sizes.values() for allowed in formats.values())
@@ -122,7 +101,7 @@ class Wire:
             return Refusal(f"it comes from rank {sender} of {ranks}, not of {self.num_ranks}")
         if signature != self.signature or parameters != self.num_parameters:
             return Refusal(f"it is of another network ({parameters} parameters, not {self.num_parameters})")
-        sizes = self._sizes[kind]
+        known_kind, sizes = self._sizes[kind]
         if format_ not in sizes:
             return Refusal(f"its format is {format_}, which this run does not use")
         if len(data) - self.control_bytes not in sizes[Format(format_)]:
@@ -133,4 +112,4 @@ class Wire:
         local_steps = np.frombuffer(counters, "<u8").astype(np.uint64)
         if (most := int(local_steps.max())) > _MOST_STEPS:
             return Refusal(f"it says that a rank made {most} steps")
-        return Message(Kind(kind), sender, round_, weight, Stop(stop), local_steps, Format(format_))
+        return Message(known_kind, sender, round_, weight, Stop(stop), local_steps, Format(format_))

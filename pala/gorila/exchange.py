@@ -1,4 +1,4 @@
-"""Gorila's exchange: a rank's `Node` and the data proxy put together, under one lock."""
+"""Gorila's exchange: a rank's `Node` and its transport put together, under one lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from pala.exchange.base import Exchange, ExchangeState, agree_on_end
@@ -20,28 +19,27 @@ from pala.gorila.replay import Batch, Experience
 from pala.gorila.shard import slices
 from pala.system.errors import EndError
 from pala.system.runtime import Interrupt, say
-from pala.transport.data_proxy import Block, DataProxy
-from pala.transport.faults import among_the_living, wait_quietly
+from pala.transport.base import Bytes, Communicator, Living, Received, Receiver
 
 _COMPLAIN_AFTER_S = 60.0
 _NAP_S = 0.005  # what was sent leaves without a word
 _MOST_UNDER_WAY = 4  # steps that an actor may be ahead of what its replay has received
 
 
-class GorilaExchange(Exchange):
+class GorilaExchange(Exchange, Receiver):
     """What the loop of one rank sees of the others."""
 
     def __init__(
-        self, comm: MPI.Comm, make_node: Callable[[Callable[[int, np.ndarray], Block]], Node], message_bytes: int,
+        self, comm: Communicator, make_node: Callable[[Callable[[int, np.ndarray], Bytes]], Node], message_bytes: int,
         interrupt: Interrupt,
     ) -> None:  # fmt: skip
         """`make_node(send)`. Collective."""
         self._comm, self._interrupt, self.message_bytes = comm, interrupt, message_bytes
         self._changed = threading.Condition()
-        self._experience: list[Block] = []  # that may not have left
-        self._proxy = DataProxy(comm, None, self._on_message, self._on_death, lambda: None, lambda: 0.0)
+        self._experience: list[Bytes] = []  # that may not have left
+        self._transport = comm.open_transport()
         self._node = make_node(self._send)
-        self._proxy.start()
+        self._transport.start(self)
 
     # ---- the loop's thread ---------------------------------------------------------------------------------------
 
@@ -86,7 +84,7 @@ class GorilaExchange(Exchange):
             block = self._node.experienced(experience)
         if block is not None:
             self._experience.append(block)
-        self._proxy.poll()
+        self._transport.poll()
         self._wait_until(self._replay_keeps_up)
 
     def ask_for_batches(self) -> None:
@@ -96,7 +94,7 @@ class GorilaExchange(Exchange):
 
     def next_batch(self, timeout_s: float = 0.0) -> Batch | None:
         """A minibatch to learn from, if there is one or one comes within so many seconds."""
-        self._proxy.poll()
+        self._transport.poll()
         with self._changed:
             batch = self._node.next_batch()
             if batch is None and timeout_s > 0:
@@ -110,7 +108,7 @@ class GorilaExchange(Exchange):
         with self._changed:
             if self._node.budget.stop is Stop.NONE:
                 self._node.send_gradient(gradient)
-        self._proxy.poll()
+        self._transport.poll()
 
     def idle(self) -> None:
         """For a rank that only answers others: until a message comes, asleep."""
@@ -119,8 +117,8 @@ class GorilaExchange(Exchange):
 
     def close(self, timeout_s: float) -> Stop:
         with self._changed:
-            self._node.send_stop()  # after the barrier that the proxy closes with, nothing may be sent
-        self._proxy.close(timeout_s, self._interrupt)
+            self._node.send_stop()  # after the barrier that the transport closes with, nothing may be sent
+        self._transport.close(timeout_s, self._interrupt)
         self._raise_failure()
         budget = self._node.budget
         end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt)
@@ -133,15 +131,15 @@ class GorilaExchange(Exchange):
     def final_parameters(self, timeout_s: float) -> Tensor:
         """The shards' slices put together."""
 
-        def join(living: MPI.Comm) -> Tensor:
+        def join(living: Living) -> Tensor:
             whole = torch.zeros(self._node.num_parameters)
             if self._node.shard is not None:
                 parts = slices(len(whole), len(self._node.roles.shards))
                 whole[parts[self._node.roles.shards.index(self._comm.rank)]] = self._node.shard.parameters
-            wait_quietly(living.Iallreduce(MPI.IN_PLACE, whole.numpy()).Test, timeout_s, self._interrupt)
+            living.reduce(whole.numpy(), "sum", timeout_s, self._interrupt)
             return whole
 
-        final = among_the_living(self._comm, join, timeout_s, self._interrupt)
+        final = self._comm.among_the_living(join, timeout_s, self._interrupt)
         self._raise_failure()
         return final
 
@@ -195,9 +193,9 @@ class GorilaExchange(Exchange):
     def _wait(self, timeout_s: float) -> None:
         """Until a message comes, asleep. With the lock held, which is given up meanwhile."""
         begin = time.perf_counter()
-        self._proxy.hurry(True)
+        self._transport.hurry(True)
         self._changed.wait(timeout_s)
-        self._proxy.hurry(False)
+        self._transport.hurry(False)
         self.waited_s += time.perf_counter() - begin
 
     def _replay_keeps_up(self) -> bool:
@@ -205,24 +203,26 @@ class GorilaExchange(Exchange):
         return len(self._experience) <= _MOST_UNDER_WAY
 
     def _raise_failure(self) -> None:
-        self._proxy.raise_failure()
+        self._transport.raise_failure()
         if self._node.fault:
             raise EndError(self._node.fault)
 
     # ---- whichever thread has the lock ---------------------------------------------------------------------------
 
-    def _send(self, rank: int, data: np.ndarray) -> Block:
-        return self._proxy.send_control(rank, data)
+    def _send(self, rank: int, data: np.ndarray) -> Bytes:
+        packet = Bytes(data)
+        self._transport.send(rank, packet)
+        return packet
 
-    def _on_message(self, source: int, data: np.ndarray, took_s: float, too_late: bool) -> None:
+    def on_message(self, message: Received) -> None:
         with self._changed:
-            self._node.on_message(source, data)
+            self._node.on_message(message.source, message.data)
             self._node.send_stop()
             while self._node.refusals:
                 say(f"[rank {self._comm.rank}] {self._node.refusals.popleft()}. Later ones are only counted.")
             self._changed.notify_all()
 
-    def _on_death(self, rank: int) -> None:
+    def on_death(self, rank: int) -> None:
         with self._changed:
             self._node.peer_died(rank)
             self._node.send_stop()

@@ -8,6 +8,7 @@ training ends, nobody is answered any more: gradients that still come are applie
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,14 +20,15 @@ from torch import Tensor
 
 from pala.config import EnvConfig, GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.wire import NOTHING, Format, Kind, Message, Refusal, Sizes, Wire
+from pala.exchange.wire import NOTHING, Format, Message, Refusal, Sizes, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
+from pala.gorila.messages import Kind
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard, slices
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
-from pala.transport.data_proxy import Block
+from pala.transport.base import Bytes
 
 
 class Formats(NamedTuple):
@@ -70,7 +72,7 @@ class Node:
 
     def __init__(
         self, budget: StepBudget, roles: Roles, config: GorilaConfig, wire: Wire, formats: Formats,
-        version: int, shard: Shard | None, store: ReplayStore | None, send: Callable[[int, np.ndarray], Block],
+        version: int, shard: Shard | None, store: ReplayStore | None, send: Callable[[int, np.ndarray], Bytes],
     ) -> None:  # fmt: skip
         """`version`: of the parameters that all begin with. `shard`, `store`: of a rank that has such a role.
         `send(rank, bytes)`: takes the bytes over."""
@@ -109,7 +111,7 @@ class Node:
         else:
             self._send_arrays(replay, Kind.RESET, self._formats.reset, frames)
 
-    def experienced(self, experience: Experience) -> Block | None:
+    def experienced(self, experience: Experience) -> Bytes | None:
         """What `stepped` counted. Returns the message, if one is needed."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
@@ -353,7 +355,7 @@ class Node:
         data[self._wire.control_bytes :] = payload
         self._post(rank, Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.local_steps), data)
 
-    def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any) -> Block:
+    def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any) -> Bytes:
         header = self._wire.control_bytes
         data = np.empty(header + format_.sizes[-1], np.uint8)
         used = format_.encode(value, data[header:])
@@ -361,14 +363,14 @@ class Node:
         message = Message(kind, self._rank, 0, 1.0, stop, steps, Format.ARRAYS)
         return self._post(rank, message, data[: header + len(used)])
 
-    def _post(self, rank: int, message: Message, data: np.ndarray) -> Block:
+    def _post(self, rank: int, message: Message, data: np.ndarray) -> Bytes:
         self._wire.encode(message, data)
         self.counts["bytes_sent"] += len(data)
         return self._send_bytes(rank, data)
 
 
 # The fields of `Roles` that the sender and the receiver of each kind have, any of them.
-_WAYS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_WAYS: dict[enum.IntEnum, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Kind.GRADIENT: (("learners",), ("shards",)),
     Kind.GRADIENT_AND_FETCH: (("learners",), ("shards",)),
     Kind.FETCH: (("learners", "actors"), ("shards",)),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from string import Template
 
 import ale_py
 import gymnasium
 
-from pala.evaluate import score_table
+from pala.evaluation.scores import score_table
 from pala.gorila.scores import PUBLISHED
+from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
-from pala.system.runtime import say
 
 FOLDER = Path("configs/gorila")
 
@@ -43,13 +42,10 @@ def make(folder: Path) -> int:
     return len(texts)
 
 
+@exit_on_mistake()
 def main() -> None:
     """What `python -m pala.gorila.presets` runs."""
-    try:
-        print(f"{make(FOLDER)} presets are in '{FOLDER}'.")
-    except PalaError as error:
-        say(f"pala: error: {error}")
-        sys.exit(2)
+    print(f"{make(FOLDER)} presets are in '{FOLDER}'.")
 
 
 if __name__ == "__main__":

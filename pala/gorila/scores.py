@@ -5,9 +5,10 @@
 
 Writes `scores.md`, `games.csv` (a line a game) and `runs.csv` (a line a run); docs/gorila.md explains them.
 
-The published scores are of null-op starts (`pala/dqn_gorila_noop_scores.csv`): random play, the human and DQN of Mnih
-et al. 2015, Nature 518, and Gorila of Nair et al. 2015, arXiv 1507.04296, by way of the rldb transcription. All scores
-are normalised by this table. Its human scores are others than dqn_zoo's, by which `evaluation.json` goes, in 34 games.
+The published scores are of null-op starts (`pala/evaluation/dqn_gorila_noop_scores.csv`): random play, the human and
+DQN of Mnih et al. 2015, Nature 518, and Gorila of Nair et al. 2015, arXiv 1507.04296, by way of the rldb transcription.
+All scores are normalised by this table. In 34 games its human scores are others than dqn_zoo's, which normalise
+`evaluation.json`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,16 @@ from typing import Annotated, Any
 
 import tyro
 
-from pala.benchmark.report import table
-from pala.compare.collect import final_evaluation, runs_in
-from pala.compare.notes import many
-from pala.compare.plan import differences
-from pala.compare.report import csv_text
 from pala.config import Config
 from pala.envs import atari_rom
-from pala.evaluate import human_normalised, score_table, short_number
-from pala.plot import phrase
+from pala.evaluation.record import final_evaluation
+from pala.evaluation.scores import human_normalised, score_table
+from pala.report.settings import differences, phrase
+from pala.report.text import counted, csv_text, short_number, table
 from pala.run import run_folder
+from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
-from pala.system.runtime import say
-from pala.train import read_command
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"
 _AGENTS = {"dqn": "DQN", "gorila": "Gorila", "ours": "ours"}
@@ -123,7 +120,7 @@ def markdown(runs: Sequence[Run], left_out: Sequence[str]) -> str:
     notes = "\n".join(f"- {note}" for note in _notes(rows, runs, left_out))
     return f"""# Gorila on the 49 games
 
-{many(len(runs), "completed run")} of {len(played)} of the {len(rows)} games. docs/gorila.md explains the columns;
+{counted(len(runs), "completed run")} of {len(played)} of the {len(rows)} games. docs/gorila.md explains the columns;
 games.csv and runs.csv have all digits, and each run with its commit.
 
 {_games_table(rows)}
@@ -165,7 +162,7 @@ def _notes(rows: Sequence[Row], runs: Sequence[Run], left_out: Sequence[str]) ->
     for run in runs:
         differing.setdefault(_other_settings(run, runs[0]), []).append(f"`{run.name}`")
     return [
-        *([f"Missing, {many(len(missing), 'game')}: {', '.join(missing)}."] if missing else []),
+        *([f"Missing, {counted(len(missing), 'game')}: {', '.join(missing)}."] if missing else []),
         *(f"Left out: {why}." for why in left_out),
         *(f"Other settings than `{runs[0].name}`, {what}: {', '.join(of)}." for what, of in differing.items() if what),
         "Scores are normalised by the random and human scores of this table (Mnih et al. 2015), not by dqn_zoo's, as "
@@ -200,7 +197,8 @@ def write(folders: Sequence[Path], output: Path) -> Path:
     """Read the runs and write the tables; returns the page's path. Raises PalaError."""
     if not folders:
         raise PalaError("Name runs, or folders of runs, such as `runs`; `--help` explains the options.")
-    found = {folder: read(folder) for folder in dict.fromkeys(folder.resolve() for folder in runs_in(folders))}
+    given = dict.fromkeys(folder.resolve() for folder in run_folder.runs_in(folders))
+    found = {folder: read(folder) for folder in given}
     runs = sorted((run for run in found.values() if isinstance(run, Run)), key=lambda run: (run.rom, run.config.seed))
     left_out = [f"`{folder.name}` {why}" for folder, why in found.items() if isinstance(why, str)]
     texts = {
@@ -217,14 +215,11 @@ def write(folders: Sequence[Path], output: Path) -> Path:
     return output / "scores.md"
 
 
+@exit_on_mistake()
 def main() -> None:
     """What `python -m pala.gorila.scores` runs."""
-    try:
-        command = read_command("pala.gorila.scores", sys.argv[1:], Command())
-        print(write(command.runs, command.output))
-    except PalaError as error:
-        say(f"pala: error: {error}")
-        sys.exit(2)
+    command = read_command("pala.gorila.scores", sys.argv[1:], Command())
+    print(write(command.runs, command.output))
 
 
 if __name__ == "__main__":

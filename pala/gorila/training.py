@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from pala.a2c.agent import prepare_device
@@ -26,16 +24,16 @@ from pala.gorila.roles import assign
 from pala.gorila.shard import Beginning, Shard, assemble, slices
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
+from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters
-from pala.networks.tape import Tape, make_tape
+from pala.networks.tape import Tape
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.session import Training
 from pala.system.runtime import Interrupt, available_memory_bytes, say
 from pala.system.seeding import derive, stream
-from pala.transport.data_proxy import Block
-from pala.transport.faults import Barrier
-from pala.transport.ranks import collectively
+from pala.transport.agreement import collectively
+from pala.transport.base import Bytes, Communicator
 
 
 class GorilaTraining(Training):
@@ -44,7 +42,7 @@ class GorilaTraining(Training):
     network: QNetwork
     exchange: GorilaExchange
 
-    def __init__(self, comm: MPI.Comm, config: Config, make_env: MakeEnv | None, interrupt: Interrupt) -> None:
+    def __init__(self, comm: Communicator, config: Config, make_env: MakeEnv | None, interrupt: Interrupt) -> None:
         super().__init__(comm, config, make_env, interrupt)
         self.roles = collectively(comm, lambda: assign(config.gorila, comm.size))
         gorila = config.gorila
@@ -92,9 +90,8 @@ class GorilaTraining(Training):
 
     def _check_memory(self) -> None:
         """Of all stores on this host together. Collective."""
-        host = MPI.Get_processor_name()
-        stores = self.comm.allgather((host, self.store.memory_bytes if self.store is not None else 0))
-        here = sum(size for name, size in stores if name == host)
+        stores = self.comm.allgather((self.comm.host, self.store.memory_bytes if self.store is not None else 0))
+        here = sum(size for host, size in stores if host == self.comm.host)
         capacity = self.config.gorila.replay_capacity_steps
         collectively(self.comm, lambda: check_memory(here, available_memory_bytes(), capacity))
 
@@ -169,9 +166,7 @@ class GorilaTraining(Training):
                 self.store.save(self._replay_prefix(self.segment))
             except OSError as error:
                 say(f"[rank {self.rank}] the replay cannot be saved: {error}. A resumed run will fill it anew.")
-        done = Barrier(self.comm)
-        while not done.done():
-            time.sleep(0.01)
+        self.comm.among_the_living(lambda living: None, None, Interrupt())  # a signal does not hurry it
 
     def _forget_old_replay(self) -> None:
         """From now on a resume begins with this segment; the replay of the one before would only take room."""
@@ -194,7 +189,7 @@ class GorilaTraining(Training):
             begin = Beginning(self.flat.data, self.squares, self.target.data, self.version)
             shard = Shard(begin, self.parts[self.roles.shards.index(self.rank)], config.gorila)
 
-        def make_node(send: Callable[[int, np.ndarray], Block]) -> Node:
+        def make_node(send: Callable[[int, np.ndarray], Bytes]) -> Node:
             return Node(budget, self.roles, config.gorila, wire, formats, self.version, shard, self.store, send)
 
         return GorilaExchange(self.comm, make_node, wire.most_bytes, self.interrupt)

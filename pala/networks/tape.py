@@ -12,9 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pala.config import NetworkConfig
 from pala.networks.network import Network
-from pala.system.errors import PalaError
 
 
 class Tape(abc.ABC):
@@ -65,26 +63,3 @@ class AutogradTape(Tape):
     def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
         torch.autograd.backward([torch.stack(outputs) for outputs in zip(*self._passes, strict=True)], gradients_TBO)
         self._passes = []
-
-
-def make_tape(network: Network, config: NetworkConfig, max_passes: int, observations: Tensor) -> Tape:
-    """The tape that `config.passes` asks for, with room for `max_passes` passes of as many `observations` [B, ...].
-
-    Raises PalaError for what cannot be: CUDA graphs without CUDA or images, bfloat16 without images.
-    """
-    written_out = network.is_image and config.passes != "autograd"
-    if config.passes == "cuda_graph" and not (written_out and observations.is_cuda):
-        raise PalaError(
-            "'network.passes' is 'cuda_graph', which needs image observations and a CUDA device; use 'auto'."
-        )
-    if config.precision == "bfloat16" and not network.is_image:
-        raise PalaError(
-            "'network.precision' is 'bfloat16', which would round vector observations to 8 bits; use 'float32'."
-        )
-    if not written_out:
-        return AutogradTape(network, config.precision)
-    from pala.networks.conv_tape import ConvTape
-    from pala.networks.graphed_tape import GraphedTape
-
-    tape = ConvTape(network.trunk, network.heads, config.precision, max_passes, len(observations))
-    return GraphedTape(tape, observations, max_passes) if config.passes == "cuda_graph" else tape

@@ -9,6 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel as Box
+from rich.table import Table
+
 from pala.run.metrics import SECTIONS, RunView
 from pala.system.runtime import say, terminal_size
 
@@ -81,12 +87,9 @@ class Lines:
 
 
 class Panel:
-    """A panel that stays in place. `rich` draws it; no thread refreshes it."""
+    """A panel that stays in place. No thread refreshes it."""
 
     def __init__(self, title: str, size: tuple[int, int]) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
         # The launcher's terminal decides; this process may only have a pipe.
         os.environ.setdefault("TERM", "xterm")
         self._title = title
@@ -95,11 +98,6 @@ class Panel:
         self._live.start()
 
     def show(self, figures: dict[str, str]) -> None:
-        from rich.console import Group
-        from rich.markup import escape
-        from rich.panel import Panel as Box
-        from rich.table import Table
-
         table = Table.grid(padding=(0, 2))
         for label, text in figures.items():
             table.add_row(f"[bold]{label}[/bold]", text)
@@ -123,7 +121,7 @@ def make_console(kind: str, title: str) -> Lines | Panel | None:
 
 
 class TensorBoard:
-    """Event files of the whole run, against global steps, written by rank 0."""
+    """Event files of the whole run for TensorBoard: scalars against global steps, written by rank 0."""
 
     _TAGS: ClassVar[dict[str, str]] = {
         "mean_return": "return/mean_of_last_100_episodes",
@@ -135,9 +133,9 @@ class TensorBoard:
     }  # fmt: skip
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter  # by rank 0 alone, and only where it is asked for
 
-        self._writer = EventFileWriter(str(folder))
+        self._writer = SummaryWriter(str(folder))
 
     def add(self, view: RunView, global_steps: int) -> None:
         """One value for each tag: means over ranks of their last intervals."""
@@ -145,14 +143,10 @@ class TensorBoard:
         values[self._TAGS["mean_return"]] = view.mean_return
         values["speed/global_steps_per_s"] = view.global_steps_per_s
         values |= {f"time/{name}": view.mean(f"time_{name}") for name in SECTIONS}
-        self._add({tag: value for tag, value in values.items() if value is not None}, global_steps)
-
-    def _add(self, values: dict[str, float], step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        now = time.time()
+        for tag, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(tag, value, global_steps, walltime=now)
 
     def close(self) -> None:
         """Flush the events."""

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -159,6 +160,17 @@ def read(path: str | Path) -> dict[str, Any]:
 def config_of(path: str | Path) -> Config:
     """The configuration that a run was made with."""
     return from_table(read(path)["config"], source=f"'{Path(path) / 'run.json'}'")
+
+
+def runs_in(folders: Sequence[Path]) -> list[Path]:
+    """The folders that are runs, and the runs in the others. Raises PalaError if one holds none."""
+    found: list[Path] = []
+    for folder in folders:
+        runs = [folder] if (folder / "run.json").exists() else sorted(f.parent for f in folder.glob("*/run.json"))
+        if not runs:
+            raise PalaError(f"'{folder}' is no run and holds none: there is no 'run.json' in it or one level below.")
+        found += runs
+    return found
 
 
 def load_make_env(run: Path) -> MakeEnv | None:

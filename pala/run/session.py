@@ -16,13 +16,14 @@ from typing import IO, Any
 
 import cloudpickle
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
 from pala.a2c.agent import build_envs
 from pala.config import Config, to_table
 from pala.envs import MakeEnv
-from pala.exchange import Exchange, ExchangeState, Stop, flat_checksum
+from pala.exchange.base import Exchange, ExchangeState
+from pala.exchange.budget import Stop
+from pala.exchange.make import flat_checksum
 from pala.networks.network import FlatParameters
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
@@ -33,8 +34,8 @@ from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
 from pala.system.runtime import Interrupt, process_age_s, say
 from pala.system.seeding import derive
-from pala.transport.faults import among_the_living
-from pala.transport.ranks import collectively, cores_per_rank
+from pala.transport.agreement import collectively, cores_per_rank
+from pala.transport.base import Communicator, Living
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
 
@@ -62,7 +63,7 @@ class Training(abc.ABC):
     exchange: Exchange
     loop: Loop
 
-    def __init__(self, comm: MPI.Comm, config: Config, make_env: MakeEnv | None, interrupt: Interrupt) -> None:
+    def __init__(self, comm: Communicator, config: Config, make_env: MakeEnv | None, interrupt: Interrupt) -> None:
         self.comm, self.config, self.make_env, self.interrupt = comm, config, make_env, interrupt
         self.rank, self.size = comm.rank, comm.size
         cores = cores_per_rank(comm)
@@ -125,7 +126,7 @@ class Training(abc.ABC):
         """Everybody gets this rank's tensors, the parameters checked by checksum. Collective."""
         for tensor in self._shared_tensors():
             host = tensor.cpu().numpy()
-            self.comm.Bcast(host, root)
+            self.comm.broadcast(host, root)
             tensor.copy_(torch.from_numpy(host))
         checksums = self.comm.allgather(flat_checksum(self.flat.data))
         wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
@@ -141,7 +142,7 @@ class Training(abc.ABC):
         if first.ranks != self.size:
             return None, first, 0
         own = collectively(self.comm, lambda: checkpoint.load_rank(self.old, self.rank, self.flat.signature, self.size))
-        lost = self.comm.allreduce(len(own.counters.get("lost", [])), MPI.MAX)
+        lost = max(self.comm.allgather(len(own.counters.get("lost", []))))
         return (own if lost == 0 else None), first, lost
 
     def _say_ranks_changed(self, had: RankState, lost: int, what: str) -> None:
@@ -164,13 +165,13 @@ class Training(abc.ABC):
         c = state.counters
         self.counters = Counters(c["updates"], c["own_steps"] if same_ranks else 0, c["time_s"])
         weight = c["weight"] if same_ranks else 1.0
-        weight *= self.size / self.comm.allreduce(weight)
+        weight *= self.size / sum(self.comm.allgather(weight))
         known = self.comm.allgather(c["own_steps"]) if same_ranks else [0] * self.size
         self.start = ExchangeState(known, c["base_steps"], c["round"], weight)
 
     def open_records(self, facts: dict[str, Any], resume: Path | None) -> None:
         """run.json, metrics, console. Collective."""
-        self.hosts = self.comm.allgather(MPI.Get_processor_name())
+        self.hosts = self.comm.allgather(self.comm.host)
         self.metrics = MetricsWriter(metrics_path(self.folder, self.rank), self.rank)
         self.metrics.write([{
             "type": "start", "segment": self.segment.name, "rank": self.rank, "ranks": self.size,
@@ -193,8 +194,7 @@ class Training(abc.ABC):
     def _description(self, resume: Path | None) -> dict[str, Any]:
         return {
             "ranks": self.size, "hosts": self.hosts, "resumed": resume is not None, "segment": self.segment.name,
-            "mpi": MPI.Get_library_version().strip("\0").splitlines()[0], "mpi_standard": list(MPI.Get_version()),
-            "mpi_thread_level": MPI.Query_thread(), "device": str(self.device), "threads_per_rank": self.threads,
+            **self.comm.facts(), "device": str(self.device), "threads_per_rank": self.threads,
             "seed": self.config.seed, "parameters": self.flat.data.numel(),
             "python_environment": self.make_env is not None,
         }  # fmt: skip
@@ -218,7 +218,7 @@ class Training(abc.ABC):
             self._record_stop()  # at once: after a signal the launcher may not give much time
         if self.exchange.close(_PATIENCE_S) is Stop.BUDGET:
             final = self.exchange.final_parameters(_PATIENCE_S)
-            among_the_living(self.comm, lambda living: self._complete(final, living), _PATIENCE_S, self.interrupt)
+            self.comm.among_the_living(lambda living: self._complete(final, living), _PATIENCE_S, self.interrupt)
         elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
             stop = Stop.SIGNAL
             self._record_stop()
@@ -292,12 +292,12 @@ class Training(abc.ABC):
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def _complete(self, final: Tensor, living: MPI.Comm) -> None:
+    def _complete(self, final: Tensor, living: Living) -> None:
         """Write the final policy, and then that the run is complete. The first of the living only."""
-        self.is_first = living.rank == 0
+        self.is_first = self.rank == living.members[0]
         if not self.is_first:
             return
-        self._lead(sorted(MPI.Group.Translate_ranks(living.group, list(range(living.size)), self.comm.group)))
+        self._lead(living.members)
         self.flat.data.copy_(final)
         header = {"config": to_table(self.config), "global_steps": self.exchange.global_steps, "ranks": self.size}
         checkpoint.save_policy(self.folder / "policy.safetensors", dict(self.network.state_dict()), header)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
-
 from pala.a2c.algorithm import A2CTraining
 from pala.config import Config
 from pala.envs import MakeEnv
@@ -14,7 +12,8 @@ from pala.gorila.training import GorilaTraining
 from pala.run.session import Result, Training
 from pala.system.errors import CollectiveError, EndError
 from pala.system.runtime import Interrupt
-from pala.transport.ranks import check_agreement, is_alone
+from pala.transport.agreement import check_agreement
+from pala.transport.base import Communicator
 
 __all__ = ["Result", "train"]
 
@@ -22,8 +21,8 @@ _ALGORITHMS: dict[str, type[Training]] = {"a2c": A2CTraining, "gorila": GorilaTr
 
 
 def train(
-    config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
-    facts: dict[str, Any] | None = None, comm: MPI.Comm = MPI.COMM_WORLD,
+    comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
+    facts: dict[str, Any] | None = None,
 ) -> Result:  # fmt: skip
     """Train on all ranks of `comm`. Collective."""
     with Interrupt().installed() as interrupt:
@@ -39,7 +38,7 @@ def train(
             training.abandon()
             raise
         except BaseException as error:
-            if is_alone(comm) or isinstance(error, EndError):
+            if comm.is_alone() or isinstance(error, EndError):
                 training.record_end("failed")
             raise
         finally:

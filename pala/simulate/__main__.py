@@ -12,31 +12,26 @@ import sys
 from collections.abc import Callable
 
 from pala.simulate import check, predict
+from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, nearest
-from pala.system.runtime import say
 
 _PROGRAMS: dict[str, Callable[[list[str]], None]] = {"check": check.run, "predict": predict.run}
 """What each of them does with the rest of the command line. Raises PalaError."""
 
 
+@exit_on_mistake()
 def main() -> None:
     """What `python -m pala.simulate` runs."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if name in ("", "-h", "--help"):
         print(__doc__)
         return
-    try:
-        if name not in _PROGRAMS:
-            raise PalaError(
-                f"'{name}' is none of: {', '.join(_PROGRAMS)}{nearest(name, _PROGRAMS) or '.'} "
-                "See `python -m pala.simulate --help`."
-            )
-        _PROGRAMS[name](arguments)
-    except PalaError as error:
-        say(f"pala: error: {error}")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if name not in _PROGRAMS:
+        raise PalaError(
+            f"'{name}' is none of: {', '.join(_PROGRAMS)}{nearest(name, _PROGRAMS) or '.'} "
+            "See `python -m pala.simulate --help`."
+        )
+    _PROGRAMS[name](arguments)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from functools import partial
 
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.simulate.schedules import InvariantError, check, schedule
+from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from pala.train import read_command
 
 _BATCH = 50
 

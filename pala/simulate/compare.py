@@ -11,8 +11,9 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from pala.benchmark.report import Spread, training_of
+from pala.benchmark.analysis import training_of
 from pala.config import ExchangeConfig
+from pala.report.text import Spread
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.costs import Costs, model_bytes_of, num_hosts, trained
 from pala.simulate.gossip import GossipCluster, measured

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from pala.exchange.wire import NOTHING, Wire, gossip_sizes
+from pala.exchange.gossip.messages import gossip_sizes
+from pala.exchange.wire import NOTHING, Wire
 from pala.system.errors import PalaError
+from pala.system.files import read_bytes
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class Costs:
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
-    """A benchmark.json. Raises PalaError."""
+    """A benchmark.json, or benchmark.json.gz. Raises PalaError."""
     try:
-        benchmark: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        benchmark: dict[str, Any] = json.loads(read_bytes(path))
         benchmark["jobs"][0]["rounds"], benchmark["config"], benchmark["machine"]["cores"]
     except FileNotFoundError:
         raise PalaError(f"'{path}' does not exist; `python -m pala.benchmark` writes a benchmark.json.") from None

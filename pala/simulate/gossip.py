@@ -15,7 +15,7 @@ import numpy as np
 
 from pala.simulate.cluster import Cluster, Link, Prediction
 from pala.simulate.costs import Costs
-from pala.transport.virtual import Rank, Scenario, VirtualCluster
+from pala.simulate.virtual_cluster import Rank, Scenario, VirtualCluster
 
 _DIMENSION = 64  # of the models: the more, the less the distances scatter
 _LOOKS_AT_DISTANCE = 40
@@ -74,7 +74,7 @@ class GossipCluster(VirtualCluster):
     @property
     def models_in_flight(self) -> int:
         """Sent and not yet received."""
-        return sum(message.model is not None for message in self._on_their_way.values())
+        return sum(message.bulk for message in self.on_their_way.values())
 
     @property
     def squared_distance(self) -> float:
@@ -121,8 +121,8 @@ class GossipCluster(VirtualCluster):
     # ---- the network -----------------------------------------------------------------------------------------------
 
     def _carry(self, ticket: int) -> None:
-        message = self._on_their_way[ticket]
-        is_model, within_host = message.model is not None, self._within_host(ticket)
+        message = self.on_their_way[ticket]
+        is_model, within_host = message.bulk, self._within_host(ticket)
         self.bytes_sent += self._bytes(ticket)
         if is_model:
             self._owed_s[message.sender] += self.costs.send_s + self._protocol_s
@@ -134,7 +134,7 @@ class GossipCluster(VirtualCluster):
 
     def _announce(self, ticket: int) -> None:
         """The receiver has seen that a model wants to come."""
-        queue = self._announced[self._on_their_way[ticket].receiver]
+        queue = self._announced[self.on_their_way[ticket].receiver]
         queue.append(ticket)
         if len(queue) == 1:
             self._call(ticket)
@@ -144,23 +144,23 @@ class GossipCluster(VirtualCluster):
         if self._within_host(ticket):
             self._take_in(ticket)
         else:
-            sender = self._on_their_way[ticket].sender
+            sender = self.on_their_way[ticket].sender
             self._at_poll(sender, self.now + self._cluster.latency_s, self._leave, ticket)
 
     def _leave(self, ticket: int) -> None:
-        host = self._cluster.host_of(self._on_their_way[ticket].sender)
+        host = self._cluster.host_of(self.on_their_way[ticket].sender)
         begin_s, _ = self._links_out[host].carry(self.now, self._bytes(ticket))
         self._at(begin_s + self._cluster.latency_s, self._arrive, ticket)
 
     def _arrive(self, ticket: int) -> None:
         """The first byte is at the receiver's host."""
-        message = self._on_their_way[ticket]
+        message = self.on_their_way[ticket]
         _, end_s = self._links_in[self._cluster.host_of(message.receiver)].carry(self.now, self._bytes(ticket))
-        self._at_poll(message.receiver, end_s, self._deliver if message.model is None else self._take_in, ticket)
+        self._at_poll(message.receiver, end_s, self._deliver if not message.bulk else self._take_in, ticket)
 
     def _take_in(self, ticket: int) -> None:
         """A model has come as a whole; the receiver can turn to the next."""
-        number = self._on_their_way[ticket].receiver
+        number = self.on_their_way[ticket].receiver
         self._owed_s[number] += self.costs.receive_s + self._protocol_s
         self.models_received += 1
         self._deliver(ticket)
@@ -170,11 +170,11 @@ class GossipCluster(VirtualCluster):
             self._call(queue[0])
 
     def _within_host(self, ticket: int) -> bool:
-        message = self._on_their_way[ticket]
+        message = self.on_their_way[ticket]
         return self._cluster.host_of(message.sender) == self._cluster.host_of(message.receiver)
 
     def _bytes(self, ticket: int) -> int:
-        is_model = self._on_their_way[ticket].model is not None
+        is_model = self.on_their_way[ticket].bulk
         return self._control_bytes + self.costs.model_bytes * is_model
 
 
@@ -183,8 +183,8 @@ class SharedMemoryCluster(GossipCluster):
     is looked for, nothing is on its way, and a model is copied once."""
 
     def _carry(self, ticket: int) -> None:
-        message = self._on_their_way[ticket]
-        if message.model is not None:
+        message = self.on_their_way[ticket]
+        if message.bulk:
             self._owed_s[message.sender] += self.costs.send_s
             self.bytes_sent += self.costs.model_bytes
             self.models_received += 1

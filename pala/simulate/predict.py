@@ -1,8 +1,8 @@
 """`python -m pala.simulate predict`: how fast gossip and its alternatives would be, from 2 to 10,000 ranks.
 
-    what a cluster would do      python -m pala.simulate predict --benchmark results/simulation/benchmark/benchmark.json
-    another network              … --ranks-per-host 8 --latency-us 5 --bandwidth-gbit 100
-    beside what was measured     … --compare results/benchmark/*/benchmark.json
+    what a cluster would do   python -m pala.simulate predict --benchmark results/simulation/benchmark/benchmark.json.gz
+    another network           … --ranks-per-host 8 --latency-us 5 --bandwidth-gbit 100
+    beside what was measured  … --compare results/benchmark/*/benchmark.json.gz
 
 Results go to a new folder: simulation.md, simulation.json, simulation.png. docs/simulate.md tells how to read them.
 """
@@ -25,9 +25,9 @@ from pala.simulate.costs import Costs, costs_of, read_benchmark
 from pala.simulate.gossip import predict_gossip, predict_shared_memory
 from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
+from pala.system.command_line import read_command
 from pala.system.errors import PalaError, nearest
 from pala.system.files import make_output_folder, write_atomically
-from pala.train import read_command
 
 _PROGRAM = "pala.simulate predict"
 _GOSSIP = ("random", "exponential", "ring", "complete")
@@ -41,7 +41,7 @@ class Command:
     """Predict speed, waiting, traffic and consensus distance, with all ranks alike and with one slow rank."""
 
     benchmark: Path | None = None
-    """benchmark.json with the costs of one rank (`python -m pala.benchmark`)."""
+    """benchmark.json (or .json.gz) with the costs of one rank (`python -m pala.benchmark`)."""
     ranks: tuple[int, ...] = (2, 4, 8, 16, 64, 256, 1024, 4096, 10_000)
     """Numbers of ranks."""
     methods: tuple[str, ...] = METHODS

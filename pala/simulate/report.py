@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.benchmark.report import table
-from pala.plot import COLOURS, write_picture
-from pala.system.errors import PalaError
+from pala.report.pictures import COLOURS, new_figure, tidy, write_picture
+from pala.report.text import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,13 +126,9 @@ def _notes(rows: list[dict[str, Any]]) -> str:
 
 def draw(simulation: dict[str, Any], output: Path) -> None:
     """Efficiency over the number of ranks, without and with a slow rank. Raises PalaError."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PalaError(f"A picture needs matplotlib ({error}): `pip install matplotlib`.") from None
     rows = [row for row in simulation["predictions"] if "reason" not in row]
     stragglers = sorted({row["straggler"] for row in rows})
-    figure = Figure(figsize=(6.6 * len(stragglers), 5.2), dpi=130, layout="constrained")
+    figure = new_figure(6.6 * len(stragglers), 5.2)
     panels = figure.subplots(1, len(stragglers), sharey=True, squeeze=False)[0]
     for axes, straggler in zip(panels, stragglers, strict=True):
         _draw_efficiency(axes, [row for row in rows if row["straggler"] == straggler], simulation["options"])
@@ -166,6 +161,5 @@ def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]], options: dict[str, 
     axes.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45, ha="right", rotation_mode="anchor")
     axes.minorticks_off()
     axes.set_ylim(0, 1.05)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     axes.set_xlabel("ranks")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +37,15 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         neighbour.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content; one whose name ends in `.gz` is unpacked. Raises OSError, also for a damaged `.gz`."""
+    data = path.read_bytes()
+    try:
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"'{path}' is damaged ({error})") from None
 
 
 def make_output_folder(output: Path | None, what: str) -> Path:

@@ -2,22 +2,25 @@
 
 | part | used | MPI | threads of one process | simulated |
 |---|---|---|---|---|
-| `Communicator` | collectives at the start and the end, and by exchanges that need every rank | `mpi.py` | `memory.py` | - |
-| `Transport` | messages from rank to rank, while training runs | `data_proxy.py` | `memory.py` | `virtual.py` |
+| `Communicator` | for collectives, at the start and the end | `mpi.py` | `memory.py` | - |
+| `Transport` | for messages from rank to rank, while training runs | `data_proxy.py` | `memory.py` | `virtual.py` |
 
-Nothing here knows what a message means, and nothing outside this package calls MPI but to start and end it, and the
-doctor.
+Exchanges that need every rank use a `Communicator` while training runs, too.
+
+Nothing in this package knows what a message means. Nothing outside it calls MPI, but for the doctor.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
+from pala.system.errors import EndError
 from pala.system.runtime import Interrupt
+
+if TYPE_CHECKING:  # a rank starts MPI before it loads numpy, whose threads are counted when it is loaded
+    import numpy as np
 
 T = TypeVar("T")
 Reduction = Literal["sum", "max"]
@@ -110,7 +113,7 @@ class Transport(abc.ABC):
         """Whether this rank's learner is waiting for a message. Any thread."""
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:  # noqa: B027
-        """Receive what is still coming until every rank that lives has closed; nothing may be sent any more. Collective.
+        """Receive what is still coming until every rank that lives has closed. Nothing is sent after it. Collective.
 
         Raises EndError if the others have not closed after `timeout_s` seconds, or soon after a signal.
         """
@@ -131,15 +134,20 @@ class Deaths(abc.ABC):
     def look(self) -> set[int]:
         """Ranks that died since the last look."""
 
-    @abc.abstractmethod
     def end_if_any(self) -> None:
         """For an exchange that needs every rank: raise EndError if one has died."""
+        self.look()
+        if self.ranks:
+            raise EndError(
+                f"Rank {', '.join(map(str, sorted(self.ranks)))} has died, and this 'exchange.kind' cannot go on "
+                "without it; the job ends here. Go on from the last checkpoint by `--resume`."
+            )
 
 
 class SharedBlock(abc.ABC):
     """Memory that all ranks of one host see."""
 
-    data: np.ndarray  # uint8 [bytes], zeros at first
+    data: np.ndarray  # uint8 [bytes], anything at first
 
     @abc.abstractmethod
     def fence(self) -> None:
@@ -191,11 +199,13 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self) -> Callable[[], bool]:
-        """Begin a barrier; what is returned says whether all have come, and never waits. Collective."""
+        """Begin a barrier; what is returned says whether all have come, and never waits. Collective. Raises EndError,
+        then or later, if a rank has died."""
 
     @abc.abstractmethod
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        """In place: the sum or maximum over all ranks. It may spin while it waits: `barrier` first. Collective."""
+        """In place: the sum or maximum over all ranks. It may spin while it waits, so it should follow a `barrier`.
+        Collective. Raises EndError if a rank has died."""
 
     @abc.abstractmethod
     def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
@@ -206,6 +216,10 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def deaths(self) -> Deaths:
         """A watch of its own. Not collective."""
+
+    @abc.abstractmethod
+    def is_alone(self) -> bool:
+        """True if the job ends when this rank does: no other lives, or none would outlive it. Not collective."""
 
     @abc.abstractmethod
     def open_transport(self) -> Transport:

@@ -6,6 +6,7 @@ Each variant is the present code with one thing changed; `mpirun` runs them in t
 beside this file.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -48,31 +49,28 @@ def train_patched(patch: str, arguments: list[str]) -> None:
     train = importlib.import_module("pala.train")  # pala.train is a function too
 
     if patch == "malloc":
-
-        def missing(_: object) -> None:
-            raise OSError
-
-        runtime.ctypes = SimpleNamespace(CDLL=missing)
+        libc = ctypes.CDLL(None)
+        runtime.ctypes = SimpleNamespace(CDLL=lambda name: SimpleNamespace(prctl=libc.prctl))  # it has no mallopt
     if patch not in ("", "malloc"):
         runtime.prepare(max(1, (os.cpu_count() or 1) // RANKS))
         import torch
 
         from pala.a2c import update as a2c
-        from pala.networks import conv_tape, tape
+        from pala.networks import conv_tape, make, tape
 
         if patch == "turn":
             conv_tape.channels_last = lambda images: images.contiguous(memory_format=torch.channels_last)
         elif patch == "root":
             a2c._ABOVE_ZERO = 0.0
         elif patch == "compile":
-            make = tape.AutogradTape
+            autograd = tape.AutogradTape
 
             def compiled(network: torch.nn.Module, precision: str) -> tape.Tape:
-                made = make(network, precision)
+                made = autograd(network, precision)
                 made._network = torch.compile(network)
                 return made
 
-            tape.AutogradTape = compiled
+            make.AutogradTape = compiled
     sys.argv[1:] = arguments
     train.main()
 

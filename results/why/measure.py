@@ -32,7 +32,8 @@ from pala.config import Config, load_preset
 from pala.run.run_folder import provenance
 from pala.system.runtime import Interrupt, prepare
 from pala.system.seeding import derive
-from pala.transport.ranks import abort, cores_per_rank, start_mpi
+from pala.transport.agreement import cores_per_rank
+from pala.transport.mpi_process import abort, start_mpi
 
 PRESET = Path(__file__).parent.parent.parent / "configs/quickstart.toml"
 ROLLOUTS = 8  # of a probe, a rank
@@ -130,7 +131,8 @@ class Segments:
     def segment(self, steps: int) -> dict[str, Any]:
         """Train for `steps` of all ranks, then probe. Collective."""
         from pala.a2c.learner import Learner
-        from pala.exchange import ExchangeState, make_exchange
+        from pala.exchange.base import ExchangeState
+        from pala.exchange.make import make_exchange
         from pala.run.loop import Counters
 
         agent, comm, interrupt = self.agent, self.comm, Interrupt()

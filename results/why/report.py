@@ -1,4 +1,4 @@
-"""Tables and a picture of what measure.py found: python results/why/report.py OUTPUT.jsonl ...
+"""Tables and a picture of what measure.py found: python results/why/report.py OUTPUT.jsonl[.gz] ...
 
 Writes table.md and why.png beside this file.
 """
@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from pala.benchmark.report import table
-from pala.plot import COLOURS, write_picture
+from pala.report.pictures import COLOURS, new_figure, tidy, write_picture
+from pala.report.text import table
+from pala.system.files import read_bytes
 
 HERE = Path(__file__).parent
 COLUMNS = {  # key: (heading, form)
@@ -34,7 +33,7 @@ PANELS = ("mean_return", "gradient_cosine_between", "policy_kl", "distance")
 
 def main() -> None:
     """Read all rows, write the table and the picture."""
-    rows = [json.loads(line) for file in sys.argv[1:] for line in Path(file).read_text().splitlines()]
+    rows = [json.loads(line) for file in sys.argv[1:] for line in read_bytes(Path(file)).splitlines()]
     if len(kinds := {(row["ranks"], row["segments"], row["asked_steps"]) for row in rows}) > 1:
         sys.exit(f"The files are not of one experiment: ranks, segments and steps are {sorted(kinds)}.")
     variants = list(dict.fromkeys(row["variant"] for row in rows))
@@ -68,7 +67,7 @@ def make_table(rows: list[dict[str, Any]], variants: list[str]) -> str:
 
 def draw(rows: list[dict[str, Any]], variants: list[str]) -> None:
     """One panel a measure, over steps; a line is the mean over seeds."""
-    figure = Figure(figsize=(12, 7.5), dpi=130, layout="constrained")
+    figure = new_figure(12, 7.5)
     for axes, key in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         for number, variant in enumerate(variants):
             own = [row for row in rows if row["variant"] == variant]
@@ -86,8 +85,7 @@ def draw(rows: list[dict[str, Any]], variants: list[str]) -> None:
             axes.set_ylim(bottom=0)
         axes.set_xlabel("environment steps of all ranks")
         axes.set_ylabel(COLUMNS[key][0])
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     write_picture(figure, HERE / "why.png")

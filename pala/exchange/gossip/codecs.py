@@ -1,13 +1,13 @@
-"""How models travel: from parameters to the bytes behind a message's header, and into the mix of those that came.
+"""How a model travels: from parameters to bytes and back, and into the average of those that came.
 
-One class a value of `exchange.compression`, used by every rank of a run alike. `SendBuffer` and `ReceiveBuffer` own
-the host memory and, on a GPU, the streams; a `Payload` does the arithmetic on the device that the parameters are on.
+One class a value of `exchange.compression`, used by every rank of a run alike. A codec does the arithmetic on the
+device that the parameters are on; it knows weights, but not the rule that gives them (`mixing.py`), and no message. The
+host memory and, on a GPU, the streams are in `models.py`.
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import math
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pala.config import ExchangeConfig
-from pala.exchange.wire import Format, Message, Refusal, Wire
+from pala.exchange.wire import Format, Refusal
 
 _NOT_FINITE = Refusal("it holds NaN or infinity")
 _SAMPLE = 16384
@@ -30,11 +30,11 @@ class Packed(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
-class Payload(abc.ABC):
+class Codec(abc.ABC):
     """What one rank sends of its models, and what has come from others since its last mix.
 
-    Memory does not grow with the number of ranks: what comes is staged, checked and added to one sum. The data proxy's
-    thread stages while the learner's packs or mixes; whoever adds, mixes or clears holds the exchange's lock.
+    Memory does not grow with the number of ranks: what comes is staged, checked and added to one sum. The transport's
+    thread stages while the learner's packs or mixes; whoever adds, mixes, heals or clears holds the driver's lock.
     """
 
     sizes: dict[Format, range]  # bytes behind the header of each format that may come
@@ -54,15 +54,22 @@ class Payload(abc.ABC):
         """Add the staged model; True if the block that it was received into is now the sum."""
 
     @abc.abstractmethod
-    def mix_into(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
-        """As `ReceiveBuffer.mix_into`."""
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool) -> Tensor | None:
+        """parameters <- (own_weight parameters + weighted sum) / (own_weight + weights), in place; empties the sum.
+
+        If `measure`, returns the distance |mean of what came - parameters| before (L2, scalar, on the device).
+        """
+
+    @abc.abstractmethod
+    def heal(self, parameters: Tensor) -> None:
+        """parameters <- weighted mean of what came, of which one at least was a whole model; empties the sum."""
 
     @abc.abstractmethod
     def clear(self) -> None:
         """Forget what was added."""
 
 
-class Float32(Payload):
+class Float32(Codec):
     """`none`: every parameter as it is.
 
     The first model since a mix is not added but becomes the sum, by changing places with the used-up one.
@@ -101,18 +108,24 @@ class Float32(Payload):
         self._total_weight += weight
         return first and self.keeps_block
 
-    def mix_into(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool) -> Tensor | None:
+        fraction = self._total_weight / (own_weight + self._total_weight)
+        return self._move(parameters, self._take_mean(), fraction, measure)
+
+    def heal(self, parameters: Tensor) -> None:
+        parameters.copy_(self._take_mean())
+
+    def _take_mean(self) -> Tensor:
+        """Of the models that came; the sum is empty from then on."""
         if self._scale != self._total_weight:  # more than one model
             self._sum.mul_(self._scale / self._total_weight)
         self._total_weight = 0.0
-        return self._mix_mean(parameters, fraction, measure)
+        return self._sum
 
-    def _mix_mean(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
-        distance = (self._sum - parameters).norm() if measure else None
-        if fraction == 1.0:  # lerp would keep the NaN of a rank that is to be healed
-            parameters.copy_(self._sum)
-        else:
-            parameters.lerp_(self._sum, fraction)
+    def _move(self, parameters: Tensor, mean: Tensor, fraction: float, measure: bool) -> Tensor | None:
+        """parameters <- (1 - fraction) parameters + fraction mean; may change `mean`."""
+        distance = (mean - parameters).norm() if measure else None
+        parameters.lerp_(mean, fraction)
         return distance
 
     def clear(self) -> None:
@@ -133,22 +146,18 @@ class BFloat16(Float32):
 
     format, dtype = Format.BFLOAT16, torch.bfloat16
 
-    def _mix_mean(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
-        if fraction == 1.0:
-            distance = (self._sum - parameters).norm() if measure else None
-            parameters.copy_(self._sum)
-            return distance
-        difference = self._sum.sub_(parameters.to(self.dtype))
+    def _move(self, parameters: Tensor, mean: Tensor, fraction: float, measure: bool) -> Tensor | None:
+        difference = mean.sub_(parameters.to(self.dtype))
         parameters.add_(difference, alpha=fraction)
         return difference.norm() if measure else None
 
 
-class TopK(Payload):
+class TopK(Codec):
     """`top_k`: the parameters that changed most since this rank last sent them, as int32 indices and float32 values.
 
     After parallel Sarsa (Grounds & Kudenko), whose learners tell each other the weights that changed most. There is one
     reference a rank, what it last sent of each parameter to anybody, so memory does not grow with the ranks. The
-    receiver mixes what came, each parameter by the uniform rule: x_i <- (x_i + sum of v_i) / (1 + number of v_i).
+    receiver mixes each parameter with what came of it, and leaves the others.
 
     Every `whole_every`-th model is whole: a parameter that no longer changes would otherwise never be told again to
     those who missed it. A rank whose parameters are not finite is healed by a whole model only, and asks for it.
@@ -218,35 +227,37 @@ class TopK(Payload):
         return None if _is_finite(self._values) else _NOT_FINITE
 
     def add(self, weight: float) -> bool:
-        """`weight` is 1: this format mixes uniformly."""
         if self._indices is None:
-            self._sum.add_(self._values)
-            self._count.add_(1.0)
+            self._sum.add_(self._values, alpha=weight)
+            self._count.add_(weight)
         else:
-            self._sum.index_add_(0, self._indices, self._values)
-            self._count.index_add_(0, self._indices, torch.ones_like(self._values))
+            self._sum.index_add_(0, self._indices, self._values, alpha=weight)
+            self._count.index_add_(0, self._indices, torch.full_like(self._values, weight))
         return False
 
-    def mix_into(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
-        """The distance is over the parameters that came; a `fraction` below 1 is each parameter's own."""
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool) -> Tensor | None:
+        """Each parameter by what came of it; the distance is over the parameters that came."""
         distance = None
         if measure:
             difference = torch.mul(self._count, parameters, out=self._change).neg_().add_(self._sum)
-            distance = difference.div_(self._count.clamp(min=1.0)).norm()
-        if fraction == 1.0:  # the protocol gives it only where a whole model came
-            parameters.copy_(self._sum).div_(self._count)
-        else:
-            parameters.add_(self._sum).div_(self._count.add_(1.0))
+            distance = difference.div_(torch.where(self._count > 0, self._count, 1.0)).norm()
+        if own_weight != 1.0:
+            parameters.mul_(own_weight)
+        parameters.add_(self._sum).div_(self._count.add_(own_weight))
         self.clear()
         return distance
+
+    def heal(self, parameters: Tensor) -> None:
+        parameters.copy_(self._sum).div_(self._count)
+        self.clear()
 
     def clear(self) -> None:
         self._sum.zero_()
         self._count.zero_()
 
 
-def make_payload(config: ExchangeConfig, parameters: Tensor) -> Payload:
-    """What the configuration names, for these parameters (flat float32)."""
+def make_codec(config: ExchangeConfig, parameters: Tensor) -> Codec:
+    """What `exchange.compression` names, for these parameters (flat float32)."""
     if config.compression == "top_k":
         return TopK(parameters, config.top_k_fraction)
     return BFloat16(parameters) if config.compression == "bfloat16" else Float32(parameters)
@@ -262,99 +273,3 @@ def _rises_within(indices: Tensor, size: int) -> bool:
         return True
     within = int(indices[0]) >= 0 and int(indices[-1]) < size
     return within and bool((indices[1:] > indices[:-1]).all())
-
-
-class SendBuffer:
-    """One outgoing model: header and parameters in one block of (pinned) host memory.
-
-    On a GPU the copy runs on a stream of its own: the learner goes on at once, `ready` says when the block is whole.
-    """
-
-    def __init__(self, wire: Wire, payload: Payload, device: torch.device) -> None:
-        self._wire, self._payload = wire, payload
-        self._block = torch.zeros(wire.most_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.bytes: np.ndarray = self._block.numpy()  # as many as the message has
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None
-        self.pending = 0  # copies not yet sent
-        self.peers: tuple[int, ...] = ()  # to whom
-
-    def fill(self, message: Message, parameters: Tensor, whole: bool = True) -> None:
-        """Take a snapshot of the parameters, or of the part of them that is to be sent, under this header."""
-        packed = self._payload.pack(parameters, whole)
-        size = self._wire.control_bytes + sum(part.nbytes for part in packed.parts)
-        self.bytes = self._block.numpy()[:size]
-        self._wire.encode(message._replace(format=packed.format), self.bytes)
-        if self._stream is None:
-            self._copy(packed.parts)
-            return
-        current = torch.cuda.current_stream(parameters.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            self._copy(packed.parts)
-            self._copied = self._stream.record_event()
-        current.wait_event(self._copied)  # neither the next update nor a new tensor in `parts`' place may overtake it
-
-    def _copy(self, parts: tuple[Tensor, ...]) -> None:
-        begin = self._wire.control_bytes
-        for part in parts:
-            self._block[begin : begin + part.nbytes].view(part.dtype).copy_(part, non_blocking=True)
-            begin += part.nbytes
-
-    def ready(self) -> bool:
-        """True when the snapshot is complete in host memory."""
-        return self._copied is None or self._copied.query()
-
-
-class ReceiveBuffer:
-    """One incoming model, and by its payload the sum of those accepted since the last mix.
-
-    On a GPU the block is pinned, and staging and sum live on the receiver's own device, whatever device the sender had.
-    """
-
-    def __init__(self, wire: Wire, payload: Payload, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._control_bytes, self._payload = wire.control_bytes, payload
-        blocks = 2 if payload.keeps_block else 1
-        self._blocks = [torch.empty(wire.most_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(blocks)]
-        self._stream = torch.cuda.Stream(device) if cuda else None
-
-    @property
-    def bytes(self) -> np.ndarray:
-        """Where the next model is to be received."""
-        return self._blocks[0].numpy()
-
-    def give_up_block(self) -> None:
-        """Leave the block to the model that is being received into it, which comes too late, and take another."""
-        self._blocks[0] = torch.empty_like(self._blocks[0], pin_memory=self._stream is not None)
-
-    def check(self, message: Message, num_bytes: int) -> Refusal | None:
-        """Refuse what no model can hold in the block's first `num_bytes`, which were decoded to this message."""
-        with self._on_stream():  # the checks read their results, and so wait for this stream alone
-            return self._payload.stage(message.format, self._blocks[0][self._control_bytes : num_bytes])
-
-    def add(self, weight: float) -> None:
-        """Add the checked model to the weighted sum."""
-        with self._on_stream():
-            if self._payload.add(weight):
-                self._blocks.reverse()
-
-    def clear(self) -> None:
-        """Forget the models that came since the last mix."""
-        with self._on_stream():
-            self._payload.clear()
-
-    def mix_into(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
-        """parameters <- (1 - fraction) parameters + fraction * mean, in place; empties the sum.
-
-        If `measure`, returns the distance |mean - parameters| before the mix (L2, scalar, on the device).
-        """
-        if self._stream is not None:
-            torch.cuda.current_stream(parameters.device).wait_stream(self._stream)
-        distance = self._payload.mix_into(parameters, fraction, measure)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(parameters.device))
-        return distance
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -29,4 +29,8 @@ class ProcessLock:
 
     def held_before(self, time_s: float) -> set[int]:
         """Peers that have held a model since before this time."""
-        return {peer for peer, since_s in self._held_since_s.items() if since_s < time_s}
+        held = self._held_since_s
+        # Held for the longest is who was sent to first: most often nobody is held for so long.
+        if not held or next(iter(held.values())) >= time_s:
+            return set()
+        return {peer for peer, since_s in held.items() if since_s < time_s}

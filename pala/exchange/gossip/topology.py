@@ -44,12 +44,6 @@ def num_in_peers(topology: str, num_living: int) -> int:
     return num_living - 1 if topology == "complete" else 1
 
 
-def broadcast_peers(rank: int, living: Sequence[int]) -> tuple[int, ...]:
-    """Whom to tell a piece of news so that, passed on once by everyone, it reaches all in log2 n hops."""
-    n, place = len(living), living.index(rank)
-    return tuple(living[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))
-
-
 def _hash(seed: int, round_: int) -> int:
     """splitmix64 of (seed, round): cheap, stateless, equal on every rank."""
     mask = (1 << 64) - 1

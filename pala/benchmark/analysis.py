@@ -1,0 +1,147 @@
+"""What is made of the benchmark's raw rounds: the floor, speeds and their ratios. Pure.
+
+The floor of a step is the environment's own time plus the network's floating-point operations, one forward and one
+backward pass, at the rate at which the machine multiplies matrices; nothing that this design does can be faster.
+Ratios are taken within a round, where noise meets both sides, then their median and range over rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pala.exchange.kinds import KINDS
+from pala.report.text import Spread
+from pala.run.metrics import SECTIONS
+
+BASELINE = next(kind.name for kind in KINDS.values() if kind.independent)
+"""The exchange that the others are compared with."""
+PARTS = ("forward", "backward", "optimiser")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the machine can do, with one number of ranks in one precision. Microseconds a step of a rank; medians."""
+
+    ranks: int
+    threads: int  # a rank
+    precision: str
+    environment_us: float
+    network_us: dict[str, float]  # forward, backward, optimiser
+    matrix_gflops: float
+    operations_us: float  # the floor's share of the network
+    floor_steps_per_s: Spread  # of all ranks
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training reaches, with one number of ranks, in one precision, with one exchange."""
+
+    ranks: int
+    precision: str
+    exchange: str
+    steps_per_s: Spread  # of all ranks
+    of_none: Spread | None
+    of_floor: Spread
+    of_environments: Spread
+    split_us: dict[str, float]  # a step of a rank; median
+    cpu_per_core: float
+    exchange_thread_share: float
+    figures: dict[str, float]  # of the exchange, where it has them; medians
+
+
+def parts_of(job: dict[str, Any]) -> list[Parts]:
+    """One for each precision of a job."""
+    return [_parts(job, precision) for precision in job["precisions"]]
+
+
+def _parts(job: dict[str, Any], precision: str) -> Parts:
+    flops = sum(job["flops_per_step"].values())
+
+    def median(value: Callable[[dict[str, Any]], Iterable[float]]) -> float:
+        return statistics.median(statistics.fmean(value(round_)) for round_ in job["rounds"])
+
+    def network(key: str) -> float:
+        return median(lambda round_: [rank[key] for rank in round_["network"][precision]])
+
+    return Parts(
+        job["ranks"], job["of_ranks"][0]["threads"], precision,
+        environment_us=median(lambda round_: round_["environment_us"]),
+        network_us={part: network(part) for part in PARTS},
+        matrix_gflops=network("matrix_gflops"),
+        operations_us=median(lambda r: [_operations_us(flops, k["matrix_gflops"]) for k in r["network"][precision]]),
+        floor_steps_per_s=Spread.of(_floor_steps_per_s(round_, precision, flops) for round_ in job["rounds"]),
+    )  # fmt: skip
+
+
+def _operations_us(flops: float, gflops_per_s: float) -> float:
+    return flops / gflops_per_s / 1e3
+
+
+def _floor_steps_per_s(round_: dict[str, Any], precision: str, flops: float) -> float:
+    rates = [rank["matrix_gflops"] for rank in round_["network"][precision]]
+    floors = zip(round_["environment_us"], rates, strict=True)
+    return sum(1e6 / (environment_us + _operations_us(flops, rate)) for environment_us, rate in floors)
+
+
+def training_of(job: dict[str, Any]) -> list[Training]:
+    """One for each precision and exchange of a job."""
+    return [_training(job, precision, exchange) for precision in job["precisions"] for exchange in job["exchanges"]]
+
+
+def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
+    rounds, flops = job["rounds"], sum(job["flops_per_step"].values())
+    ranks = [_ranks_of(round_, precision, exchange) for round_ in rounds]
+    speeds = [_speed(of_round) for of_round in ranks]
+    none = [_speed(_ranks_of(r, precision, BASELINE)) for r in rounds] if BASELINE in job["exchanges"] else None
+    everything = [rank for of_round in ranks for rank in of_round]
+
+    def median(value: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(statistics.fmean(map(value, of_round)) for of_round in ranks)
+
+    keys = [key for key in _FIGURES if any(key in rank for rank in everything)]
+    return Training(
+        job["ranks"], precision, exchange,
+        steps_per_s=Spread.of(speeds),
+        of_none=_ratio(speeds, none) if none is not None and exchange != BASELINE else None,
+        of_floor=_ratio(speeds, [_floor_steps_per_s(round_, precision, flops) for round_ in rounds]),
+        of_environments=_ratio(speeds, [sum(1e6 / us for us in round_["environment_us"]) for round_ in rounds]),
+        split_us={s: median(lambda rank, s=s: 1e6 * rank["time"][s] / rank["steps_per_s"]) for s in SECTIONS},  # type: ignore[misc]
+        cpu_per_core=median(lambda rank: rank["cpu_per_core"]),
+        exchange_thread_share=median(lambda rank: rank["exchange_thread_share"]),
+        figures={key: statistics.median(rank[key] for rank in everything if key in rank) for key in keys},
+    )  # fmt: skip
+
+
+_FIGURES = ("models_sent", "models_mixed", "staleness_updates", "consensus_distance_relative", "bytes_sent")
+
+
+def _ranks_of(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:
+    return next(
+        row["ranks"] for row in round_["training"] if (row["precision"], row["exchange"]) == (precision, exchange)
+    )
+
+
+def _speed(ranks: list[dict[str, Any]]) -> float:
+    return sum(rank["steps_per_s"] for rank in ranks)
+
+
+def _ratio(values: Sequence[float], others: Sequence[float]) -> Spread:
+    """Pair by pair."""
+    return Spread.of(value / other for value, other in zip(values, others, strict=True))
+
+
+def all_training(jobs: list[dict[str, Any]]) -> list[Training]:
+    """`training_of` each job, one after the other."""
+    return [training for job in jobs for training in training_of(job)]
+
+
+def far_off(jobs: list[dict[str, Any]], lowest: float) -> list[str]:
+    """A sentence for each exchange whose training is below `lowest` of training without one."""
+    return [
+        f"With {t.ranks} ranks in {t.precision}, training with exchange '{t.exchange}' is only {t.of_none.text('.2f')} "
+        f"as fast as without; at least {lowest:g} is expected."
+        for t in all_training(jobs) if t.of_none is not None and t.of_none.median < lowest
+    ]  # fmt: skip

@@ -1,0 +1,99 @@
+"""The benchmark's picture: where a step's time goes, and steps a second over the number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pala.benchmark.analysis import all_training, parts_of, training_of
+from pala.report.pictures import COLOURS, MARKERS, new_figure, write_picture
+from pala.report.text import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_OPERATIONS = "operations (floor)"
+_PIECE_COLOURS = {
+    "environment": COLOURS[0], _OPERATIONS: COLOURS[5], "inference": COLOURS[1], "update": COLOURS[2],
+    "exchange": COLOURS[3], "wait": COLOURS[4], "other": "#999999",
+}  # fmt: skip
+
+
+def draw(benchmark: dict[str, Any], output: Path) -> None:
+    """Where a step's time goes beside the floor, and steps a second over the number of ranks. Raises PalaError."""
+    jobs = benchmark["jobs"]
+    bars = sum(len(job["precisions"]) * (1 + len(job["exchanges"])) + 1 for job in jobs)
+    height = max(4.6, 1.9 + 0.3 * bars)
+    figure = new_figure(13, height)
+    split, speed = figure.subplots(1, 2, width_ratios=[1.35, 1])
+    _draw_split(split, jobs)
+    _draw_speed(speed, jobs)
+    for panel in (split, speed):
+        panel.spines[["top", "right"]].set_visible(False)
+        handles, labels = panel.get_legend_handles_labels()
+        panel.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.7 / height), ncols=3, frameon=False)
+    env, machine = benchmark["config"]["env"], benchmark["machine"]
+    title = f"{env['id']}, {env['num_envs']} environments a rank; {machine['cpu']}, {machine['cores']} cores"
+    figure.suptitle(title, fontsize=11)
+    write_picture(figure, output)
+
+
+def _draw_split(axes: Axes, jobs: list[dict[str, Any]]) -> None:
+    """Stacked bars, from top to bottom as in the tables; a gap after each number of ranks."""
+    bars: list[tuple[float, str, dict[str, float]]] = []  # place, label, pieces
+    y = 0.0
+    for job in jobs:
+        ranks = counted(job["ranks"], "rank")
+        for parts in parts_of(job):
+            floor = {"environment": parts.environment_us, _OPERATIONS: parts.operations_us}
+            mine = [t for t in training_of(job) if t.precision == parts.precision]
+            group = [(f"{ranks}, {parts.precision}: floor", floor), *((t.exchange, t.split_us) for t in mine)]
+            bars += [(y + i, label, pieces) for i, (label, pieces) in enumerate(group)]
+            y += len(group) + 0.25
+        y += 0.5
+    places, left = [place for place, _, _ in bars], [0.0] * len(bars)
+    for name, colour in _PIECE_COLOURS.items():
+        widths = [pieces.get(name, 0.0) for _, _, pieces in bars]
+        axes.barh(places, widths, left=left, height=0.78, color=colour, linewidth=0, label=name)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    for place, end in zip(places, left, strict=True):
+        axes.text(end, place, f" {end:,.0f}", va="center", fontsize=8)
+    axes.set_yticks(places, [label for _, label, _ in bars])
+    axes.set_ylim(places[-1] + 0.7, -0.7)
+    axes.set_xlim(0, 1.13 * max(left))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("microseconds a step of a rank (median)")
+
+
+def _draw_speed(axes: Axes, jobs: list[dict[str, Any]]) -> None:
+    """A marker with its range for each kind of training; the floor as a dash."""
+    kinds = list(dict.fromkeys((t.precision, t.exchange) for t in all_training(jobs)))
+    precisions = list(dict.fromkeys(precision for precision, _ in kinds))
+    exchanges = list(dict.fromkeys(exchange for _, exchange in kinds))
+    step = 0.7 / len(kinds)
+    for number, kind in enumerate(kinds):
+        drawn = [(x, t) for x, job in enumerate(jobs) for t in training_of(job) if (t.precision, t.exchange) == kind]
+        speeds = [t.steps_per_s for _, t in drawn]
+        filled = precisions.index(kind[0]) == 0
+        colour = COLOURS[exchanges.index(kind[1]) % len(COLOURS)]
+        axes.errorbar(
+            [x + (number - (len(kinds) - 1) / 2) * step for x, _ in drawn], [s.median for s in speeds],
+            yerr=[[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]],
+            fmt=MARKERS[exchanges.index(kind[1]) % len(MARKERS)], color=colour, capsize=3,
+            markerfacecolor=colour if filled else "white", label=f"{kind[1]}, {kind[0]}",
+        )  # fmt: skip
+    for number, precision in enumerate(precisions):
+        floors = [p.floor_steps_per_s.median for job in jobs for p in parts_of(job) if p.precision == precision]
+        axes.hlines(
+            floors, [x - 0.42 for x in range(len(jobs))], [x + 0.42 for x in range(len(jobs))], color="black",
+            linestyle=("-", "--", ":")[number % 3], linewidth=1.2, label=f"floor, {precision}",
+        )  # fmt: skip
+    axes.set_xticks(range(len(jobs)), [str(job["ranks"]) for job in jobs])
+    axes.set_xlim(-0.6, len(jobs) - 0.4)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.25)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("global steps a second (median and range)")

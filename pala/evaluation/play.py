@@ -1,0 +1,136 @@
+"""Whole games with a run's policy, and what is made of their returns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pala.config import EnvConfig
+from pala.envs import Envs, Episode, atari_rom, make_envs
+from pala.evaluation.policy import Actor, load_policy
+from pala.evaluation.record import Evaluation
+from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
+from pala.run import run_folder
+from pala.system.errors import PalaError
+from pala.system.runtime import say
+from pala.system.seeding import derive
+
+_PROGRESS_S = 30.0
+
+
+def evaluate(run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, threads: int) -> Evaluation:
+    """Play `episodes` whole episodes with the policy of a run, at most `num_envs` of them at the same time.
+
+    Equal arguments give equal returns, unless the environment has chance of its own. `threads`: of torch and Atari.
+    Raises PalaError. Writes nothing; see `record.save`.
+    """
+    config = run_folder.config_of(run)
+    check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
+    torch.set_num_threads(threads)
+    make_env = run_folder.load_make_env(run)
+    envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env)
+    try:
+        policy = load_policy(run, config, envs)
+        act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
+        begin = time.perf_counter()
+        played, steps = play(envs, act, derive(seed, 0, "evaluation environments", envs.num_envs), episodes)
+        seconds = time.perf_counter() - begin
+    finally:
+        envs.close()
+    return Evaluation(
+        finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        policy=policy.source,
+        global_steps=policy.global_steps,
+        num_envs=envs.num_envs,
+        greedy=greedy,
+        epsilon=(0.0 if greedy else config.evaluation.epsilon) if config.algorithm == "gorila" else None,
+        seed=seed,
+        steps_per_s=round(steps / seconds, 1),
+        **_statistics(played),
+        **_game_facts(config.env, played, policy.environment or "environment made in Python" if make_env else None),
+    )
+
+
+def check_numbers(**values: tuple[int, int]) -> None:
+    """Raise PalaError for a named (value, least value) that is too small."""
+    for name, (value, least) in values.items():
+        if value < least:
+            raise PalaError(f"'{name}' is {value} but must be at least {least}.")
+
+
+def _statistics(played: list[Episode]) -> dict[str, Any]:
+    returns = [episode.episode_return for episode in played]
+    error = statistics.stdev(returns) / len(returns) ** 0.5 if len(returns) > 1 else None
+    return {
+        "episodes": len(returns),
+        "mean_return": statistics.fmean(returns),
+        "standard_error": error,
+        "min_return": min(returns),
+        "median_return": statistics.median(returns),
+        "max_return": max(returns),
+        "mean_length_steps": statistics.fmean(episode.length_steps for episode in played),
+        "returns": returns,
+    }
+
+
+def _game_facts(env: EnvConfig, played: list[Episode], made_in_python: str | None) -> dict[str, Any]:
+    """The fields that only Atari has; None elsewhere."""
+    names = (
+        "frames_per_step", "noop_max", "repeat_action_probability",
+        "random_score", "human_score", "human_normalised_score", "score_table",
+    )  # fmt: skip
+    facts: dict[str, Any] = dict.fromkeys(names)
+    if made_in_python is not None or not env.id.startswith("ALE/"):
+        return facts | {"environment": made_in_python or env.id}
+    facts |= {
+        "environment": env.id.removeprefix("ALE/").split("-v")[0],
+        "frames_per_step": env.frame_skip,
+        "noop_max": env.noop_max,
+        "repeat_action_probability": env.repeat_action_probability,
+    }
+    reference = reference_scores(atari_rom(env.id))
+    if reference is not None:
+        random, human = reference
+        mean = statistics.fmean(episode.episode_return for episode in played)
+        facts |= {
+            "random_score": random,
+            "human_score": human,
+            "human_normalised_score": human_normalised(mean, random, human),
+            "score_table": SCORE_TABLE,
+        }
+    return facts
+
+
+def whole_games(env: EnvConfig, num_envs: int) -> EnvConfig:
+    """The training environment, but a lost life ends nothing and no reward is clipped."""
+    return replace(env, num_envs=num_envs, terminal_on_life_loss=False, clip_rewards="none")
+
+
+def play(envs: Envs, act: Actor, seeds: np.ndarray, episodes: int) -> tuple[list[Episode], int]:
+    """(`episodes` whole episodes, environment steps made).
+
+    Each environment contributes a number of episodes fixed beforehand; those it plays beyond are ignored. Taking
+    the first `episodes` to end instead would favour short ones. `seeds` int32 [B].
+    """
+    quota = [episodes // envs.num_envs + (i < episodes % envs.num_envs) for i in range(envs.num_envs)]
+    played: list[Episode] = []
+    steps, next_line = 0, time.monotonic() + _PROGRESS_S
+    observations = envs.reset(seeds)
+    while len(played) < episodes:
+        step = envs.step(act(observations))
+        observations, steps = step.observations, steps + envs.num_envs
+        for episode in step.episodes:
+            if quota[episode.env_index] > 0:
+                quota[episode.env_index] -= 1
+                played.append(episode)
+        if time.monotonic() > next_line:
+            say(f"Evaluation: {len(played)} of {episodes} episodes.")
+            next_line += _PROGRESS_S
+    return played, steps

@@ -1,0 +1,96 @@
+"""What an evaluation found, as `evaluation.json` and `evaluations.jsonl` in a run's folder have it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pala.report.text import counted, short_number
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found, and what it depends on. A return is the unclipped sum of a whole game's rewards."""
+
+    finished: str  # UTC, ISO 8601
+    environment: str
+    policy: str  # "final", or "mean of checkpoints of N ranks"
+    global_steps: int  # of training, over all ranks
+    frames_per_step: int | None  # Atari: emulator frames a step, so global_steps * frames_per_step are the frames
+    episodes: int
+    num_envs: int
+    greedy: bool
+    epsilon: float | None  # Gorila: probability of a random action; None of a policy that is sampled
+    seed: int
+    noop_max: int | None  # Atari
+    repeat_action_probability: float | None  # Atari
+    mean_return: float
+    standard_error: float | None  # of the mean, by the sample deviation (ddof 1); None for a single episode
+    min_return: float
+    median_return: float
+    max_return: float
+    mean_length_steps: float
+    human_normalised_score: float | None  # percent: 0 is random play, 100 the human; None if not in the table
+    random_score: float | None
+    human_score: float | None
+    score_table: str | None
+    steps_per_s: float
+    returns: list[float]
+
+    def to_table(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """The one line for people."""
+        error = "" if self.standard_error is None else f" ± {short_number(self.standard_error)} (standard error)"
+        episodes = counted(self.episodes, "episode")
+        parts = [f"{self.environment}: mean return {short_number(self.mean_return)}{error} over {episodes}"]
+        if self.human_normalised_score is not None:
+            parts.append(f"{self.human_normalised_score:.1f} % human-normalised (dqn_zoo table)")
+        parts.append(action_words(self.greedy, self.epsilon))
+        if self.noop_max:
+            parts.append(f"up to {self.noop_max} no-ops")
+        if self.repeat_action_probability:
+            parts.append(f"sticky actions {self.repeat_action_probability:g}")
+        policy = "final policy" if self.policy == "final" else self.policy
+        return f"{', '.join(parts)}; {policy} after {self.global_steps:,} steps"
+
+
+def action_words(greedy: bool, epsilon: float | None) -> str:
+    """How actions were chosen."""
+    if epsilon:
+        return f"{epsilon:.0%} random actions"
+    return "greedy actions" if greedy or epsilon is not None else "sampled actions"
+
+
+def save(run: Path, evaluation: Evaluation) -> None:
+    """Replace `RUN/evaluation.json` and append to `RUN/evaluations.jsonl`. Raises PalaError."""
+    table = evaluation.to_table()
+    try:
+        write_atomically(run / "evaluation.json", (json.dumps(table, indent=2) + "\n").encode())
+        with open(run / "evaluations.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(table, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise PalaError(f"The evaluation cannot be written to '{run}': {error}.") from None
+
+
+def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The newest evaluation, if it is of the final policy of a run that has completed. Raises PalaError."""
+    try:
+        if (folder / "evaluation.json").exists():
+            text = (folder / "evaluation.json").read_text(encoding="utf-8")
+        elif (folder / "evaluations.jsonl").exists():
+            text = (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+        else:
+            return None
+        evaluation: dict[str, Any] = json.loads(text)
+        is_final = evaluation["policy"] == "final"
+        is_final &= evaluation["global_steps"] == record["segments"][-1].get("global_steps")
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise PalaError(f"The evaluation of run '{folder}' cannot be read: {error!r}.") from None
+    return evaluation if record["completed"] and is_final else None

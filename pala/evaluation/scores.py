@@ -1,0 +1,32 @@
+"""Reference scores of Atari games, and scores normalised by them. Two tables come with PALA:
+
+| file | columns | source |
+|---|---|---|
+| `atari_scores.csv` | random, human, whether Gorila's 49 games have it; 57 games | dqn_zoo |
+| `dqn_gorila_noop_scores.csv` | random, human, dqn, gorila; 49 games | Mnih et al. 2015; Nair et al. 2015 |
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.resources
+
+SCORE_TABLE = "dqn_zoo random/human scores, 57 games"
+"""What an evaluation calls the table that it is normalised by."""
+
+
+def score_table(file: str) -> dict[str, dict[str, float]]:
+    """A table that comes with PALA: the ROM's name of each game -> column -> score."""
+    text = importlib.resources.files("pala.evaluation").joinpath(file).read_text(encoding="utf-8")
+    return {row.pop("game"): {k: float(v) for k, v in row.items()} for row in csv.DictReader(text.splitlines())}
+
+
+def reference_scores(rom: str) -> tuple[float, float] | None:
+    """(random, human) score of an Atari game by its ROM's name, `space_invaders`; None if the table lacks it."""
+    scores = score_table("atari_scores.csv").get(rom)
+    return (scores["random"], scores["human"]) if scores else None
+
+
+def human_normalised(score: float, random: float, human: float) -> float:
+    """Percent of the way from random play to the human (Mnih et al. 2015, Nature 518, figure 3)."""
+    return 100 * (score - random) / (human - random)

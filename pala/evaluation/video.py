@@ -1,0 +1,161 @@
+"""One whole episode of a policy as an MP4 file, as `python -m pala.evaluate RUN --video FILE.mp4` records it.
+
+Atari is shown by a twin in colour of the policy's own environment; other environments render themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode
+
+from pala.config import EnvConfig
+from pala.envs import Envs, Episode, MakeEnv, atari_rom, make_envs
+from pala.evaluation.play import check_numbers, whole_games
+from pala.evaluation.policy import Actor, load_policy
+from pala.report.text import short_number
+from pala.run import run_folder
+from pala.system.errors import PalaError
+from pala.system.seeding import derive
+
+Screen = Callable[["np.ndarray | None"], np.ndarray]  # actions (None: before the first) -> RGB uint8 [H, W, 3]
+
+_MOST_VIDEO_STEPS = 20_000
+_LEAST_VIDEO_WIDTH = 320  # pixels
+_ATARI_FRAMES_PER_S = 60
+
+
+def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int) -> str:
+    """Write one whole episode as an MP4 file, a picture a step; returns a sentence that says what was played.
+
+    At most 20,000 steps are recorded. Raises PalaError.
+    """
+    check_numbers(seed=(seed, 0), threads=(threads, 1))
+    if file.suffix != ".mp4":
+        raise PalaError(f"Video '{file}' must have a name that ends in '.mp4'.")
+    torch.set_num_threads(threads)
+    config = run_folder.config_of(run)
+    seeds = derive(seed, 0, "video environment")
+    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), run_folder.load_make_env(run), seeds, threads)
+    try:
+        act = load_policy(run, config, envs).actor(greedy, int(derive(seed, 0, "video actions")[0]))
+        ended: list[Episode] = []
+        steps = _write_video(file, frames_per_s, _film(envs, act, screen, seeds, ended))
+    finally:
+        envs.close()
+    if not ended:
+        return f"Video '{file}': the first {steps:,} steps of an episode; the rest is cut."
+    steps, score = ended[0].length_steps, short_number(ended[0].episode_return)
+    return f"Video '{file}': an episode of {steps:,} steps, return {score}."
+
+
+def _film(envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list[Episode]) -> Iterator[np.ndarray]:
+    """The pictures of one episode; it is put into `ended` if it ends within the limit."""
+    observations = envs.reset(seeds)
+    yield screen(None)
+    for _ in range(_MOST_VIDEO_STEPS):
+        actions = act(observations)
+        step = envs.step(actions)
+        observations = step.observations
+        if step.episodes:  # the environment has begun anew: there is no picture of the last moment
+            ended += step.episodes
+            return
+        yield screen(actions)
+
+
+def _stage(env: EnvConfig, make_env: MakeEnv | None, seeds: np.ndarray, threads: int) -> tuple[Envs, Screen, float]:
+    """One environment for the policy, what it is seen with, and pictures a second."""
+    if make_env is None and env.id.startswith("ALE/"):
+        return make_envs(env, threads), _atari_screen(env, seeds), _ATARI_FRAMES_PER_S / env.frame_skip
+    rendered = _rendered_env(env, make_env)
+    envs = make_envs(replace(env, vectorization="sync"), threads, lambda: rendered)
+    return envs, _screen_of(rendered), float(rendered.metadata.get("render_fps") or 30)
+
+
+def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
+    """A twin in colour of the policy's own Atari, which cannot render: it gets the same seed and the same actions.
+
+    Unlike `gymnasium.make` with `AtariPreprocessing`, which begins an episode without pressing FIRE and draws its
+    no-ops and sticky actions otherwise, it shows just what the policy saw, the last two frames max-pooled.
+    """
+    from ale_py import AtariVectorEnv  # not installed where only other environments are played
+
+    twin = AtariVectorEnv(
+        atari_rom(env.id), num_envs=1, num_threads=1, max_num_frames_per_episode=env.max_episode_frames,
+        repeat_action_probability=env.repeat_action_probability, full_action_space=env.full_action_space,
+        autoreset_mode=AutoresetMode.SAME_STEP, frameskip=env.frame_skip, noop_max=env.noop_max, reward_clipping=False,
+        img_height=210, img_width=160, grayscale=False, stack_num=1,
+    )  # fmt: skip
+
+    def screen(actions: np.ndarray | None) -> np.ndarray:
+        observations = twin.reset(seed=seeds)[0] if actions is None else twin.step(actions)[0]
+        return np.asarray(observations[0, 0])
+
+    return screen
+
+
+def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
+    """An environment that draws pictures. Raises PalaError if it cannot."""
+    if make_env is None:
+        try:
+            return gymnasium.make(env.id, render_mode="rgb_array")
+        except (gymnasium.error.Error, ImportError) as error:
+            raise PalaError(f"'{env.id}' cannot be drawn for a video: {error}.") from None
+    made = make_env()
+    if getattr(made, "render_mode", None) != "rgb_array":
+        made.close()
+        raise PalaError(
+            "The run's environment was made in Python and draws no pictures, so there can be no video; let its factory "
+            'use `render_mode="rgb_array"`.'
+        )
+    return made
+
+
+def _screen_of(rendered: Any) -> Screen:
+    def screen(actions: np.ndarray | None) -> np.ndarray:
+        del actions
+        try:
+            picture = rendered.render()
+        except (gymnasium.error.Error, ImportError) as error:
+            raise PalaError(f"The environment cannot be drawn for a video: {error}.") from None
+        if not isinstance(picture, np.ndarray) or picture.ndim != 3:
+            raise PalaError("The environment cannot be drawn for a video: its `render()` gives no RGB picture.")
+        return picture
+
+    return screen
+
+
+def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]) -> int:
+    """Encode the pictures (H.264); returns how many steps lie between them. Raises PalaError."""
+    try:
+        imageio = importlib.import_module("imageio.v2")
+        importlib.import_module("imageio_ffmpeg")  # the encoder
+    except ImportError as error:
+        raise PalaError(f"A video needs more packages ({error}): `pip install imageio imageio-ffmpeg`.") from None
+    neighbour = file.with_name(f".{file.stem}.{os.getpid()}.mp4")
+    steps = 0
+    try:
+        with imageio.get_writer(neighbour, fps=frames_per_s, codec="libx264", quality=8, macro_block_size=2) as writer:
+            for steps, picture in enumerate(pictures):  # noqa: B007 - the last number is the result
+                writer.append_data(_enlarged(picture))
+        os.replace(neighbour, file)
+    except OSError as error:
+        raise PalaError(f"Video '{file}' cannot be written: {error}.") from None
+    finally:
+        neighbour.unlink(missing_ok=True)
+    return steps
+
+
+def _enlarged(picture: np.ndarray) -> np.ndarray:
+    """A whole multiple of the picture, at least 320 wide, with even sides as H.264 wants them."""
+    factor = -(-_LEAST_VIDEO_WIDTH // picture.shape[1])
+    large = picture.repeat(factor, axis=0).repeat(factor, axis=1)
+    return large[: large.shape[0] // 2 * 2, : large.shape[1] // 2 * 2]

@@ -1,0 +1,56 @@
+"""What the protocol asks its driver to do. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pala.exchange.wire import Message
+
+
+class SendModel(NamedTuple):
+    """Take a snapshot of this rank's model and send it to these peers, whose locks are held from now on."""
+
+    message: Message
+    peers: tuple[int, ...]
+    whole: bool  # not only a part of it
+
+
+class SendControl(NamedTuple):
+    """Send a message without a model."""
+
+    message: Message
+    peer: int
+
+
+class Accept(NamedTuple):
+    """Add the model that has just come to the inbox."""
+
+    weight: float  # what it counts
+
+
+class Clear(NamedTuple):
+    """Forget the models in the inbox."""
+
+
+class Mix(NamedTuple):
+    """x <- (own_weight x + sum of weight m) / (own_weight + sum of weight), over the inbox's models m. Empties it."""
+
+    own_weight: float
+    num_models: int
+
+
+class Heal(NamedTuple):
+    """x <- sum of weight m / sum of weight: this rank's own model is of no use. Empties the inbox."""
+
+    num_models: int
+
+
+class Wait(NamedTuple):
+    """Do not begin the next update: ask again when something has come, or time has passed."""
+
+
+class GoOn(NamedTuple):
+    """The next update may begin."""
+
+
+Action = SendModel | SendControl | Accept | Clear | Mix | Heal | Wait | GoOn

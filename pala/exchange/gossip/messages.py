@@ -1,0 +1,21 @@
+"""The kinds of messages that gossip sends, and what each may hold. Pure."""
+
+from __future__ import annotations
+
+import enum
+
+from pala.exchange.wire import NOTHING, Sizes
+
+
+class Kind(enum.IntEnum):
+    """What a message is for."""
+
+    MODEL = 1
+    CREDIT = 2  # the receiver's process lock is free again
+    STOP = 3  # training ends
+    ASK_WHOLE = 4  # a credit from a rank that only a whole model can heal
+
+
+def gossip_sizes(model: Sizes) -> dict[Kind, Sizes]:
+    """Bytes that a message of each kind may have behind its counters, if models have these sizes."""
+    return {Kind.MODEL: model, Kind.CREDIT: NOTHING, Kind.STOP: NOTHING, Kind.ASK_WHOLE: NOTHING}

@@ -1,0 +1,175 @@
+"""Models of real ranks: flat parameters to packets of bytes and back, with the host memory and, on a GPU, the streams.
+
+| memory | blocks of a whole message |
+|---|---|
+| snapshots on their way | two (`driver.py`) |
+| what is being received | one; with `Float32` on the CPU another, the sum of what came: they change places |
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pala.exchange.gossip.codecs import Codec
+from pala.exchange.gossip.driver import Opened
+from pala.exchange.gossip.messages import Kind
+from pala.exchange.wire import Message, Refusal, Wire
+from pala.transport.base import Bytes, Received
+
+
+class SendBuffer:
+    """One outgoing model: header and parameters in one block of (pinned) host memory.
+
+    On a GPU the copy runs on a stream of its own: the learner goes on at once, `ready` says when the block is whole.
+    """
+
+    def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
+        self._wire, self._codec = wire, codec
+        self._block = torch.zeros(wire.most_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.data: np.ndarray = self._block.numpy()  # as many bytes as the message has
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        self.pending = 0
+
+    def fill(self, message: Message, parameters: Tensor, whole: bool = True) -> None:
+        """Take a snapshot of the parameters, or of the part of them that is to be sent, under this header."""
+        packed = self._codec.pack(parameters, whole)
+        size = self._wire.control_bytes + sum(part.nbytes for part in packed.parts)
+        self.data = self._block.numpy()[:size]
+        self._wire.encode(message._replace(format=packed.format), self.data)
+        if self._stream is None:
+            self._copy(packed.parts)
+            return
+        current = torch.cuda.current_stream(parameters.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._copy(packed.parts)
+            self._copied = self._stream.record_event()
+        current.wait_event(self._copied)  # neither the next update nor a new tensor in `parts`' place may overtake it
+
+    def _copy(self, parts: tuple[Tensor, ...]) -> None:
+        begin = self._wire.control_bytes
+        for part in parts:
+            self._block[begin : begin + part.nbytes].view(part.dtype).copy_(part, non_blocking=True)
+            begin += part.nbytes
+
+    def ready(self) -> bool:
+        """True when the snapshot is complete in host memory."""
+        return self._copied is None or self._copied.query()
+
+
+class ReceiveBuffer:
+    """One incoming model, and by its codec the sum of those accepted since the last mix.
+
+    On a GPU the block is pinned, and staging and sum live on the receiver's own device, whatever device the sender had.
+    """
+
+    def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._control_bytes, self._codec = wire.control_bytes, codec
+        blocks = 2 if codec.keeps_block else 1
+        self._blocks = [torch.empty(wire.most_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(blocks)]
+        self._stream = torch.cuda.Stream(device) if cuda else None
+
+    @property
+    def data(self) -> np.ndarray:
+        """Where the next model is to be received."""
+        return self._blocks[0].numpy()
+
+    def give_up_block(self) -> None:
+        """Leave the block to the model that is being received into it, which comes too late, and take another."""
+        self._blocks[0] = torch.empty_like(self._blocks[0], pin_memory=self._stream is not None)
+
+    def check(self, message: Message, num_bytes: int) -> Refusal | None:
+        """Refuse what no model can hold in the block's first `num_bytes`, which were decoded to this message."""
+        with self._on_stream():  # the checks read their results, and so wait for this stream alone
+            return self._codec.stage(message.format, self._blocks[0][self._control_bytes : num_bytes])
+
+    def add(self, weight: float) -> None:
+        """Add the checked model to the weighted sum."""
+        with self._on_stream():
+            if self._codec.add(weight):
+                self._blocks.reverse()
+
+    def clear(self) -> None:
+        """Forget the models that came since the last mix."""
+        with self._on_stream():
+            self._codec.clear()
+
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
+        """As `Codec.mix`."""
+        self._learner_waits(parameters)
+        distance = self._codec.mix(parameters, own_weight, measure)
+        self._stream_waits(parameters)
+        return distance
+
+    def heal(self, parameters: Tensor) -> None:
+        """As `Codec.heal`."""
+        self._learner_waits(parameters)
+        self._codec.heal(parameters)
+        self._stream_waits(parameters)
+
+    def _learner_waits(self, parameters: Tensor) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(parameters.device).wait_stream(self._stream)
+
+    def _stream_waits(self, parameters: Tensor) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(parameters.device))
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class TensorModels:
+    """A rank's flat parameters as the driver's `Models`."""
+
+    def __init__(self, parameters: Tensor, codec: Codec, wire: Wire) -> None:
+        """`parameters`: mixed in place."""
+        self._parameters, self._codec, self._wire = parameters, codec, wire
+        self._inbox = ReceiveBuffer(wire, codec, parameters.device)
+
+    def new_snapshot(self) -> SendBuffer:
+        return SendBuffer(self._wire, self._codec, self._parameters.device)
+
+    def fill(self, snapshot: SendBuffer, message: Message, whole: bool) -> int:
+        snapshot.fill(message, self._parameters, whole)
+        return len(snapshot.data)
+
+    def control(self, message: Message) -> Bytes:
+        data = np.zeros(self._wire.control_bytes, np.uint8)
+        self._wire.encode(message, data)
+        return Bytes(data)
+
+    def open(self, received: Received) -> Opened:
+        message = self._wire.decode(received.data)
+        if isinstance(message, Refusal):
+            return Opened(None, message)
+        if message.kind is not Kind.MODEL or received.too_late:
+            return Opened(message)
+        if not received.bulk:
+            return Opened(None, Refusal("it is a model, but was not sent as one"))
+        return Opened(message, self._inbox.check(message, len(received.data)))
+
+    def add(self, weight: float) -> None:
+        self._inbox.add(weight)
+
+    def clear(self) -> None:
+        self._inbox.clear()
+
+    def mix(self, own_weight: float, measure: bool) -> Tensor | None:
+        return self._inbox.mix(self._parameters, own_weight, measure)
+
+    def heal(self) -> None:
+        self._inbox.heal(self._parameters)
+
+    def memory_for(self, num_bytes: int) -> np.ndarray | None:
+        block = self._inbox.data
+        return block[:num_bytes] if num_bytes <= len(block) else None
+
+    def give_up_memory(self) -> None:
+        self._inbox.give_up_block()

@@ -1,0 +1,60 @@
+"""What each kind of exchange needs and gives: one row for each value of `exchange.kind`. Pure: no torch, no MPI.
+
+Programs ask here instead of comparing names; `make.py` makes the exchanges themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pala.config import ExchangeConfig
+
+_WHOLE_MODELS: Mapping[str, tuple[str, ...]] = {"mixing": ("uniform",), "compression": ("none",)}
+
+
+@dataclass(frozen=True)
+class ExchangeKind:
+    """A way of training on several ranks."""
+
+    name: str
+    reads: tuple[str, ...]
+    """Fields of `ExchangeConfig`, other than `kind`, that decide how a run goes."""
+    allows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Field of `ExchangeConfig` -> its only allowed values; any value of a field that is not here."""
+    default_topology: str = "random"
+    """What the topology `auto` stands for."""
+    independent: bool = False
+    """The ranks tell each other nothing while they train: the upper bound of the others' speed."""
+    one_host: bool = False
+    """All ranks must be on one host."""
+    outlives_ranks: bool = False
+    """The others go on when a rank dies, where MPI is fault-tolerant."""
+    one_model: bool = False
+    """All ranks hold the same model after every update, so a resumed run begins with the same on all."""
+    policy: Literal["mean", "first"] = "mean"
+    """The run's policy: the mean of all ranks' models, or the model of the first rank that lives."""
+
+
+KINDS: Mapping[str, ExchangeKind] = {
+    kind.name: kind
+    for kind in (
+        ExchangeKind(
+            "gossip", outlives_ranks=True,
+            reads=("topology", "mixing", "max_staleness", "patience_s", "compression", "top_k_fraction"),
+        ),
+        ExchangeKind(
+            "shared_memory", one_host=True, default_topology="ring", reads=("topology", "max_staleness"),
+            allows={"topology": ("auto", "ring", "complete"), **_WHOLE_MODELS},
+        ),
+        ExchangeKind("allreduce", one_model=True, reads=(), allows=_WHOLE_MODELS),
+        ExchangeKind("none", independent=True, outlives_ranks=True, policy="first", reads=()),
+    )
+}  # fmt: skip
+
+
+def kind_of(config: ExchangeConfig) -> ExchangeKind:
+    """The row of a configuration's `exchange.kind`."""
+    return KINDS[config.kind]

@@ -1,0 +1,42 @@
+"""Makes the exchange that a configuration names."""
+
+from __future__ import annotations
+
+import zlib
+
+from torch import Tensor
+
+from pala.config import Config, ExchangeConfig
+from pala.exchange.allreduce import AllReduce
+from pala.exchange.base import ExchangeState, ModelExchange
+from pala.exchange.gossip.exchange import Gossip
+from pala.exchange.kinds import kind_of
+from pala.exchange.none import NoExchange
+from pala.exchange.shared_memory import SharedMemory, check_one_host
+from pala.system.runtime import Interrupt
+from pala.transport.base import Communicator
+
+
+def make_exchange(
+    comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
+) -> ModelExchange:
+    """The exchange that the configuration names, on a flat parameter vector. Collective."""
+    kind, budget_steps = config.exchange.kind, config.total_steps
+    if kind == "none":
+        return NoExchange(comm, parameters, budget_steps, start, interrupt)
+    if kind == "allreduce":
+        return AllReduce(comm, parameters, budget_steps, start, interrupt)
+    if kind == "shared_memory":
+        return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt)
+    return Gossip(comm, parameters, signature, config, start, interrupt)
+
+
+def check_placement(comm: Communicator, config: ExchangeConfig) -> None:
+    """Raise PalaError if the ranks are where this exchange cannot work. Collective."""
+    if kind_of(config).one_host:
+        check_one_host(comm)
+
+
+def flat_checksum(parameters: Tensor) -> int:
+    """CRC-32 of the parameters' bytes."""
+    return zlib.crc32(parameters.detach().cpu().numpy().tobytes())

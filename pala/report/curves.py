@@ -1,0 +1,47 @@
+"""Learning curves: running means over episodes, and the mean of several curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_POINTS = 500  # of a line
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line with a band. P points."""
+
+    x: np.ndarray  # [P]
+    y: np.ndarray  # [P]
+    low: np.ndarray  # [P]
+    high: np.ndarray  # [P]
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the last `window` values at each of them; of as many as there are at the beginning."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - window, 0)
+    means: np.ndarray = (sums[ends] - sums[begins]) / (ends - begins)
+    return means
+
+
+def curve_of(x: np.ndarray, values: np.ndarray, window: int) -> Curve:
+    """The running mean of `values` in the order of `x`, with their running quartiles, at 500 places at most."""
+    order = np.argsort(x, kind="stable")
+    x, values = x[order], values[order]
+    at = np.unique(np.linspace(0, len(x) - 1, _POINTS).astype(int))
+    quartiles = [np.percentile(values[max(0, i + 1 - window) : i + 1], (25, 75)) for i in at]
+    low, high = np.array(quartiles).T
+    return Curve(x[at], running_mean(values, window)[at], low, high)
+
+
+def mean_of(curves: Sequence[Curve]) -> Curve:
+    """The mean of lines and the range between the lowest and the highest, where all of them are."""
+    begin, end = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
+    grid = np.linspace(begin, end, _POINTS) if begin < end else np.empty(0)
+    lines = np.array([np.interp(grid, c.x, c.y) for c in curves])
+    return Curve(grid, lines.mean(0), lines.min(0), lines.max(0))

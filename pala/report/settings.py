@@ -1,0 +1,52 @@
+"""Which settings of runs decide how they go, which of them differ, and their names in few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pala.config import Config, ExchangeConfig, flatten, to_table
+from pala.exchange.kinds import KINDS
+from pala.report.text import counted
+
+_WITHOUT_INFLUENCE = (
+    "run.name", "run.dir", "run.console", "run.log_interval_s", "run.tensorboard", "run.checkpoint_interval_s",
+    "evaluation.episodes", "evaluation.num_envs", "evaluation.greedy", "evaluation.epsilon",
+)  # fmt: skip
+_SECTIONS_NOT_READ = {"a2c": ("gorila.",), "gorila": ("a2c.", "exchange.")}  # by algorithm
+_MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
+
+
+def settings_that_matter(facts: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The settings, with dotted keys, that decide how a run goes: none of another algorithm's, and of the exchange's
+    only those that its kind reads."""
+    kind = KINDS[facts["exchange.kind"]]
+    graph = ExchangeConfig(kind=facts["exchange.kind"], topology=facts["exchange.topology"]).graph
+    facts = facts | {"exchange.topology": graph}
+    read = {"exchange.kind", *(f"exchange.{name}" for name in kind.reads)}
+    ignored = {*_WITHOUT_INFLUENCE, *without}
+    ignored |= {key for key in facts if key.startswith(_SECTIONS_NOT_READ[facts["algorithm"]])}
+    ignored |= {key for key in facts if key.startswith("exchange.") and key not in read}
+    return {key: value for key, value in facts.items() if key not in ignored}
+
+
+def method_of(config: Config) -> str:
+    """What a run is compared as: its algorithm, for A2C the kind of exchange between its learners."""
+    return config.exchange.kind if config.algorithm == "a2c" else config.algorithm
+
+
+def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings that decide how a run learns and differ, seed and budget aside: dotted key -> (found, wanted)."""
+    one, other = (settings_that_matter(flatten(to_table(c)), without=("seed", "total_steps")) for c in (found, wanted))
+    pairs = {key: (one.get(key), other.get(key)) for key in one | other if not key.startswith(_MACHINE)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def phrase(key: str, value: Any) -> str:
+    """A setting in few words."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if key == "env.id":
+        return text.removeprefix("ALE/")
+    if key == "ranks":
+        return counted(value, "rank")
+    name = "exchange" if key == "exchange.kind" else key.split(".")[-1].replace("_", " ")
+    return f"{name} {text}"

@@ -1,0 +1,74 @@
+"""Numbers and tables as text."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def counted(number: int, what: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def short_number(value: float) -> str:
+    """Enough digits to tell returns apart."""
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 1 or size == 0 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of some values."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """The spread of at least one value."""
+        values = list(values)
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self, form: str) -> str:
+        """`1,930 (1,850-2,010)` for the form `,.0f`."""
+        return f"{self.median:{form}} ({self.low:{form}}-{self.high:{form}})"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up: words to the left, figures to the right. Empty columns are left out."""
+    kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    columns = [[header[i], *(row[i] for row in rows)] for i in kept]
+    widths = [max(map(len, column)) for column in columns]
+    figures = [all(not cell or cell.lstrip("-")[:1].isdigit() for cell in column[1:]) for column in columns]
+
+    def line(cells: Iterable[str]) -> str:
+        padded = zip(cells, widths, figures, strict=True)
+        return "| " + " | ".join(f"{c:>{width}}" if right else f"{c:<{width}}" for c, width, right in padded) + " |"
+
+    rule = "".join(
+        "|" + ("-" * (width + 1) + ":" if right else "-" * (width + 2))
+        for width, right in zip(widths, figures, strict=True)
+    )
+    return "\n".join(
+        [
+            line(c[0] for c in columns),
+            rule + "|",
+            *(line(cells) for cells in zip(*(c[1:] for c in columns), strict=True)),
+        ]
+    )
+
+
+def csv_text(rows: Sequence[dict[str, Any]]) -> str:
+    """CSV of rows with the same keys, under a line with these; empty if there are none."""
+    file = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return file.getvalue()

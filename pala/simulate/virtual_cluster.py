@@ -1,0 +1,397 @@
+"""A virtual cluster: gossip's own driver and protocol on a simulated network, with models that are small vectors.
+
+What happens to the ranks (delays, packets that overtake each other, stragglers, pauses, deaths, poison) is drawn from
+the seed. What they do is the code that training runs.
+
+    cluster = VirtualCluster(Scenario(size=8, topology="ring", max_staleness=3, seed=17))
+    cluster.run()
+    assert not cluster.stuck and not cluster.violations
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.gossip.driver import GossipDriver, Opened
+from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.wire import Format, Message, Refusal
+from pala.transport.base import Received
+from pala.transport.virtual import OnItsWay, Range, VirtualNetwork, VirtualTransport
+
+Learn = Callable[[int, np.ndarray], None]
+_NOT_FINITE = Refusal("it holds NaN or infinity")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One simulated run. Times are seconds of the virtual clock; a range is drawn from uniformly."""
+
+    size: int
+    topology: str = "random"
+    mixing: str = "uniform"
+    max_staleness: int = 10
+    budget_steps: int = 100
+    steps_per_update: int = 1
+    seed: int = 0
+    update_s: Range = (0.8, 1.2)
+    """One update, with the environment steps before it."""
+    slowness: tuple[float, ...] = ()
+    """A factor of `update_s` for each rank; empty: 1 for all."""
+    pause_probability: float = 0.0
+    """That an update also takes `pause_s`."""
+    pause_s: Range = (5.0, 50.0)
+    model_s: Range = (0.05, 0.3)
+    """A model on its way."""
+    control_s: Range = (0.01, 0.1)
+    """A credit or a stop on its way; it may overtake a model."""
+    wake_s: Range = (0.0, 0.01)
+    """Until a waiting rank looks at what has come."""
+    again_s: float = 10.0
+    """Until a waiting rank sends once more."""
+    patience_s: float = 1e9
+    """Until a waiting rank goes on, a peer is left out, and a rank that was away takes peers' models for its own. By
+    default never: patience would hide a deadlock."""
+    send_buffers: int = 2
+    """Snapshots that a rank can have on their way, if the peers that they went to answer."""
+    deaths: Mapping[int, float] = field(default_factory=dict)
+    """When which ranks die."""
+    death_notice_s: Range = (0.0, 2.0)
+    """Until a peer hears of it."""
+    death_loss: float = 0.5
+    """Probability that a message on its way from a dying rank is lost; one to it always is."""
+    stops: Mapping[int, Range] = field(default_factory=dict)
+    """When which ranks are stopped and go on (SIGSTOP, SIGCONT)."""
+    cut_s: Range = (0.0, 0.0)
+    """When the links are cut between the ranks below `cut_at` and the others; what was sent comes after that."""
+    cut_at: int = 0
+    poison: Mapping[int, Range] = field(default_factory=dict)
+    """Ranks whose every update between these two times makes their model NaN."""
+    whole_every: int = 1
+    """Of so many sends one carries a whole model. A part heals nobody; in all else it counts here as a model."""
+
+
+class _Sent(NamedTuple):
+    """What a packet holds."""
+
+    message: Message
+    model: np.ndarray | None = None
+
+
+def is_finite(model: np.ndarray) -> bool:
+    """One pass: a sum is finite only if every term is."""
+    return math.isfinite(np.add.reduce(model))
+
+
+class VectorPacket:
+    """A message, and the copy of a model if it has one."""
+
+    def __init__(self, data: _Sent | None = None) -> None:
+        self.data, self.pending = data, 0
+
+    def ready(self) -> bool:
+        return True
+
+
+class VectorModels:
+    """A rank's model as the driver's `Models`: a vector, without bytes; and what is known of its mixes from outside."""
+
+    def __init__(self, model: np.ndarray, network: VirtualNetwork) -> None:
+        self.model, self._network = model, network
+        self.mixes = 0
+        self.oldest_mixed_s = 0.0  # the greatest age of a model when it was mixed
+        self.healed_by_parts = False
+        self._opened: tuple[np.ndarray, bool, float] = (model, True, 0.0)
+        self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(model), 0.0, False
+        self.inbox_from_s = float("inf")  # when the oldest model in it was sent
+
+    def new_snapshot(self) -> VectorPacket:
+        return VectorPacket()
+
+    def fill(self, snapshot: VectorPacket, message: Message, whole: bool) -> int:
+        snapshot.data = _Sent(message if whole else message._replace(format=Format.TOP_K), self.model.copy())
+        return 0
+
+    def control(self, message: Message) -> VectorPacket:
+        return VectorPacket(_Sent(message))
+
+    def open(self, received: Received) -> Opened:
+        message, model = received.data
+        if model is None:
+            return Opened(message)
+        assert self._network.delivering is not None
+        self._opened = model, message.format is not Format.TOP_K, self._network.delivering.time_s
+        return Opened(message, None if is_finite(model) else _NOT_FINITE)
+
+    def add(self, weight: float) -> None:
+        model, whole, time_s = self._opened
+        self.inbox = self.inbox + weight * model
+        self.inbox_weight += weight
+        self.inbox_whole |= whole
+        self.inbox_from_s = min(self.inbox_from_s, time_s)
+
+    def clear(self) -> None:
+        self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(self.model), 0.0, False
+        self.inbox_from_s = float("inf")
+
+    def mix(self, own_weight: float, measure: bool) -> None:
+        fraction = self.inbox_weight / (own_weight + self.inbox_weight)
+        self._replace(self.model + fraction * (self.inbox / self.inbox_weight - self.model))
+
+    def heal(self) -> None:
+        self.healed_by_parts |= not self.inbox_whole
+        self._replace(self.inbox / self.inbox_weight)
+
+    def memory_for(self, num_bytes: int) -> None:
+        return None
+
+    def give_up_memory(self) -> None:
+        pass
+
+    def _replace(self, model: np.ndarray) -> None:
+        self.model, self.mixes = model, self.mixes + 1
+        self.oldest_mixed_s = max(self.oldest_mixed_s, self._network.now - self.inbox_from_s)
+        self.clear()
+
+
+class Rank:
+    """One virtual rank: its driver, its model, and what is known of it from outside."""
+
+    def __init__(self, driver: GossipDriver, models: VectorModels) -> None:
+        self.driver, self.protocol, self.models = driver, driver.protocol, models
+        self.number = driver.protocol.rank
+        self.waiting = self.ended = self.timer_set = self.wake_set = False
+        self.since_mix = 0  # updates since the last mix, counted here and not by the protocol
+        self.wait_began_s = 0.0
+        self.longest_wait_s = self.waited_since_mix_s = 0.0
+        self.staleness: list[int] = []  # since_mix at the end of each update
+        self.updates_after_budget = 0
+
+    @property
+    def model(self) -> np.ndarray:
+        """Its present model."""
+        return self.models.model
+
+
+class VirtualCluster(VirtualNetwork):
+    """`scenario.size` ranks on one clock. `run` plays the scenario to its end; the attributes say what happened."""
+
+    def __init__(
+        self, scenario: Scenario, models: np.ndarray | None = None, *, learn: Learn | None = None,
+        observe: Callable[[VirtualCluster], None] | None = None, protocol: type[GossipProtocol] = GossipProtocol,
+        driver: type[GossipDriver] = GossipDriver,
+    ) -> None:  # fmt: skip
+        """`models`: [size, parameters], by default each rank's number; `learn(rank, model)` changes a model in place at
+        each update; `observe(self)` is called after each event; `protocol` and `driver` let tests plant a bug."""
+        super().__init__(scenario, scenario.size, scenario.seed)
+        s = self.scenario = scenario
+        self._learn, self._protocol, self._driver = learn, protocol, driver
+        self.observe = partial(observe, self) if observe is not None else None
+        models = np.arange(s.size, dtype=np.float64)[:, None] if models is None else models
+        self.global_steps = 0
+        self.lost_weight = 0.0  # push-sum weight that the dead took with them
+        self.violations: list[str] = []  # of the process lock, the staleness bound, or of what may heal
+        self.all_well_from_s = float("inf")  # from then on no patience should have to end
+        self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
+        self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
+        self._not_taken_in: set[tuple[int, int]] = set()
+        self.ranks = [self._make_rank(number, models[number].copy()) for number in range(s.size)]
+        for rank in self.ranks:
+            rank.driver.start()
+            self._start_update(rank)
+        for number, time_s in s.deaths.items():
+            self._at(time_s, self.die, number)
+
+    def _make_rank(self, number: int, model: np.ndarray) -> Rank:
+        s = self.scenario
+        rules = Rules(s.topology, s.max_staleness, s.seed, s.whole_every, s.again_s, s.patience_s)
+        protocol = self._protocol(StepBudget(number, s.size, s.budget_steps), RULES[s.mixing](), rules)
+        models = VectorModels(model, self)
+        transport = VirtualTransport(self, number)
+        driver = self._driver(protocol, transport, models, s.send_buffers, report=lambda sentence: None)
+        return Rank(driver, models)
+
+    @property
+    def living(self) -> list[Rank]:
+        """Ranks that did not die."""
+        return [rank for rank in self.ranks if rank.number not in self.dead]
+
+    @property
+    def stuck(self) -> list[int]:
+        """After `run`: ranks that neither ended nor died. They wait for ever: a deadlock."""
+        return [rank.number for rank in self.living if not rank.ended]
+
+    @property
+    def overshoot_steps(self) -> int:
+        """Steps made by all ranks beyond the budget."""
+        return self.global_steps - self.scenario.budget_steps
+
+    @property
+    def models_sent(self) -> int:
+        """By all ranks."""
+        return sum(rank.driver.counts["models_sent"] for rank in self.ranks)
+
+    @property
+    def mixes(self) -> int:
+        """By all ranks."""
+        return sum(rank.models.mixes for rank in self.ranks)
+
+    @property
+    def models_refused(self) -> int:
+        """By all ranks, since they were not finite."""
+        return sum(rank.protocol.counts["models_refused"] for rank in self.ranks)
+
+    @property
+    def models_stale(self) -> int:
+        """Given back by all ranks, since they or their sender had been away."""
+        return sum(rank.protocol.counts["models_stale"] for rank in self.ranks)
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the push-sum weights of the living, in their inboxes and on the way."""
+        held = sum(rank.protocol.mixing.weight + rank.models.inbox_weight for rank in self.living)
+        return held + sum(_weight(on_its_way) for on_its_way in self.on_their_way.values())
+
+    @property
+    def weighted_sum(self) -> np.ndarray:
+        """Sum of weight times model, of the same."""
+        held = [rank.protocol.mixing.weight * rank.model + rank.models.inbox for rank in self.living]
+        sent = (on_its_way.data for on_its_way in self.on_their_way.values())
+        return np.sum(held + [s.message.weight * s.model for s in sent if s.model is not None], axis=0)
+
+    # ---- a rank ----------------------------------------------------------------------------------------------------
+
+    def _start_update(self, rank: Rank) -> None:
+        s = self.scenario
+        factor = s.slowness[rank.number] if s.slowness else 1.0
+        pause_s = self._draw(s.pause_s) if self._random.random() < s.pause_probability else 0.0
+        self._at(self.now + self._draw(s.update_s) * factor + pause_s, self._finish_update, rank)
+
+    def _finish_update(self, rank: Rank) -> None:
+        if rank.number in self.dead or self.is_stopped(rank.number, self._finish_update, rank):
+            return
+        model = rank.model
+        healthy = is_finite(model)  # before this update, so the update was applied
+        if healthy and self._learn is not None:
+            self._learn(rank.number, model)
+        begin_s, end_s = self.scenario.poison.get(rank.number, (0.0, 0.0))
+        if begin_s <= self.now < end_s:
+            model[:] = np.nan
+        rank.waiting, rank.wait_began_s = True, self.now
+        rank.driver.finish_update(self.scenario.steps_per_update, healthy)
+        self._count_update(rank)
+        self._advance(rank)
+
+    def _advance(self, rank: Rank) -> None:
+        models, mixes = rank.models, rank.models.mixes
+        if not rank.driver.advance():
+            self._set_timer(rank)
+            return
+        rank.waiting = False
+        waited_s = self.now - rank.wait_began_s
+        rank.longest_wait_s = max(rank.longest_wait_s, waited_s)
+        rank.waited_since_mix_s = max(rank.waited_since_mix_s, waited_s)
+        if models.mixes > mixes:
+            rank.since_mix, rank.waited_since_mix_s = 0, 0.0
+        if models.healed_by_parts:
+            self.violations.append(f"rank {rank.number} was healed by a part of a model at {self.now} s")
+        if rank.protocol.budget.stop is Stop.NONE:
+            self._start_update(rank)
+        else:
+            rank.ended = True
+
+    def _wake(self, rank: Rank) -> None:
+        rank.wake_set = False
+        if rank.waiting and rank.number not in self.dead and not self.is_stopped(rank.number, self._wake, rank):
+            self._advance(rank)
+
+    def _wake_soon(self, rank: Rank) -> None:
+        if rank.waiting and not rank.wake_set:
+            rank.wake_set = True
+            self._after(self.scenario.wake_s, self._wake, rank)
+
+    def _set_timer(self, rank: Rank) -> None:
+        if not rank.timer_set:
+            rank.timer_set = True
+            self._at(self.now + 1.001 * self.scenario.again_s, self._timer_rang, rank, rank.wait_began_s)
+
+    def _timer_rang(self, rank: Rank, wait_began_s: float) -> None:
+        """Without patience the timer is set again only if something came of it: a deadlock ends the simulation."""
+        if rank.number in self.dead or self.is_stopped(rank.number, self._timer_rang, rank, wait_began_s):
+            return
+        counts, rank.timer_set = rank.driver.counts, False
+        sent = counts["models_sent"]
+        self._wake(rank)
+        something_came = counts["models_sent"] > sent or rank.wait_began_s > wait_began_s
+        if rank.waiting and (something_came or self.scenario.patience_s < 1e9):
+            self._set_timer(rank)
+
+    # ---- the network -----------------------------------------------------------------------------------------------
+
+    def sent(self, rank: int) -> None:
+        self._wake_soon(self.ranks[rank])
+
+    def overwritten(self, on_its_way: OnItsWay) -> None:
+        self.violations.append(f"rank {on_its_way.sender} wrote over a message on its way at {self.now} s")
+
+    def heard(self, rank: int) -> None:
+        self._notice_budget(self.ranks[rank])
+        self._wake_soon(self.ranks[rank])
+
+    def lost(self, on_its_way: OnItsWay) -> None:
+        self.lost_weight += _weight(on_its_way)
+
+    def post(self, on_its_way: OnItsWay) -> None:
+        pair, kind = (on_its_way.sender, on_its_way.receiver), on_its_way.data.message.kind
+        if kind is Kind.MODEL:
+            if pair in self._not_taken_in:
+                self.violations.append(
+                    f"process lock: at {self.now} s rank {pair[0]} sent to {pair[1]}, which holds its last model"
+                )
+            self._not_taken_in.add(pair)
+        elif kind is not Kind.STOP:
+            self._not_taken_in.discard(pair[::-1])
+        super().post(on_its_way)
+
+    def die(self, rank: int) -> None:
+        self.lost_weight += self.ranks[rank].protocol.mixing.weight + self.ranks[rank].models.inbox_weight
+        super().die(rank)
+
+    # ---- counts ----------------------------------------------------------------------------------------------------
+
+    def _count_update(self, rank: Rank) -> None:
+        alone = len(rank.protocol.living) == 1
+        rank.since_mix += not alone
+        rank.staleness.append(rank.since_mix)
+        if (
+            rank.since_mix > self.scenario.max_staleness + 1
+            and not alone
+            and (rank.waited_since_mix_s < self.scenario.patience_s or self.now > self.all_well_from_s)
+        ):
+            self.violations.append(
+                f"staleness: at {self.now} s rank {rank.number} made {rank.since_mix} updates on its own"
+            )
+        rank.updates_after_budget += self.global_steps >= self.scenario.budget_steps
+        self.global_steps += self.scenario.steps_per_update
+        if self.overshoot_steps >= 0 and not self.unseen_steps:
+            self.budget_met_s = self.now
+            self.unseen_steps = [self.scenario.budget_steps - r.protocol.budget.global_steps for r in self.ranks]
+        self._notice_budget(rank)
+
+    def _notice_budget(self, rank: Rank) -> None:
+        if rank.protocol.budget.stop is not Stop.NONE:
+            self.budget_known_s = min(self.budget_known_s, self.now)
+
+
+def _weight(on_its_way: OnItsWay) -> float:
+    """The push-sum weight that a packet carries."""
+    sent: _Sent = on_its_way.data
+    return sent.message.weight if sent.model is not None else 0.0

@@ -1,0 +1,47 @@
+"""What all programs do alike: read the command line into a dataclass, and end with one sentence after a mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from typing import TypeVar
+
+import tyro
+
+from pala.system.errors import PalaError
+from pala.system.runtime import Launch, say
+
+C = TypeVar("C")
+
+
+def read_command(program: str, arguments: list[str], default: C) -> C:
+    """The command line over `default`, an instance of the program's `Command`. Raises PalaError.
+
+    `program` is its module, as in `python -m pala.plot`. `--help` is printed, on rank 0 only, and ends the program.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            return tyro.cli(type(default), args=arguments, default=default, prog=f"python -m {program}")
+    except SystemExit as exit_:
+        if not exit_.code:  # --help
+            if Launch.detect().rank == 0:
+                print(printed.getvalue(), end="")
+            raise
+        raise PalaError(f"the command line was not understood.\n{printed.getvalue()}") from None
+
+
+@contextlib.contextmanager
+def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
+    """Around a program that uses no MPI: a PalaError, or one of `mistakes`, is printed as its sentence and ends it with
+    status 2; ^C ends it with status 130. Neither leaves a traceback."""
+    expected: tuple[type[Exception], ...] = (PalaError, *mistakes)
+    try:
+        yield
+    except expected as error:
+        say(f"pala: error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,56 @@
+"""What the ranks of a job agree on while they start. No torch and no MPI.
+
+An error that one rank meets while all start is raised on all of them, so that none waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from pala.config import Config, flatten, to_table
+from pala.system.errors import CollectiveError, PalaError
+from pala.system.runtime import share_of_cores
+from pala.transport.base import Communicator
+
+T = TypeVar("T")
+
+
+def collectively(comm: Communicator, action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if any fails with PalaError or OSError, raise that on all. Collective."""
+    value, fault = None, None
+    try:
+        value = action()
+    except (PalaError, OSError) as error:
+        fault = str(error)
+    faults = [(rank, text) for rank, text in enumerate(comm.allgather(fault)) if text is not None]
+    if not faults:
+        return value  # type: ignore[return-value]
+    everybody = len(faults) == comm.size and len({text for _, text in faults}) == 1
+    rank, text = faults[0]
+    raise CollectiveError(text if everybody else f"Rank {rank}: {text}")
+
+
+def check_agreement(comm: Communicator, config: Config) -> None:
+    """Raise on all ranks if ranks were started with different configurations. Collective."""
+    mine = flatten(to_table(config))
+    first = comm.bcast(mine)
+    differing = [key for key in mine if mine[key] != first.get(key)]
+
+    def check() -> None:
+        if differing:
+            key = differing[0]
+            raise PalaError(
+                f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
+                f"{first.get(key)!r}. Start all ranks with the same preset and options."
+            )
+
+    collectively(comm, check)
+
+
+def cores_per_rank(comm: Communicator) -> int:
+    """Threads that this rank may use. Collective."""
+    mine = set(os.sched_getaffinity(0))
+    ranks = comm.allgather((comm.host, mine))
+    return share_of_cores(mine, [cores for host, cores in ranks if host == comm.host])

@@ -1,0 +1,478 @@
+"""Ranks as threads of one process, with faults by script: whole trainings in a second, without MPI.
+
+    results = run_ranks(4, lambda comm: train(comm, config, ...), faults=[fail_at(2, update=10), drop(0, 1, n=3)])
+
+The others survive the death of a rank, as under `mpirun --with-ft ulfm`. A rank that raises anything is dead; so is, to
+those who wait for it, one that has returned.
+"""
+
+from __future__ import annotations
+
+import pickle
+import platform
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from pala.system.errors import EndError
+from pala.system.runtime import Interrupt
+from pala.system.waiting import wait_quietly
+from pala.transport.base import (
+    Communicator,
+    Deaths,
+    Living,
+    Packet,
+    Received,
+    Receiver,
+    Reduction,
+    SharedBlock,
+    Transport,
+)
+from pala.transport.faults import AtMessage, AtUpdate, Fault, OnTheWay
+
+T = TypeVar("T")
+_LOOK_S = 0.1  # who waits looks at least so often at signals, and at the time
+_ROUNDS_KEPT = 2  # who joins a collective has completed the one before, which all have joined
+
+
+class Killed(BaseException):
+    """Raised in the threads of a rank that has died."""
+
+
+class _MemberDiedError(Exception):
+    """Somebody who was waited for is dead."""
+
+
+def run_ranks(size: int, main: Callable[[MemoryCommunicator], T], faults: Iterable[Fault] = ()) -> list[Any]:
+    """Call `main(communicator)` for each rank on a thread of its own; returns what they return or raise, by rank."""
+    world = _World(size, list(faults))
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = main(MemoryCommunicator(world, rank))
+            world.say_that(rank, world.returned)
+        except BaseException as error:  # handed to the caller
+            results[rank] = error
+            world.say_that(rank, world.dead)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@dataclass
+class _Round:
+    """One collective."""
+
+    given: dict[int, Any] = field(default_factory=dict)  # rank -> what it brought
+    members: list[int] | None = None  # of those who live: who took part, once it is decided
+
+
+class _World:
+    """What all ranks see, under one lock."""
+
+    def __init__(self, size: int, faults: list[Fault]) -> None:
+        self.size, self.faults = size, faults
+        self.changed = threading.Condition()
+        self.dead: set[int] = set()
+        self.returned: set[int] = set()
+        self.stopped_until_s = [0.0] * size
+        self._rounds: dict[tuple[Any, int], _Round] = {}
+
+    @property
+    def gone(self) -> set[int]:
+        return self.dead | self.returned
+
+    def say_that(self, rank: int, is_among: set[int]) -> None:
+        with self.changed:
+            is_among.add(rank)
+            self.changed.notify_all()
+
+    def join(self, context: Any, number: int, rank: int, value: Any) -> _Round:
+        """Take part in the collective of this number among the ranks of this context."""
+        with self.changed:
+            self._rounds.pop((context, number - _ROUNDS_KEPT), None)
+            round_ = self._rounds.setdefault((context, number), _Round())
+            round_.given[rank] = value
+            self.changed.notify_all()
+        return round_
+
+    def have_come(self, round_: _Round, ranks: Iterable[int]) -> bool:
+        """Whether all of `ranks` have; raises _MemberDiedError if one never will."""
+        with self.changed:
+            missing = set(ranks).difference(round_.given)
+            if missing & self.gone:
+                raise _MemberDiedError(sorted(missing & self.gone))
+            return not missing
+
+    def living_have_come(self, round_: _Round, ranks: Iterable[int]) -> bool:
+        """Whether those of `ranks` who live have. Who they are is decided once, for all."""
+        with self.changed:
+            if round_.members is None and self.gone.issuperset(set(ranks).difference(round_.given)):
+                round_.members = sorted(set(round_.given) - self.gone)
+            return round_.members is not None
+
+    def wait(self, done: Callable[[], bool], timeout_s: float | None, interrupt: Interrupt) -> None:
+        def sleep(seconds: float) -> None:
+            with self.changed:
+                if not done():
+                    self.changed.wait(_LOOK_S)
+
+        wait_quietly(done, timeout_s, interrupt, sleep=sleep)
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+class _Group:
+    """Those who take part in some collectives, as one rank sees them."""
+
+    def __init__(self, comm: MemoryCommunicator, members: Sequence[int], context: Any) -> None:
+        self.members, self._comm, self._context = members, comm, context
+        self._number = 0
+
+    def join(self, value: Any) -> _Round:
+        self._comm.end_if_dead()
+        self._number += 1
+        return self._comm.world.join(self._context, self._number, self._comm.rank, value)
+
+    def gather(self, value: Any, timeout_s: float | None, interrupt: Interrupt) -> list[Any]:
+        """What each member gave; raises _MemberDiedError if one died before it gave something."""
+        round_, world = self.join(value), self._comm.world
+        world.wait(lambda: world.have_come(round_, self.members), timeout_s, interrupt)
+        return [round_.given[rank] for rank in self.members]
+
+    def gather_living(self, value: Any, timeout_s: float | None, interrupt: Interrupt) -> dict[int, Any]:
+        """What each member gave who lived when it was complete, by rank: the same for all."""
+        round_, world = self.join(value), self._comm.world
+        world.wait(lambda: world.living_have_come(round_, self.members), timeout_s, interrupt)
+        return {rank: round_.given[rank] for rank in round_.members or ()}
+
+
+class _MemoryLiving(Living):
+    def __init__(self, group: _Group) -> None:
+        self.members, self._group = group.members, group
+
+    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
+        array[...] = _reduced(self._group.gather(array.copy(), timeout_s, interrupt), how)
+
+    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
+        array[...] = self._group.gather(array.copy(), timeout_s, interrupt)[0]
+
+
+def _reduced(arrays: Sequence[np.ndarray], how: Reduction) -> np.ndarray:
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        (np.add if how == "sum" else np.maximum)(total, array, out=total)
+    return total
+
+
+class _MemoryDeaths(Deaths):
+    def __init__(self, comm: MemoryCommunicator) -> None:
+        self._comm, self.ranks = comm, set()
+
+    def look(self) -> set[int]:
+        self._comm.end_if_dead()
+        with self._comm.world.changed:
+            fresh = self._comm.world.dead - self.ranks
+        self.ranks |= fresh
+        return fresh
+
+
+class _Array(SharedBlock):
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    def fence(self) -> None:
+        """Nothing to do: the interpreter's lock orders what its threads write."""
+
+    def free(self) -> None:
+        """Nothing to do: the array lives as long as somebody has it."""
+
+
+class MemoryCommunicator(Communicator):
+    """Of ranks that are threads. `interrupt` is this rank's: a test sets its `signal`, as the kernel would."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.world, self.rank, self.size, self.host = world, rank, world.size, platform.node()
+        self.interrupt = Interrupt()
+        self._all = _Group(self, range(world.size), "all")
+        self._patient = Interrupt()  # never signalled
+        self._to_come = [fault for fault in world.faults if isinstance(fault, AtUpdate) and fault.rank == rank]
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def on_update(self, updates: int) -> None:
+        """What the script says of a rank that has made so many updates. For `Loop.run`."""
+        for fault in [fault for fault in self._to_come if updates >= fault.update]:
+            self._to_come.remove(fault)
+            fault.happens(self)
+
+    def die(self) -> NoReturn:
+        """As if killed. Any thread of this rank; its others end when they next communicate."""
+        self.world.say_that(self.rank, self.world.dead)
+        raise Killed
+
+    def be_stopped_until(self, time_s: float) -> None:
+        """Neither this thread nor the transport's does anything before that time (`time.monotonic`)."""
+        self.world.stopped_until_s[self.rank] = time_s
+        self.sleep_while_stopped()
+
+    def sleep_while_stopped(self) -> None:
+        """For the transport's thread."""
+        while (rest_s := self.world.stopped_until_s[self.rank] - time.monotonic()) > 0:
+            time.sleep(rest_s)
+
+    def end_if_dead(self) -> None:
+        """Raise Killed if this rank is."""
+        if self.rank in self.world.dead:
+            raise Killed
+
+    # ---- the seam ------------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        self._gather(None)
+
+    def allgather(self, value: T) -> list[T]:
+        return [pickle.loads(data) for data in self._gather(pickle.dumps(value))]
+
+    def bcast(self, value: T, root: int = 0) -> T:
+        return pickle.loads(self._gather(pickle.dumps(value) if self.rank == root else None)[root])
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+        array[...] = self._gather(array.copy() if self.rank == root else None)[root]
+
+    def barrier(self) -> Callable[[], bool]:
+        round_ = self._all.join(None)
+
+        def all_are_here() -> bool:
+            self.end_if_dead()
+            try:
+                return self.world.have_come(round_, self._all.members)
+            except _MemberDiedError:
+                self.deaths().end_if_any()
+                raise
+
+        return all_are_here
+
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        array[...] = _reduced(self._gather(array.copy()), how)
+
+    def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+        while True:
+            living = self._all.gather_living(None, timeout_s, interrupt)
+            group = _Group(self, list(living), ("living", self._all._number))
+            try:
+                result, whole = action(_MemoryLiving(group)), True
+            except _MemberDiedError:
+                whole = False
+            agreement = _Group(self, group.members, ("agreement", self._all._number))
+            done = agreement.gather_living(whole, None, self._patient)
+            if list(done) == group.members and all(done.values()):
+                return result
+
+    def deaths(self) -> Deaths:
+        return _MemoryDeaths(self)
+
+    def is_alone(self) -> bool:
+        with self.world.changed:
+            return len(self.world.gone - {self.rank}) == self.size - 1
+
+    def open_transport(self) -> Transport:
+        channel = self._gather(_Channel(self.size) if self.rank == 0 else None)[0]
+        return MemoryTransport(self, channel)
+
+    def are_on_one_host(self) -> bool:
+        return True
+
+    def share_memory(self, num_bytes: int) -> SharedBlock:
+        return _Array(self._gather(np.empty(num_bytes, np.uint8) if self.rank == 0 else None)[0])
+
+    def facts(self) -> dict[str, Any]:
+        return {"mpi": "none: ranks are threads of one process", "mpi_standard": [], "mpi_thread_level": None}
+
+    def _gather(self, value: Any) -> list[Any]:
+        try:
+            return self._all.gather(value, None, self._patient)
+        except _MemberDiedError as error:
+            raise EndError(
+                f"rank {self.rank}: another rank ({error}) died while the job was starting or ending; start it again."
+            ) from None
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Message:
+    source: int
+    peer: int
+    data: np.ndarray  # a copy
+    bulk: bool
+    packet: Packet
+    taken: bool = False  # by the peer, or lost
+
+
+class _Channel:
+    """What the transports of all ranks share, which were opened together."""
+
+    def __init__(self, size: int) -> None:
+        self.mailboxes: list[deque[_Message]] = [deque() for _ in range(size)]
+        self.wakes = [threading.Event() for _ in range(size)]
+        self.closed: set[int] = set()  # ranks from which nothing more will come
+
+    def close(self, rank: int) -> None:
+        self.closed.add(rank)
+        for wake in self.wakes:
+            wake.set()
+
+
+class MemoryTransport(Transport):
+    """Moves messages between threads: at once, if the receiving rank's learner polls or its thread wakes up."""
+
+    def __init__(self, comm: MemoryCommunicator, channel: _Channel) -> None:
+        self.failure: BaseException | None = None
+        self._comm, self._world, self._rank, self._channel = comm, comm.world, comm.rank, channel
+        self._receiver: Receiver
+        self._thread = threading.Thread(target=self._run, name=f"pala-memory-{comm.rank}", daemon=True)
+        self._deaths, self._wake = comm.deaths(), channel.wakes[comm.rank]
+        self._bulk_outbox: deque[tuple[int, Packet]] = deque()
+        self._small_outbox: deque[tuple[int, Packet]] = deque()
+        self._sends: list[_Message] = []  # on their way
+        self._num_sent, self._num_bulk = 0, Counter[int]()  # messages; bulk messages by peer
+        self._closing = False
+        self._polling = threading.Lock()
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._thread.start()
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        self._comm.end_if_dead()
+        packet.pending += 1
+        (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
+        self._wake.set()
+
+    def poll(self) -> None:
+        self._comm.end_if_dead()
+        if self._polling.acquire(blocking=False):
+            try:
+                self._poll()
+            finally:
+                self._polling.release()
+
+    def hurry(self, waiting: bool) -> None:
+        self._comm.end_if_dead()
+
+    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
+        self._closing = True
+        self._wake.set()
+
+        def closed() -> bool:
+            self._thread.join(0.01)
+            return not self._thread.is_alive()
+
+        wait_quietly(closed, timeout_s, interrupt)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _run(self) -> None:
+        try:
+            self._deliver_until_closed()
+        except BaseException as error:  # raised again in the learner's thread
+            self.failure = error
+
+    def _deliver_until_closed(self) -> None:
+        ticked_s = 0.0
+        while True:
+            self._comm.sleep_while_stopped()
+            self._comm.end_if_dead()
+            if (now_s := time.monotonic()) > ticked_s + 0.9 * _LOOK_S:
+                self._receiver.on_tick()
+                ticked_s = now_s
+            with self._polling:
+                moved = self._poll()
+                nothing_left = not (self._bulk_outbox or self._small_outbox or self._sends)
+                if self._closing and nothing_left and self._rank not in self._channel.closed:
+                    self._channel.close(self._rank)
+                if self._closing and self._channel.closed | self._world.gone >= set(range(self._world.size)):
+                    return
+            if not moved:
+                self._wake.wait(_LOOK_S)
+                self._wake.clear()
+
+    def _poll(self) -> bool:
+        """One look at everything; True if something moved."""
+        for rank in self._deaths.look():
+            self._receiver.on_death(rank)
+        moved = self._send_all()
+        mailbox = self._channel.mailboxes[self._rank]
+        while mailbox:
+            self._receive(mailbox.popleft())
+            moved = True
+        moved |= self._send_all()  # answers to what came
+        for message in [m for m in self._sends if m.taken or m.peer in self._deaths.ranks]:
+            self._sends.remove(message)
+            message.packet.pending -= 1
+            moved = True
+        return moved
+
+    def _receive(self, message: _Message) -> None:
+        message.taken = True
+        self._channel.wakes[message.source].set()
+        if message.source in self._deaths.ranks:
+            return
+        memory = self._receiver.memory_for(len(message.data)) if message.bulk else None
+        data = message.data
+        if memory is not None:
+            data = memory[: len(message.data)]
+            data[:] = message.data
+        self._receiver.on_message(Received(message.source, data, message.bulk, 0.0))
+
+    def _send_all(self) -> bool:
+        sent = False
+        while self._small_outbox:
+            self._send(*self._small_outbox.popleft(), bulk=False)
+            sent = True
+        while self._bulk_outbox and self._bulk_outbox[0][1].ready():
+            self._send(*self._bulk_outbox.popleft(), bulk=True)
+            sent = True
+        return sent
+
+    def _send(self, peer: int, packet: Packet, bulk: bool) -> None:
+        self._num_sent += 1
+        for fault in self._world.faults:
+            if isinstance(fault, AtMessage) and (fault.rank, fault.n) == (self._rank, self._num_sent):
+                fault.happens(self._comm)
+        message = _Message(self._rank, peer, packet.data.copy(), bulk, packet)
+        self._sends.append(message)
+        if bulk:
+            self._num_bulk[peer] += 1
+            self._meet_faults(message)
+        if not message.taken:
+            self._channel.mailboxes[peer].append(message)
+            self._channel.wakes[peer].set()
+
+    def _meet_faults(self, message: _Message) -> None:
+        """What the script says of a bulk message."""
+        moment = (self._rank, message.peer, self._num_bulk[message.peer])
+        for fault in self._world.faults:
+            if isinstance(fault, OnTheWay) and (fault.sender, fault.receiver, fault.n) == moment:
+                arrives = fault.becomes(message.data)
+                message.taken = arrives is None
+                message.data = message.data if arrives is None else arrives

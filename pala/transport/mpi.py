@@ -1,0 +1,232 @@
+"""The ranks of an MPI job: collectives, and fault tolerance by ULFM. `mpi_process.py` starts MPI before this is loaded.
+
+MPI's blocking collectives spin while they wait. Ranks come at unlike times, and where they share cores those that wait
+would take the time of those that are waited for; so all come together asleep first.
+
+Under `mpirun --with-ft ulfm` (Open MPI 5) a rank's death does not end the job: what the others have to do with it fails
+with MPI_ERR_PROC_FAILED, and they can agree without it. Without ULFM the launcher ends the job, and `--resume` goes on.
+
+ULFM: Bland et al., "Post-failure recovery of MPI communication capability", 2013; MPI 5.0 draft, chapter 17.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array as buffer
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from mpi4py import MPI
+
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt, can_survive
+from pala.system.waiting import wait_quietly
+from pala.transport.base import Communicator, Deaths, Living, Reduction, SharedBlock, Transport
+
+if TYPE_CHECKING:  # not loaded yet when MPI starts: see `runtime.prepare`
+    import numpy as np
+
+T = TypeVar("T")
+_OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
+
+
+def is_death(error: BaseException) -> bool:
+    """True if an MPI call failed because a rank that it needed is dead."""
+    return can_survive() and isinstance(error, MPI.Exception) and error.Get_error_class() in (
+        MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED,
+    )  # fmt: skip
+
+
+class MpiDeaths(Deaths):
+    """Of an MPI communicator."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm, self._can_survive = comm, can_survive()
+        self.ranks: set[int] = set()
+
+    def look(self) -> set[int]:
+        """Ranks that died since the last look (a fifth of a microsecond when there are none). They are acknowledged:
+        receives from any source go on without them."""
+        if not self._can_survive:
+            return set()
+        group = self._comm.Get_failed()
+        try:
+            if group.size == len(self.ranks):
+                return set()
+            self._comm.Ack_failed(group.size)
+            everyone = MPI.Group.Translate_ranks(group, list(range(group.size)), self._comm.group)
+        finally:
+            group.Free()
+        fresh = set(everyone) - self.ranks
+        self.ranks |= fresh
+        return fresh
+
+    def end_if_any(self) -> None:
+        if self._can_survive:
+            try:
+                self._comm.Iprobe()  # MPI hears of deaths only while it is called
+            except MPI.Exception as error:
+                if not is_death(error):
+                    raise
+        super().end_if_any()
+
+
+class Barrier:
+    """A barrier that is waited for asleep, by `done`, and that does not wait for the dead. Making one is collective."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._flag = buffer("i", [1])
+        # An agreement completes when all who live take part in it.
+        self._request = comm.Iagree(self._flag) if can_survive() else comm.Ibarrier()
+
+    def done(self) -> bool:
+        """True when all who live have come."""
+        try:
+            return self._request.Test()
+        except MPI.Exception as error:
+            if is_death(error):  # somebody died before it was complete: it is complete all the same
+                return True
+            raise
+
+
+class _Living(Living):
+    def __init__(self, comm: MPI.Comm, world: MPI.Comm) -> None:
+        """`comm`: of those in `world` who live."""
+        self._comm = comm
+        self.members: Sequence[int] = sorted(
+            MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world.group)
+        )  # fmt: skip
+
+    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
+        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how]).Test, timeout_s, interrupt)
+
+    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
+        wait_quietly(self._comm.Ibcast(array, root=0).Test, timeout_s, interrupt)
+
+
+class _Window(SharedBlock):
+    def __init__(self, comm: MPI.Comm, num_bytes: int) -> None:
+        import numpy as np
+
+        own_bytes = num_bytes if comm.rank == 0 else 0
+        try:
+            self._window = MPI.Win.Allocate_shared(own_bytes, 1, comm=cast(MPI.Intracomm, comm))
+        except MPI.Exception as error:
+            raise PalaError(
+                f"{num_bytes / 2**20:.0f} MiB of shared memory for 'exchange.kind' 'shared_memory' could not be had "
+                f"({error}). In a container give it more (`--shm-size`); see `df /dev/shm`."
+            ) from None
+        block, _ = self._window.Shared_query(0)
+        self.data = np.frombuffer(cast(memoryview, block), np.uint8, num_bytes)
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+
+    def fence(self) -> None:
+        self._window.Sync()
+
+    def free(self) -> None:
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+class MpiCommunicator(Communicator):
+    """Of all ranks of an mpi4py communicator, `mpi`."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.mpi, self.rank, self.size, self.host = comm, comm.rank, comm.size, MPI.Get_processor_name()
+
+    def meet(self) -> None:
+        here, sleep_s = self.mpi.Ibarrier(), 1e-4
+        while not here.Test():
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, 0.01)
+
+    def allgather(self, value: T) -> list[T]:
+        self.meet()
+        return self.mpi.allgather(value)
+
+    def bcast(self, value: T, root: int = 0) -> T:
+        self.meet()
+        return self.mpi.bcast(value, root)
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+        self.meet()
+        self.mpi.Bcast(array, root)
+
+    def barrier(self) -> Callable[[], bool]:
+        with self._ending_at_a_death():
+            request = self.mpi.Ibarrier()
+
+        def all_are_here() -> bool:
+            with self._ending_at_a_death():
+                return request.Test()
+
+        return all_are_here
+
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        with self._ending_at_a_death():
+            self.mpi.Allreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
+
+    def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+        while True:
+            wait_quietly(Barrier(self.mpi).done, timeout_s, interrupt)  # asleep: what follows would spin
+            if not can_survive():
+                return action(_Living(self.mpi, self.mpi))
+            living = self.mpi.Shrink()
+            try:
+                result, whole = action(_Living(living, self.mpi)), True
+            except MPI.Exception as error:
+                if not is_death(error):
+                    raise
+                living.Revoke()  # nobody waits in the action for somebody who has left it
+                whole = False
+            try:
+                agreed = bool(living.Agree(int(whole)))
+            except MPI.Exception as error:
+                if not is_death(error):
+                    raise
+                agreed = False
+            living.Free()
+            if agreed:
+                return result
+
+    def deaths(self) -> Deaths:
+        return MpiDeaths(self.mpi)
+
+    @property
+    def num_dead(self) -> int:
+        """Ranks that this one has been told are dead; 0 where nobody would outlive them. Not collective."""
+        return self.mpi.Get_failed().size if can_survive() else 0
+
+    def is_alone(self) -> bool:
+        return not can_survive() or self.num_dead == self.size - 1
+
+    def open_transport(self) -> Transport:
+        from pala.transport.data_proxy import DataProxy
+
+        return DataProxy(self.mpi)
+
+    def are_on_one_host(self) -> bool:
+        self.meet()
+        node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        together = node.size == self.size
+        node.Free()
+        return together
+
+    def share_memory(self, num_bytes: int) -> SharedBlock:
+        return _Window(self.mpi, num_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "mpi": MPI.Get_library_version().strip("\0").splitlines()[0], "mpi_standard": list(MPI.Get_version()),
+            "mpi_thread_level": MPI.Query_thread(),
+        }  # fmt: skip
+
+    @contextmanager
+    def _ending_at_a_death(self) -> Iterator[None]:
+        try:
+            yield
+        except MPI.Exception as error:
+            if is_death(error):
+                self.deaths().end_if_any()
+            raise

@@ -1,0 +1,471 @@
+"""Compressed models: the arithmetic against loops over the parameters, refusals, consensus, healing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pala.config import ExchangeConfig
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.gossip.codecs import Codec, TopK, make_codec
+from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.messages import Kind, gossip_sizes
+from pala.exchange.gossip.mixing import Uniform
+from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer, TensorModels
+from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.wire import Format, Message, Refusal, Wire
+from pala.transport.base import Packet, Received, Receiver, Transport
+
+RANKS, PARAMETERS, SIGNATURE = 5, 41, 0xFEDCBA9876543210
+CPU = torch.device("cpu")
+COMPRESSIONS = ["none", "bfloat16", "top_k"]
+reproducible = settings(derandomize=True, deadline=None, max_examples=150)
+
+cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: pinned staging and the side stream need one"
+)
+devices = pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=cuda)], ids=["cpu", "cuda"])
+
+
+class Node:
+    """One rank's end of the wire, without a network."""
+
+    def __init__(
+        self, parameters: torch.Tensor, compression: str, fraction: float = 0.1, rank: int = 0, ranks: int = RANKS
+    ) -> None:
+        config = ExchangeConfig(compression=compression, top_k_fraction=fraction)
+        self.rank, self.parameters = rank, parameters.clone()
+        self.codec: Codec = make_codec(config, self.parameters)
+        self.wire = Wire(ranks, parameters.numel(), SIGNATURE, gossip_sizes(self.codec.sizes))
+        self.send, self.inbox = (kind(self.wire, self.codec, parameters.device) for kind in (SendBuffer, ReceiveBuffer))
+
+    def message(self, whole: bool = False) -> np.ndarray:
+        """The bytes of this rank's next model."""
+        header = Message(Kind.MODEL, self.rank, 0, 1.0, Stop.NONE, np.zeros(self.wire.num_ranks, np.uint64))
+        self.send.fill(header, self.parameters, whole)
+        while not self.send.ready():
+            pass
+        return self.send.data.copy()
+
+    def receive(self, data: np.ndarray) -> Message | Refusal:
+        """As the transport and the driver do, before anything is accepted."""
+        assert len(data) <= len(self.inbox.data)
+        self.inbox.data[: len(data)] = data
+        decoded = self.wire.decode(self.inbox.data[: len(data)])
+        if isinstance(decoded, Refusal):
+            return decoded
+        return self.inbox.check(decoded, len(data)) or decoded
+
+    def take_in(self, data: np.ndarray) -> None:
+        message = self.receive(data)
+        assert isinstance(message, Message), message
+        self.inbox.add(1.0)
+
+    def mix(self) -> torch.Tensor | None:
+        """What came, each with the weight of this rank's own."""
+        return self.inbox.mix(self.parameters, own_weight=1.0)
+
+
+def normal(seed: int, scale: float = 1.0, device: torch.device = CPU) -> torch.Tensor:
+    return (scale * torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(seed))).to(device)
+
+
+def part_of(data: np.ndarray, node: Node) -> dict[int, float]:
+    """What a TOP_K message says, read by hand."""
+    body = data[node.wire.control_bytes :].tobytes()
+    count = len(body) // 8
+    return dict(
+        zip(struct.unpack(f"<{count}i", body[: 4 * count]), struct.unpack(f"<{count}f", body[4 * count :]), strict=True)
+    )
+
+
+def part(node: Node, indices: list[int], values: list[float]) -> np.ndarray:
+    """A TOP_K message, written by hand."""
+    data = np.zeros(node.wire.control_bytes, np.uint8)
+    steps = np.zeros(RANKS, np.uint64)
+    node.wire.encode(Message(Kind.MODEL, 3, 0, 1.0, Stop.NONE, steps, Format.TOP_K), data)
+    body = np.array(indices, "<i4").tobytes() + np.array(values, "<f4").tobytes()
+    return np.concatenate([data, np.frombuffer(body, np.uint8)])
+
+
+# ---- bfloat16 --------------------------------------------------------------------------------------------------------
+
+
+def rounded(value: float) -> float:
+    """The nearest float with 8 bits of precision, ties to even, by integer arithmetic. For normal numbers."""
+    if value == 0:
+        return value
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(round(mantissa * 256), exponent - 8)  # Python's round is half to even
+
+
+@reproducible
+@given(st.lists(st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100), min_size=1, max_size=60))
+def test_bfloat16_rounds_to_the_nearest_and_arrives(values) -> None:
+    values = [value if abs(value) > 1e-30 else 0.0 for value in values]
+    sender = Node(torch.tensor(values), "bfloat16")
+    receiver = Node(torch.zeros(len(values)), "bfloat16")
+    data = sender.message()
+    assert len(data) == sender.wire.control_bytes + 2 * len(values)
+    receiver.take_in(data)
+    receiver.inbox.heal(receiver.parameters)
+    assert receiver.parameters.tolist() == [rounded(value) for value in values]
+
+
+def test_bfloat16_ties_go_to_even() -> None:
+    ties = torch.tensor([1 + 1 / 256, 1 + 3 / 256, -1 - 1 / 256, 1 + 1 / 256 + 2**-20])
+    receiver = Node(torch.zeros(4), "bfloat16")
+    receiver.take_in(Node(ties, "bfloat16").message())
+    receiver.inbox.heal(receiver.parameters)
+    assert receiver.parameters.tolist() == [1.0, 1 + 4 / 256, -1.0, 1 + 2 / 256]
+
+
+@devices
+@pytest.mark.parametrize("num_models", [1, 2, 4])
+def test_bfloat16_mixes_the_difference_of_rounded_models(num_models: int, device: torch.device) -> None:
+    receiver = Node(normal(0, device=device), "bfloat16")
+    models = [normal(seed + 1) for seed in range(num_models)]
+    for _ in range(3):
+        own = receiver.parameters.tolist()
+        for model in models:
+            receiver.take_in(Node(model, "bfloat16").message())
+        fraction = num_models / (1 + num_models)
+        distance = receiver.mix()
+        moves = [sum(rounded(float(m[i])) for m in models) / num_models - rounded(own[i]) for i in range(PARAMETERS)]
+        expected = [x + fraction * move for x, move in zip(own, moves, strict=True)]
+        np.testing.assert_allclose(receiver.parameters.cpu().numpy(), expected, rtol=1e-5, atol=1e-6)
+        assert float(distance) == pytest.approx(math.sqrt(sum(move**2 for move in moves)), rel=1e-4)
+
+
+def test_small_steps_are_not_lost_in_rounding() -> None:
+    """Two ranks learn the same and mix after each step. Steps are a hundredth of the rounded grid's width; mixing
+    rounded models plainly would hold both at the grid."""
+    first, second = Node(torch.full((PARAMETERS,), 0.05), "bfloat16"), Node(torch.full((PARAMETERS,), 0.05), "bfloat16")
+    step, steps = 2.4e-6, 500
+    plain = 0.05
+    for _ in range(steps):
+        for node in (first, second):
+            node.parameters += step
+        messages = first.message(), second.message()
+        first.take_in(messages[1])
+        second.take_in(messages[0])
+        for node in (first, second):
+            node.mix()
+        plain = (plain + step + rounded(plain + step)) / 2
+    for node in (first, second):
+        np.testing.assert_allclose(node.parameters.numpy(), 0.05 + steps * step, atol=2e-6)
+    assert abs(plain - 0.05) < 0.2 * steps * step, "the naive rule would do as well"
+
+
+def test_bfloat16_exchanges_keep_the_mean_and_bring_models_together() -> None:
+    first, second = Node(normal(0), "bfloat16"), Node(normal(1), "bfloat16")
+    mean = (first.parameters + second.parameters) / 2
+    for _ in range(30):
+        messages = first.message(), second.message()
+        first.take_in(messages[1])
+        second.take_in(messages[0])
+        for node in (first, second):
+            node.mix()
+    torch.testing.assert_close((first.parameters + second.parameters) / 2, mean, atol=1e-6, rtol=0)
+    assert bool(((first.parameters - second.parameters).abs() <= mean.abs() * 2**-7 + 1e-3).all())
+
+
+# ---- top_k: what is sent ---------------------------------------------------------------------------------------------
+
+
+@devices
+def test_top_k_sends_what_changed_most_since_it_was_last_sent(device: torch.device) -> None:
+    node = Node(normal(0, device=device), "top_k", fraction=0.2)
+    most, reference = math.ceil(0.2 * PARAMETERS), node.parameters.tolist()
+    random = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        node.parameters += torch.randn(PARAMETERS, generator=random).to(device)
+        now = node.parameters.tolist()
+        largest = sorted(range(PARAMETERS), key=lambda i: -abs(np.float32(now[i]) - np.float32(reference[i])))[:most]
+        sent = part_of(node.message(), node)
+        assert list(sent) == sorted(largest)
+        for i, value in sent.items():
+            assert value == now[i]
+            reference[i] = now[i]
+
+
+def test_nothing_that_did_not_change_is_sent() -> None:
+    node = Node(normal(0), "top_k", fraction=0.4)
+    assert part_of(node.message(), node) == {}
+    node.parameters[7] += 1
+    assert list(part_of(node.message(), node)) == [7]
+    assert part_of(node.message(), node) == {}
+
+
+def test_equal_changes_are_never_too_many_and_all_are_sent_in_time() -> None:
+    node = Node(torch.zeros(PARAMETERS), "top_k", fraction=0.1)
+    node.parameters += 1
+    sent = [list(part_of(node.message(), node)) for _ in range(9)]
+    assert max(len(part) for part in sent) == math.ceil(0.1 * PARAMETERS)
+    assert sorted(itertools.chain(*sent)) == list(range(PARAMETERS))
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.05, 0.3])
+def test_the_threshold_of_a_large_model_is_near_the_true_one(fraction: float) -> None:
+    size, random = 200_000, torch.Generator().manual_seed(0)
+    node, twin = (Node(torch.zeros(size), "top_k", fraction=fraction) for _ in range(2))
+    change = torch.randn(size, generator=random) * torch.rand(size, generator=random) ** 3
+    node.parameters += change
+    twin.parameters += change
+    data = node.message()
+    most, sent = math.ceil(fraction * size), part_of(data, node)
+    assert (data == twin.message()).all(), "the choice is not deterministic"
+    assert 0.3 * most < len(sent) <= most
+    assert len(sent) > 0.85 * most or fraction < 0.05
+    largest = set(change.abs().topk(most).indices.tolist())
+    assert set(sent) <= largest, "something was sent before something that changed more"
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("places", [slice(3, 4), slice(PARAMETERS // 2, None), slice(None)])
+def test_a_part_of_a_model_that_is_not_finite_is_refused(poison: float, places: slice) -> None:
+    """A rank that believes itself healthy: what is broken is sent first, and peers see it."""
+    node = Node(normal(0), "top_k", fraction=0.1)
+    node.parameters += normal(1, 0.01)
+    node.parameters[places] = poison
+    refusal = Node(normal(0), "top_k", fraction=0.1).receive(node.message())
+    assert isinstance(refusal, Refusal) and "NaN or infinity" in refusal.reason
+    node.parameters.copy_(normal(2))  # healed
+    for _ in range(15):
+        last = node.message()
+    assert part_of(last, node) == {}, "the poison is still in the reference"
+
+
+# ---- top_k: what is taken in -----------------------------------------------------------------------------------------
+
+
+parts = st.lists(
+    st.dictionaries(st.integers(0, PARAMETERS - 1), st.floats(-100, 100, width=32), max_size=5)
+    | st.lists(st.floats(-100, 100, width=32), min_size=PARAMETERS, max_size=PARAMETERS),
+    max_size=5,
+)
+
+
+@devices
+@settings(reproducible, max_examples=60)
+@given(rounds=st.lists(parts, min_size=1, max_size=4))
+def test_each_parameter_is_mixed_with_what_came_of_it(rounds, device: torch.device) -> None:
+    node = Node(normal(0, device=device), "top_k", fraction=0.125)
+    for models in rounds:
+        own = node.parameters.tolist()
+        for model in models:
+            if isinstance(model, dict):
+                data = part(node, sorted(model), [model[i] for i in sorted(model)])
+            else:
+                data = Node(torch.tensor(model), "top_k", fraction=0.125).message(whole=True)
+            node.take_in(data)
+        distance = node.mix()
+        squares = 0.0
+        for i in range(PARAMETERS):
+            came = [m[i] for m in models if not isinstance(m, dict) or i in m]
+            assert float(node.parameters[i]) == pytest.approx(
+                (own[i] + sum(came)) / (1 + len(came)), rel=1e-5, abs=1e-4
+            )
+            assert came or float(node.parameters[i]) == own[i]
+            squares += (sum(came) / len(came) - own[i]) ** 2 if came else 0.0
+        assert float(distance) == pytest.approx(math.sqrt(squares), rel=1e-4, abs=1e-3)
+
+
+GOOD = ([3, 4, 40], [1.0, 2.0, 3.0])
+
+
+@devices
+@pytest.mark.parametrize(
+    ("indices", "values", "reason"),
+    [
+        ([3, 4, 41], [1.0, 2.0, 3.0], "do not exist"), ([-1, 4, 40], [1.0, 2.0, 3.0], "do not exist"),
+        ([3, 4, 2**31 - 1], [1.0, 2.0, 3.0], "do not exist"), ([3, -(2**31), 40], [1.0, 2.0, 3.0], "do not rise"),
+        ([3, 3, 40], [1.0, 2.0, 3.0], "do not rise"), ([4, 3, 40], [1.0, 2.0, 3.0], "do not rise"),
+        ([3, 77, 40], [1.0, 2.0, 3.0], "do not rise"),
+        ([3, 4, 40], [1.0, float("nan"), 3.0], "NaN or infinity"),
+        ([3, 4, 40], [1.0, float("inf"), -float("inf")], "NaN or infinity"),
+        ([1, 2, 3, 4, 5, 6], [1.0] * 6, "bytes"), ([1, 2], [1.0] * 3, "bytes"), ([1, 2, 3], [1.0] * 2, "bytes"),
+    ],
+)  # fmt: skip
+def test_a_part_with_a_fault_is_refused(indices, values, reason: str, device: torch.device) -> None:
+    node = Node(normal(0, device=device), "top_k", fraction=0.1)  # at most 5
+    refusal = node.receive(part(node, indices, values))
+    assert isinstance(refusal, Refusal) and reason in refusal.reason
+    node.take_in(part(node, *GOOD))
+    node.mix()
+    expected = normal(0)
+    for i, value in zip(*GOOD, strict=True):
+        expected[i] = (expected[i] + value) / 2
+    torch.testing.assert_close(node.parameters.cpu(), expected)
+
+
+@pytest.mark.parametrize("of", COMPRESSIONS)
+@pytest.mark.parametrize("run", COMPRESSIONS)
+def test_only_the_formats_of_the_run_are_accepted(of: str, run: str) -> None:
+    sender, receiver = Node(normal(0), of), Node(normal(1), run)
+    sender.parameters[:3] += 1
+    for whole in (False, True):
+        data = sender.message(whole)
+        decoded = receiver.wire.decode(data)
+        is_whole = len(data) == receiver.wire.control_bytes + 4 * PARAMETERS
+        allowed = of == run or ({of, run} == {"none", "top_k"} and is_whole)
+        assert isinstance(decoded, Message if allowed else Refusal)
+        assert allowed or "format" in decoded.reason
+
+
+@settings(reproducible, max_examples=400)
+@given(st.sampled_from(COMPRESSIONS), st.data())
+def test_any_damage_gives_a_message_or_a_refusal(compression: str, data: st.DataObject) -> None:
+    sender, receiver = Node(normal(0), compression), Node(normal(1), compression)
+    sender.parameters += normal(2)
+    bytes_ = sender.message(data.draw(st.booleans()))
+    for place, value in data.draw(
+        st.lists(st.tuples(st.integers(0, len(bytes_) - 1), st.integers(0, 255)), max_size=4)
+    ):
+        bytes_[place] = value
+    bytes_ = bytes_[: data.draw(st.integers(0, len(bytes_)) | st.just(len(bytes_)))]
+    outcome = receiver.receive(bytes_)
+    assert isinstance(outcome, (Message, Refusal))
+    if isinstance(outcome, Message) and outcome.kind is Kind.MODEL:
+        receiver.inbox.add(1.0)
+        receiver.mix()
+        assert bool(receiver.parameters.isfinite().all())
+
+
+def test_when_parts_would_be_longer_models_go_whole() -> None:
+    for fraction in (0.5, 1.0):
+        node = Node(normal(0), "top_k", fraction=fraction)
+        node.parameters += 1
+        assert isinstance(node.wire.decode(node.message()), Message)
+        assert len(node.message()) == node.wire.most_bytes == node.wire.control_bytes + 4 * PARAMETERS
+
+
+# ---- top_k: many ranks -----------------------------------------------------------------------------------------------
+
+
+def gossip(nodes: list[Node], updates: int, learn: float = 0.0, whole: bool = True) -> None:
+    """Each update, every rank sends to a random other, and all mix what came. `whole`: now and then a whole model."""
+    random, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    every = nodes[0].codec.whole_every
+    for update in range(updates):
+        for node in nodes:
+            node.parameters += learn * torch.randn(PARAMETERS, generator=generator)
+        shift = random.integers(1, len(nodes))
+        for i, node in enumerate(nodes):
+            is_turn = (update + i * every // len(nodes)) % every == 0
+            nodes[(i + shift) % len(nodes)].take_in(node.message(whole and is_turn))
+        for node in nodes:
+            node.mix()
+
+
+def spread(nodes: list[Node]) -> float:
+    models = torch.stack([node.parameters for node in nodes])
+    return float((models - models.mean(0)).norm())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_that_send_only_parts_come_to_agree(ranks: int) -> None:
+    """They begin equal, learn each its own way, and then only gossip. What each parameter still moves halves with each
+    message, so that many ranks stop a little apart: whole models, or learning, bring the rest."""
+    nodes = [Node(normal(0), "top_k", 0.1, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for i, node in enumerate(nodes):
+        node.parameters += normal(i + 1)
+    apart, mean = spread(nodes), torch.stack([node.parameters for node in nodes]).mean(0)
+    gossip(nodes, 600, whole=False)
+    assert spread(nodes) < (0.01 if ranks < 8 else 0.15) * apart
+    assert float((nodes[0].parameters - mean).norm()) < apart, "they agree on something else"
+
+
+def test_whole_models_reach_what_no_longer_changes() -> None:
+    """After a resume each rank's reference is its own model: nothing has changed, and yet they differ."""
+    nodes = [Node(normal(i), "top_k", 0.1, rank=i) for i in range(RANKS)]
+    apart = spread(nodes)
+    gossip(nodes, 600)
+    assert spread(nodes) < 1e-4 * apart
+
+
+def test_parts_hold_learning_ranks_together() -> None:
+    nodes, loners = ([Node(normal(0), "top_k", 0.1, rank=i) for i in range(RANKS)] for _ in range(2))
+    gossip(nodes, 300, learn=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        for node in loners:
+            node.parameters += 0.1 * torch.randn(PARAMETERS, generator=generator)
+    assert spread(nodes) < 0.5 * spread(loners)
+
+
+class Posted(Transport):
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, np.ndarray]] = []
+
+    def start(self, receiver: Receiver) -> None:
+        pass
+
+    def now_s(self) -> float:
+        return 0.0
+
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        self.sent.append((peer, packet.data.copy()))
+
+
+@devices
+def test_a_rank_that_is_not_finite_is_healed_by_a_whole_model_only(device: torch.device) -> None:
+    """By its driver: the part is given back with a request for a whole model, and leaves no trace."""
+    node, peer = (Node(normal(seed, device=device), "top_k", rank=seed) for seed in range(2))
+    node.parameters[5], node.parameters[6] = float("nan"), float("inf")
+    peer.parameters += 1
+    protocol = GossipProtocol(StepBudget(0, RANKS, 10**9), Uniform(), Rules("random", 10))
+    posted, models = Posted(), TensorModels(node.parameters, node.codec, node.wire)
+    driver = GossipDriver(protocol, posted, models)
+    driver.start()
+
+    def deliver(data: np.ndarray) -> None:
+        memory = driver.memory_for(len(data))
+        assert memory is not None
+        memory[:] = data
+        driver.on_message(Received(1, memory, bulk=True, took_s=0.0))
+
+    deliver(peer.message())
+    driver.finish_update(1, healthy=False)
+    assert not driver.advance()
+    ((to, asked),) = posted.sent
+    posted.sent.clear()
+    assert to == 1 and node.wire.decode(asked).kind is Kind.ASK_WHOLE and posted.sent == []
+    deliver(peer.message(whole=True))
+    assert driver.advance() and driver.counts["mixes"] == 1
+    torch.testing.assert_close(node.parameters, peer.parameters)
+    assert node.wire.decode(posted.sent.pop()[1]).kind is Kind.CREDIT
+    deliver(part(node, *GOOD))  # the sum is empty again; it says that it is rank 3's
+    assert protocol.counts["models_refused"] == 1 and len(posted.sent) == 1
+    deliver(peer.message(whole=True))
+    driver.finish_update(1, healthy=True)
+    before = node.parameters.clone()
+    assert driver.advance()
+    torch.testing.assert_close(node.parameters, (before + peer.parameters) / 2)
+
+
+@cuda
+def test_a_part_is_taken_on_the_device_before_the_next_update() -> None:
+    """The copy into pinned memory is of the values as they were, not as the next kernel or tensor left them."""
+    device, size = torch.device("cuda"), 1_000_000
+    node = Node(torch.zeros(size, device=device), "top_k", fraction=0.05)
+    assert isinstance(node.codec, TopK) and node.send._block.is_pinned()
+    for step in range(1, 6):
+        node.parameters.fill_(step)
+        header = Message(Kind.MODEL, 0, 0, 1.0, Stop.NONE, np.zeros(RANKS, np.uint64))
+        node.send.fill(header, node.parameters, whole=False)
+        node.parameters.fill_(-1.0)
+        clutter = [torch.full((50_000,), -1.0, device=device) for _ in range(8)]
+        while not node.send.ready():
+            pass
+        sent = part_of(node.send.data, node)
+        assert len(sent) == 50_000 and set(sent.values()) == {float(step)} and len(clutter) == 8

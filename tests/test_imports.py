@@ -1,0 +1,117 @@
+"""What imports what: no circles, programs that load MPI and torch late or never, libraries that import no program."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+from conftest import REPOSITORY
+
+PROGRAMS = ("train", "evaluate", "plot", "benchmark", "compare", "doctor", "simulate")
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+FILES = {module_of(str(path.relative_to(REPOSITORY))): path for path in (REPOSITORY / "pala").rglob("*.py")}
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules of PALA that a module imports anywhere but for its types."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(FILES[module].read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            within = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name for name in within if name in FILES} or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        waiting += ast.iter_child_nodes(node)
+    return (found & set(FILES)) - {module}
+
+
+GRAPH = {module: imports_of(module) for module in FILES}
+
+
+def test_there_is_no_circle() -> None:
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_is_no_library_of_others(program: str) -> None:
+    """But for two results: training draws its learning curve, and a prediction reads what a benchmark measured."""
+    allowed = {("pala.train", "pala.plot"), ("pala.simulate.compare", "pala.benchmark.analysis")}
+    own = f"pala.{program}"
+    uses = {
+        (module, used) for module, imported in GRAPH.items() for used in imported
+        if f"{used}.".startswith(f"{own}.") and not f"{module}.".startswith(f"{own}.")
+    }  # fmt: skip
+    assert uses <= allowed
+
+
+def loaded_after(code: str) -> set[str]:
+    """Which of the heavy modules, and `MPI runs`, there are after some code in a new process."""
+    look = """
+import sys
+heavy = {"numpy", "torch", "gymnasium", "matplotlib", "mpi4py.MPI"} & set(sys.modules)
+print("LOADED", *heavy)
+"""
+    words = [sys.executable, "-c", code + look]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+CHECK = """
+from pala.simulate import check
+from pala.exchange.gossip.protocol import GossipProtocol
+if __name__ == "__main__":
+    check.run(["--schedules", "60", "--processes", "1"])
+    assert check._try(range(3), GossipProtocol).failure is None  # as the processes beside it do
+"""
+BENCHMARK = """
+from pala.benchmark import __main__ as benchmark
+benchmark.parse(["configs/pong.toml", "--ranks", "1", "2"])
+benchmark.protocol_cost_us(2, 100)
+benchmark.provenance()
+"""
+HELP = """
+import pala.{0} as program
+import sys
+sys.argv[1:] = ["--help"]
+try:
+    program.main()
+except SystemExit as exit_:
+    assert not exit_.code
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("import pala", set()),
+        ("import pala.train", set()),
+        ("import pala.benchmark.__main__", {"numpy"}),
+        (BENCHMARK, {"numpy"}),
+        (CHECK, {"numpy"}),
+        ("import pala.simulate.__main__", {"numpy"}),
+        ("import pala.compare.__main__", {"numpy", "gymnasium"}),
+        ("import pala.gorila.scores", {"numpy", "gymnasium"}),
+        ("import pala.doctor.__main__", {"numpy"}),
+        (HELP.format("evaluate"), set()),
+        (HELP.format("plot"), {"numpy"}),
+    ],
+)
+def test_what_is_heavy_is_loaded_late_or_never(code: str, allowed: set[str]) -> None:
+    """evaluate and train size thread pools first; benchmark and simulate use no MPI in their own process."""
+    assert loaded_after(code) <= allowed

@@ -1,0 +1,560 @@
+"""The gossip protocol and its driver on thousands of simulated schedules.
+
+`check` plays one schedule on the virtual cluster and checks, after every event and at the end, what must hold in any.
+The tests vary the schedules, and plant bugs, in the protocol and in the driver, to see that `check` finds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.gossip.actions import Accept, Clear, Mix, SendControl
+from pala.exchange.gossip.driver import GossipDriver, Opened
+from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.mixing import PushSum
+from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.wire import Format
+from pala.simulate.check import try_all
+from pala.simulate.schedules import MIXINGS, NETWORKS, STALENESS, TOPOLOGIES, InvariantError, check, schedule
+from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+
+SIZES = [1, 2, 3, 5, 8, 13]
+reproducible = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+# ---- simulated schedules ---------------------------------------------------------------------------------------------
+
+
+ORDINARY = NETWORKS["ordinary"]
+
+
+@st.composite
+def scenarios(draw, updates: int = 20, speeds: bool = True, **fixed) -> Scenario:
+    """Any cluster on any kind of schedule."""
+    size = draw(st.sampled_from(fixed.pop("sizes", SIZES)))
+    steps = draw(st.sampled_from([1, 80]))
+    slowness = draw(st.sampled_from([(), (10.0,), (1.0, 5.0), (1.0, 1.2, 0.8)])) if speeds else ()
+    choices = {
+        "topology": draw(st.sampled_from(TOPOLOGIES)),
+        "mixing": draw(st.sampled_from(MIXINGS)),
+        "max_staleness": draw(st.sampled_from(STALENESS)),
+        "seed": draw(st.integers(0, 2**32)),
+        "steps_per_update": steps,
+        "budget_steps": size * updates * steps + draw(st.integers(0, steps)),
+        "slowness": (slowness + (1.0,) * size)[:size] if len(slowness) == 1 else (slowness * size)[:size],
+    }
+    return Scenario(size, **NETWORKS[draw(st.sampled_from(list(NETWORKS)))] | choices | fixed)
+
+
+@settings(reproducible, max_examples=200)
+@given(scenarios(again_s=1e6))
+def test_any_schedule_ends_without_help_from_sending_again(scenario: Scenario) -> None:
+    check(scenario)
+
+
+@reproducible
+@given(scenarios())
+def test_pure_mixing_keeps_the_push_sum_mean_and_stays_in_the_hull(scenario: Scenario) -> None:
+    models = np.random.default_rng(scenario.seed).normal(size=(scenario.size, 2))
+
+    def observe(cluster: VirtualCluster) -> None:
+        if scenario.mixing == "push_sum":
+            assert abs(cluster.weighted_sum - models.sum(axis=0)).max() < 1e-9
+
+    cluster = check(scenario, models=models, observe=observe)
+    for rank in cluster.ranks:
+        assert (models.min(axis=0) - 1e-12 <= rank.model).all() and (rank.model <= models.max(axis=0) + 1e-12).all()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("max_staleness", STALENESS)
+def test_pure_mixing_ends_in_agreement(topology: str, mixing: str, max_staleness: int) -> None:
+    """60 updates a rank. The ring of 8 contracts with cos(pi/8): 0.924^60 = 0.009 at best, in lockstep."""
+    for n, largest in ((2, 1e-9), (5, 0.05 if topology == "ring" else 1e-4), (8, 0.3 if topology == "ring" else 1e-3)):
+        schedule = Scenario(n, topology, mixing, max_staleness, budget_steps=60 * n, seed=n, update_s=(0.5, 1.5))
+        cluster = check(schedule)
+        models = np.concatenate([rank.model for rank in cluster.ranks])
+        assert models.std() < largest * np.arange(n).std()
+
+
+@settings(reproducible, max_examples=100)
+@given(scenarios())
+def test_the_overshoot_of_the_budget_is_bounded(scenario: Scenario) -> None:
+    """Two bounds, with B steps an update and n ranks; the budget is met, in truth, at time T.
+
+    By what a rank does not know. If rank i lacks u_i steps of the budget at T, its own next ceil(u_i/B) updates show it
+    that the budget is met, whatever it hears meanwhile: it makes no more than max(1, ceil(u_i/B)) after T (the one: an
+    update that is under way is finished).
+
+    By time. Let the first rank know at T + D. The news takes at most H = ceil(log2 n) hops of at most L seconds. A rank
+    begins no update after T + D + H L; with c_i seconds for its fastest update it begins at most
+    1 + floor((D + H L)/c_i) after T and finishes one that was under way. With the update that met the budget:
+
+        overshoot < B (1 + sum over ranks of (2 + floor((D + H L)/c_i)))
+    """
+    cluster, steps, n = check(scenario), scenario.steps_per_update, scenario.size
+    for rank, unseen in zip(cluster.ranks, cluster.unseen_steps, strict=True):
+        assert rank.updates_after_budget <= max(1, math.ceil(unseen / steps))
+    news_s = cluster.budget_known_s - cluster.budget_met_s + (n - 1).bit_length() * scenario.control_s[1]
+    fastest_s = [scenario.update_s[0] * factor for factor in scenario.slowness or (1.0,) * n]
+    bound = steps * (1 + sum(2 + math.floor(news_s / fastest) for fastest in fastest_s))
+    assert 0 <= cluster.overshoot_steps < bound
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("n", [2, 5, 13])
+def test_among_ranks_of_like_speed_somebody_soon_knows_the_budget(topology: str, n: int) -> None:
+    """The D of the bound above: as many exchanges as the counters need to reach somebody from everybody."""
+    exchanges = {"complete": 1, "ring": n - 1}.get(topology, (n - 1).bit_length() + 1)
+    for seed in range(15):
+        scenario = Scenario(n, topology, max_staleness=seed % 4, budget_steps=20 * n, seed=seed, **ORDINARY)
+        cluster = check(scenario)
+        an_exchange_s = scenario.update_s[1] + scenario.model_s[1] + scenario.control_s[1]
+        assert cluster.budget_known_s - cluster.budget_met_s <= exchanges * an_exchange_s
+        assert cluster.overshoot_steps <= 4 * n
+
+
+@settings(reproducible, max_examples=100)
+@given(scenarios(updates=12, sizes=SIZES[1:]), st.data())
+def test_when_ranks_die_the_living_meet_the_budget(scenario: Scenario, data: st.DataObject) -> None:
+    ranks = st.integers(0, scenario.size - 1)
+    dead = data.draw(st.lists(ranks, unique=True, min_size=1, max_size=scenario.size - 1))
+    together = data.draw(st.booleans())  # as when a host goes
+    times = [data.draw(st.floats(0, 15))] * len(dead) if together else [data.draw(st.floats(0, 15)) for _ in dead]
+    loss = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    deaths = dict(zip(dead, times, strict=True))
+    cluster = check(dataclasses.replace(scenario, deaths=deaths, death_loss=loss))
+    assert {rank.number for rank in cluster.living} >= set(range(scenario.size)) - set(dead)
+
+
+@settings(reproducible, max_examples=50)
+@given(scenarios(updates=30, sizes=SIZES[1:], speeds=False, pause_probability=0.0, **ORDINARY), st.data())
+def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, data: st.DataObject) -> None:
+    sick = data.draw(st.lists(st.integers(1, scenario.size - 1), unique=True, min_size=1))
+    begins = [data.draw(st.floats(0, 10)) for _ in sick]
+    length = data.draw(st.sampled_from([1.5, 5.0]))
+    whole_every = data.draw(st.sampled_from([1, 5, 1000]))
+    poison = {rank: (begin, begin + length) for rank, begin in zip(sick, begins, strict=True)}
+
+    def observe(cluster: VirtualCluster) -> None:
+        for rank in cluster.ranks:
+            assert rank.number in poison or math.isfinite(rank.model[0]), "poison was mixed"
+            assert math.isfinite(rank.models.inbox[0]), "poison is in the inbox"
+
+    cluster = check(dataclasses.replace(scenario, poison=poison, whole_every=whole_every), observe=observe)
+    assert all(math.isfinite(rank.model[0]) for rank in cluster.ranks), "a rank did not heal"
+
+
+def test_poison_is_refused() -> None:
+    for topology in TOPOLOGIES:
+        cluster = check(Scenario(5, topology, mixing="push_sum", budget_steps=200, poison={2: (3.0, 9.0)}))
+        assert cluster.models_refused > 0
+
+
+@reproducible
+@given(scenarios(sizes=[1]))
+def test_one_rank_alone_never_waits(scenario: Scenario) -> None:
+    cluster = check(scenario)
+    assert cluster.models_sent == cluster.mixes == 0 and cluster.overshoot_steps < scenario.steps_per_update
+    alone = dataclasses.replace(scenario, max_staleness=10**6)
+    assert check(alone).now == cluster.now
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_complete_graph_with_staleness_zero_is_exact_without_a_barrier(n: int, seed: int) -> None:
+    """Every mix is the exact average of the round's models, though nobody waits for a barrier.
+
+    A rank that mixed round r has everyone's model of r. It cannot have a model of r + 1 from i among them: i sends that
+    only after its own mix of r, for which it needs this rank's model of r, and only when the lock is free, that is,
+    after this rank has taken in i's model of r. (A credit must not be overtaken by its sender's next model, which comes
+    an update later: control_s is shorter than update_s.)
+    """
+    gradients = np.random.default_rng(seed).normal(size=(n, 200))
+    exact, rounds = [np.arange(n, dtype=float).mean()], [0] * n
+    for step in gradients.T:
+        exact.append(exact[-1] + step.mean())
+
+    def learn(rank: int, model: np.ndarray) -> None:
+        if rounds[rank] > 0:
+            # Before round 0 the models differ; from then on every rank must hold the exact mean.
+            assert model[0] == pytest.approx(exact[rounds[rank]], abs=1e-9)
+        model += gradients[rank, rounds[rank]]
+        rounds[rank] += 1
+
+    scenario = Scenario(
+        n, "complete", "uniform", max_staleness=0, budget_steps=30 * n, seed=seed,
+        update_s=(0.1, 2.0), model_s=(0.01, 3.0), control_s=(0.001, 0.09), pause_probability=0.05, pause_s=(2, 5),
+    )  # fmt: skip
+    check(scenario, learn=learn)
+    assert min(rounds) >= 30
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_signal_at_one_rank_ends_all(topology: str) -> None:
+    for seed in range(10):
+        scenario = Scenario(8, topology, max_staleness=seed % 3, budget_steps=10**6, seed=seed)
+        cluster = VirtualCluster(scenario)
+        cluster.run(until_s=10)
+        cluster.ranks[5].driver.end(Stop.SIGNAL)
+        cluster.run(until_s=10 + 3 * scenario.control_s[1] + 3 * scenario.update_s[1])
+        assert not cluster.stuck
+        assert all(rank.protocol.budget.stop is Stop.SIGNAL for rank in cluster.ranks)
+
+
+def test_a_scenario_replays_from_its_seed() -> None:
+    def trace(seed: int) -> tuple:
+        scenario = Scenario(
+            5, "random", "push_sum", 1, 200, seed=seed, pause_probability=0.1, deaths={2: 9.0}, poison={3: (4.0, 6.0)}
+        )
+        cluster = check(scenario)
+        models = [rank.model.tolist() for rank in cluster.ranks]
+        return cluster.now, cluster.models_sent, cluster.models_refused, models, [r.staleness for r in cluster.ranks]
+
+    assert trace(1) == trace(1)
+    assert trace(1) != trace(2)
+
+
+def pace(topology: str, type_: type[GossipProtocol] = GossipProtocol) -> float:
+    """Updates a second and rank of eight ranks with `max_staleness` 0. Unhindered, a rank makes one in 1.2 seconds."""
+    scenario = Scenario(
+        8, topology, max_staleness=0, budget_steps=10**9, update_s=(0.9, 1.1), pause_probability=0.2, pause_s=(0, 2),
+        model_s=(0.01, 0.05), control_s=(0.001, 0.01), seed=1,
+    )  # fmt: skip
+    cluster = VirtualCluster(scenario, protocol=type_)
+    cluster.run(until_s=100)
+    before = cluster.global_steps
+    cluster.run(until_s=300)
+    return (cluster.global_steps - before) / 200 / 8
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_staleness_zero_keeps_its_pace(topology: str) -> None:
+    assert pace(topology) > 0.4
+
+
+@pytest.mark.parametrize("schedules", [50, pytest.param(3000, marks=pytest.mark.slow)])
+def test_schedules_drawn_at_random_hold(schedules: int) -> None:
+    tried = try_all(range(schedules))
+    assert tried.failure is None, tried.failure
+    assert tried.schedules == schedules and set(tried.faults) >= {"no faults", "deaths", "stops", "NaN"}
+
+
+def test_a_failure_says_how_to_see_it_again() -> None:
+    failure = try_all(range(200), protocol=KeepsTheWeightItSends).failure
+    assert failure is not None
+    match = re.search(r"Again: python -m pala.simulate check --first (\d+) --schedules 1$", failure)
+    assert match is not None
+    with pytest.raises(InvariantError) as error:
+        check(schedule(int(match[1])), KeepsTheWeightItSends)
+    assert str(error.value) in failure
+
+
+# ---- planted bugs: the checks above must find them -------------------------------------------------------------------
+
+
+class LosesCredits(GossipProtocol):
+    def _credit_came(self, peer, wants_whole):
+        if self.round % 5 != 4:
+            super()._credit_came(peer, wants_whole)
+
+
+class WithAnotherMixing(GossipProtocol):
+    """Push-sum, but wrong."""
+
+    push_sum: type[PushSum]
+
+    def __init__(self, budget, mixing, rules, round_=0):
+        super().__init__(budget, self.push_sum() if isinstance(mixing, PushSum) else mixing, rules, round_)
+
+
+class CountsReceivedWeightTwice(WithAnotherMixing):
+    class push_sum(PushSum):
+        def mixed(self, received):
+            super().mixed(2 * received)
+
+
+class KeepsTheWeightItSends(WithAnotherMixing):
+    class push_sum(PushSum):
+        def send(self, copies):
+            return self.weight / (copies + 1)
+
+
+class LosesTheWeightOfTheRefused(WithAnotherMixing):
+    class push_sum(PushSum):
+        def reject(self, weight):
+            pass
+
+
+class WithAnotherBudget(GossipProtocol):
+    """Counts steps, or tells of the end, in a wrong way."""
+
+    budget_type: type[StepBudget]
+
+    def __init__(self, budget, mixing, rules, round_=0):
+        super().__init__(self.budget_type(budget.rank, budget.size, budget.budget_steps), mixing, rules, round_)
+
+
+class PaysNoDebtsWhileItWaits(GossipProtocol):
+    def update_finished(self, now_s, steps, healthy=True):
+        self.just_finished = True
+        return super().update_finished(now_s, steps, healthy)
+
+    def _send_owed(self, can_send):
+        actions = super()._send_owed(can_send) if self.just_finished else []
+        self.just_finished = False
+        return actions
+
+
+class IgnoresTheLock(GossipProtocol):
+    def _send_owed(self, can_send):
+        for peer in self._owed:
+            self.lock.release(peer)
+        return super()._send_owed(can_send)
+
+
+class WaitsOneUpdateTooLate(GossipProtocol):
+    @property
+    def must_wait(self):
+        return super().must_wait and self.staleness > self.rules.max_staleness + 1
+
+
+class AddsUpWhatItHears(WithAnotherBudget):
+    class budget_type(StepBudget):
+        def news(self, local_steps, stop):
+            local_steps = local_steps.copy()
+            local_steps[self.rank] += self.local_steps[self.rank]
+            super().news(local_steps, stop)
+
+
+class TellsNobodyOfTheEnd(GossipProtocol):
+    def _tell_stop(self):
+        return []
+
+
+class TellsTheEndOnlyOnce(WithAnotherBudget):
+    class budget_type(StepBudget):
+        def peer_died(self, peer):
+            told = self._stop_told
+            super().peer_died(peer)
+            self._stop_told = told
+
+
+class ForgetsTheDead(GossipProtocol):
+    def peer_died(self, peer):
+        return []
+
+
+class NeverSendsOnceMore(GossipProtocol):
+    def __init__(self, budget, mixing, rules, round_=0):
+        super().__init__(budget, mixing, dataclasses.replace(rules, again_s=math.inf), round_)
+
+
+class HealsOnlyWithAFullRound(GossipProtocol):
+    @property
+    def _mix_is_due(self):
+        return self.can_mix
+
+    @property
+    def must_wait(self):
+        return super().must_wait or (not self.has_model and self.budget.stop is Stop.NONE and not self.can_mix)
+
+
+class WaitsForTheStopped(GossipProtocol):
+    @property
+    def must_wait(self):
+        self._gave_up = False
+        return super().must_wait
+
+
+class KeepsItsStaleModel(GossipProtocol):
+    def clock(self, now_s):
+        super().clock(now_s)
+        self._returning = False
+        self._stale.clear()
+
+
+class TakesWhatWasSentLongAgo(GossipProtocol):
+    def _note_transfer(self, sender, took_s):
+        super()._note_transfer(sender, took_s)
+        return False
+
+
+class TakesWhoWaitsForAnAnswerForSilent(GossipProtocol):
+    def _in_touch(self):
+        return [peer for peer in self.living if peer not in self.silent]
+
+
+class TakesTheDeadsWeightForLost(GossipProtocol):
+    def peer_died(self, peer):
+        actions = super().peer_died(peer)
+        self._inbox.pop(peer, None)
+        return actions
+
+
+class CountsTheDeadsStepsTwice(GossipProtocol):
+    def peer_died(self, peer):
+        if peer in self.living:
+            self.budget.base_steps += int(self.budget.local_steps[peer])
+        return super().peer_died(peer)
+
+
+class HealsFromParts(GossipProtocol):
+    def _model_came(self, message, took_s, late, rejected):
+        return super()._model_came(message._replace(format=Format.FLOAT32), took_s, late, rejected)
+
+
+class KeepsPartsWhileItMustHeal(GossipProtocol):
+    def _drop_parts(self):
+        return []
+
+
+class ForgetsWhoAsked(GossipProtocol):
+    def _credit_came(self, peer, wants_whole):
+        super()._credit_came(peer, wants_whole=False)
+
+
+BUGS = {
+    LosesCredits: "deadlock",
+    CountsReceivedWeightTwice: "push-sum weight",
+    KeepsTheWeightItSends: "push-sum weight",
+    LosesTheWeightOfTheRefused: "push-sum weight",
+    PaysNoDebtsWhileItWaits: "deadlock",
+    IgnoresTheLock: "process lock|sent twice on one credit",
+    WaitsOneUpdateTooLate: "staleness",
+    AddsUpWhatItHears: "known steps",
+    TellsNobodyOfTheEnd: "deadlock",
+    ForgetsTheDead: "deadlock",
+    NeverSendsOnceMore: "deadlock",
+    CountsTheDeadsStepsTwice: "known steps",
+    HealsOnlyWithAFullRound: "deadlock",
+    HealsFromParts: "healed by a part",
+    KeepsPartsWhileItMustHeal: "deadlock|stale",
+    WaitsForTheStopped: "deadlock|waited",
+    KeepsItsStaleModel: "stale",
+    TakesWhatWasSentLongAgo: "stale",
+    TakesTheDeadsWeightForLost: "push-sum weight",
+}
+
+
+@pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
+def test_a_planted_bug_is_found(bug: type[GossipProtocol], symptom: str) -> None:
+    with pytest.raises((InvariantError, AssertionError), match=symptom):
+        for number in range(1000):
+            check(schedule(number), bug)
+
+
+@pytest.mark.parametrize(
+    ("bug", "symptom", "special"),
+    [
+        (TellsTheEndOnlyOnce, "deadlock", {"deaths": dict.fromkeys(range(1, 7), 10.5), "death_loss": 1.0}),
+        pytest.param(
+            ForgetsWhoAsked, "deadlock", {"poison": {0: (2.0, 9.0), 2: (2.0, 9.0)}, "whole_every": 10**9},
+            marks=pytest.mark.slow,
+        ),
+        (TakesWhoWaitsForAnAnswerForSilent, "staleness",
+         {"size": 2, "cut_s": (10.3, 70.0), "cut_at": 1, "patience_s": 20.0, "budget_steps": 400}),
+    ],
+)  # fmt: skip
+def test_a_planted_bug_that_needs_bad_luck_is_found(bug: type[GossipProtocol], symptom: str, special: dict) -> None:
+    """The schedules above do not find these, or not soon: the deaths must come just when the news of the end does;
+    nobody may send a whole model by himself; models must be on their way both ways when the only link is cut."""
+    with pytest.raises(InvariantError, match=symptom):
+        for seed in range(400):
+            network = list(NETWORKS.values())[seed % 5]
+            fixed = {"size": 8, "topology": TOPOLOGIES[seed % 4], "max_staleness": STALENESS[seed // 4 % 3]}
+            check(Scenario(**{"budget_steps": 80, "seed": seed} | fixed | network | special), bug)
+
+
+def test_dropping_debts_and_merging_models_costs_the_pace() -> None:
+    """What the protocol did before: with fewer and fewer models about, the ranks come to take turns."""
+
+    class DropsAndMerges(GossipProtocol):
+        def update_finished(self, now_s, steps, healthy=True):
+            self._owed.clear()
+            self._rounds_due = 1
+            return super().update_finished(now_s, steps, healthy)
+
+    assert pace("random", DropsAndMerges) < 0.25
+
+
+# ---- the same in the driver ------------------------------------------------------------------------------------------
+
+
+class KeepsTheCredit(GossipDriver):
+    def _perform(self, actions):
+        kept = [a for a in actions if not (isinstance(a, SendControl) and a.message.kind is Kind.CREDIT)]
+        super()._perform(kept if any(isinstance(a, Mix) for a in actions) else actions)
+
+
+class TellsNoDeaths(GossipDriver):
+    def on_death(self, rank):
+        pass
+
+
+class AcceptsPoison(GossipDriver):
+    def __init__(self, protocol, transport, models, *arguments, **options):
+        read = models.open
+        models.open = lambda received: Opened(read(received).message)
+        super().__init__(protocol, transport, models, *arguments, **options)
+
+
+class AddsNothing(GossipDriver):
+    def _perform(self, actions):
+        super()._perform([a for a in actions if not isinstance(a, Accept)])
+
+
+class KeepsWhatItShouldForget(GossipDriver):
+    def _perform(self, actions):
+        super()._perform([a for a in actions if not isinstance(a, Clear)])
+
+
+class FillsASnapshotOnItsWay(GossipDriver):
+    def _free_snapshot(self):
+        return 0
+
+
+class HasNoSpareSnapshots(GossipDriver):
+    """As the virtual cluster once was: peers that do not answer hold all."""
+
+    def _free_snapshot(self):
+        return next((i for i, snapshot in enumerate(self._snapshots) if snapshot.packet.pending == 0), None)
+
+
+class DoesNotLookAtWhoSent(GossipDriver):
+    def on_message(self, message):
+        super().on_message(message._replace(source=(message.source + 1) % self.protocol.size))
+
+
+class SendsToOneOnly(GossipDriver):
+    def _send_model(self, action):
+        super()._send_model(action._replace(peers=action.peers[:1]))
+
+
+DRIVER_BUGS = {
+    KeepsTheCredit: "deadlock",
+    TellsNoDeaths: "deadlock",
+    AcceptsPoison: "poison|deadlock|nan",
+    AddsNothing: "push-sum weight|zero|nan",
+    KeepsWhatItShouldForget: "push-sum weight|healed by a part|stale",
+    FillsASnapshotOnItsWay: "wrote over a message",
+    DoesNotLookAtWhoSent: "deadlock",
+    SendsToOneOnly: "deadlock|push-sum weight",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*divide:RuntimeWarning")
+@pytest.mark.parametrize(("bug", "symptom"), DRIVER_BUGS.items())
+def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: str) -> None:
+    with pytest.raises((InvariantError, AssertionError, ArithmeticError), match=symptom):
+        for number in range(1000):
+            check(schedule(number), driver=bug)
