@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -39,6 +40,16 @@ class Job:
     def wait(self, timeout_s: float = 120) -> Job:
         self.output += self.process.communicate(timeout=timeout_s)[0]
         return self
+
+    def wait_for_output(self, words: str, timeout_s: float = 60) -> None:
+        """Until the job has written these words."""
+        assert self.process.stdout is not None
+        deadline, file = time.monotonic() + timeout_s, self.process.stdout.fileno()
+        while words not in self.output:
+            assert select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0], self.output
+            new = os.read(file, 1 << 16).decode(errors="replace")
+            assert new, f"the job has ended without {words!r}:\n{self.output}"
+            self.output += new
 
 
 @dataclass
@@ -255,7 +266,7 @@ def wait_for(condition, timeout_s: float = 60, what: str = "the condition") -> N
 
 
 def pids_of_ranks(folder: Path) -> dict[int, int]:
-    """Process of each Open MPI rank that works in this folder."""
+    """Process of each rank that works in this folder."""
     found = {}
     for pid in processes_in(folder):
         try:
@@ -263,7 +274,7 @@ def pids_of_ranks(folder: Path) -> dict[int, int]:
         except OSError:
             continue
         for entry in environment:
-            if entry.startswith(b"OMPI_COMM_WORLD_RANK="):
+            if entry.startswith((b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")):
                 found[int(entry.partition(b"=")[2])] = pid
     return found
 
