@@ -3,7 +3,7 @@
 | part | used | MPI | threads of one process | simulated |
 |---|---|---|---|---|
 | `Communicator` | for collectives, at the start and the end | `mpi.py` | `memory.py` | - |
-| `Transport` | for messages from rank to rank, while training runs | `data_proxy.py` | `memory.py` | `virtual.py` |
+| `Transport` | for messages from rank to rank, while training runs | `data_proxy.py` | `memory_transport.py` | `virtual.py` |
 
 Exchanges that need every rank use a `Communicator` while training runs, too.
 
