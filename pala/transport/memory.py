@@ -101,7 +101,7 @@ class _World:
         with self.changed:
             missing = set(ranks).difference(round_.given)
             if missing & self.gone:
-                raise _MemberDiedError(sorted(missing & self.gone))
+                raise _MemberDiedError(", ".join(map(str, sorted(missing & self.gone))))
             return not missing
 
     def living_have_come(self, round_: _Round, ranks: Iterable[int]) -> bool:
@@ -296,5 +296,5 @@ class MemoryCommunicator(Communicator):
             return self._all.gather(value, None, self._patient)
         except _MemberDiedError as error:
             raise EndError(
-                f"rank {self.rank}: another rank ({error}) died while the job was starting or ending; start it again."
+                f"rank {self.rank}: rank {error} died while the job was starting or ending; start it again."
             ) from None
