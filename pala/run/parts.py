@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -104,6 +103,3 @@ def prepare_device(comm: Communicator, config: Config) -> torch.device:
     if config.network.precision == "bfloat16" and not has_bfloat16(device) and comm.rank == 0:
         say("'network.precision' is 'bfloat16', for which this machine has no instructions; float32 would be faster.")
     return device
-
-
-Build = Callable[[Communicator, Config, Envs], Parts[Any]]  # collective

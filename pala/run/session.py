@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -18,16 +17,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from pala.a2c import parts as a2c
 from pala.config import Config, to_table
 from pala.envs import Envs, MakeEnv
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
+from pala.gorila import parts as gorila
 from pala.run import checkpoint, run_folder
 from pala.run.begin import begin, env_seeds
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
-from pala.run.parts import Build, Parts, build_envs
+from pala.run.parts import Parts, build_envs
 from pala.run.records import Records
 from pala.run.segment import Segment, open_segment
 from pala.system.errors import CollectiveError, EndError
@@ -36,7 +37,9 @@ from pala.transport.agreement import check_agreement, collectively, cores_per_ra
 from pala.transport.base import Communicator, Living
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
-_PARTS = {"a2c": "pala.a2c.parts", "gorila": "pala.gorila.parts"}  # modules, each with a function `build`
+_BUILD: dict[str, Callable[[Communicator, Config, Envs], Parts[Any]]] = {  # collective
+    "a2c": a2c.build, "gorila": gorila.build,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,36 +70,68 @@ def run_session(
         if make_env is None and resume is not None:
             make_env = collectively(comm, lambda: run_folder.load_make_env(resume))
         envs = build_envs(comm, config, threads, make_env)
+        description = (facts or {}) | {"threads_per_rank": threads, "python_environment": make_env is not None}
         try:
-            build: Build = import_module(_PARTS[config.algorithm]).build
-            parts = build(comm, config, envs)
+            parts = _BUILD[config.algorithm](comm, config, envs)
             with open_segment(comm, config, resume, preset or config.env.id.split("/")[-1], make_env) as segment:
-                description = (facts or {}) | {"threads_per_rank": threads, "python_environment": make_env is not None}
-                session = Session(comm, config, envs, parts, segment, description, interrupt)
-                return session.run(on_update)
+                with segment.removed_if_nobody_starts(comm.rank):
+                    progress = begin(comm, config.seed, parts, segment)
+                    # A run that cannot save should fail now.
+                    collectively(comm, lambda: save(comm, parts, progress, segment, exchange=None))
+                    records = _open_records(comm, config, parts, progress, segment, description)
+                parts.before_training(comm.rank, segment.previous)
+                return Session(comm, config, envs, parts, segment, progress, records, interrupt).run(on_update)
         except CollectiveError:
             envs.close()
             raise
 
 
+def save(
+    comm: Communicator, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None
+) -> None:
+    """This rank's checkpoint, unless its tensors are not finite; `exchange`: None before training. Not collective.
+    Raises OSError."""
+    tensors, numbers = parts.state(exchange)
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        say(f"[rank {comm.rank}] its parameters are not finite: the checkpoint before is kept.")
+        return
+    counted = progress.counters
+    counters = {
+        "updates": counted.updates, "own_steps": counted.local_steps, "time_s": counted.time_s,
+    } | (exchange.state() if exchange is not None else progress.start)._asdict() | numbers  # fmt: skip
+    streams = {"actions": progress.generator.get_state()}
+    state = RankState(comm.rank, comm.size, parts.flat.signature, tensors, streams, counters)
+    checkpoint.save_rank(segment.path, state)
+
+
+def _open_records(
+    comm: Communicator, config: Config, parts: Parts[Any], progress: Progress, segment: Segment,
+    description: dict[str, Any],
+) -> Records:  # fmt: skip
+    """Say in all files that the segment begins. Collective."""
+    counters, start = progress.counters, progress.start
+    first: Record = {
+        "type": "start", "segment": segment.path.name, "rank": comm.rank, "ranks": comm.size,
+        "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
+        "global_steps": start.base_steps + sum(start.local_steps),
+    }  # fmt: skip
+    description |= {
+        "ranks": comm.size, "resumed": segment.is_resumed, "segment": segment.path.name, **comm.facts(),
+        "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
+    }  # fmt: skip
+    return Records(comm, config, segment.run, first, description)
+
+
 class Session:
-    """A rank that is ready to train."""
+    """A rank that is ready to train: everything has been saved and recorded once."""
 
     def __init__(
-        self, comm: Communicator, config: Config, envs: Envs, parts: Parts[Any], segment: Segment,
-        description: dict[str, Any], interrupt: Interrupt,
+        self, comm: Communicator, config: Config, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
+        records: Records, interrupt: Interrupt,
     ) -> None:  # fmt: skip
-        """Everything has been saved and recorded once. Collective."""
         self._comm, self._config, self._envs, self._parts = comm, config, envs, parts
-        self._segment, self._interrupt = segment, interrupt
+        self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
         self._leads = comm.rank == 0  # at the end: whether no lower rank lives
-        with segment.removed_if_nobody_starts(comm.rank):
-            self._progress: Progress = begin(comm, config.seed, parts, segment)
-            collectively(comm, lambda: self._save(None))  # a run that cannot save should fail now
-            self._records = Records(
-                comm, config, segment.run, self._first_record(), description | self._description()
-            )  # fmt: skip
-        parts.before_training(comm.rank, segment.previous)
 
     def run(self, on_update: Callable[[int], None]) -> Result:
         """Train, then average and export. Collective."""
@@ -159,20 +194,8 @@ class Session:
             say(f"[rank {self._comm.rank}] {self._signal.name}: checkpoint written to '{self._segment.path}'.")
         self._records.end("stopped", global_steps=exchange.global_steps, signal=self._signal.name)
 
-    def _save(self, exchange: Exchange | None) -> None:
-        """This rank's checkpoint, unless its tensors are not finite. Not collective. Raises OSError."""
-        rank, progress = self._comm.rank, self._progress
-        tensors, numbers = self._parts.state(exchange)
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            say(f"[rank {rank}] its parameters are not finite: the checkpoint before is kept.")
-            return
-        counted = progress.counters
-        counters = {
-            "updates": counted.updates, "own_steps": counted.local_steps, "time_s": counted.time_s,
-        } | (exchange.state() if exchange is not None else progress.start)._asdict() | numbers  # fmt: skip
-        streams = {"actions": progress.generator.get_state()}
-        state = RankState(rank, self._comm.size, self._parts.flat.signature, tensors, streams, counters)
-        checkpoint.save_rank(self._segment.path, state)
+    def _save(self, exchange: Exchange) -> None:
+        save(self._comm, self._parts, self._progress, self._segment, exchange)
 
     def _save_or_say(self, exchange: Exchange) -> None:
         try:
@@ -198,18 +221,3 @@ class Session:
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)
         self._records.end("completed", global_steps=exchange.global_steps)
-
-    def _first_record(self) -> Record:
-        counters, start = self._progress.counters, self._progress.start
-        return {
-            "type": "start", "segment": self._segment.path.name, "rank": self._comm.rank, "ranks": self._comm.size,
-            "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
-            "global_steps": start.base_steps + sum(start.local_steps),
-        }  # fmt: skip
-
-    def _description(self) -> dict[str, Any]:
-        return {
-            "ranks": self._comm.size, "resumed": self._segment.is_resumed, "segment": self._segment.path.name,
-            **self._comm.facts(), "device": str(self._parts.device), "seed": self._config.seed,
-            "parameters": self._parts.flat.data.numel(),
-        }  # fmt: skip

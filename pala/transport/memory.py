@@ -2,8 +2,8 @@
 
     results = run_ranks(4, lambda comm: train(comm, config, ...), faults=[fail_at(2, update=10), drop(0, 1, n=3)])
 
-The others survive the death of a rank, as under `mpirun --with-ft ulfm`. A rank that raises anything is dead; so is, to
-those who wait for it, one that has returned.
+The others survive the death of a rank, as under `mpirun --with-ft ulfm`. A rank that raises something is dead, unless
+that is an EndError, by which it ends the job. Nobody waits for one that has ended or returned.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def run_ranks(size: int, main: Callable[[MemoryCommunicator], T], faults: Iterab
     def run(rank: int) -> None:
         try:
             results[rank] = main(MemoryCommunicator(world, rank))
-            world.say_that(rank, world.returned)
+            world.say_that(rank, world.ended)
         except BaseException as error:  # handed to the caller
             results[rank] = error
-            world.say_that(rank, world.dead)
+            world.say_that(rank, world.ended if isinstance(error, EndError) else world.dead)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
     for thread in threads:
@@ -84,13 +84,13 @@ class _World:
         self.size, self.faults = size, faults
         self.changed = threading.Condition()
         self.dead: set[int] = set()
-        self.returned: set[int] = set()
+        self.ended: set[int] = set()
         self.stopped_until_s = [0.0] * size
         self._rounds: dict[tuple[Any, int], _Round] = {}
 
     @property
     def gone(self) -> set[int]:
-        return self.dead | self.returned
+        return self.dead | self.ended
 
     def say_that(self, rank: int, is_among: set[int]) -> None:
         with self.changed:
@@ -313,7 +313,7 @@ class MemoryCommunicator(Communicator):
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class _Message:
     source: int
     peer: int

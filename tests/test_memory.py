@@ -1,0 +1,496 @@
+"""Whole trainings whose ranks are threads of one process: every exchange, Gorila, and faults by script.
+
+What these tests show of the protocols, `test_mpi.py` and `test_faults.py` show of MPI.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import SIGTERM, SIGUSR1
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from conftest import record_of
+from torch import Tensor
+
+from pala.a2c.learner import Learner
+from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, GorilaConfig, NetworkConfig, RunConfig
+from pala.exchange.kinds import KINDS
+from pala.gorila.shard import assemble
+from pala.run import checkpoint
+from pala.run.checkpoint import RankState, load_policy
+from pala.run.metrics import read_run
+from pala.run.session import Result, run_session
+from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.transport.faults import Fault, corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
+from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+
+ENVS, ROLLOUT = 2, 5
+BATCH = ENVS * ROLLOUT
+COUPLED = [kind.name for kind in KINDS.values() if not kind.independent]
+OUTLIVING = [kind.name for kind in KINDS.values() if kind.outlives_ranks]
+NEEDING_ALL = [kind.name for kind in KINDS.values() if not kind.outlives_ranks]
+ENDLESS = 10**9
+GORILA = GorilaConfig(
+    replay_capacity_steps=1000, min_replay_steps=60, minibatch_size=8, target_period_updates=20, num_shards=2
+)
+SEPARATE = replace(GORILA, roles="separate", num_actors=2, num_learners=2)  # shards 0 and 1, learners, actors
+
+
+class Paced(gymnasium.Wrapper):
+    """Takes its time, so that a job lasts."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.002)
+        return super().step(action)
+
+
+gymnasium.register("Paced-v0", lambda: Paced(gymnasium.make("CartPole-v1")))
+
+
+def configure(folder: Path, kind: str = "gossip", steps: int = 600, **settings: Any) -> Config:
+    """CartPole and a network so small that a rank makes a hundred updates in a blink."""
+    return Config(
+        total_steps=steps, env=EnvConfig("CartPole-v1", num_envs=ENVS), network=NetworkConfig(mlp_hidden=(4,)),
+        exchange=ExchangeConfig(kind, **settings), evaluation=EvaluationConfig(episodes=0),  # type: ignore[arg-type]
+        run=RunConfig(str(folder), "r", console="none", tensorboard=False, log_interval_s=0.1, threads=1),
+    )  # fmt: skip
+
+
+def gorila(folder: Path, config: GorilaConfig = GORILA, steps: int = 400) -> Config:
+    plain = configure(folder, steps=steps)
+    env = replace(plain.env, id="Paced-v0") if config.roles == "separate" else plain.env  # actors wait for no learner
+    return replace(plain, algorithm="gorila", gorila=config, env=env)
+
+
+@dataclass
+class Trained:
+    """A job that has ended."""
+
+    config: Config
+    results: list[Any]  # of each rank, what it returned or raised
+
+    @property
+    def run(self) -> Path:
+        return Path(self.config.run.dir) / self.config.run.name
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return record_of(self.run)
+
+    @property
+    def segment(self) -> dict[str, Any]:
+        return self.record["segments"][-1]
+
+    @property
+    def policy(self) -> dict[str, Tensor]:
+        return load_policy(self.run / "policy.safetensors")[0]
+
+    def states(self, first: bool = False) -> list[RankState]:
+        """The ranks' newest checkpoints, or those that they began with."""
+        folder = checkpoint.newest_segment(self.run)
+        return [
+            checkpoint._read_rank(checkpoint._rank_path(folder, rank, previous=first))
+            for rank in range(len(self.results))
+        ]
+
+    def total(self, key: str, rank: int | None = None) -> float:
+        """Sum of a metric over all records, of one rank or of all."""
+        ranks = read_run(self.run)
+        kept = ranks if rank is None else [ranks[rank]]
+        return sum(r.get(key) or 0 for records in kept for r in records if r["type"] == "interval")
+
+    def ended_well(self, but_for: Iterable[int] = ()) -> bool:
+        """Raise what a rank raised that should have completed."""
+        for rank, result in enumerate(self.results):
+            if rank not in but_for:
+                if isinstance(result, BaseException):
+                    raise result
+                assert result.status == "completed"
+        return self.record["completed"]
+
+    def resume(self, ranks: int, steps: int) -> Trained:
+        return train(ranks, replace(self.config, total_steps=steps), resume=self.run)
+
+
+def train(
+    ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None,
+    on_update: Callable[[MemoryCommunicator, int], None] = MemoryCommunicator.on_update,
+) -> Trained:  # fmt: skip
+    def main(comm: MemoryCommunicator) -> Result:
+        return run_session(
+            comm, config, resume=resume, on_update=lambda updates: on_update(comm, updates), interrupt=comm.interrupt
+        )
+
+    return Trained(config, run_ranks(ranks, main, faults))
+
+
+def own_steps(states: Iterable[RankState]) -> list[int]:
+    return [state.counters["own_steps"] for state in states]
+
+
+def parameters(states: Iterable[RankState]) -> Tensor:
+    return torch.stack([state.tensors["parameters"] for state in states])
+
+
+# ---- all is well -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path: Path) -> None:
+    trained = train(ranks, configure(tmp_path, kind, 300 * ranks))
+    assert trained.ended_well()
+    states = trained.states()
+    made, asked = sum(own_steps(states)), trained.config.total_steps
+    assert asked <= made < asked + 10 * ranks * BATCH
+    assert {result.global_steps for result in trained.results} == {made} == {trained.segment["global_steps"]}
+    assert [result.leads for result in trained.results] == [rank == 0 for rank in range(ranks)]
+    assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
+    assert (trained.total("models_mixed") > 0) == (kind in ("gossip", "shared_memory"))
+    if KINDS[kind].independent:
+        assert own_steps(states) == [300] * ranks
+        assert len(parameters(states).unique(dim=0)) == ranks
+    if KINDS[kind].one_model:
+        assert len(parameters(states).unique(dim=0)) == len(set(own_steps(states))) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"topology": "ring"}, {"topology": "exponential"}, {"topology": "complete"}, {"mixing": "push_sum"},
+        {"max_staleness": 0}, {"compression": "bfloat16"}, {"compression": "top_k"},
+        {"compression": "top_k", "max_staleness": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gossip_completes_however_it_is_set(settings: dict[str, Any], tmp_path: Path) -> None:
+    trained = train(4, configure(tmp_path, **settings))
+    assert trained.ended_well() and trained.total("models_mixed") > 0
+    assert trained.total("models_refused") == 0
+
+
+@pytest.mark.parametrize("kind", ["none", "allreduce"])
+def test_equal_seeds_give_equal_policies(kind: str, tmp_path: Path) -> None:
+    """Though ranks are threads: neither first weights nor actions depend on who comes first."""
+    first, second = (train(3, configure(tmp_path / name, kind)) for name in ("first", "second"))
+    assert parameters(first.states()).equal(parameters(second.states()))
+    assert all(tensor.equal(second.policy[name]) for name, tensor in first.policy.items())
+
+
+def test_one_gossiping_rank_equals_an_independent_one_bit_for_bit(tmp_path: Path) -> None:
+    policies = [train(1, configure(tmp_path / kind, kind, 300)).policy for kind in KINDS]
+    for policy in policies[1:]:
+        assert all(tensor.equal(policies[0][name]) for name, tensor in policy.items())
+
+
+def test_a_callback_hears_of_every_update(tmp_path: Path) -> None:
+    heard: list[list[int]] = [[], []]
+    train(2, configure(tmp_path, "none", 200), on_update=lambda comm, updates: heard[comm.rank].append(updates))
+    assert heard == [list(range(1, 11))] * 2
+
+
+# ---- deaths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", [[1], [0], [0, 3], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("kind", OUTLIVING)
+def test_the_living_make_the_rest(kind: str, dead: list[int], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    faults = [fail_at(rank, update=5 + 3 * rank) for rank in dead]
+    trained = train(4, configure(tmp_path, kind, 800, patience_s=0.5), faults)
+    assert trained.ended_well(but_for=dead)
+    assert all(isinstance(trained.results[rank], Killed) for rank in dead)
+    living = [rank for rank in range(4) if rank not in dead]
+    assert [rank for rank in living if trained.results[rank].leads] == living[:1]
+    assert [lost["rank"] for lost in trained.segment["lost_ranks"]] == dead
+    assert f"[rank {living[0]}] rank {dead[-1]} on" in capsys.readouterr().err
+    steps = own_steps(trained.states())
+    if KINDS[kind].independent:
+        assert all(steps[rank] == 200 for rank in living), "a dead rank takes its share along"
+    else:
+        assert trained.results[living[0]].global_steps >= 800
+        assert sum(steps[rank] for rank in living) + sum(10 * (5 + 3 * rank) for rank in dead) >= 800
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_a_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) -> None:
+    trained = train(3, configure(tmp_path, patience_s=0.5), [fail_at_message(1, n)])
+    assert isinstance(trained.results[1], Killed) and trained.ended_well(but_for=[1])
+
+
+def test_a_rank_that_fails_is_as_good_as_dead(tmp_path: Path) -> None:
+    def fail(comm: MemoryCommunicator, updates: int) -> None:
+        if (comm.rank, updates) == (1, 10):
+            raise RuntimeError("the planted fault")
+
+    trained = train(3, configure(tmp_path, patience_s=0.5), on_update=fail)
+    assert isinstance(trained.results[1], RuntimeError) and trained.ended_well(but_for=[1])
+
+
+@pytest.mark.parametrize("kind", NEEDING_ALL)
+def test_who_needs_all_ranks_ends_with_a_sentence_and_goes_on_later(kind: str, tmp_path: Path) -> None:
+    trained = train(3, configure(tmp_path, kind, ENDLESS), [fail_at(1, update=12)])
+    for rank in (0, 2):
+        assert isinstance(trained.results[rank], EndError)
+        assert "Rank 1 has died, and this 'exchange.kind' cannot go on" in str(trained.results[rank])
+    assert not trained.record["completed"]
+    resumed = trained.resume(3, 300)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= 300
+
+
+def test_a_resumed_run_leaves_out_what_the_dead_had(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    trained = train(3, configure(tmp_path, patience_s=0.5), [fail_at(2, update=5)])
+    before = trained.results[0].global_steps
+    resumed = trained.resume(3, before + 300)
+    assert resumed.ended_well() and "The run had lost 1 ranks: every rank starts from the" in capsys.readouterr().err
+    assert resumed.results[0].global_steps >= before + 300
+
+
+# ---- ranks that stop, messages that are lost or damaged --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path: Path) -> None:
+    """The others wait for it for a moment only, or for as long as it is stopped; in the end all complete."""
+    stopped_s, made = 1.0, [list[float](), list[float](), list[float]()]
+    begun: list[float] = []
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        made[comm.rank].append(time.monotonic())
+        if (comm.rank, updates) == (1, 10):
+            begun.append(time.monotonic())
+        comm.on_update(updates)
+
+    config = configure(tmp_path, kind, 900, patience_s=0.1)
+    paced = replace(config, env=replace(config.env, id="Paced-v0"))
+    trained = train(3, paced, [stop_at(1, update=10, seconds=stopped_s)], on_update=on_update)
+    assert trained.ended_well()
+    late = begun[0] + 0.5 * stopped_s  # by then, who waits for the others has come to wait for this one
+    meanwhile = [sum(late < at < begun[0] + stopped_s for at in times) for times in made]
+    assert meanwhile[1] == 0
+    if KINDS[kind].outlives_ranks:
+        assert meanwhile[0] > 0 < meanwhile[2]
+    elif KINDS[kind].one_model:
+        assert meanwhile == [0, 0, 0]
+    if kind == "gossip":
+        assert trained.total("models_stale", rank=1) + trained.total("waits_given_up") > 0
+
+
+@pytest.mark.parametrize("max_staleness", [0, 10])
+def test_a_lost_model_is_not_waited_for_for_ever(max_staleness: int, tmp_path: Path) -> None:
+    settings = {"patience_s": 0.1, "max_staleness": max_staleness}
+    trained = train(2, configure(tmp_path, steps=200, **settings), [drop(0, 1, n=3), drop(1, 0, n=4)])
+    assert trained.ended_well()
+
+
+def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    trained = train(3, configure(tmp_path, topology="ring"), [corrupt(1, 2, n) for n in (2, 5, 6)])
+    assert trained.ended_well()
+    said = [line for line in capsys.readouterr().err.splitlines() if "refused" in line]
+    assert len(said) == 1 and said[0].startswith("[rank 2] refused a model from rank 1: it begins with")
+    assert (trained.total("models_refused", rank=2), trained.total("models_refused")) == (3, 3)
+    assert bool(parameters(trained.states()).isfinite().all())
+
+
+# ---- models that are not finite --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's parameters are not finite from update 5 to 29, and it believes itself healthy."""
+    share = Learner._share
+
+    def poisoned(learner: Learner, result: Any) -> None:
+        if learner._rank == 1 and learner.counters.updates in range(5, 30):
+            learner._flat.data.fill_(math.nan)
+            result = result._replace(applied=True)
+        share(learner, result)
+
+    monkeypatch.setattr(Learner, "_share", poisoned)
+
+
+@pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
+def test_nan_is_refused_and_healed(
+    compression: str, poison: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    trained = train(3, configure(tmp_path, steps=1500, compression=compression))
+    assert trained.ended_well()
+    said = capsys.readouterr().err
+    assert "refused a model from rank 1: it holds NaN" in said and "refused a model from rank 0" not in said
+    assert "the parameters were not finite either; they are replaced by what the peers sent" in said
+    assert trained.total("models_refused") >= 1
+    assert bool(parameters(trained.states()).isfinite().all())
+
+
+def test_nan_without_peers_ends_that_rank_with_a_sentence(poison: None, tmp_path: Path) -> None:
+    trained = train(2, configure(tmp_path, "none", 800))
+    assert isinstance(trained.results[1], PalaError)
+    assert "[rank 1] update 30: the parameters are not finite and there is no peer" in str(trained.results[1])
+    assert trained.ended_well(but_for=[1])
+
+
+# ---- signals and resumes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(kind: str, tmp_path: Path) -> None:
+    trained = train(3, configure(tmp_path, kind, ENDLESS), [signal_at(1, update=15)])
+    assert [(r.status, r.signal) for r in trained.results] == [
+        ("stopped", SIGUSR1 if rank == 1 else SIGTERM) for rank in range(3)
+    ]
+    assert trained.segment["status"] == "stopped" and not trained.record["completed"]
+    made = sum(own_steps(trained.states()))
+    assert made == trained.results[0].global_steps
+    resumed = trained.resume(3, made + 200)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
+    assert [segment["resumed"] for segment in resumed.record["segments"]] == [False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_ranks_go_on_from_their_own_checkpoints(kind: str, tmp_path: Path) -> None:
+    trained = train(3, configure(tmp_path, kind))
+    before = trained.states()
+    resumed = trained.resume(3, 1200)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= 1200
+    begun = resumed.states(first=True)
+    assert parameters(begun).equal(parameters(before)) and own_steps(begun) == own_steps(before)
+    assert all(after > old for after, old in zip(own_steps(resumed.states()), own_steps(before), strict=True))
+    for old, new in zip(before, begun, strict=True):
+        assert old.random_states["actions"].equal(new.random_states["actions"])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_ranks_go_on_from_the_runs_policy(
+    kind: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    trained = train(2, configure(tmp_path, kind))
+    before, made = trained.states(), trained.results[0].global_steps
+    resumed = trained.resume(ranks, made + 300)
+    assert resumed.ended_well() and made + 300 <= resumed.results[0].global_steps
+    assert f"The run had 2 ranks and now has {ranks}: every rank starts from" in capsys.readouterr().err
+    expected = parameters(before)[0] if KINDS[kind].policy == "first" else parameters(before).mean(0)
+    for state in resumed.states(first=True):
+        torch.testing.assert_close(state.tensors["parameters"], expected)
+        assert (state.counters["own_steps"], state.counters["base_steps"]) == (0, made)
+
+
+def test_ranks_of_one_model_begin_alike_when_they_saved_at_unlike_times(tmp_path: Path) -> None:
+    trained = train(3, configure(tmp_path, "allreduce"))
+    newest = trained.states()[0]
+    segment = checkpoint.newest_segment(trained.run)
+    checkpoint._rank_path(segment, 1, previous=True).replace(checkpoint._rank_path(segment, 1))
+    assert own_steps(trained.states())[1] == 0
+    begun = trained.resume(3, 1200).states(first=True)
+    assert own_steps(begun) == [newest.counters["own_steps"]] * 3
+    assert parameters(begun).equal(newest.tensors["parameters"].expand(3, -1))
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_with_other_settings_are_told_and_nothing_is_left(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+
+    def main(comm: MemoryCommunicator) -> Result:
+        return run_session(comm, replace(config, seed=1 + comm.rank // 2))
+
+    errors = run_ranks(3, main)
+    assert all(isinstance(error, CollectiveError) for error in errors)
+    assert "Rank 2: this rank was started with another configuration than rank 0: 'seed' is 2" in str(errors[1])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_cannot_be_saved_fails_at_once_and_leaves_nothing(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = train(2, configure(tmp_path)) if resume else None
+    save_rank = checkpoint.save_rank
+
+    def save_or_fail(folder: Path, state: RankState) -> None:
+        if state.rank == 1:
+            raise OSError(28, "No space left on device")
+        save_rank(folder, state)
+
+    monkeypatch.setattr(checkpoint, "save_rank", save_or_fail)
+    failed = train(2, configure(tmp_path), resume=trained.run if trained else None)
+    assert all(isinstance(error, CollectiveError) and "Rank 1: [Errno 28]" in str(error) for error in failed.results)
+    assert [path.name for path in tmp_path.iterdir()] == (["r"] if resume else [])
+    if trained is not None:
+        assert [path.name for path in (trained.run / "checkpoints").iterdir()] == ["segment-000"]
+        assert trained.record["completed"] and len(trained.record["segments"]) == 1
+
+
+# ---- Gorila ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, replace(GORILA, num_shards=1)), (3, GORILA), (6, SEPARATE)])
+def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
+    trained = train(ranks, gorila(tmp_path, config))
+    assert trained.ended_well() and 400 <= trained.results[0].global_steps < 500
+    states = trained.states()
+    assert sum(own_steps(states)) == trained.results[0].global_steps
+    assert assemble(states).version > 20 and trained.total("messages_refused") == 0
+    assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "fault"),
+    [(3, GORILA, fail_at(2, 10)), (6, SEPARATE, fail_at(3, 10)), (6, SEPARATE, fail_at_message(5, 30))],
+    ids=["bundle", "learner", "actor"],
+)
+def test_gorila_outlives_what_others_can_do_as_well(
+    ranks: int, config: GorilaConfig, fault: Fault, tmp_path: Path
+) -> None:
+    trained = train(ranks, gorila(tmp_path, config, steps=800), [fault])
+    assert isinstance(trained.results[fault.rank], Killed)  # type: ignore[union-attr]
+    assert trained.ended_well(but_for=[fault.rank])  # type: ignore[union-attr]
+    assert trained.results[0].global_steps >= 800
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(3, GORILA), (6, SEPARATE)])
+def test_the_death_of_a_shard_ends_gorila_with_a_sentence(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
+    trained = train(ranks, gorila(tmp_path, config, ENDLESS), [fail_at_message(1, 20)])
+    sentence = "Rank 1 has died, which served shard 1 of the parameters; nothing can be learned without it"
+    for rank in {*range(ranks)} - {1}:
+        assert isinstance(trained.results[rank], EndError) and sentence in str(trained.results[rank])
+    assert not trained.record["completed"]
+    resumed = trained.resume(ranks, 400)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= 400
+
+
+def test_a_signal_to_one_rank_stops_gorila_and_its_replay_is_kept(tmp_path: Path) -> None:
+    config = replace(GORILA, save_replay=True)
+    trained = train(3, gorila(tmp_path, config, ENDLESS), [signal_at(2, update=10)])
+    assert {result.status for result in trained.results} == {"stopped"}
+    begin, made = assemble(trained.states()), trained.results[0].global_steps
+    resumed = trained.resume(3, made + 200)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
+    assert assemble(resumed.states(first=True)).parameters.equal(begin.parameters)
+    assert assemble(resumed.states()).version > begin.version
+    assert len(list((resumed.run / "checkpoints/segment-001").glob("*.replay"))) == 3
+    assert not list((resumed.run / "checkpoints/segment-000").glob("*.replay"))
+
+
+def test_other_ranks_and_roles_go_on_with_gorilas_parameters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    trained = train(3, gorila(tmp_path))
+    begin, made = assemble(trained.states()), trained.results[0].global_steps
+    config = gorila(tmp_path, SEPARATE, made + 300)
+    resumed = train(6, config, resume=trained.run)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= made + 300
+    assert "The run had 3 ranks and now has 6: the shards' parameters are shared out" in capsys.readouterr().err
+    begun = assemble(resumed.states(first=True))
+    assert begun.parameters.equal(begin.parameters) and begun.version == begin.version
+
+
+def test_roles_that_do_not_fit_are_a_mistake_of_all(tmp_path: Path) -> None:
+    errors = train(3, gorila(tmp_path, SEPARATE)).results
+    assert all(isinstance(error, CollectiveError) and "but the job has 3" in str(error) for error in errors)
+    assert not list(tmp_path.iterdir())
