@@ -9,11 +9,16 @@ fail() {
     exit 2
 }
 
-# $1: folder, then what pip installs. Does nothing if this was installed before and nothing changed.
+# $1: folder, then what pip installs. The name of a file that says so, as long as nothing changes.
+stamp_of() {
+    echo "$1/.pala-$(cat "$repository/constraints.txt" "$repository/pyproject.toml" <(echo "${@:2}") | sha256sum | cut -c1-16)"
+}
+
+# The same arguments. Does nothing if this was installed before and nothing changed.
 install_once() {
     local venv=$1 stamp
+    stamp=$(stamp_of "$@")
     shift
-    stamp=$venv/.pala-$(cat "$repository/constraints.txt" "$repository/pyproject.toml" <(echo "$@") | sha256sum | cut -c1-16)
     [ -e "$stamp" ] && return
     echo "Installing into $venv (once; a minute or two) ..." >&2
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
@@ -31,6 +36,7 @@ use_environment() {
     exec 9>"$repository/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
     install_once "$venv" --editable "$repository[$1]"
+    touch "$(stamp_of "$venv" --editable "$repository[${1%%,*}]")" # the first of the extras is there as well
     exec 9>&-
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
     # Open MPI: allow containers that run as root, and more ranks than cores. MPICH needs neither.

@@ -71,10 +71,11 @@ def main() -> None:
         cores = cores_per_rank(comm)
         prepare(command.config.run.threads or cores)
         # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
-        from pala.run import conclusion, trainer
+        from pala.run import conclusion
+        from pala.run.session import run_session
 
         preset = command.preset.stem if command.preset else ""
-        result = trainer.train(comm, command.config, resume=command.resume, preset=preset, facts=facts)
+        result = run_session(comm, command.config, resume=command.resume, preset=preset, facts=facts)
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")

@@ -1,9 +1,12 @@
-"""Shared by all tests: real MPI ranks, started as a user would start them, under each MPI that is installed."""
+"""Shared by all tests: real MPI ranks, started as a user would start them or standing by, and which tests run beside
+which."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from standing_ranks import StandingRanks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CARTPOLE = [
@@ -36,6 +40,16 @@ class Job:
     def wait(self, timeout_s: float = 120) -> Job:
         self.output += self.process.communicate(timeout=timeout_s)[0]
         return self
+
+    def wait_for_output(self, words: str, timeout_s: float = 60) -> None:
+        """Until the job has written these words."""
+        assert self.process.stdout is not None
+        deadline, file = time.monotonic() + timeout_s, self.process.stdout.fileno()
+        while words not in self.output:
+            assert select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0], self.output
+            new = os.read(file, 1 << 16).decode(errors="replace")
+            assert new, f"the job has ended without {words!r}:\n{self.output}"
+            self.output += new
 
 
 @dataclass
@@ -75,10 +89,10 @@ class Launcher:
     def train(self, ranks: int, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
         return self.start_train(ranks, *arguments, cwd=cwd, env=env).wait()
 
-    def script(self, ranks: int, source: str, cwd: Path) -> Job:
+    def script(self, ranks: int, source: str, cwd: Path, *arguments: str) -> Job:
         """Run a Python script on every rank."""
         (cwd / "script.py").write_text(source)
-        return self.start("-np", str(ranks), str(self.folder / "python"), "script.py", cwd=cwd).wait()
+        return self.start("-np", str(ranks), str(self.folder / "python"), "script.py", *arguments, cwd=cwd).wait()
 
 
 def _launchers() -> list[Launcher]:
@@ -121,11 +135,80 @@ def any_mpi() -> Iterator[Launcher]:
 
 
 def _named(name: str) -> Iterator[Launcher]:
+    with _tidy(_find(name)) as launcher:
+        yield launcher
+
+
+def _find(name: str) -> Launcher:
     launcher = next((found for found in LAUNCHERS if found.name == name), None)
     if launcher is None:
         pytest.skip(f"{name} is not installed: ./launch/test.sh installs it")
-    with _tidy(launcher):
-        yield launcher
+    return launcher
+
+
+# ---- ranks that stand by ---------------------------------------------------------------------------------------------
+
+_STANDING: dict[str, StandingRanks] = {}
+_STANDING_RANKS = 5
+
+
+def _standing(name: str) -> StandingRanks:
+    if name not in _STANDING:
+        launcher = _find(name)
+        mpirun = [str(launcher.folder / "mpirun")]
+        _STANDING[name] = StandingRanks(mpirun, launcher.folder / "python", launcher.environment(), _STANDING_RANKS)
+    return _STANDING[name]
+
+
+@pytest.fixture(params=["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
+def each_standing(request: pytest.FixtureRequest) -> StandingRanks:
+    """Ranks that stand by, under each MPI in turn."""
+    return _standing(request.param)
+
+
+@pytest.fixture
+def standing() -> StandingRanks:
+    """Ranks that stand by, where it does not matter under which MPI."""
+    return _standing("openmpi")
+
+
+def pytest_sessionfinish() -> None:
+    for ranks in _STANDING.values():
+        ranks.close()
+
+
+# ---- which tests run beside which ------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the groups when it is its turn
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `soak` unless it is asked for; keep together what shares ranks, daemons or names of the system."""
+    if "soak" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        used = getattr(item, "fixturenames", ())
+        if "each_standing" in used:
+            item.add_marker(pytest.mark.xdist_group(f"standing {item.callspec.params['each_standing']}"))
+        elif "standing" in used:
+            item.add_marker(pytest.mark.xdist_group("standing openmpi"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that is marked `alone` waits until no other worker of pytest-xdist runs one, and they wait for it."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    with open(REPOSITORY / "setup.cfg") as turnstile, open(REPOSITORY / "pyproject.toml") as room:
+        fcntl.flock(turnstile, fcntl.LOCK_EX)  # who waits for the room holds it: nobody comes in before
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
+        return (yield)
+
+
+# ---- environments ----------------------------------------------------------------------------------------------------
 
 
 def write_disturbed(folder: Path, disturbance: str, *arguments: str) -> str:
@@ -183,7 +266,7 @@ def wait_for(condition, timeout_s: float = 60, what: str = "the condition") -> N
 
 
 def pids_of_ranks(folder: Path) -> dict[int, int]:
-    """Process of each Open MPI rank that works in this folder."""
+    """Process of each rank that works in this folder."""
     found = {}
     for pid in processes_in(folder):
         try:
@@ -191,7 +274,7 @@ def pids_of_ranks(folder: Path) -> dict[int, int]:
         except OSError:
             continue
         for entry in environment:
-            if entry.startswith(b"OMPI_COMM_WORLD_RANK="):
+            if entry.startswith((b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")):
                 found[int(entry.partition(b"=")[2])] = pid
     return found
 

@@ -266,16 +266,17 @@ def run_benchmark(launcher: Launcher, folder: Path, *arguments: str) -> subproce
 @pytest.mark.slow
 def test_a_benchmark_as_a_user_starts_it(mpi: Launcher, tmp_path: Path) -> None:
     cartpole = ["--env.id", "CartPole-v1", "--env.num-envs", "4"]
-    done = run_benchmark(mpi, tmp_path, "--ranks", "1", "2", "--rounds", "2", "--seconds", "0.5", *cartpole)
+    ranks = ["1", "2"] if mpi.name == "openmpi" else ["2"]
+    done = run_benchmark(mpi, tmp_path, "--ranks", *ranks, "--rounds", "2", "--seconds", "0.5", *cartpole)
     assert done.returncode == 0, done.stderr
     assert "| gossip " in done.stdout and "Traceback" not in done.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "benchmark.json", "benchmark.md", "benchmark.png",
     ]  # fmt: skip
     result = json.loads((tmp_path / "out/benchmark.json").read_text())
-    assert [job["ranks"] for job in result["jobs"]] == [1, 2]
+    assert [str(job["ranks"]) for job in result["jobs"]] == ranks
     assert {len(job["rounds"]) for job in result["jobs"]} == {2}
-    for training in training_of(result["jobs"][1]):
+    for training in training_of(result["jobs"][-1]):
         assert training.steps_per_s.low > 0 and sum(training.split_us.values()) > 0
         assert training.cpu_per_core < 1.5 and training.exchange_thread_share < 0.5, "a thread spins"
     assert result["versions"]["torch"] and "pala.benchmark" in result["command"]
@@ -301,8 +302,9 @@ def test_a_launcher_that_starts_another_number_of_ranks_is_told(any_mpi: Launche
 
 @pytest.mark.mpi
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_quick_form(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Pong, as CI runs it: fails only if gossip reaches less than 0.9 of none."""
-    done = run_benchmark(any_mpi, tmp_path, "--quick")
+    """Pong, for two thirds of the time: fails only if gossip reaches less than 0.9 of none."""
+    done = run_benchmark(any_mpi, tmp_path, "--quick", "--seconds", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out/benchmark.png").stat().st_size > 10_000

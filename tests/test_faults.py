@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,11 @@ from conftest import (
     wait_for,
     write_disturbed,
 )
+from runs import all_train, intervals, local_steps, longest_gap_s, total
+from standing_ranks import StandingRanks
 
 from pala.run.checkpoint import load_policy
-from pala.run.metrics import read_run
+from pala.run.metrics import metrics_path
 
 pytestmark = pytest.mark.mpi
 
@@ -47,41 +49,17 @@ def start_disturbed(launcher: Launcher, ranks: int, disturbance: str, *arguments
 
 def wait_until_all_train(cwd: Path, ranks: int) -> dict[int, int]:
     """Until every rank has made a record; returns their processes."""
-    run = cwd / "runs/r"
-
-    def all_train() -> bool:
-        return len(list(run.glob("metrics/rank-*.jsonl"))) == ranks and all(intervals(run, r) for r in range(ranks))
-
-    wait_for(all_train, what="training")
+    wait_for(lambda: all_train(cwd / "runs/r", ranks), what="training")
     return pids_of_ranks(cwd)
 
 
-def intervals(run: Path, rank: int) -> list[dict]:
-    return [record for record in read_run(run)[rank] if record["type"] == "interval"]
-
-
-def longest_gap_s(run: Path, rank: int) -> float:
-    """Between two records of a rank, which makes one every half second unless it waits."""
-    times = [record["time_s"] for record in intervals(run, rank)]
-    return max(after - before for before, after in itertools.pairwise(times))
-
-
-def total(run: Path, rank: int, key: str) -> int:
-    return sum(record[key] for record in intervals(run, rank))
-
-
-def local_steps(run: Path) -> list[int]:
-    return [intervals(run, rank)[-1]["local_steps"] for rank in range(len(read_run(run)))]
-
-
-@pytest.mark.parametrize("killed", [(0,), (2,), (1, 3)])
+@pytest.mark.parametrize("killed", [(0,), (1, 3)])
 @pytest.mark.slow
-def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, killed: tuple[int, ...], tmp_path: Path) -> None:
-    job, run = (
-        start(any_mpi, 4, "--total-steps", "30000", "--evaluation.episodes", "2", cwd=tmp_path),
-        tmp_path / "runs/r",
-    )
-    pids = wait_until_all_train(tmp_path, 4)
+def test_when_ranks_are_killed_the_others_take_over(
+    any_mpi: Launcher, standing: StandingRanks, killed: tuple[int, ...], tmp_path: Path
+) -> None:
+    job = start(any_mpi, 4, "--total-steps", "20000", "--evaluation.episodes", "2", cwd=tmp_path)
+    run, pids = tmp_path / "runs/r", wait_until_all_train(tmp_path, 4)
     for rank in killed:
         os.kill(pids[rank], signal.SIGKILL)
     job.wait()
@@ -96,26 +74,27 @@ def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, killed: t
     gap_s = max(longest_gap_s(run, rank) for rank in living)
     print(f"\nthe longest time between two half-second records of those who live: {gap_s:.2f} s")
     assert gap_s < 4, "they waited for the dead"
-    assert all(intervals(run, rank)[-1]["local_steps"] > 2000 for rank in living)
+    assert all(intervals(run, rank)[-1]["local_steps"] > 1000 for rank in living)
     # What a rank did between its last message and its death nobody can count.
-    assert 30000 <= segment["global_steps"] < 33000 and sum(local_steps(run)) > 29000
+    assert 20000 <= segment["global_steps"] < 23000 and sum(local_steps(run)) > 19000
     _, header = load_policy(run / "policy.safetensors")
     assert header["global_steps"] == segment["global_steps"]
-    assert "steps 30,000 of 30,000" in job.output.splitlines()[-4:][0] or "completed after" in job.output
+    # The console and the last words are those of the first who lives.
+    assert re.findall(r"^steps ([\d,]+) of 20,000", job.output, re.M)[-1] == "20,000", job.output
+    assert f"PALA  completed after {segment['global_steps']:,} steps: {Path('runs/r')}" in job.output
     assert (run / "evaluation.json").exists() and (run / "learning_curve.png").exists()
     wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+    assert_resumed_without_old_checkpoints(standing, tmp_path, len(killed))
 
 
-@pytest.mark.slow
-def test_a_run_that_lost_a_rank_is_resumed_without_its_old_checkpoint(any_mpi: Launcher, tmp_path: Path) -> None:
-    job, run = start(any_mpi, 3, "--total-steps", "12000", cwd=tmp_path), tmp_path / "runs/r"
-    os.kill(wait_until_all_train(tmp_path, 3)[1], signal.SIGKILL)
-    assert job.wait().status == 0, job.output
-    done = record_of(run)["segments"][0]["global_steps"]
-    job = any_mpi.train(3, "--resume", "runs/r", "--total-steps", str(done + 3000), cwd=tmp_path)
-    assert job.status == 0, job.output
-    assert "The run had lost 1 ranks: every rank starts from the average" in job.output
-    assert done + 3000 <= record_of(run)["segments"][1]["global_steps"] < done + 6000
+def assert_resumed_without_old_checkpoints(standing: StandingRanks, cwd: Path, lost: int) -> None:
+    """A run that had lost ranks begins with the average of those that were alive at the end."""
+    run = cwd / "runs/r"
+    budget = record_of(run)["segments"][0]["global_steps"] + 3000
+    done = standing.train(4, "--resume", "runs/r", "--total-steps", str(budget), cwd=cwd)
+    assert done.status == 0, done.output
+    assert f"The run had lost {lost} ranks: every rank starts from the average" in done.output
+    assert budget <= record_of(run)["segments"][1]["global_steps"] < budget + 3000
 
 
 @pytest.mark.slow
@@ -128,24 +107,49 @@ def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["1", "012"])
-def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, ranks: str, tmp_path: Path) -> None:
-    """If all fail, the run is not complete, whatever mpirun's status says."""
-    disturbance = f"assert steps < 500 or str(rank) not in '{ranks}', 'the planted fault'"
-    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "20000", cwd=tmp_path).wait()
+def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
+    disturbance = "assert steps < 500 or rank != 1, 'the planted fault'"
+    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "12000", cwd=tmp_path).wait()
     record = record_of(tmp_path / "runs/r")
-    assert "pala: rank 1 failed; the others go on." in job.output or ranks != "1"
-    assert "the planted fault" in job.output
-    if ranks == "1":
-        assert record["completed"] and [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [1]
-    else:
-        # If two fail at the same moment, each takes the other to go on.
-        assert not record["completed"] and record["segments"][0]["status"] in ("failed", "running")
+    assert "pala: rank 1 failed; the others go on." in job.output and "the planted fault" in job.output, job.output
+    assert record["completed"] and [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [1]
     wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+def test_when_all_ranks_fail_the_run_is_not_complete(any_mpi: Launcher, tmp_path: Path) -> None:
+    """One after the other, each two seconds after the one before; the last one knows that it is alone."""
+    disturbance = """
+        before = f"failed-{rank - 1}"
+        if steps > 500 and (rank == 0 or os.path.exists(before) and time.time() > os.path.getmtime(before) + 2):
+            open(f"failed-{rank}", "w").close()
+            raise RuntimeError("the planted fault")"""
+    job = start_disturbed(any_mpi, 3, disturbance, *ENDLESS, cwd=tmp_path).wait()
+    for rank, what in enumerate(("the others go on", "the others go on", "the job ends")):
+        assert f"pala: rank {rank} failed; {what}." in job.output, job.output
+    record = record_of(tmp_path / "runs/r")
+    assert not record["completed"] and record["segments"][0]["status"] == "failed"  # whatever mpirun's status says
+    assert [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [0, 1]
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+@pytest.mark.slow
+def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Each takes the other to go on: whether one of them is left to say `failed` is a matter of luck."""
+    disturbance = """
+        if steps == 500:
+            open(f"ready-{rank}", "w").close()
+        while steps == 500 and not os.path.exists(f"ready-{1 - rank}"):
+            pass
+        assert steps < 500, "the planted fault" """
+    job = start_disturbed(any_mpi, 2, disturbance, "--env.num-envs", "1", *ENDLESS, cwd=tmp_path).wait()
+    assert job.output.count("the planted fault") >= 2, job.output
+    assert not record_of(tmp_path / "runs/r")["completed"]
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     any_mpi: Launcher, ranks: int, tmp_path: Path
 ) -> None:
@@ -154,54 +158,54 @@ def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     job, run = start(any_mpi, ranks, *ring, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     pids = wait_until_all_train(tmp_path, ranks)
     os.kill(pids[1], signal.SIGSTOP)
-    time.sleep(12)
+    time.sleep(8)
     os.kill(pids[1], signal.SIGCONT)
     assert longest_gap_s(run, 2 % ranks) > 1.2, "nobody waited for the stopped rank"
-    mixed = total(run, 1, "models_mixed")
-    wait_for(lambda: total(run, 1, "models_mixed") > mixed + 20, 30, "the stopped rank's return")
+    mixed = total(run, "models_mixed", 1)
+    wait_for(lambda: total(run, "models_mixed", 1) > mixed + 20, 30, "the stopped rank's return")
     job.process.send_signal(signal.SIGUSR1)
     job.wait(30)
-    assert total(run, 1, "models_stale") >= 1, "it mixed what was sent while it was away"
+    assert total(run, "models_stale", 1) >= 1, "it mixed what was sent while it was away"
     gap_s = max(longest_gap_s(run, rank) for rank in set(range(ranks)) - {1})
     print(f"\nthe longest time between two half-second records of the others: {gap_s:.2f} s, patience 2 s")
-    assert gap_s < 8
-    assert longest_gap_s(run, 1) > 11
+    assert gap_s < 6
+    assert longest_gap_s(run, 1) > 7
     assert record_of(run)["segments"][0]["status"] == "stopped" and "has died" not in job.output
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_to_the_end_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_to_the_end_ends_the_job(
+    any_mpi: Launcher, standing: StandingRanks, tmp_path: Path
+) -> None:
     """The others have met the budget without it; they wait for it, here for 4 s, and end with their checkpoints."""
     disturbance = "rank == 1 and steps == 300 and os.kill(os.getpid(), signal.SIGSTOP)"
-    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "20000", cwd=tmp_path).wait()
+    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "12000", cwd=tmp_path).wait()
     assert job.status != 0 and "The other ranks did not answer within 4 s" in job.output, job.output
     assert "Traceback" not in job.output
     record = record_of(tmp_path / "runs/r")
     assert not record["completed"] and record["segments"][0]["status"] == "failed"
     wait_for(lambda: not processes_in(tmp_path), 10, "the end of the stopped rank, too")
-    job = any_mpi.train(3, "--resume", "runs/r", cwd=tmp_path)
-    assert job.status == 0 and record_of(tmp_path / "runs/r")["completed"], job.output
+    done = standing.train(3, "--resume", "runs/r", cwd=tmp_path)
+    assert done.status == 0 and record_of(tmp_path / "runs/r")["completed"], done.output
 
 
 @pytest.mark.slow
-def test_without_fault_tolerance_the_job_ends_and_is_resumed(mpi: Launcher, tmp_path: Path) -> None:
-    job = mpi.start_train(3, *CARTPOLE, "--run.name", "r", "--run.checkpoint-interval-s", "1", *ENDLESS, cwd=tmp_path)
-    run = tmp_path / "runs/r"
-    wait_for(lambda: list(run.glob("checkpoints/*/rank-0001.previous*")), what="the second checkpoint")
-    victim = next(pid for pid in processes_in(tmp_path) if b"pala.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
-                  and b"mpirun" not in Path(f"/proc/{pid}/cmdline").read_bytes())  # fmt: skip
-    os.kill(victim, signal.SIGKILL)
+def test_without_fault_tolerance_the_job_ends_and_is_resumed(
+    mpi: Launcher, standing: StandingRanks, tmp_path: Path
+) -> None:
+    """Rank 0 is killed: it keeps run.json, so nobody is left to say how the job ended."""
+    often = ["--run.name", "r", "--run.checkpoint-interval-s", "0.5"]
+    job, run = mpi.start_train(3, *CARTPOLE, *often, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    wait_for(lambda: all_train(run, 3) and list(run.glob("checkpoints/*/rank-0001.previous*")), what="a checkpoint")
+    os.kill(pids_of_ranks(tmp_path)[0], signal.SIGKILL)
     job.wait(20)
     assert job.status != 0 and not record_of(run)["completed"]
     wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
-    # Open MPI sends the others SIGTERM first: they may come to say how it ended, or not.
-    status = record_of(run)["segments"][0]["status"]
-    assert status in ("running", "stopped", "failed")
+    assert record_of(run)["segments"][0]["status"] == "running"
     budget = sum(local_steps(run)) + 2000
-    job = mpi.train(3, "--resume", "runs/r", "--total-steps", str(budget), cwd=tmp_path)
-    assert job.status == 0, job.output
-    ends = [segment["status"] for segment in record_of(run)["segments"]]
-    assert ends == ["lost" if status == "running" else status, "completed"]
+    done = standing.train(3, "--resume", "runs/r", "--total-steps", str(budget), cwd=tmp_path)
+    assert done.status == 0, done.output
+    assert [segment["status"] for segment in record_of(run)["segments"]] == ["lost", "completed"]
 
 
 # ---- being told to end -----------------------------------------------------------------------------------------------
@@ -216,29 +220,51 @@ def end_by(job: Job, number: int, cwd: Path) -> None:
     wait_for(lambda: not processes_in(cwd), 5, "the end of all ranks")
 
 
+def has_begun(folder: Path) -> bool:
+    return len(pids_of_ranks(folder)) == 2
+
+
+def loads_torch(folder: Path) -> bool:
+    return any("libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text() for pid in pids_of_ranks(folder).values())
+
+
+def has_a_folder(folder: Path) -> bool:
+    return (folder / "runs/r").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize("delay_s", [0.2, 1.0, pytest.param(2.0, marks=pytest.mark.slow)])
-def test_a_signal_during_the_start(any_mpi: Launcher, number: int, delay_s: float, tmp_path: Path) -> None:
-    """There is nothing to keep yet. mpirun's status may be 0: before Python has begun, USR1 just kills the ranks."""
-    job = start(any_mpi, 3, *ENDLESS, cwd=tmp_path)
-    time.sleep(delay_s)
+@pytest.mark.parametrize("stage", [has_begun, pytest.param(loads_torch, marks=pytest.mark.slow), has_a_folder])
+def test_a_signal_during_the_start(
+    any_mpi: Launcher, number: int, stage: Callable[[Path], bool], tmp_path: Path
+) -> None:
+    """There is nothing to keep until training has begun. mpirun's status may be 0: before Python has begun, USR1 just
+    kills the ranks. After a TERM, mpirun may not leave them the time to save."""
+    job, run = start(any_mpi, 2, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    wait_for(lambda: stage(tmp_path), what=stage.__name__)
     end_by(job, number, tmp_path)
     assert "Traceback" not in job.output, job.output
-    if (tmp_path / "runs/r/run.json").exists():
-        assert not record_of(tmp_path / "runs/r")["completed"]
+    if stage is not has_a_folder:
+        assert not run.exists()
+    elif number == signal.SIGUSR1:
+        assert job.status != 0 and "[rank 0] SIGUSR1: checkpoint written to" in job.output, job.output
+        assert record_of(run)["segments"][0]["status"] == "stopped"
+    else:
+        assert job.status != 0 and not ((run / "run.json").exists() and record_of(run)["completed"])
 
 
 @pytest.mark.slow
 def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi: Launcher, tmp_path: Path) -> None:
-    """A step of five seconds stands for a slow environment or disk: mpirun would have killed it after a TERM."""
-    disturbance = "time.sleep(5 if steps > 400 else 0)"
+    """A step of two seconds stands for a slow environment or disk: mpirun would have killed it after a TERM."""
+    disturbance = """
+        if steps == 400:
+            open(f"slow-{rank}", "w").close()
+        time.sleep(2 if steps >= 400 else 0)"""
     job = start_disturbed(any_mpi, 2, disturbance, "--env.num-envs", "1", *ENDLESS, cwd=tmp_path)
-    wait_until_all_train(tmp_path, 2)
-    time.sleep(2)
+    wait_for(lambda: len(list(tmp_path.glob("slow-*"))) == 2, what="slow steps")
     end_by(job, signal.SIGUSR1, tmp_path)
-    assert re.search(r"\[rank 0\] SIGUSR1: checkpoint written to", job.output)
+    assert job.status != 0 and re.search(r"\[rank 0\] SIGUSR1: checkpoint written to", job.output), job.output
     segment = record_of(tmp_path / "runs/r")["segments"][0]
-    assert segment["status"] == "stopped" and segment["global_steps"] >= 400
+    assert segment["status"] == "stopped" and segment["global_steps"] >= 2 * (400 - 20)  # a rollout is not whole
 
 
 @pytest.mark.slow
@@ -247,10 +273,14 @@ def test_a_signal_during_the_evaluation(any_mpi: Launcher, number: int, tmp_path
     """The policy is there by then; only the evaluation is missing."""
     job = start(any_mpi, 2, "--total-steps", "2000", "--evaluation.episodes", "1000000", cwd=tmp_path)
     run = tmp_path / "runs/r"
-    wait_for(lambda: (run / "run.json").exists() and record_of(run)["completed"], what="the end of training")
-    time.sleep(1)
+    job.wait_for_output("PALA  completed after")
+    wait_for(lambda: len(pids_of_ranks(tmp_path)) == 1, what="the end of the other rank")
+    time.sleep(1)  # it has begun by then, but nothing says so
     end_by(job, number, tmp_path)
     assert record_of(run)["completed"] and not (run / "evaluation.json").exists()
+    assert job.status != 0
+    if number == signal.SIGUSR1:  # after a TERM, mpirun may not leave the time to say so
+        assert "evaluation: interrupted; `python -m pala.evaluate" in job.output, job.output
     load_policy(run / "policy.safetensors")
 
 
@@ -259,9 +289,10 @@ def test_the_launch_script_passes_term_on_as_usr1(any_mpi: Launcher, tmp_path: P
     script = [str(REPOSITORY / "launch/train.sh"), "-n", "2", str(REPOSITORY / "configs/quickstart.toml")]
     options = [*CARTPOLE, "--run.dir", str(tmp_path), "--run.name", "r", *ENDLESS]
     job = any_mpi.start_command([*script, *options], cwd=tmp_path)
-    wait_for(lambda: (tmp_path / "r/metrics/rank-0001.jsonl").exists() and intervals(tmp_path / "r", 1), 60, "training")
+    wait_for(lambda: all_train(tmp_path / "r", 2), what="training")
     end_by(job, signal.SIGTERM, tmp_path)
     assert "SIGUSR1: checkpoint written to" in job.output and "supervise: gives up" not in job.output
+    assert job.status != 0 and "after SIGTERM" in job.output and "restart" not in job.output, job.output
     assert record_of(tmp_path / "r")["segments"][0]["status"] == "stopped"
 
 
@@ -272,26 +303,29 @@ def test_ulfm_is_what_survives(any_mpi: Launcher) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi: Launcher, tmp_path: Path) -> None:
     """It is slow for three seconds, then as fast as they for three, and so on; on a ring, everybody waits for one peer.
 
     The environments sleep, so that ranks do not take one another's cores."""
     period_s = 3.0
-    disturbance = f"time.sleep(0.016 if rank == 1 and int(time.time() / {period_s}) % 2 else 0.004)"
-    options = ["--env.num-envs", "1", "--exchange.topology", "ring", *ENDLESS]
-    job = start_disturbed(any_mpi, 4, disturbance, *options, cwd=tmp_path)
+    disturbance = f"time.sleep(0.04 if rank == 1 and int(time.time() / {period_s}) % 2 else 0.01)"
+    short = ["--env.num-envs", "1", "--a2c.rollout-steps", "5", "--run.log-interval-s", "0.25"]
+    options = [*short, "--exchange.topology", "ring", *ENDLESS]
+    job, run = start_disturbed(any_mpi, 4, disturbance, *options, cwd=tmp_path), tmp_path / "runs/r"
     wait_until_all_train(tmp_path, 4)
-    begin_s = time.time() - intervals(tmp_path / "runs/r", 0)[-1]["time_s"]
-    time.sleep(6 * period_s)
+    time.sleep(4 * period_s)
     end_by(job, signal.SIGUSR1, tmp_path)
     speeds: dict[tuple[bool, bool], list[float]] = {}
     for rank in range(4):
-        for record in intervals(tmp_path / "runs/r", rank)[2:-1]:
+        records = intervals(run, rank)
+        begin_s = metrics_path(run, rank).stat().st_mtime - records[-1]["time_s"]
+        for record in records[2:-1]:
             phase, at = divmod((begin_s + record["time_s"]) / period_s, 1)
-            if 0.3 < at < 0.9:  # the half second before it lies well within
+            if 0.3 < at < 0.9:  # the quarter of a second before it lies well within
                 speeds.setdefault((rank == 1, phase % 2 == 1), []).append(record["local_steps_per_s"])
     slow, others = (
         statistics.median(speeds[who, True]) / statistics.median(speeds[who, False]) for who in (True, False)
     )
     print(f"\nwhile one rank runs at {slow:.2f} of its speed, the others run at {others:.3f} of theirs")
-    assert slow < 0.5 and others > 0.9
+    assert 0.2 < slow < 0.5 and others > 0.9

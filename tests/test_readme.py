@@ -38,7 +38,7 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are."""
     assert "./launch/test.sh" in commands("./launch/")
     for command in commands("./launch/train.sh"):
-        few = f" --total-steps 4000 --run.dir {tmp_path} --evaluation.episodes 2 --env.max-episode-frames 120"
+        few = f" --total-steps 1500 --run.dir {tmp_path} --evaluation.episodes 2 --env.max-episode-frames 120"
         output = run(command + few, any_mpi)
         folder = re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)
         assert folder is not None, output
@@ -55,16 +55,16 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     name = "pong-20260101-120000"
     train, resume, gorila = commands("mpirun -np 4 python -m pala.train")
     few = " --env.max-episode-frames 120 --evaluation.episodes 0"
-    run(f"{train} --total-steps 4000 --run.dir {tmp_path} --run.name {name} {few}", any_mpi)
+    run(f"{train} --total-steps 1500 --run.dir {tmp_path} --run.name {name} {few}", any_mpi)
     evaluate = commands("python -m pala.evaluate")[0].replace("--episodes 100", "--episodes 4")
     output = run(evaluate.replace("runs/", f"{tmp_path}/").replace("pong.mp4", f"{tmp_path}/pong.mp4"), any_mpi)
     assert "human-normalised" in output and (tmp_path / "pong.mp4").stat().st_size > 2_000
     plot = commands("python -m pala.plot")[0]
     run(plot.replace("runs/", f"{tmp_path}/").replace("pong.png", f"{tmp_path}/pong.png"), any_mpi)
     assert (tmp_path / "pong.png").stat().st_size > 5000
-    run(f"{resume.replace('runs/', f'{tmp_path}/')} --total-steps 8000 {few}", any_mpi)
+    run(f"{resume.replace('runs/', f'{tmp_path}/')} --total-steps 3000 {few}", any_mpi)
     assert len(record_of(tmp_path / name)["segments"]) == 2
-    few = " --total-steps 3000 --gorila.min-replay-steps 1000 --env.max-episode-frames 120 --evaluation.episodes 2"
+    few = " --total-steps 1500 --gorila.min-replay-steps 500 --env.max-episode-frames 120 --evaluation.episodes 2"
     run(f"{gorila} --run.dir {tmp_path / 'games'} {few}", any_mpi)
     scores = commands("python -m pala.gorila.scores")[0]
     run(scores.replace(" runs", f" {tmp_path / 'games'} --output {tmp_path / 'scores'}"), any_mpi)

@@ -6,149 +6,137 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, Job, Launcher, pids_of_ranks, processes_in, record_of, wait_for
+from conftest import CARTPOLE, Launcher, pids_of_ranks, processes_in, record_of, wait_for
+from runs import all_train, states_of, total
+from standing_ranks import StandingRanks
 
+from pala.config import ExchangeConfig
+from pala.exchange.allreduce import AllReduce
+from pala.exchange.base import ExchangeState
+from pala.exchange.budget import Stop
 from pala.exchange.gossip.topology import out_peers
-from pala.run.checkpoint import RankState, _rank_path, _read_rank, load_policy, newest_segment
-from pala.run.metrics import read_run
+from pala.exchange.shared_memory import SharedMemory
+from pala.run.checkpoint import _rank_path, load_policy, newest_segment
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt
+from pala.transport.base import Communicator
 
 pytestmark = pytest.mark.mpi
 
 KINDS = ["allreduce", "shared_memory"]
 ENDLESS = ["--total-steps", "100000000"]
 
-PREPARED = """
-import numpy as np, torch
-from pala.transport.mpi_process import start_mpi
-comm = start_mpi()
-from pala.config import ExchangeConfig
-from pala.exchange.allreduce import AllReduce
-from pala.exchange.base import ExchangeState
-from pala.exchange.budget import Stop
-from pala.exchange.shared_memory import SharedMemory
-from pala.system.runtime import Interrupt
-start = ExchangeState([0] * comm.size, 0, 0, 1.0)
-"""
+
+def start_of(comm: Communicator) -> ExchangeState:
+    return ExchangeState([0] * comm.size, 0, 0, 1.0)
 
 
-def exchange_script(launcher: Launcher, ranks: int, source: str, cwd: Path) -> str:
-    """Run `source` on every rank; returns what they printed."""
-    job = launcher.script(ranks, PREPARED + source, cwd)
-    assert job.status == 0, job.output
-    return job.output
-
-
-def train(launcher: Launcher, ranks: int, kind: str, *arguments: str, cwd: Path) -> Job:
-    return launcher.start_train(ranks, *CARTPOLE, "--exchange.kind", kind, "--run.name", "r", *arguments, cwd=cwd)
-
-
-def states_of(run: Path, ranks: int) -> list[RankState]:
-    """The ranks' newest checkpoints."""
-    folder = newest_segment(run)
-    return [_read_rank(_rank_path(folder, rank, previous=False)) for rank in range(ranks)]
+def trainer_of(kind: str) -> list[str]:
+    """What `pala.train` is given."""
+    return [*CARTPOLE, "--exchange.kind", kind, "--run.name", "r"]
 
 
 # ---- the arithmetic --------------------------------------------------------------------------------------------------
 
 
-def test_allreduce_gives_every_rank_the_mean_gradient(mpi: Launcher, tmp_path: Path) -> None:
+def average_gradients(comm: Communicator) -> None:
+    exchange = AllReduce(comm, torch.zeros(10_007), 10**9, start_of(comm), Interrupt())
+    gradients = np.random.default_rng(7).normal(size=(4, 3, 10_007)).astype(np.float32)
+    gradients[3, 1, 5] = np.nan
+    for of_ranks in gradients:
+        gradient = torch.from_numpy(of_ranks[comm.rank].copy())
+        assert exchange.average_gradient(gradient)
+        np.testing.assert_allclose(gradient.numpy(), of_ranks.astype(np.float64).mean(0), rtol=1e-5, atol=1e-6)
+        assert exchange.after_update(20, healthy=True)
+    assert exchange.global_steps == 4 * 3 * 20 and exchange.stop is Stop.NONE
+    if comm.rank == 1:
+        exchange.stop_now(Stop.SIGNAL)  # one leaves in mid-rollout: the others leave their update out
+    else:
+        assert not exchange.average_gradient(torch.zeros(10_007))
+    assert exchange.close(10) is exchange.stop is Stop.SIGNAL and exchange.global_steps == 240
+
+
+def test_allreduce_gives_every_rank_the_mean_gradient(each_standing: StandingRanks, tmp_path: Path) -> None:
     """Against numpy's mean of what all ranks had; what is not finite on one rank is so on all."""
-    output = exchange_script(mpi, 3, """
-exchange = AllReduce(comm, torch.zeros(10_007), 10**9, start, Interrupt())
-gradients = np.random.default_rng(7).normal(size=(4, 3, 10_007)).astype(np.float32)
-gradients[3, 1, 5] = np.nan
-for of_ranks in gradients:
-    gradient = torch.from_numpy(of_ranks[comm.rank].copy())
-    assert exchange.average_gradient(gradient)
-    np.testing.assert_allclose(gradient.numpy(), of_ranks.astype(np.float64).mean(0), rtol=1e-5, atol=1e-6)
-    assert exchange.after_update(20, healthy=True)
-assert exchange.global_steps == 4 * 3 * 20 and exchange.stop is Stop.NONE
-if comm.rank == 1:
-    exchange.stop_now(Stop.SIGNAL)  # one leaves in mid-rollout: the others leave their update out
-else:
-    assert not exchange.average_gradient(torch.zeros(10_007))
-assert exchange.close(10) is exchange.stop is Stop.SIGNAL and exchange.global_steps == 240
-print("passed", comm.rank)
-""", tmp_path)  # fmt: skip
-    assert output.count("passed") == 3
+    each_standing.run(3, average_gradients, cwd=tmp_path)
+
+
+def mix_in_step(comm: Communicator, topology: str, senders: list[list[int]]) -> None:
+    x = np.random.default_rng(3).normal(size=(4, 1001))
+    parameters = torch.from_numpy(x[comm.rank].astype(np.float32))
+    config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=0)
+    exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+    for round_ in range(5):
+        x[:, round_] += np.arange(4)  # what the ranks learn
+        parameters[round_] += comm.rank
+        comm.meet()  # else a rank that is ahead would find its buffer unread
+        exchange.after_update(10, healthy=True)
+        x = np.array([(x[i] + x[peers].sum(0)) / (1 + len(peers)) for i, peers in enumerate(senders)])
+        np.testing.assert_allclose(parameters.numpy(), x[comm.rank], rtol=1e-5, atol=1e-5)
+    comm.meet()  # who waits is let go when training ends
+    exchange.stop_now(Stop.BUDGET)
+    assert exchange.close(10) is Stop.BUDGET and exchange.global_steps == 4 * 5 * 10
+    np.testing.assert_allclose(exchange.final_parameters(10).numpy(), x.mean(0), rtol=1e-5, atol=1e-5)
+    figures = exchange.metrics()
+    assert figures["mixes"] == 5 and figures["models_mixed"] == 5 * len(senders[0]), figures
 
 
 @pytest.mark.parametrize("topology", ["ring", pytest.param("complete", marks=pytest.mark.slow)])
-def test_shared_memory_mixes_by_galas_formula(mpi: Launcher, topology: str, tmp_path: Path) -> None:
+def test_shared_memory_mixes_by_galas_formula(each_standing: StandingRanks, topology: str, tmp_path: Path) -> None:
     """In step (staleness 0): x <- (x + sum of in-peers) / (1 + k), against the formula in float64."""
     senders = [[i for i in range(4) if rank in out_peers(topology, i, range(4), 0, 0)] for rank in range(4)]
-    output = exchange_script(mpi, 4, f"""
-x = np.random.default_rng(3).normal(size=(4, 1001))
-parameters = torch.from_numpy(x[comm.rank].astype(np.float32))
-config = ExchangeConfig(kind="shared_memory", topology="{topology}", max_staleness=0)
-exchange = SharedMemory(comm, parameters, config, 10**9, start, Interrupt())
-for round_ in range(5):
-    x[:, round_] += np.arange(4)  # what the ranks learn
-    parameters[round_] += comm.rank
-    comm.meet()  # else a rank that is ahead would find its buffer unread
-    exchange.after_update(10, healthy=True)
-    x = np.array([(x[i] + x[peers].sum(0)) / (1 + len(peers)) for i, peers in enumerate({senders})])
-    np.testing.assert_allclose(parameters.numpy(), x[comm.rank], rtol=1e-5, atol=1e-5)
-comm.meet()  # who waits is let go when training ends
-exchange.stop_now(Stop.BUDGET)
-assert exchange.close(10) is Stop.BUDGET and exchange.global_steps == 4 * 5 * 10
-np.testing.assert_allclose(exchange.final_parameters(10).numpy(), x.mean(0), rtol=1e-5, atol=1e-5)
-figures = exchange.metrics()
-assert figures["mixes"] == 5 and figures["models_mixed"] == 5 * {len(senders[0])}, figures
-print("passed", comm.rank)
-""", tmp_path)  # fmt: skip
-    assert output.count("passed") == 4
+    each_standing.run(4, mix_in_step, topology, senders, cwd=tmp_path)
+
+
+def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
+    import time
+
+    import pala.exchange.shared_memory as module
+
+    rng = np.random.default_rng(comm.rank)
+    parameters = torch.full((200_000,), float(comm.rank))
+    config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=3)
+    exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+    for update in range(300):
+        if exchange.stop is not Stop.NONE:
+            break
+        time.sleep(rng.exponential(0.002 if comm.rank == 2 else 0.0005))
+        parameters += rng.normal()
+        sick = update == 50 and comm.rank == 1
+        if sick:
+            parameters.fill_(float("nan"))
+        assert exchange.after_update(1, healthy=not sick) and bool((parameters == parameters[0]).all())
+    figures = exchange.metrics()
+    assert figures["mixes"] > 50 and figures["staleness_updates"] <= 4, figures
+    exchange.stop_now(Stop.BUDGET)
+    exchange.close(10)
+    assert bool(exchange.final_parameters(10).isfinite().all())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_HEALING_S", 0.3)  # instead of 60
+        exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+        with pytest.raises(PalaError, match="no peer has sent finite ones"):
+            exchange.after_update(1, healthy=False)
+        comm.meet()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["ring", "complete"])
-def test_no_model_is_read_while_it_is_written(any_mpi: Launcher, topology: str, tmp_path: Path) -> None:
+def test_no_model_is_read_while_it_is_written(standing: StandingRanks, topology: str, tmp_path: Path) -> None:
     """Every model is one number over and over, so a torn one would show; ranks of unlike speed, never further than
     the staleness bound, a rank whose model is not finite is healed if anybody can, and nobody hangs."""
-    output = exchange_script(any_mpi, 4, f"""
-import time
-import pala.exchange.shared_memory as module
-from pala.system.errors import PalaError
-rng = np.random.default_rng(comm.rank)
-parameters = torch.full((200_000,), float(comm.rank))
-config = ExchangeConfig(kind="shared_memory", topology="{topology}", max_staleness=3)
-exchange = SharedMemory(comm, parameters, config, 10**9, start, Interrupt())
-for update in range(300):
-    if exchange.stop is not Stop.NONE:
-        break
-    time.sleep(rng.exponential(0.002 if comm.rank == 2 else 0.0005))
-    parameters += rng.normal()
-    sick = update == 50 and comm.rank == 1
-    if sick:
-        parameters.fill_(float("nan"))
-    assert exchange.after_update(1, healthy=not sick) and bool((parameters == parameters[0]).all())
-figures = exchange.metrics()
-assert figures["mixes"] > 50 and figures["staleness_updates"] <= 4, figures
-exchange.stop_now(Stop.BUDGET)
-exchange.close(10)
-assert bool(exchange.final_parameters(10).isfinite().all())
-print("passed", comm.rank)
-module._HEALING_S = 0.3  # instead of 60
-exchange = SharedMemory(comm, parameters, config, 10**9, start, Interrupt())
-try:
-    exchange.after_update(1, healthy=False)
-except PalaError as error:
-    assert "no peer has sent finite ones" in str(error)
-    print("not healed")
-comm.meet()
-""", tmp_path)  # fmt: skip
-    assert output.count("passed") == output.count("not healed") == 4
+    standing.run(4, mix_at_unlike_speeds, topology, cwd=tmp_path)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["allreduce", pytest.param("shared_memory", marks=pytest.mark.slow)])
-def test_training_completes_with_the_budget_met(mpi: Launcher, kind: str, tmp_path: Path) -> None:
-    job = train(mpi, 3, kind, "--total-steps", "6000", cwd=tmp_path).wait()
-    assert job.status == 0, job.output
+def test_training_completes_with_the_budget_met(each_standing: StandingRanks, kind: str, tmp_path: Path) -> None:
+    done = each_standing.train(3, *trainer_of(kind), "--total-steps", "6000", cwd=tmp_path)
+    assert done.status == 0, done.output
     run = tmp_path / "runs/r"
     assert record_of(run)["completed"]
     states = states_of(run, 3)
@@ -161,46 +149,49 @@ def test_training_completes_with_the_budget_met(mpi: Launcher, kind: str, tmp_pa
         _, header = load_policy(run / "policy.safetensors")
         assert header["global_steps"] == 6000
     else:
-        intervals = [r for records in read_run(run) for r in records if r["type"] == "interval"]
-        assert sum(r["models_mixed"] for r in intervals) > 0
+        assert total(run, "models_mixed") > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(any_mpi: Launcher, kind: str, tmp_path: Path) -> None:
-    job = train(any_mpi, 2, kind, *ENDLESS, cwd=tmp_path)
-    run = tmp_path / "runs/r"
-    wait_for(lambda: run.exists() and all(len(r) > 2 for r in read_run(run)) and len(read_run(run)) == 2)
-    os.kill(pids_of_ranks(tmp_path)[1], signal.SIGUSR1)
-    job.wait(30)
-    assert "checkpoint written to" in job.output, job.output
+def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(
+    standing: StandingRanks, kind: str, tmp_path: Path
+) -> None:
+    job, run = standing.start_train(2, *trainer_of(kind), *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    wait_for(lambda: all_train(run, 2), what="training")
+    os.kill(job.pids[1], signal.SIGUSR1)
+    done = job.wait(30)
+    assert done.values == [128 + signal.SIGTERM, 128 + signal.SIGUSR1], done.output
+    assert "checkpoint written to" in done.output, done.output
     stopped = states_of(run, 2)
     made = sum(state.counters["own_steps"] for state in stopped)
     if kind == "allreduce":
         assert stopped[0].counters["own_steps"] == stopped[1].counters["own_steps"]
         assert stopped[0].tensors["parameters"].equal(stopped[1].tensors["parameters"])
-    job = any_mpi.train(2, "--resume", str(run), "--total-steps", str(made + 2000), cwd=tmp_path)
-    assert job.status == 0, job.output
+    done = standing.train(2, "--resume", str(run), "--total-steps", str(made + 2000), cwd=tmp_path)
+    assert done.status == 0, done.output
     assert made + 2000 <= record_of(run)["segments"][-1]["global_steps"] < made + 2000 + 2 * 3 * 20
 
 
 @pytest.mark.slow
-def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(any_mpi: Launcher, tmp_path: Path) -> None:
-    """After a crash, each rank's newest checkpoint is of another update; they must not train apart from then on."""
-    options = ["--run.checkpoint-interval-s", "0.1"]
-    job = train(any_mpi, 2, "allreduce", *ENDLESS, *options, cwd=tmp_path)
+def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(
+    standing: StandingRanks, tmp_path: Path
+) -> None:
+    """After a crash, each rank's newest checkpoint is of another update; they must not train apart from then on. Rank
+    1's is here that of the start of training, beside rank 0's of its end."""
     run = tmp_path / "runs/r"
-    wait_for(lambda: run.exists() and all(len(r) > 3 for r in read_run(run)) and len(read_run(run)) == 2)
-    for pid in pids_of_ranks(tmp_path).values():
-        os.kill(pid, signal.SIGKILL)
+    job = standing.start_train(2, *trainer_of("allreduce"), *ENDLESS, cwd=tmp_path)
+    wait_for(lambda: all_train(run, 2), what="training")
+    path = _rank_path(newest_segment(run), 1)
+    first = path.read_bytes()  # no other comes in the next two minutes
+    os.kill(job.pids[0], signal.SIGUSR1)
     job.wait(30)
-    older = _rank_path(newest_segment(run), 1, previous=True)
-    older.replace(_rank_path(newest_segment(run), 1, previous=False))
+    path.write_bytes(first)
     killed = states_of(run, 2)
-    assert killed[0].counters["updates"] > killed[1].counters["updates"]
-    total = max(state.counters["own_steps"] for state in killed) * 2 + 1000
-    job = any_mpi.train(2, "--resume", str(run), "--total-steps", str(total), cwd=tmp_path)
-    assert job.status == 0, job.output
+    assert killed[0].counters["updates"] > killed[1].counters["updates"] == 0
+    steps = max(state.counters["own_steps"] for state in killed) * 2 + 1000
+    done = standing.train(2, "--resume", str(run), "--total-steps", str(steps), cwd=tmp_path)
+    assert done.status == 0, done.output
     states = states_of(run, 2)
     assert states[0].tensors["parameters"].equal(states[1].tensors["parameters"])
     assert states[0].counters["updates"] == states[1].counters["updates"]
@@ -210,17 +201,19 @@ def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(any_m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_death_of_a_rank_ends_the_job_with_a_sentence(any_mpi: Launcher, kind: str, tmp_path: Path) -> None:
+def test_the_death_of_a_rank_ends_the_job_with_a_sentence(
+    any_mpi: Launcher, standing: StandingRanks, kind: str, tmp_path: Path
+) -> None:
     """Even where ranks outlive one another: both methods need all of theirs."""
     python = str(any_mpi.folder / "python")
-    options = [*CARTPOLE, "--exchange.kind", kind, "--run.name", "r", "--exchange.max-staleness", "1000000", *ENDLESS]
+    options = [*trainer_of(kind), "--exchange.max-staleness", "1000000", *ENDLESS]
     job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "-m", "pala.train", *options, cwd=tmp_path)
     run = tmp_path / "runs/r"
-    wait_for(lambda: run.exists() and all(len(r) > 2 for r in read_run(run)) and len(read_run(run)) == 3)
+    wait_for(lambda: all_train(run, 3), what="training")
     os.kill(pids_of_ranks(tmp_path)[1], signal.SIGKILL)
     job.wait(30)
     assert job.status != 0 and "Rank 1 has died, and this 'exchange.kind' cannot go on" in job.output, job.output
     assert not record_of(run)["completed"]
     wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
-    job = any_mpi.train(3, "--resume", str(run), "--total-steps", "2000", cwd=tmp_path)
-    assert job.status == 0, job.output
+    done = standing.train(3, "--resume", str(run), "--total-steps", "2000", cwd=tmp_path)
+    assert done.status == 0, done.output

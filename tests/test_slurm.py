@@ -16,7 +16,7 @@ from virtual_hosts import VirtualHosts, VirtualHostsError
 
 from pala.transport.mpi_process import check_slurm_tasks
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
 OFTEN = ["--run.checkpoint-interval-s", "0.5"]
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from pala.a2c.agent import has_bfloat16
 from pala.config import EnvConfig
 from pala.doctor.facts import Host
 from pala.envs import make_envs
+from pala.system.device import has_bfloat16
 from pala.system.errors import PalaError
 
 

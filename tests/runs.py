@@ -1,0 +1,53 @@
+"""What a run has left in its folder: records, counts, checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+
+from pala.run.checkpoint import RankState, _rank_path, _read_rank, newest_segment
+from pala.run.metrics import read_run
+
+
+def intervals(run: Path, rank: int) -> list[dict]:
+    """A rank's records of intervals."""
+    return [record for record in read_run(run)[rank] if record["type"] == "interval"]
+
+
+def all_intervals(run: Path) -> list[dict]:
+    """Those of all ranks, rank after rank."""
+    return [record for records in read_run(run) for record in records if record["type"] == "interval"]
+
+
+def total(run: Path, key: str, rank: int | None = None) -> int:
+    """Sum of a count over all intervals, of a rank or of all."""
+    return sum(record.get(key, 0) for record in (all_intervals(run) if rank is None else intervals(run, rank)))
+
+
+def local_steps(run: Path) -> list[int]:
+    """Of each rank, as in its last record."""
+    return [intervals(run, rank)[-1]["local_steps"] for rank in range(len(read_run(run)))]
+
+
+def longest_gap_s(run: Path, rank: int) -> float:
+    """Between two records of a rank, which makes one every half second unless it waits."""
+    times = [record["time_s"] for record in intervals(run, rank)]
+    return max(after - before for before, after in itertools.pairwise(times))
+
+
+def all_train(run: Path, ranks: int) -> bool:
+    """True when every rank has made a record of an interval."""
+    return len(list(run.glob("metrics/rank-*.jsonl"))) == ranks and all(intervals(run, rank) for rank in range(ranks))
+
+
+def states_of(run: Path, ranks: int) -> list[RankState]:
+    """The ranks' newest checkpoints."""
+    folder = newest_segment(run)
+    return [_read_rank(_rank_path(folder, rank)) for rank in range(ranks)]
+
+
+def parameters_of(run: Path, rank: int) -> torch.Tensor:
+    """A rank's parameters in its newest checkpoint."""
+    return states_of(run, rank + 1)[rank].tensors["parameters"]
