@@ -4,7 +4,7 @@
     python -m pala.evaluate runs/pong-...                    # score it
     python -m pala.plot runs/pong-...                        # see it
 
-From Python (each rank runs the same script): `pala.train(config, make_env=...)`.
+From Python (each rank runs the same script): `pala.fit(config, make_env=...)`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pala.config import Config, load_preset
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
-    from pala.run.trainer import Result
+    from pala.run.session import Result
 
 __version__ = "0.1.0"
-__all__ = ["Config", "PalaError", "load_preset", "train"]
+__all__ = ["Config", "PalaError", "fit", "load_preset"]
 
 
-def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str | Path | None = None) -> Result:
+def fit(config: Config, make_env: Callable[[], Any] | None = None, resume: str | Path | None = None) -> Result:
     """Train one policy on all ranks of MPI.COMM_WORLD. Collective: every rank calls it with the same arguments.
 
     `make_env`: returns one fresh `gymnasium.Env`; wins over `config.env.id` and travels with cloudpickle to where a
@@ -40,9 +40,9 @@ def train(config: Config, make_env: Callable[[], Any] | None = None, resume: str
     try:
         cores = cores_per_rank(comm)
         prepare(config.run.threads or cores)
-        from pala.run import trainer
+        from pala.run.session import run_session
 
-        return trainer.train(comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None)
+        return run_session(comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None)
     except CollectiveError:
         raise  # on every rank
     except BaseException as error:

@@ -71,8 +71,8 @@ class NetworkConfig:
     mlp_hidden: tuple[int, ...] = (64, 64)
     """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation are
-    float32. bfloat16 is faster where the processor or GPU has its instructions. Ours."""
+    """Precision of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation
+    are float32. bfloat16 is faster where the processor or GPU has its instructions. Ours."""
     passes: Literal["auto", "autograd", "cuda_graph"] = "auto"
     """How forward and backward passes are made: `auto` uses the hand-written ones where there are some (images);
     `autograd` leaves all to torch; `cuda_graph` replays the hand-written ones. Equal but for rounding."""

@@ -294,7 +294,7 @@ def processes_in(folder: Path) -> list[int]:
 
 
 def ranks_in(folder: Path) -> list[int]:
-    """Of those, the ranks of a training job."""
+    """Those of them that are ranks of a training job."""
     found = []
     for pid in processes_in(folder):
         try:

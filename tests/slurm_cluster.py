@@ -60,7 +60,7 @@ class Node(NamedTuple):
 
 
 class Said(NamedTuple):
-    """Of a command: its exit status, and what it wrote."""
+    """A command's exit status, and what it wrote."""
 
     status: int
     output: str

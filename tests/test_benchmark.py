@@ -96,15 +96,15 @@ def test_ratios_are_taken_pair_by_pair() -> None:
     assert gossip.of_none is not None
     assert (gossip.of_none.low, gossip.of_none.median, gossip.of_none.high) == pytest.approx((0.9, 11 / 12, 0.95))
     assert gossip.split_us["update"] == pytest.approx(0.75 * 1e6 / 990)
-    # The floor of a rank is 200 us + 200 us: 2500 steps/s, 5000 for two; raw environments: 10,000.
-    assert none.of_floor.median == pytest.approx(2200 / 5000)
+    # A step takes a rank 200 us + 200 us at least: at most 2500 steps/s, 5000 for two; raw environments: 10,000.
+    assert none.of_bound.median == pytest.approx(2200 / 5000)
     assert none.of_environments.median == pytest.approx(2200 / 10_000)
 
 
-def test_the_floor_is_environment_plus_operations() -> None:
+def test_the_lower_bound_is_environment_plus_operations() -> None:
     (parts,) = parts_of(canned_job())
     assert (parts.environment_us, parts.operations_us) == (200.0, 200.0)
-    assert parts.floor_steps_per_s == Spread(5000, 5000, 5000)
+    assert parts.bound_steps_per_s == Spread(5000, 5000, 5000)
 
 
 def test_only_a_median_that_is_far_off_is_told() -> None:

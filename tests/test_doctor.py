@@ -63,7 +63,7 @@ def started_by(product: Product, **changes) -> facts.Launcher:
 
 
 def pings(**slow: float) -> list[PairPing]:
-    """Of four ranks at 1,000 MB/s, but for pairs such as r03=10."""
+    """A job of four ranks at 1,000 MB/s, but for pairs such as r03=10."""
     rates = {pair: slow.get(f"r{pair[0]}{pair[1]}", 1000.0) for pair in itertools.combinations(range(4), 2)}
     return [PairPing(pair, 10.0, rate) for pair, rate in rates.items()]
 

@@ -1,4 +1,4 @@
-"""Hostile bytes at the two doors: messages from peers, and files. They are taken as what they are, or refused cleanly.
+"""Hostile bytes from both sources: messages from peers, and files. They are taken as what they are, or refused cleanly.
 
 `PALA_FUZZ_EXAMPLES=100000 python -m pytest --timeout 0 tests/test_fuzz.py` tries so many a test, new ones each time;
 without it each test tries the same ones every time.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
+from pala.exchange.base import ExchangeState
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message
 from pala.gorila import worker as worker_module
@@ -28,14 +29,15 @@ from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.messages import Kind
 from pala.gorila.networks import QNetwork
-from pala.gorila.node import Formats, Node, make_wire
+from pala.gorila.node import Formats, Rules
+from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
-from pala.gorila.shard import Beginning, Shard, slices
+from pala.gorila.shard import Beginning, Shard
 from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
 from pala.networks.network import FlatParameters
 from pala.networks.tape import AutogradTape
-from pala.run.loop import Counters
+from pala.run.loop import Counters, Progress
 from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt
 from pala.transport.base import Bytes, Received
@@ -97,7 +99,9 @@ class Rank:
         envs = make_envs(config.env, 1, Corridor)
         network, target_network = make_network(), make_network()
         self.flat, self.target = FlatParameters(network, CPU), FlatParameters(target_network, CPU)
-        self.parts = slices(len(self.flat.data), gorila.num_shards)
+        formats = Formats.of(config.env, 1, gorila, Corridor.observation_space, num_actions=3)
+        rules = Rules.of(gorila, roles, num_ranks, self.flat, formats)
+        self.parts, self.wire = rules.slices, rules.wire
         self.shard, self.store = None, None
         if rank in roles.shards:
             begin = Beginning.fresh(self.flat.data)
@@ -110,21 +114,17 @@ class Rank:
                 rng=np.random.default_rng(SEED),
             )  # fmt: skip
         budget = StepBudget(rank, num_ranks, config.total_steps)
-        formats = Formats.of(config.env, 1, gorila, Corridor.observation_space, num_actions=3)
-        self.wire = make_wire(num_ranks, self.flat, self.parts, formats)
-
-        def make_node(send: Any) -> Node:
-            return Node(budget, roles, gorila, self.wire, formats, 0, self.shard, self.store, send)
-
         comm: Any = SimpleNamespace(rank=rank, open_transport=lambda: AtOnce(self.send))
-        self.exchange = GorilaExchange(comm, make_node, self.wire.most_bytes, Interrupt())
+        self.exchange = GorilaExchange(comm, rules, budget, 0, self.shard, self.store, Interrupt())
         self.node = self.exchange._node
         self.filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
-        self.worker = Worker(
-            config, rank, roles, 1, envs, network.distribution, AutogradTape(network), self.flat,
-            AutogradTape(target_network), self.target, self.filter, self.exchange,
-            torch.Generator().manual_seed(SEED), Counters(), Interrupt(),
+        parts = GorilaParts(
+            config, rank, rules, 1, CPU, network, self.flat, AutogradTape(network), self.target,
+            AutogradTape(target_network), torch.zeros_like(self.flat.data), self.store, self.filter,
         )  # fmt: skip
+        start = ExchangeState([0] * num_ranks, 0, 0, 1.0)
+        progress = Progress(Counters(), torch.Generator().manual_seed(SEED), start)
+        self.worker = Worker(parts, envs, self.exchange, progress, Interrupt())
 
     def send(self, peer: int, packet: Bytes) -> None:
         data = packet.data

@@ -13,19 +13,21 @@ from torch import Tensor
 
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig
 from pala.envs import make_envs
+from pala.exchange.base import ExchangeState
 from pala.exchange.budget import StepBudget, Stop
 from pala.gorila.dqn import LossFilter
 from pala.gorila.networks import QNetwork
-from pala.gorila.node import Formats, Node, make_wire
+from pala.gorila.node import Formats, Node, Rules
+from pala.gorila.parts import GorilaParts
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import assign
-from pala.gorila.shard import Beginning, Shard, slices
+from pala.gorila.shard import Beginning, Shard
 from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
 from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters
 from pala.networks.tape import Tape
-from pala.run.loop import Counters
+from pala.run.loop import Counters, Progress
 from pala.system.runtime import Interrupt
 from pala.transport.base import Bytes
 
@@ -92,28 +94,28 @@ class Rank:
         network, target_network = (QNetwork(SPACE, ACTIONS, CONFIG.network) for _ in range(2))
         flat, target = (FlatParameters(n, torch.device("cpu")) for n in (network, target_network))
         target.data.copy_(flat.data)
-        parts, budget = slices(len(flat.data), 2), StepBudget(rank, 2, 10**6)
-        self.shard = Shard(Beginning.fresh(flat.data), parts[rank], gorila)
+        rules = Rules.of(gorila, roles, 2, flat, Formats.of(env, 1, gorila, SPACE, num_actions=3))
+        self.shard = Shard(Beginning.fresh(flat.data), rules.slices[rank], gorila)
         store = ReplayStore(
             [rank], gorila.replay_capacity_steps, env.num_envs, SPACE, 1, min_steps=gorila.min_replay_steps // 2,
             update_period_steps=gorila.update_period_steps, minibatch_size=gorila.minibatch_size,
             rng=np.random.default_rng(rank),
         )  # fmt: skip
-        formats = Formats.of(env, 1, gorila, SPACE, num_actions=3)
 
         def send(peer: int, data: np.ndarray) -> Bytes:
             cluster[peer].node.on_message(rank, data.copy())
             return Bytes(data)
 
-        wire = make_wire(2, flat, parts, formats)
-        self.node = Node(budget, roles, gorila, wire, formats, 0, self.shard, store, send)
+        self.node = Node(StepBudget(rank, 2, 10**6), rules, 0, self.shard, store, send)
         self.tape, self.target_tape = CheckedTape(network), CheckedTape(target_network)
         self.taken, self.asked = 0, 0
         exchange: Any = self
-        self.worker = Worker(
-            CONFIG, rank, roles, 1, make_envs(env, 1, Noise), network.distribution, self.tape, flat, self.target_tape,
-            target, LossFilter(5.0, 1000), exchange, torch.Generator().manual_seed(rank), Counters(), Interrupt(),
+        parts = GorilaParts(
+            CONFIG, rank, rules, 1, torch.device("cpu"), network, flat, self.tape, target, self.target_tape,
+            torch.zeros_like(flat.data), store, LossFilter(5.0, 1000),
         )  # fmt: skip
+        progress = Progress(Counters(), torch.Generator().manual_seed(rank), ExchangeState([0, 0], 0, 0, 1.0))
+        self.worker = Worker(parts, make_envs(env, 1, Noise), exchange, progress, Interrupt())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.node, name)

@@ -50,7 +50,7 @@ def test_there_is_no_circle() -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_is_no_library_of_others(program: str) -> None:
     """But for two results: training draws its learning curve, and a prediction reads what a benchmark measured."""
-    allowed = {("pala.train", "pala.plot"), ("pala.simulate.compare", "pala.benchmark.analysis")}
+    allowed = {("pala.run.conclusion", "pala.plot"), ("pala.simulate.compare", "pala.benchmark.analysis")}
     own = f"pala.{program}"
     uses = {
         (module, used) for module, imported in GRAPH.items() for used in imported

@@ -24,7 +24,7 @@ from pala.exchange.budget import Stop
 from pala.exchange.none import NoExchange
 from pala.networks.network import ActorCritic, Categorical, FlatParameters
 from pala.networks.tape import AutogradTape
-from pala.run.loop import Counters
+from pala.run.loop import Counters, Progress
 from pala.run.metrics import SECTIONS, Record
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
@@ -111,9 +111,8 @@ class Run:
         )
         self.exchange = self.exchange_class(comm, self.flat.data, config.total_steps, start, self.interrupt)
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
-        self.learner = Learner(
-            config, 0, self.envs, tape, self.flat, self.a2c, self.exchange, generator, self.counters, self.interrupt
-        )
+        progress = Progress(self.counters, generator, start)
+        self.learner = Learner(config, 0, self.envs, self.a2c, self.exchange, progress, self.interrupt)
 
     def go(self) -> Stop:
         seeds = derive(self.config.seed, 0, "environments", ENVS)

@@ -241,7 +241,7 @@ def make_env():
 config = Config(total_steps=2000, env=EnvConfig(num_envs=2, vectorization="{vectorization}"),
                 run=RunConfig(name="r", console="none"), evaluation=EvaluationConfig(episodes=4))
 if __name__ == "__main__":
-    result = pala.train(config, make_env=make_env)
+    result = pala.fit(config, make_env=make_env)
     assert result.status == "completed"
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 0:
@@ -253,7 +253,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_an_exception_in_a_users_own_environment_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Also without `python -m pala.train`: the script calls `pala.train`, and rank 1 alone raises."""
+    """Also without `python -m pala.train`: the script calls `pala.fit`, and rank 1 alone raises."""
     source = SCRIPT_WITH_FACTORY.format(vectorization="sync").replace(
         "def make_env():",
         "class Faulty(gymnasium.Wrapper):\n"

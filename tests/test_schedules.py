@@ -194,6 +194,7 @@ def test_the_complete_graph_with_staleness_zero_is_exact_without_a_barrier(n: in
     scenario = Scenario(
         n, "complete", "uniform", max_staleness=0, budget_steps=30 * n, seed=seed,
         update_s=(0.1, 2.0), model_s=(0.01, 3.0), control_s=(0.001, 0.09), pause_probability=0.05, pause_s=(2, 5),
+        again_s=1e6, send_buffers=n,  # what is sent once more, or waits for memory, would count in another round
     )  # fmt: skip
     check(scenario, learn=learn)
     assert min(rounds) >= 30
@@ -242,7 +243,7 @@ def test_staleness_zero_keeps_its_pace(topology: str) -> None:
     assert pace(topology) > 0.4
 
 
-@pytest.mark.parametrize("schedules", [50, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [50, pytest.param(3000, marks=pytest.mark.soak)])
 def test_schedules_drawn_at_random_hold(schedules: int) -> None:
     tried = try_all(range(schedules))
     assert tried.failure is None, tried.failure
@@ -436,7 +437,7 @@ BUGS = {
     ForgetsTheDead: "deadlock",
     NeverSendsOnceMore: "deadlock",
     CountsTheDeadsStepsTwice: "known steps",
-    HealsOnlyWithAFullRound: "deadlock",
+    HealsOnlyWithAFullRound: "deadlock|stale",
     HealsFromParts: "healed by a part",
     KeepsPartsWhileItMustHeal: "deadlock|stale",
     WaitsForTheStopped: "deadlock|waited",
@@ -484,7 +485,7 @@ def test_dropping_debts_and_merging_models_costs_the_pace() -> None:
             self._rounds_due = 1
             return super().update_finished(now_s, steps, healthy)
 
-    assert pace("random", DropsAndMerges) < 0.25
+    assert pace("random", DropsAndMerges) < 0.3
 
 
 # ---- the same in the driver ------------------------------------------------------------------------------------------
@@ -547,7 +548,7 @@ DRIVER_BUGS = {
     AddsNothing: "push-sum weight|zero|nan",
     KeepsWhatItShouldForget: "push-sum weight|healed by a part|stale",
     FillsASnapshotOnItsWay: "wrote over a message",
-    DoesNotLookAtWhoSent: "deadlock",
+    DoesNotLookAtWhoSent: "deadlock|push-sum weight",
     SendsToOneOnly: "deadlock|push-sum weight",
 }
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import typing
 from collections import Counter, deque
 
 import numpy as np
 import pytest
 
+from pala.config import ExchangeConfig
 from pala.exchange.budget import broadcast_peers
-from pala.exchange.gossip.topology import num_in_peers, out_peers
+from pala.exchange.gossip.codecs import CODECS
+from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.topology import TOPOLOGIES, num_in_peers, out_peers
 
-TOPOLOGIES = ["random", "ring", "exponential", "complete"]
 SIZES = [1, 2, 3, 5, 8, 13, 16]
 
 
@@ -140,5 +143,12 @@ def test_a_broadcast_goes_around_one_rank_whose_death_nobody_knows_of(n: int) ->
 
 
 def test_an_unknown_topology_is_an_error() -> None:
-    with pytest.raises(ValueError, match="star"):
+    with pytest.raises(KeyError):
         out_peers("star", 0, range(3), 0, 0)
+
+
+def test_the_configuration_offers_every_topology_mixing_rule_and_codec() -> None:
+    hints = typing.get_type_hints(ExchangeConfig)
+    assert set(typing.get_args(hints["topology"])) == {"auto", *TOPOLOGIES}
+    assert typing.get_args(hints["mixing"]) == tuple(RULES)
+    assert typing.get_args(hints["compression"]) == tuple(CODECS)

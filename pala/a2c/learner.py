@@ -9,7 +9,6 @@ The loop knows nothing of ranks, peers or MPI; `exchange` is the one object in w
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pala.a2c.update import A2C, Rollout, UpdateResult
@@ -17,9 +16,7 @@ from pala.config import Config
 from pala.envs import Envs
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
-from pala.networks.network import FlatParameters
-from pala.networks.tape import Tape
-from pala.run.loop import Counters, Loop, Means
+from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, say
@@ -33,12 +30,12 @@ class Learner(Loop):
     _exchange: ModelExchange
 
     def __init__(
-        self, config: Config, rank: int, envs: Envs, tape: Tape, flat: FlatParameters, a2c: A2C,
-        exchange: ModelExchange, generator: torch.Generator, counters: Counters, interrupt: Interrupt,
+        self, config: Config, rank: int, envs: Envs, a2c: A2C, exchange: ModelExchange, progress: Progress,
+        interrupt: Interrupt,
     ) -> None:  # fmt: skip
-        super().__init__(config.run, exchange, counters, interrupt, flat.data.device)
-        self._config, self._rank, self._envs, self._tape, self._flat = config, rank, envs, tape, flat
-        self._a2c, self._generator = a2c, generator
+        super().__init__(config.run, exchange, progress, interrupt, a2c.flat.data.device)
+        self._config, self._rank, self._envs, self._a2c = config, rank, envs, a2c
+        self._tape, self._flat = a2c.tape, a2c.flat
         self._means, self._updates, self._skipped = Means(), 0, 0  # of the interval
         self._skipped_in_a_row = 0
 
@@ -53,6 +50,7 @@ class Learner(Loop):
         result = self._learn(rollout, bootstrap_B)
         if result is not None:
             self._share(result)
+            self._on_update(self.counters.updates)
 
     def _play(self) -> tuple[Rollout, Tensor]:
         """`rollout_steps` steps of all environments, and V after the last one [B]."""

@@ -98,17 +98,17 @@ class A2C:
     def __init__(
         self, distribution: Categorical | Gaussian, tape: Tape, flat: FlatParameters, config: A2CConfig
     ) -> None:
-        self.distribution, self._tape, self._flat, self._config = distribution, tape, flat, config
+        self.distribution, self.tape, self.flat, self._config = distribution, tape, flat, config
         self.mean_square = torch.zeros_like(flat.data)
 
     def step(self, loss: Loss, learning_rate: float) -> UpdateResult:
         """Clip the gradient in `flat.gradient` and take one optimiser step, unless it is not finite."""
         config = self._config
-        norm = clip_gradient_(self._flat.gradient, config.max_gradient_norm)
+        norm = clip_gradient_(self.flat.gradient, config.max_gradient_norm)
         finite = math.isfinite(norm)
         if finite:
             rmsprop_(
-                self._flat.data, self._flat.gradient, self.mean_square, learning_rate,
+                self.flat.data, self.flat.gradient, self.mean_square, learning_rate,
                 config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,
             )  # fmt: skip
         return UpdateResult(loss, norm, finite)
@@ -119,8 +119,8 @@ class A2C:
         policy_TBA = torch.stack(rollout.policy_outputs).requires_grad_()
         values_TB = torch.stack(rollout.values).requires_grad_()
         loss = a2c_loss(self.distribution, policy_TBA, values_TB, rollout, bootstrap_B, self._config)
-        self._flat.gradient.zero_()
+        self.flat.gradient.zero_()
         loss.total.backward()  # type: ignore[no-untyped-call]
         assert policy_TBA.grad is not None and values_TB.grad is not None
-        self._tape.backward([policy_TBA.grad, values_TB.grad.unsqueeze(-1)])
+        self.tape.backward([policy_TBA.grad, values_TB.grad.unsqueeze(-1)])
         return Loss(*(term.detach() for term in loss))

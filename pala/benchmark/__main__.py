@@ -50,7 +50,7 @@ _PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Command:
-    """Measure training, its parts, and the floor that no training on this machine can be faster than."""
+    """Measure training, its parts, and the upper bound of its speed on this machine."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
     """TOML file with settings (configs/); the options below win over it. Otherwise the defaults: Pong as GALA."""
@@ -103,7 +103,7 @@ def parse(arguments: list[str]) -> Command:
 
 
 def _completed(command: Command) -> Command:
-    """With a value for each option that was not given."""
+    """The command with a value for each option that was not given."""
     cores = len(os.sched_getaffinity(0))
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
@@ -121,7 +121,7 @@ def _completed(command: Command) -> Command:
 
 
 def exchange_kinds() -> tuple[str, ...]:
-    """All that exist, first the one that the others are compared with."""
+    """All kinds of exchange, first the one that the others are compared with."""
     return tuple(sorted(KINDS, key=lambda kind: kind != BASELINE))
 
 

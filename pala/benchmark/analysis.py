@@ -1,7 +1,8 @@
-"""What is made of the benchmark's raw rounds: the floor, speeds and their ratios. Pure.
+"""What is made of the benchmark's raw rounds: bounds, speeds and their ratios. Pure.
 
-The floor of a step is the environment's own time plus the network's floating-point operations, one forward and one
-backward pass, at the rate at which the machine multiplies matrices; nothing that this design does can be faster.
+The lower bound of a step's time is the environment's own time plus the network's floating-point operations, one forward
+and one backward pass, at the rate at which the machine multiplies matrices; nothing that this design does can be
+faster. Its inverse, summed over ranks, is the upper bound of the speed.
 Ratios are taken within a round, where noise meets both sides, then their median and range over rounds.
 """
 
@@ -31,8 +32,8 @@ class Parts:
     environment_us: float
     network_us: dict[str, float]  # forward, backward, optimiser
     matrix_gflops: float
-    operations_us: float  # the floor's share of the network
-    floor_steps_per_s: Spread  # of all ranks
+    operations_us: float  # the network's share of a step's lower bound
+    bound_steps_per_s: Spread  # upper bound of all ranks together
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Training:
     exchange: str
     steps_per_s: Spread  # of all ranks
     of_none: Spread | None
-    of_floor: Spread
+    of_bound: Spread
     of_environments: Spread
     split_us: dict[str, float]  # a step of a rank; median
     cpu_per_core: float
@@ -53,7 +54,7 @@ class Training:
 
 
 def parts_of(job: dict[str, Any]) -> list[Parts]:
-    """One for each precision of a job."""
+    """The parts of a job, for each of its precisions."""
     return [_parts(job, precision) for precision in job["precisions"]]
 
 
@@ -72,7 +73,7 @@ def _parts(job: dict[str, Any], precision: str) -> Parts:
         network_us={part: network(part) for part in PARTS},
         matrix_gflops=network("matrix_gflops"),
         operations_us=median(lambda r: [_operations_us(flops, k["matrix_gflops"]) for k in r["network"][precision]]),
-        floor_steps_per_s=Spread.of(_floor_steps_per_s(round_, precision, flops) for round_ in job["rounds"]),
+        bound_steps_per_s=Spread.of(_bound_steps_per_s(round_, precision, flops) for round_ in job["rounds"]),
     )  # fmt: skip
 
 
@@ -80,14 +81,14 @@ def _operations_us(flops: float, gflops_per_s: float) -> float:
     return flops / gflops_per_s / 1e3
 
 
-def _floor_steps_per_s(round_: dict[str, Any], precision: str, flops: float) -> float:
+def _bound_steps_per_s(round_: dict[str, Any], precision: str, flops: float) -> float:
     rates = [rank["matrix_gflops"] for rank in round_["network"][precision]]
-    floors = zip(round_["environment_us"], rates, strict=True)
-    return sum(1e6 / (environment_us + _operations_us(flops, rate)) for environment_us, rate in floors)
+    ranks = zip(round_["environment_us"], rates, strict=True)
+    return sum(1e6 / (environment_us + _operations_us(flops, rate)) for environment_us, rate in ranks)
 
 
 def training_of(job: dict[str, Any]) -> list[Training]:
-    """One for each precision and exchange of a job."""
+    """The training of a job, for each of its precisions and exchanges."""
     return [_training(job, precision, exchange) for precision in job["precisions"] for exchange in job["exchanges"]]
 
 
@@ -106,7 +107,7 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
         job["ranks"], precision, exchange,
         steps_per_s=Spread.of(speeds),
         of_none=_ratio(speeds, none) if none is not None and exchange != BASELINE else None,
-        of_floor=_ratio(speeds, [_floor_steps_per_s(round_, precision, flops) for round_ in rounds]),
+        of_bound=_ratio(speeds, [_bound_steps_per_s(round_, precision, flops) for round_ in rounds]),
         of_environments=_ratio(speeds, [sum(1e6 / us for us in round_["environment_us"]) for round_ in rounds]),
         split_us={s: median(lambda rank, s=s: 1e6 * rank["time"][s] / rank["steps_per_s"]) for s in SECTIONS},  # type: ignore[misc]
         cpu_per_core=median(lambda rank: rank["cpu_per_core"]),
@@ -129,7 +130,7 @@ def _speed(ranks: list[dict[str, Any]]) -> float:
 
 
 def _ratio(values: Sequence[float], others: Sequence[float]) -> Spread:
-    """Pair by pair."""
+    """Spread of the ratios of `values` to `others`, pair by pair."""
     return Spread.of(value / other for value, other in zip(values, others, strict=True))
 
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pala.a2c.agent import Agent
 from pala.a2c.learner import Learner
+from pala.a2c.parts import A2CParts
 from pala.a2c.update import clip_gradient_, rmsprop_
 from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
@@ -33,7 +33,7 @@ from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.make import make_exchange
 from pala.exchange.wire import Message, Wire
 from pala.networks.network import ActorCritic
-from pala.run.loop import Counters
+from pala.run.loop import Counters, Progress
 from pala.run.metrics import SECTIONS, Record
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive
@@ -93,21 +93,21 @@ class ContinuedEnvs(Envs):
         return step
 
     def take_durations_s(self, steps: int) -> list[float]:
-        """Of every `steps` steps since the last call, with all that was done between them."""
+        """Seconds of every `steps` steps since the last call, with all that was done between them."""
         ends = self._stepped_at_s[::-steps][::-1]
         self._stepped_at_s = ends[-1:]
         return [end - begin for begin, end in pairwise(ends)]
 
     def forget_durations(self) -> None:
-        """What lies between two measurements is none, and nothing to sleep for."""
+        """Begin anew: the time between two measurements is no duration, and nothing to sleep for."""
         self._stepped_at_s, self._cpu_s = [], time.process_time()
 
     def close(self) -> None:
         self._envs.close()
 
 
-def environment_us(envs: ContinuedEnvs, agent: Agent, seconds: float) -> float:
-    """Random actions and nothing else: microseconds a step."""
+def environment_us(envs: ContinuedEnvs, agent: A2CParts, seconds: float) -> float:
+    """Microseconds a step of the environments alone, with random actions."""
     distribution = agent.network.distribution
     generator = torch.Generator(agent.device)
     envs.forget_durations()
@@ -123,7 +123,7 @@ def environment_us(envs: ContinuedEnvs, agent: Agent, seconds: float) -> float:
     return 1e6 * (time.perf_counter() - begin) / (turns * envs.num_envs)
 
 
-def network_us(agent: Agent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
+def network_us(agent: A2CParts, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
     """Microseconds a step of `forward` (all acting passes of a rollout and its bootstrap), `backward` and `optimiser`
     (clipping and RMSprop)."""
     tape, flat, settings, now = agent.tape, agent.flat, config.a2c, _clock(agent.device)
@@ -170,7 +170,7 @@ def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, when all that was asked of the device is done."""
+    """A clock in seconds that first waits until the device has done all that was asked of it."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -220,7 +220,7 @@ class Trial:
     """Training on all ranks as `pala.train` does it, but for its files. Each run starts from the same weights."""
 
     def __init__(
-        self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: Agent, first_weights: torch.Tensor
+        self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: A2CParts, first_weights: torch.Tensor
     ) -> None:
         self._comm, self._config, self._envs, self._agent = comm, config, envs, agent
         self._first_weights = first_weights
@@ -243,10 +243,8 @@ class Trial:
         start = ExchangeState([0] * comm.size, 0, 0, 1.0)
         exchange = make_exchange(comm, agent.flat.data, agent.flat.signature, config, start, interrupt)
         self.message_bytes = exchange.message_bytes
-        learner = Learner(
-            config, comm.rank, self._envs, agent.tape, agent.flat, agent.a2c, exchange, generator, Counters(),
-            interrupt,
-        )  # fmt: skip
+        progress = Progress(Counters(), generator, start)
+        learner = Learner(config, comm.rank, self._envs, agent.a2c, exchange, progress, interrupt)
         records: list[Record] = [{"time_s": 0.0, "updates": 0, "local_steps": 0} | _process_figures()]
 
         def on_interval(new: list[Record]) -> None:

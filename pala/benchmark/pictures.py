@@ -12,7 +12,7 @@ from pala.report.text import counted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_OPERATIONS = "operations (floor)"
+_OPERATIONS = "operations"
 _PIECE_COLOURS = {
     "environment": COLOURS[0], _OPERATIONS: COLOURS[5], "inference": COLOURS[1], "update": COLOURS[2],
     "exchange": COLOURS[3], "wait": COLOURS[4], "other": "#999999",
@@ -20,7 +20,7 @@ _PIECE_COLOURS = {
 
 
 def draw(benchmark: dict[str, Any], output: Path) -> None:
-    """Where a step's time goes beside the floor, and steps a second over the number of ranks. Raises PalaError."""
+    """Draw where a step's time goes beside its lower bound, and steps/s over the number of ranks. Raises PalaError."""
     jobs = benchmark["jobs"]
     bars = sum(len(job["precisions"]) * (1 + len(job["exchanges"])) + 1 for job in jobs)
     height = max(4.6, 1.9 + 0.3 * bars)
@@ -31,7 +31,9 @@ def draw(benchmark: dict[str, Any], output: Path) -> None:
     for panel in (split, speed):
         panel.spines[["top", "right"]].set_visible(False)
         handles, labels = panel.get_legend_handles_labels()
-        panel.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.7 / height), ncols=3, frameon=False)
+        panel.legend(
+            handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.7 / height), ncols=3, frameon=False, fontsize=9
+        )
     env, machine = benchmark["config"]["env"], benchmark["machine"]
     title = f"{env['id']}, {env['num_envs']} environments a rank; {machine['cpu']}, {machine['cores']} cores"
     figure.suptitle(title, fontsize=11)
@@ -45,9 +47,9 @@ def _draw_split(axes: Axes, jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         ranks = counted(job["ranks"], "rank")
         for parts in parts_of(job):
-            floor = {"environment": parts.environment_us, _OPERATIONS: parts.operations_us}
+            bound = {"environment": parts.environment_us, _OPERATIONS: parts.operations_us}
             mine = [t for t in training_of(job) if t.precision == parts.precision]
-            group = [(f"{ranks}, {parts.precision}: floor", floor), *((t.exchange, t.split_us) for t in mine)]
+            group = [(f"{ranks}, {parts.precision}: lower bound", bound), *((t.exchange, t.split_us) for t in mine)]
             bars += [(y + i, label, pieces) for i, (label, pieces) in enumerate(group)]
             y += len(group) + 0.25
         y += 0.5
@@ -68,7 +70,7 @@ def _draw_split(axes: Axes, jobs: list[dict[str, Any]]) -> None:
 
 
 def _draw_speed(axes: Axes, jobs: list[dict[str, Any]]) -> None:
-    """A marker with its range for each kind of training; the floor as a dash."""
+    """A marker with its range for each kind of training; the upper bound as a dash."""
     kinds = list(dict.fromkeys((t.precision, t.exchange) for t in all_training(jobs)))
     precisions = list(dict.fromkeys(precision for precision, _ in kinds))
     exchanges = list(dict.fromkeys(exchange for _, exchange in kinds))
@@ -85,10 +87,10 @@ def _draw_speed(axes: Axes, jobs: list[dict[str, Any]]) -> None:
             markerfacecolor=colour if filled else "white", label=f"{kind[1]}, {kind[0]}",
         )  # fmt: skip
     for number, precision in enumerate(precisions):
-        floors = [p.floor_steps_per_s.median for job in jobs for p in parts_of(job) if p.precision == precision]
+        bounds = [p.bound_steps_per_s.median for job in jobs for p in parts_of(job) if p.precision == precision]
         axes.hlines(
-            floors, [x - 0.42 for x in range(len(jobs))], [x + 0.42 for x in range(len(jobs))], color="black",
-            linestyle=("-", "--", ":")[number % 3], linewidth=1.2, label=f"floor, {precision}",
+            bounds, [x - 0.42 for x in range(len(jobs))], [x + 0.42 for x in range(len(jobs))], color="black",
+            linestyle=("-", "--", ":")[number % 3], linewidth=1.2, label=f"upper bound, {precision}",
         )  # fmt: skip
     axes.set_xticks(range(len(jobs)), [str(job["ranks"]) for job in jobs])
     axes.set_xlim(-0.6, len(jobs) - 0.4)

@@ -22,7 +22,7 @@ def markdown(benchmark: dict[str, Any]) -> str:
         f"median (range) over rounds.{_slowed(benchmark['options'])}\n"
         f"A step is {flops['forward'] / 1e6:.3g} million floating-point operations forward and "
         f"{flops['backward'] / 1e6:.3g} million backward.",
-        "## The parts alone, and the floor\n\nMicroseconds a step of a rank; all ranks at the same time.\n\n"
+        "## The parts alone, and the bounds\n\nMicroseconds a step of a rank; all ranks at the same time.\n\n"
         + _parts_table(jobs),
         "## Training\n\nSteps of all ranks a second, and their ratios within a round.\n\n"
         + _training_table(jobs)
@@ -50,23 +50,31 @@ def _left_out(jobs: list[dict[str, Any]]) -> str:
 
 
 def _parts_table(jobs: list[dict[str, Any]]) -> str:
-    header = ("ranks", "threads", "precision", "environment", *PARTS, "GFLOP/s", "floor", "floor steps/s")
+    header = ("ranks", "threads", "precision", "environment", *PARTS, "GFLOP/s", "lower bound", "upper bound, steps/s")
     return table(header, [
         (
             str(p.ranks), str(p.threads), p.precision, f"{p.environment_us:.0f}",
             *(f"{p.network_us[part]:.0f}" for part in PARTS), f"{p.matrix_gflops:.0f}",
-            f"{p.environment_us:.0f} + {p.operations_us:.0f}", p.floor_steps_per_s.text(",.0f"),
+            f"{p.environment_us:.0f} + {p.operations_us:.0f}", p.bound_steps_per_s.text(",.0f"),
         )
         for job in jobs for p in parts_of(job)
     ])  # fmt: skip
 
 
 def _training_table(jobs: list[dict[str, Any]]) -> str:
-    header = ("ranks", "precision", "exchange", "global steps/s", "of none", "of the floor", "of the environments")
+    header = (
+        "ranks",
+        "precision",
+        "exchange",
+        "global steps/s",
+        "of none",
+        "of the upper bound",
+        "of the environments",
+    )
     return table(header, [
         (
             *_names(t), t.steps_per_s.text(",.0f"), t.of_none.text(".3f") if t.of_none else "",
-            t.of_floor.text(".2f"), t.of_environments.text(".2f"),
+            t.of_bound.text(".2f"), t.of_environments.text(".2f"),
         )
         for t in all_training(jobs)
     ])  # fmt: skip

@@ -25,7 +25,7 @@ class Request:
     result: str  # file that rank 0 writes
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write it as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 

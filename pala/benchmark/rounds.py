@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from pala.a2c.agent import Agent, build_agent, build_envs, has_bfloat16
+from pala.a2c.parts import A2CParts, build
 from pala.benchmark.measure import (
     ContinuedEnvs,
     Trial,
@@ -25,6 +25,8 @@ from pala.benchmark.measure import (
 from pala.benchmark.request import Request
 from pala.config import Config, check_exchange
 from pala.exchange.make import check_placement
+from pala.run.parts import build_envs
+from pala.system.device import has_bfloat16
 from pala.system.errors import PalaError
 from pala.system.runtime import process_age_s
 from pala.system.seeding import derive
@@ -49,11 +51,11 @@ class Rounds:
         self.envs = ContinuedEnvs(envs, self.seeds, threads, slowdown)
         self.left_out: dict[str, str] = {}
         self.exchanges = [kind for kind in request.exchanges if self._is_possible(kind)]
-        first = build_agent(comm, config, self.envs)
+        first = build(comm, config, self.envs)
         self.device, self.first_weights = first.device, first.flat.data.clone()
         both = first.network.is_image and has_bfloat16(self.device)
         self.precisions = request.precisions or comm.bcast(("float32", "bfloat16") if both else ("float32",))
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[str, A2CParts] = {}
         self.trials: dict[Key, Trial] = {}
         for precision in self.precisions:
             self._add(precision)
@@ -73,7 +75,7 @@ class Rounds:
     def _add(self, precision: str) -> None:
         with_precision = replace(self.config.network, precision=cast(Any, precision))
         config = replace(self.config, network=with_precision)
-        self.agents[precision] = agent = build_agent(self.comm, config, self.envs)
+        self.agents[precision] = agent = build(self.comm, config, self.envs)
         for kind in self.exchanges:
             exchange = replace(config.exchange, kind=cast(Any, kind))
             trial = Trial(self.comm, replace(config, exchange=exchange), self.envs, agent, self.first_weights)

@@ -24,7 +24,7 @@ class Comparison:
 
     @classmethod
     def of(cls, preset: Preset, runs: Sequence[Run]) -> Comparison:
-        """Sorted, and grouped."""
+        """The comparison of these runs, sorted and grouped."""
         variants = _names(preset, runs)
 
         def place(run: Run) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """All random streams derive from it."""
+        """The seed that all random streams derive from."""
         return self.config.seed
 
     @property
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def segments(self) -> list[dict[str, Any]]:
-        """One for each start."""
+        """The records of all starts."""
         return list(self.record["segments"])
 
     @property
@@ -84,12 +84,12 @@ class Run:
 
     @property
     def intervals(self) -> list[Record]:
-        """Of all ranks, without start-up."""
+        """Interval records of all ranks, without start-up."""
         return [record for rank in self.ranks for record in settled(rank)]
 
     @property
     def steps_per_s(self) -> float | None:
-        """Of the ranks of the newest start: the sum of their medians over intervals."""
+        """Speed of the ranks of the newest start: the sum of their medians over intervals."""
         ranks = self.ranks[: self.last.get("ranks")]
         speeds = [[record["local_steps_per_s"] for record in settled(rank)] for rank in ranks]
         return sum(map(statistics.median, filter(None, speeds))) or None
@@ -100,7 +100,7 @@ class Run:
         return max((rank[-1]["time_s"] for rank in self.ranks if rank), default=0.0)
 
     def mean(self, key: str) -> float | None:
-        """Of a key of the metrics, over intervals and ranks."""
+        """Mean of a key of the metrics over intervals and ranks; None if none has it."""
         values = [record[key] for record in self.intervals if record.get(key) is not None]
         return statistics.fmean(values) if values else None
 

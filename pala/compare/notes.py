@@ -14,12 +14,12 @@ _FEW_RUNS = 5
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What is not alike among the runs, or rough."""
+    """Sentences on what is not alike among the runs, or rough."""
     done = [run for runs in comparison.cells.values() for run in runs]
     fewest = min((len(runs) for runs in comparison.cells.values()), default=0)
     return [note for note in (
         "" if comparison.preset.undisturbed else
-        "Other work ran on the machine in the meantime, so what hangs on time is left out (`undisturbed = false`).",
+        "Other work ran on the machine in the meantime, so what depends on time is left out (`undisturbed = false`).",
         _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
         "A variant has a single run: nothing is known of its spread." if fewest == 1 else "",
         f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3) else
@@ -44,18 +44,18 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def commit(run: Run) -> str:
-    """Of all segments."""
+    """The commits of all segments."""
     return ", then ".join(dict.fromkeys(str(segment.get("git_commit"))[:10] for segment in run.segments))
 
 
 def versions(run: Run) -> str:
-    """Of the newest segment: of the packages, and of MPI."""
+    """The versions of packages and of MPI in the newest segment."""
     packages = ", ".join(f"{name} {version}" for name, version in run.last.get("versions", {}).items())
     return f"{packages}; {' '.join(str(run.last.get('mpi')).split(',')[0].split())}"
 
 
 def machine(run: Run) -> str:
-    """Of the newest segment: where it was made, and on what."""
+    """The hosts, platform and device of the newest segment."""
     hosts = ", ".join(sorted(set(run.last.get("hosts", []))))
     return f"{hosts} ({run.last.get('platform')}), {run.last.get('device')}"
 

@@ -32,7 +32,7 @@ class Preset:
     launcher: str = "mpirun -np {ranks}"
     """Command that starts the ranks; `{ranks}` stands for their number."""
     undisturbed: bool = True
-    """Whether nothing else ran on the machine. If not, the report leaves out what hangs on time."""
+    """Whether nothing else ran on the machine. If not, the report leaves out what depends on time."""
     games: dict[str, str] = field(default_factory=dict)
     """Name of a game -> its preset of pala.train."""
     target_return: dict[str, float] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Planned:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The run's folder."""
         return Path(self.config.run.dir) / self.config.run.name
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Planned:
 
 
 class Plan:
-    """A preset, checked."""
+    """A checked preset, and the runs that it asks for."""
 
     def __init__(self, path: Path) -> None:
         """Raises PalaError that names the file and the key."""

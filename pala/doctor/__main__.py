@@ -149,7 +149,9 @@ def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
     if rank.rank == min(other.rank for other in ranks if other.host == rank.host):
         prepare(threads)
         watchdog.expect("loading torch and Atari", _LOADING_S, _ALONE)
-        host = facts.with_torch(host)
+        from pala.doctor.loading import with_torch  # what it loads is tried here, in threads of this number
+
+        host = with_torch(host)
     watchdog.expect("waiting for torch and Atari on other hosts", 2 * _LOADING_S, _TOGETHER)
     comm.meet()
     hosts: dict[str, Host] = {}

@@ -225,7 +225,7 @@ def _cores_of_launcher(launcher: Launcher) -> list[int]:
 
 
 def _checksum_of_sources() -> str:
-    """Of pala's own files: a stale copy on another host has the same version."""
+    """Checksum of pala's own files: a stale copy on another host has the same version."""
     digest = hashlib.sha256()
     folder = Path(__file__).resolve().parent.parent
     for file in sorted(folder.rglob("*.py")):
@@ -242,8 +242,8 @@ def _cpu_quota() -> float | None:
 
 
 def with_mpi(rank: Rank, library: Product, threads: int) -> Rank:
-    """And what MPI tells of it."""
-    from mpi4py import MPI
+    """The rank, with what MPI tells of it."""
+    from mpi4py import MPI  # `library_here` has seen to it that this does not start MPI
 
     levels = {MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED", MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE"}
     return replace(
@@ -257,31 +257,3 @@ def _cuda_aware(mpi: object) -> bool | None:
         return bool(ctypes.CDLL(mpi.__file__).MPIX_Query_cuda_support())  # type: ignore[attr-defined]
     except (OSError, AttributeError):
         return None
-
-
-def with_torch(host: Host) -> Host:
-    """And what torch and ale-py tell of it: takes seconds, so for one rank of a host."""
-    import torch
-
-    from pala.a2c.agent import has_bfloat16
-
-    return replace(
-        host,
-        torch_cuda=torch.version.cuda,
-        gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        bfloat16=has_bfloat16(torch.device("cpu")),
-        atari_fault=_atari_fault(),
-    )
-
-
-def _atari_fault() -> str:
-    """Why no game of Pong can be begun; empty if one was."""
-    from pala.config import EnvConfig
-    from pala.envs import make_envs
-    from pala.system.errors import PalaError
-
-    try:
-        make_envs(EnvConfig(num_envs=1)).close()
-    except (PalaError, ImportError, OSError, RuntimeError) as error:
-        return str(error)
-    return ""

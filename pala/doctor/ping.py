@@ -56,7 +56,7 @@ def turns(hosts: Sequence[str], most_pairs: int = MOST_PAIRS) -> list[list[Pair]
 
 
 def ping(comm: MpiCommunicator, hosts: Sequence[str], expect: Callable[[str], None]) -> list[PairPing]:
-    """Of all pairs, on every rank. Who is not in a turn sleeps. Collective."""
+    """Ping all pairs; every rank returns all results. A rank that is not in a turn sleeps. Collective."""
     mine: list[PairPing] = []
     for turn in turns(hosts):
         expect("waiting for the pings of other ranks")

@@ -77,7 +77,7 @@ class AllReduce(ModelExchange):
         return agree_on_end(self._comm, self._stop, self._local_steps, timeout_s, self._interrupt).stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        """Of rank 0. That all ranks have the same is checked, and a difference is said."""
+        """The parameters of rank 0. That all ranks have the same is checked, and a difference is reported."""
         mine = self._parameters.detach().cpu()
 
         def of_first(living: Living) -> Tensor:

@@ -74,7 +74,7 @@ def average_of_ranks(
 
 
 class Exchange(abc.ABC):
-    """Of either algorithm."""
+    """What the loop of either algorithm tells the other ranks through."""
 
     waited_s = 0.0  # time in which this rank could not go on
     message_bytes = 0  # of the largest message
@@ -120,7 +120,7 @@ class Exchange(abc.ABC):
 
 
 class ModelExchange(Exchange):
-    """Of A2C: between two updates, the learner's parameters pass through here."""
+    """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
     def average_gradient(self, gradient: Tensor) -> bool:
         """The flat gradient of an update, before the optimiser takes it; may be changed in place, and may wait.

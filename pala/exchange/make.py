@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 from torch import Tensor
 
 from pala.config import Config, ExchangeConfig
@@ -35,8 +33,3 @@ def check_placement(comm: Communicator, config: ExchangeConfig) -> None:
     """Raise PalaError if the ranks are where this exchange cannot work. Collective."""
     if kind_of(config).one_host:
         check_one_host(comm)
-
-
-def flat_checksum(parameters: Tensor) -> int:
-    """CRC-32 of the parameters' bytes."""
-    return zlib.crc32(parameters.detach().cpu().numpy().tobytes())

@@ -148,7 +148,7 @@ class SharedMemory(ModelExchange):
 
     @property
     def _steps(self) -> np.ndarray:
-        """Of every rank, int64 or uint64 [ranks]."""
+        """Steps of every rank, int64 or uint64 [ranks]."""
         return self._window.steps if self._final is None else self._final.local_steps
 
     def _write(self) -> bool:

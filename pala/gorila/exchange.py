@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from pala.exchange.base import Exchange, ExchangeState, agree_on_end
-from pala.exchange.budget import Stop
-from pala.gorila.node import Node
+from pala.exchange.budget import StepBudget, Stop
+from pala.gorila.node import Node, Rules
 from pala.gorila.replay import Batch, Experience
-from pala.gorila.shard import slices
+from pala.gorila.shard import Shard
+from pala.gorila.store import ReplayStore
 from pala.system.errors import EndError
 from pala.system.runtime import Interrupt, say
 from pala.transport.base import Bytes, Communicator, Living, Received, Receiver
@@ -30,15 +31,15 @@ class GorilaExchange(Exchange, Receiver):
     """What the loop of one rank sees of the others."""
 
     def __init__(
-        self, comm: Communicator, make_node: Callable[[Callable[[int, np.ndarray], Bytes]], Node], message_bytes: int,
-        interrupt: Interrupt,
+        self, comm: Communicator, rules: Rules, budget: StepBudget, version: int, shard: Shard | None,
+        store: ReplayStore | None, interrupt: Interrupt,
     ) -> None:  # fmt: skip
-        """`make_node(send)`. Collective."""
-        self._comm, self._interrupt, self.message_bytes = comm, interrupt, message_bytes
+        """`version`, `shard`, `store`: as a `Node`'s. Collective."""
+        self._comm, self._interrupt, self.message_bytes = comm, interrupt, rules.wire.most_bytes
         self._changed = threading.Condition()
         self._experience: list[Bytes] = []  # that may not have left
         self._transport = comm.open_transport()
-        self._node = make_node(self._send)
+        self._node = Node(budget, rules, version, shard, store, self._send)
         self._transport.start(self)
 
     # ---- the loop's thread ---------------------------------------------------------------------------------------
@@ -132,10 +133,10 @@ class GorilaExchange(Exchange, Receiver):
         """The shards' slices put together."""
 
         def join(living: Living) -> Tensor:
-            whole = torch.zeros(self._node.num_parameters)
-            if self._node.shard is not None:
-                parts = slices(len(whole), len(self._node.roles.shards))
-                whole[parts[self._node.roles.shards.index(self._comm.rank)]] = self._node.shard.parameters
+            rules, shard = self._node.rules, self._node.shard
+            whole = torch.zeros(rules.wire.num_parameters)
+            if shard is not None:
+                whole[rules.slices[rules.roles.shards.index(self._comm.rank)]] = shard.parameters
             living.reduce(whole.numpy(), "sum", timeout_s, self._interrupt)
             return whole
 

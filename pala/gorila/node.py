@@ -53,7 +53,23 @@ class Formats(NamedTuple):
 _AnyFormat = FramesFormat | ExperienceFormat | BatchFormat
 
 
-def make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats: Formats) -> Wire:
+class Rules(NamedTuple):
+    """What all ranks of a run keep to."""
+
+    config: GorilaConfig
+    roles: Roles
+    slices: list[slice]  # of the flat parameters, each shard's
+    formats: Formats
+    wire: Wire
+
+    @classmethod
+    def of(cls, config: GorilaConfig, roles: Roles, num_ranks: int, flat: FlatParameters, formats: Formats) -> Rules:
+        """`flat`: any rank's parameters. Raises PalaError for more shards than parameters."""
+        parts = slices(flat.data.numel(), len(roles.shards))
+        return cls(config, roles, parts, formats, _make_wire(num_ranks, flat, parts, formats))
+
+
+def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats: Formats) -> Wire:
     """The messages of a run of Gorila."""
     lengths = [4 * (part.stop - part.start) for part in parts]
     part: Sizes = {Format.FLOAT32: range(min(lengths), max(lengths) + 1, 4)}
@@ -71,17 +87,16 @@ class Node:
     """One rank. The loop's thread calls the methods; `on_message` and `peer_died` come with messages."""
 
     def __init__(
-        self, budget: StepBudget, roles: Roles, config: GorilaConfig, wire: Wire, formats: Formats,
-        version: int, shard: Shard | None, store: ReplayStore | None, send: Callable[[int, np.ndarray], Bytes],
+        self, budget: StepBudget, rules: Rules, version: int, shard: Shard | None, store: ReplayStore | None,
+        send: Callable[[int, np.ndarray], Bytes],
     ) -> None:  # fmt: skip
         """`version`: of the parameters that all begin with. `shard`, `store`: of a rank that has such a role.
         `send(rank, bytes)`: takes the bytes over."""
-        self.budget, self.roles, self.shard, self.store = budget, roles, shard, store
-        self._config, self._wire, self._formats, self._send_bytes = config, wire, formats, send
-        self._rank = budget.rank
-        self._parts = slices(wire.num_parameters, len(roles.shards))
+        self.budget, self.rules, self.roles, self.shard, self.store = budget, rules, rules.roles, shard, store
+        self._config, self._wire, self._formats, self._parts = rules.config, rules.wire, rules.formats, rules.slices
+        self._rank, self._send_bytes = budget.rank, send
         self._versions = [version] * len(self._parts)  # of the parameters last taken
-        self._targets = [version // config.target_period_updates] * len(self._parts)
+        self._targets = [version // self._config.target_period_updates] * len(self._parts)
         self._arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
         self._arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
         self._unanswered: set[int] = set()  # shards that owe parameters
@@ -161,11 +176,6 @@ class Node:
         rank, batch = self._batches.popleft()
         self._ask(rank)
         return batch
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole network."""
-        return self._wire.num_parameters
 
     @property
     def may_send_gradient(self) -> bool:

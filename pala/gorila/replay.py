@@ -80,7 +80,7 @@ def reset_frames(observations: np.ndarray, frame_stack: int = 1) -> np.ndarray:
 
 
 def frame_shape(observation_space: gymnasium.Space, frame_stack: int) -> tuple[int, ...]:
-    """Of one frame: with a stack of 1 that of the observation."""
+    """Shape of one frame: with a stack of 1 that of the observation."""
     shape = observation_space.shape or ()
     assert frame_stack == 1 or shape[0] == frame_stack
     return shape if frame_stack == 1 else shape[1:]
@@ -152,7 +152,7 @@ class Replay:
 
     @property
     def bytes_per_transition(self) -> int:
-        """Of one row; `memory_bytes` has `frame_stack` rows more than transitions for each environment."""
+        """Bytes of one row; `memory_bytes` has `frame_stack` rows more than transitions for each environment."""
         return sum(ring[0, 0].nbytes for ring in self._rings())
 
     def begin(self, frames: np.ndarray) -> None:

@@ -82,7 +82,7 @@ def read(folder: Path) -> Run | str:
 
 
 def game_rows(runs: Sequence[Run]) -> list[Row]:
-    """Of each of the 49 games its line in games.csv; what there is no run for is None."""
+    """The lines of games.csv, one for each of the 49 games; what there is no run for is None."""
     rows = []
     for rom, published in score_table(PUBLISHED).items():
         own = [run.evaluation for run in runs if run.rom == rom]

@@ -53,7 +53,7 @@ class Beginning(NamedTuple):
 
     @classmethod
     def fresh(cls, parameters: Tensor) -> Beginning:
-        """Of a new run; copies the parameters."""
+        """The shard of a new run; copies the parameters."""
         return cls(parameters.clone(), torch.zeros_like(parameters), parameters.clone())
 
 

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from pala.config import Config
 from pala.envs import Envs
 from pala.exchange.budget import Stop
-from pala.gorila.dqn import LossFilter, Transitions, differentiate, epsilon_at, epsilon_greedy
+from pala.gorila.dqn import Transitions, differentiate, epsilon_at, epsilon_greedy
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.replay import Batch, experience_of, reset_frames
-from pala.gorila.roles import Roles
-from pala.networks.network import Categorical, FlatParameters
-from pala.networks.tape import Tape
-from pala.run.loop import Counters, Loop, Means
+from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
+
+if TYPE_CHECKING:
+    from pala.gorila.parts import GorilaParts
 
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
 _MOST_NOT_FINITE = 100
@@ -36,19 +35,20 @@ class Worker(Loop):
     _exchange: GorilaExchange
 
     def __init__(
-        self, config: Config, rank: int, roles: Roles, frame_stack: int, envs: Envs, actions: Categorical,
-        tape: Tape, flat: FlatParameters, target_tape: Tape, target: FlatParameters, loss_filter: LossFilter,
-        exchange: GorilaExchange, generator: torch.Generator, counters: Counters, interrupt: Interrupt,
-    ) -> None:  # fmt: skip
-        super().__init__(config.run, exchange, counters, interrupt, flat.data.device)
-        self._rank, self._config, self._envs, self._frame_stack = rank, config, envs, frame_stack
-        self._acts, self._learns = rank in roles.actors, rank in roles.learners
-        self._tape, self._flat, self._target_tape, self._target = tape, flat, target_tape, target
-        self._actions, self._filter, self._generator = actions, loss_filter, generator
+        self, parts: GorilaParts, envs: Envs, exchange: GorilaExchange, progress: Progress, interrupt: Interrupt
+    ) -> None:
+        super().__init__(parts.config.run, exchange, progress, interrupt, parts.device)
+        self._rank, self._config, self._envs, self._frame_stack = parts.rank, parts.config, envs, parts.frame_stack
+        roles = parts.rules.roles
+        self._acts, self._learns = parts.rank in roles.actors, parts.rank in roles.learners
+        self._tape, self._flat, self._target_tape, self._target = (
+            parts.tape, parts.flat, parts.target_tape, parts.target
+        )  # fmt: skip
+        self._actions, self._filter = parts.network.distribution, parts.filter
         self._means = Means()
         self._is_behind = False  # of an actor: more is to be learned before it plays on
         self._not_finite_in_a_row = 0
-        self._logged_steps, self._logged_discarded = counters.local_steps, loss_filter.discarded
+        self._logged_steps, self._logged_discarded = self.counters.local_steps, self._filter.discarded
 
     def _reset(self, env_seeds: np.ndarray) -> None:
         self._tape.begin()
@@ -101,6 +101,7 @@ class Worker(Loop):
             if batch is None:
                 return False
             self._learn(batch)
+            self._on_update(self.counters.updates)
         return True
 
     def _learn(self, batch: Batch) -> None:

@@ -1,1 +1,1 @@
-"""Networks, their flat parameters, and forward passes that are kept for one backward pass."""
+"""Networks, their flat parameters, and tapes: forward passes whose activations are saved for one backward pass."""

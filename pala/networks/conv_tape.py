@@ -33,7 +33,7 @@ class ConvTape(Tape):
     def __init__(
         self, trunk: nn.Sequential, heads: Sequence[nn.Linear], precision: str, max_passes: int, batch_size: int
     ) -> None:
-        """Room for `max_passes` passes of `batch_size` observations."""
+        """A tape that keeps at most `max_passes` passes of `batch_size` observations."""
         self._convolutions = [layer for layer in trunk if isinstance(layer, nn.Conv2d)]
         self._linear, self._heads = cast(nn.Linear, trunk.linear), heads
         self._head_sizes = [head.out_features for head in heads]
@@ -67,7 +67,7 @@ class ConvTape(Tape):
         return outputs
 
     def _buffer_for(self, activation: Tensor) -> Tensor:
-        """Of the same layout for all passes."""
+        """An empty buffer of the same layout, for all passes."""
         buffer = activation.new_empty(self._max_passes * self._batch_size, *activation.shape[1:], dtype=self._dtype)
         return buffer.contiguous(memory_format=torch.channels_last) if activation.dim() == 4 else buffer
 

@@ -1,4 +1,4 @@
-"""A network's forward passes, kept for one backward pass.
+"""A network's forward passes, kept for one backward pass: a tape holds the saved activations (a forward cache).
 
 Within A2C's rollout the parameters do not change and the data is on-policy, so the acting passes are the ones that are
 differentiated: a second forward pass would compute the same numbers again. DQN keeps the pass over a minibatch.

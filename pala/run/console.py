@@ -56,7 +56,7 @@ class Progress:
         }
 
     def _exchange(self) -> dict[str, str]:
-        """Of A2C."""
+        """The figures that A2C has."""
         view = self._view
         relative = view.mean("consensus_distance_relative")
         mixes, staleness = view.total("mixes"), max((r.get("staleness_updates") or 0 for r in view.last), default=0)
@@ -66,7 +66,7 @@ class Progress:
         }
 
     def _server(self) -> dict[str, str]:
-        """Of Gorila."""
+        """The figures that Gorila has."""
         view = self._view
         discarded = sum(view.total(f"gradients_{why}") for why in ("stale", "filtered", "not_finite"))
         return {
@@ -154,7 +154,7 @@ class TensorBoard:
 
 
 class Reporter:
-    """Rank 0's eyes: reads all metrics files and feeds console and TensorBoard."""
+    """Reads the metrics files of all ranks and feeds console and TensorBoard; one rank has it."""
 
     def __init__(self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool) -> None:
         self.view = RunView(run, ranks)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pala.config import RunConfig
-from pala.exchange.base import Exchange
+from pala.exchange.base import Exchange, ExchangeState
 from pala.exchange.budget import Stop
 from pala.run.metrics import Record, Stopwatch
 from pala.system.runtime import Interrupt
@@ -33,23 +33,42 @@ class Counters:
     time_s: float = 0.0  # training time of all segments
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is when it begins, and, but for `start`, while it trains."""
+
+    counters: Counters
+    generator: torch.Generator  # of its actions
+    start: ExchangeState  # what its exchange begins with
+
+
+def nothing_on_update(updates: int) -> None:
+    """What is done after each update, unless something else is asked for."""
+
+
 class Loop(abc.ABC):
     """One rank's training."""
 
     def __init__(
-        self, run: RunConfig, exchange: Exchange, counters: Counters, interrupt: Interrupt, device: torch.device
+        self, run: RunConfig, exchange: Exchange, progress: Progress, interrupt: Interrupt, device: torch.device
     ) -> None:
-        self._run, self._exchange, self.counters = run, exchange, counters
-        self._interrupt, self._device = interrupt, device
+        self._run, self._exchange, self.counters = run, exchange, progress.counters
+        self._generator, self._interrupt, self._device = progress.generator, interrupt, device
+        self._on_update: Callable[[int], None] = nothing_on_update
         self._watch = Stopwatch()
         self._records: list[Record] = []
-        self._begin = time.perf_counter() - counters.time_s
+        self._begin = time.perf_counter() - self.counters.time_s
 
-    def run(self, env_seeds: np.ndarray, on_interval: Callable[[list[Record]], None], save: Callable[[], None]) -> Stop:
+    def run(
+        self, env_seeds: np.ndarray, on_interval: Callable[[list[Record]], None], save: Callable[[], None],
+        on_update: Callable[[int], None] = nothing_on_update,
+    ) -> Stop:  # fmt: skip
         """Train until the budget is met or a signal comes; returns which.
 
-        `on_interval` gets the new records every `log_interval_s`, `save` is called every `checkpoint_interval_s`.
+        `on_interval` gets the new records every `log_interval_s`, `save` is called every `checkpoint_interval_s`,
+        `on_update` gets the number of updates that this rank has made after each of them.
         """
+        self._on_update = on_update
         self._reset(env_seeds)
         self._watch.split()
         now = time.perf_counter()

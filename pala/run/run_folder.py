@@ -17,6 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import cloudpickle
+
 from pala.config import Config, from_table, to_table
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
@@ -42,7 +44,7 @@ def provenance() -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of Python and of the packages that matter, as far as they are installed."""
+    """Versions of Python and of the packages that matter, as far as they are installed."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -129,7 +131,7 @@ def join_lock(run: Path) -> IO[str]:
 
 
 def who_trains(run: Path) -> str | None:
-    """Of the job that has this folder locked, the words about it; None if there is none, or no locks."""
+    """What the job that has this folder locked says of itself; None if there is none, or no locks."""
     try:
         with open(run / _LOCK, "a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,8 +180,6 @@ def load_make_env(run: Path) -> MakeEnv | None:
     file = run / "make_env.pkl"
     if not file.exists():
         return None
-    import cloudpickle
-
     try:
         make_env: MakeEnv = cloudpickle.loads(file.read_bytes())
     except Exception as error:  # it is the user's code: anything may happen
@@ -199,7 +199,7 @@ class RunRecord:
 
     @classmethod
     def begin(cls, path: Path, config: Config, segment: dict[str, Any]) -> RunRecord:
-        """Of a segment that starts. One before it that never said how it ended was lost."""
+        """The record with a segment that starts. One before it that never said how it ended was lost."""
         earlier = read(path)["segments"] if (path / "run.json").exists() else []
         for old in earlier:
             if old["status"] == "running":
@@ -211,7 +211,7 @@ class RunRecord:
 
     @classmethod
     def take_over(cls, path: Path) -> RunRecord:
-        """Of a segment that goes on after the rank that kept it was lost."""
+        """The record of a segment that goes on after the rank that kept it was lost."""
         return cls(path, read(path))
 
     def end(self, status: str, **facts: Any) -> None:

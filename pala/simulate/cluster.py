@@ -18,7 +18,7 @@ class Cluster:
     latency_s: float = 50e-6
     """From one host to another, for a message of no length."""
     bandwidth_bytes_per_s: float = 1.25e9
-    """Of a link, in each direction."""
+    """Bandwidth of a link, in each direction."""
     straggler: float = 1.0
     """How many times longer an update of rank 0 takes."""
 
@@ -32,7 +32,7 @@ class Cluster:
         return rank // self.ranks_per_host
 
     def slowness(self, threads: int) -> list[float]:
-        """Of each rank: a factor of its times. Ranks of a host that need more cores than it has share them evenly."""
+        """A factor of the times of each rank. Ranks of a host that need more cores than it has share them evenly."""
         last = self.ranks - (self.num_hosts - 1) * self.ranks_per_host
         on_host = [self.ranks_per_host] * (self.num_hosts - 1) + [last]
         shared = [max(1.0, count * threads / self.cores_per_host) for count in on_host]
@@ -46,7 +46,7 @@ class Cluster:
 
     @property
     def warm_up_updates(self) -> int:
-        """Of those, how many are not counted."""
+        """How many of those updates are not counted."""
         return round(_TIME_UNTIL_STEADY * self.updates_a_rank)
 
 
@@ -57,11 +57,11 @@ class Prediction:
     steps_per_s: float
     """Environment steps of all ranks."""
     wait_share: float
-    """Of a rank's time, in which it neither plays, learns nor handles messages; mean over ranks."""
+    """Share of a rank's time in which it neither plays, learns nor handles messages; mean over ranks."""
     bytes_per_s: float
     """Sent, by all ranks (and servers) together, whether or not they leave the host."""
     busiest_link_bytes_per_s: float
-    """Of all hosts' links and both directions, the one with the most."""
+    """The most that a host's link carries in one direction."""
     models_an_update: float | None = None
     """Sent."""
     distance: float | None = None

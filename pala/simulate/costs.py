@@ -32,7 +32,7 @@ class Costs:
     rollout_steps: int
     """After each of these steps of its environments a rank looks at its messages."""
     acting_share: float
-    """Of an update's time: the part before the backward pass, in which those steps are."""
+    """Share of an update's time before the backward pass, in which those steps are."""
     send_s: float
     """A snapshot of the model."""
     receive_s: float
@@ -42,13 +42,13 @@ class Costs:
     apply_s: float
     """One step of the optimiser: what a parameter server does with a gradient."""
     protocol_s: tuple[float, float]
-    """Of one model, on both sides together: at no ranks, and what each rank adds."""
+    """The protocol's own time for one model, on both sides together: at no ranks, and what each rank adds."""
     model_bytes: int
     """A model, or a gradient, without header and counters."""
     max_staleness: int
     mixing: str
     cores: int
-    """Of the machine that it was measured on."""
+    """Cores of the machine that was measured."""
     threads: int
     """Cores that a rank has for itself."""
 
@@ -59,7 +59,7 @@ class Costs:
 
     @property
     def steps_per_s(self) -> float:
-        """Of one rank without exchange."""
+        """Speed of one rank without exchange."""
         return self.steps_per_update / self.update_s
 
     def draw(self, uniform: np.ndarray | float) -> np.ndarray:
@@ -158,5 +158,5 @@ def _header_bytes(ranks: int) -> int:
 
 
 def num_hosts(job: dict[str, Any]) -> int:
-    """Of a job."""
+    """Number of hosts of a job."""
     return len({rank["host"] for rank in job["of_ranks"]})

@@ -52,7 +52,7 @@ class GossipCluster(VirtualCluster):
 
     @property
     def updates(self) -> float:
-        """Of all ranks so far, with the parts that are done of those under way."""
+        """Updates of all ranks so far, with the parts that are done of those under way."""
         done = (
             min(1.0, (self.now - b) / (e - b)) if e > b else 1.0
             for b, e in zip(self._began_s, self._ends_s, strict=True)
@@ -62,28 +62,28 @@ class GossipCluster(VirtualCluster):
 
     @property
     def waited_s(self) -> float:
-        """Of all ranks so far, up to now."""
+        """Seconds that all ranks have waited up to now."""
         waiting = (self.now - self._ends_s[rank.number] for rank in self.ranks if rank.waiting)
         return self._waited_s + sum(waiting)
 
     @property
     def link_bytes(self) -> np.ndarray:
-        """So far, of each direction of each host's link."""
+        """Bytes so far in each direction of each host's link."""
         return np.array([link.carried_bytes(self.now) for link in self._links_out + self._links_in])
 
     @property
     def models_in_flight(self) -> int:
-        """Sent and not yet received."""
+        """Models sent and not yet received."""
         return sum(message.bulk for message in self.on_their_way.values())
 
     @property
     def squared_distance(self) -> float:
-        """To the mean of all ranks' models, mean over ranks; the unit is the mean square of an update's step."""
+        """Squared distance to the mean of all ranks' models, mean over ranks, in mean squares of an update's step."""
         models = np.array([rank.model for rank in self.ranks])
         return float(np.mean(np.sum((models - models.mean(axis=0)) ** 2, axis=1)))
 
     def play_until(self, time_s: float) -> None:
-        """As `run`, and the clock then shows that time."""
+        """Play as `run` does; the clock then shows that time."""
         self.run(time_s)
         self.now = time_s
 

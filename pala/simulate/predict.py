@@ -30,8 +30,7 @@ from pala.system.errors import PalaError, nearest
 from pala.system.files import make_output_folder, write_atomically
 
 _PROGRAM = "pala.simulate predict"
-_GOSSIP = ("random", "exponential", "ring", "complete")
-METHODS = (*_GOSSIP, "shared_memory", "allreduce", "server", "servers")
+METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
 _MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
 
@@ -50,15 +49,15 @@ class Command:
     ranks_per_host: int = 16
     """Ranks on one host, each with cores of its own."""
     latency_us: float = 50.0
-    """Between two hosts."""
+    """Latency between two hosts."""
     bandwidth_gbit: float = 10.0
-    """Of a host's link, in each direction."""
+    """Bandwidth of a host's link, in each direction."""
     shards: int = 16
     """Parameter servers, each on a host of its own, of the method `servers`."""
     straggler: float = 4.0
     """How many times slower the slow rank is."""
     seed: int = 1
-    """Of everything that is drawn."""
+    """Seed of everything that is drawn."""
     compare: tuple[Path, ...] = ()
     """benchmark.json files whose jobs are predicted, too, and shown beside what was measured."""
     output: Path | None = None

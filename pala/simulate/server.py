@@ -42,7 +42,7 @@ class ServerCluster:
 
     @property
     def link_bytes(self) -> np.ndarray:
-        """So far, of each direction of each host's link and the server's."""
+        """Bytes so far in each direction of each host's link and of the server's."""
         links = (*self._hosts_out, *self._hosts_in, self._server_in, self._server_out)
         return np.array([link.carried_bytes(self.now) for link in links])
 
@@ -85,7 +85,7 @@ class ServerCluster:
 
 
 def predict_server(cluster: Cluster, costs: Costs, servers: int, seed: int) -> Prediction:
-    """With so many servers."""
+    """Predict training with so many parameter servers."""
     played = ServerCluster(cluster, costs, servers, seed)
     played.run(cluster.warm_up_updates * cluster.ranks)
     began_s, updates, busy_s, link_bytes = played.now, played.updates, played.busy_s, played.link_bytes

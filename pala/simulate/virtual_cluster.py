@@ -76,7 +76,7 @@ class Scenario:
     poison: Mapping[int, Range] = field(default_factory=dict)
     """Ranks whose every update between these two times makes their model NaN."""
     whole_every: int = 1
-    """Of so many sends one carries a whole model. A part heals nobody; in all else it counts here as a model."""
+    """One of so many sends carries a whole model. A part heals nobody; in all else it counts here as a model."""
 
 
 class _Sent(NamedTuple):
@@ -236,22 +236,22 @@ class VirtualCluster(VirtualNetwork):
 
     @property
     def models_sent(self) -> int:
-        """By all ranks."""
+        """Models that all ranks have sent."""
         return sum(rank.driver.counts["models_sent"] for rank in self.ranks)
 
     @property
     def mixes(self) -> int:
-        """By all ranks."""
+        """Mixes of all ranks."""
         return sum(rank.models.mixes for rank in self.ranks)
 
     @property
     def models_refused(self) -> int:
-        """By all ranks, since they were not finite."""
+        """Models that all ranks rejected, since they were not finite."""
         return sum(rank.protocol.counts["models_refused"] for rank in self.ranks)
 
     @property
     def models_stale(self) -> int:
-        """Given back by all ranks, since they or their sender had been away."""
+        """Models that all ranks gave back, since they or their sender had been away."""
         return sum(rank.protocol.counts["models_stale"] for rank in self.ranks)
 
     @property

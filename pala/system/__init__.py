@@ -1,1 +1,1 @@
-"""What every part of PALA stands on: errors for people, files, jobs, the process, random streams."""
+"""What every part of PALA uses: errors for people, files, jobs, the process, random streams."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
+
+_TORCH = threading.Lock()  # its generator is one for all threads, and ranks may be threads
 
 
 def stream(seed: int, rank: int, purpose: str) -> np.random.Generator:
@@ -15,3 +20,13 @@ def stream(seed: int, rank: int, purpose: str) -> np.random.Generator:
 def derive(seed: int, rank: int, purpose: str, count: int = 1) -> np.ndarray:
     """`count` seeds, int32 in [0, 2**31), for libraries that want a number."""
     return stream(seed, rank, purpose).integers(0, 2**31 - 1, size=count, dtype=np.int64).astype(np.int32)
+
+
+@contextmanager
+def torch_weights(seed: int) -> Iterator[None]:
+    """Inside the block, what draws from torch's global generator, as new networks do, draws the run's first weights."""
+    import torch
+
+    with _TORCH:
+        torch.manual_seed(int(derive(seed, 0, "weights")[0]))
+        yield

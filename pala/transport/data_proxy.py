@@ -29,7 +29,7 @@ from mpi4py import MPI
 from pala.system.runtime import Interrupt
 from pala.system.waiting import wait_quietly
 from pala.transport.base import Packet, Received, Receiver, Transport
-from pala.transport.mpi import Barrier, MpiDeaths, is_death
+from pala.transport.ulfm import Barrier, MpiDeaths, is_death
 
 _BULK_TAG, _SMALL_TAG = 1, 2
 _HURRY_SLEEP_S, _BUSY_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.1

@@ -72,5 +72,5 @@ def drop(sender: int, receiver: int, n: int) -> Fault:
 
 
 def corrupt(sender: int, receiver: int, n: int) -> Fault:
-    """Of the n-th bulk message between the two, every bit is turned round."""
+    """Every bit of the n-th bulk message between the two is inverted."""
     return OnTheWay(sender, receiver, n, np.invert)

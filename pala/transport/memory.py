@@ -200,7 +200,8 @@ class _Array(SharedBlock):
 
 
 class MemoryCommunicator(Communicator):
-    """Of ranks that are threads. `interrupt` is this rank's: a test sets its `signal`, as the kernel would."""
+    """The communicator of ranks that are threads. `interrupt` is this rank's: a test sets its `signal`, as the kernel
+    would."""
 
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.rank, self.size, self.host = world, rank, world.size, platform.node()

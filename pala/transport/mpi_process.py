@@ -104,7 +104,7 @@ def _exit_at_once(status: int) -> NoReturn:
 def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
     """Say what went wrong on this rank and end it; and with it the job on all ranks, where others cannot go on without
     this one."""
-    from pala.transport.mpi import is_death
+    from pala.transport.ulfm import is_death
 
     status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1
     if isinstance(error, PalaError):

@@ -7,7 +7,6 @@ beside this file.
 """
 
 import ctypes
-import importlib
 import json
 import os
 import statistics
@@ -44,9 +43,8 @@ VARIANTS: dict[str, tuple[list[str], str, dict[str, str]]] = {
 
 def train_patched(patch: str, arguments: list[str]) -> None:
     """In a rank: change one thing, then train as `python -m pala.train` does."""
+    from pala import train
     from pala.system import runtime
-
-    train = importlib.import_module("pala.train")  # pala.train is a function too
 
     if patch == "malloc":
         libc = ctypes.CDLL(None)

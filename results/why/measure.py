@@ -75,14 +75,15 @@ def main() -> None:
 
 def run(comm: Any, options: argparse.Namespace, facts: dict[str, Any], threads: int) -> None:
     """All variants, one after the other. Collective."""
-    from pala.a2c.agent import build_agent, build_envs
+    from pala.a2c.parts import build
     from pala.benchmark.measure import ContinuedEnvs
+    from pala.run.parts import build_envs
 
     preset = load_preset(PRESET)
     # A constant rate: that of the preset falls to 0, and with it all that is measured here.
     config = replace(preset, seed=options.seed, a2c=replace(preset.a2c, learning_rate_decay="none"))
     envs = build_envs(comm, config, threads)
-    agent = build_agent(comm, config, envs)
+    agent = build(comm, config, envs)
     first = agent.flat.data.clone()
     for variant in [v for v in options.variants if not is_done(options, v, comm.size)]:
         seeds = derive(config.seed, comm.rank, f"environments {variant}", envs.num_envs)
@@ -133,7 +134,7 @@ class Segments:
         from pala.a2c.learner import Learner
         from pala.exchange.base import ExchangeState
         from pala.exchange.make import make_exchange
-        from pala.run.loop import Counters
+        from pala.run.loop import Counters, Progress
 
         agent, comm, interrupt = self.agent, self.comm, Interrupt()
         config = replace(
@@ -144,10 +145,8 @@ class Segments:
         exchange = make_exchange(comm, agent.flat.data, agent.flat.signature, config, start, interrupt)
         if self.every > 1:
             share_seldom(exchange, self.every)
-        learner = Learner(
-            config, comm.rank, self.envs, agent.tape, agent.flat, agent.a2c, exchange, self.generator, Counters(),
-            interrupt,
-        )  # fmt: skip
+        progress = Progress(Counters(), self.generator, start)
+        learner = Learner(config, comm.rank, self.envs, agent.a2c, exchange, progress, interrupt)
         records: list[dict[str, Any]] = []
         learner.run(self.seeds, records.extend, lambda: None)
         exchange.close(300)

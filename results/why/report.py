@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def values(rows: list[dict[str, Any]], variant: str, key: str, first: int, last: int) -> list[float]:
-    """Of the variant's segments `first` to `last`, over all seeds."""
+    """Values of the variant's segments `first` to `last`, over all seeds."""
     return [
         row[key]
         for row in rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +117,7 @@ class Float32(Codec):
         parameters.copy_(self._take_mean())
 
     def _take_mean(self) -> Tensor:
-        """Of the models that came; the sum is empty from then on."""
+        """The weighted mean of the models that came; the sum is empty from then on."""
         if self._scale != self._total_weight:  # more than one model
             self._sum.mul_(self._scale / self._total_weight)
         self._total_weight = 0.0
@@ -256,11 +257,17 @@ class TopK(Codec):
         self._count.zero_()
 
 
+CODECS: Mapping[str, Callable[[ExchangeConfig, Tensor], Codec]] = {
+    "none": lambda config, parameters: Float32(parameters),
+    "bfloat16": lambda config, parameters: BFloat16(parameters),
+    "top_k": lambda config, parameters: TopK(parameters, config.top_k_fraction),
+}
+"""By the names of `exchange.compression`."""
+
+
 def make_codec(config: ExchangeConfig, parameters: Tensor) -> Codec:
-    """What `exchange.compression` names, for these parameters (flat float32)."""
-    if config.compression == "top_k":
-        return TopK(parameters, config.top_k_fraction)
-    return BFloat16(parameters) if config.compression == "bfloat16" else Float32(parameters)
+    """What the configuration names, for these parameters (flat float32)."""
+    return CODECS[config.compression](config, parameters)
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -55,12 +55,12 @@ class Rules:
     topology: str
     max_staleness: int
     seed: int = 0
-    """Of the random topology."""
+    """Seed of the random topology."""
     whole_every: int = 1
-    """Of so many sends one must carry the whole model, the others may carry a part. Prime, or in the exponential graph,
+    """One of so many sends must carry the whole model, the others may carry a part. Prime, or in the exponential graph,
     whose rounds repeat, some ranks might get no whole model at all."""
     again_s: float = 2.0
-    """Until a waiting rank sends its model once more."""
+    """Seconds until a waiting rank sends its model once more."""
     patience_s: float = 5.0
     """How long others may keep a rank waiting; longer if its own updates take long."""
 
@@ -284,9 +284,9 @@ class GossipProtocol:
         return [SendControl(self._message(Kind.CREDIT if self.has_model else Kind.ASK_WHOLE), peer)]
 
     def _drop_parts(self) -> list[Action]:
-        """Of a rank that has no model: parts, or what is as old as its own, are of no use to it, and while they fill
-        the inbox their senders may send nothing else. They count as rejected; their senders are asked for whole
-        models."""
+        """Empty the inbox of a rank that has no model. Parts, or models as old as its own, are of no use to it, and
+        while they fill the inbox their senders may send nothing else. They count as rejected; their senders are asked
+        for whole models."""
         if self._whole_came or self.has_model or not self._inbox:
             return []
         self.counts["models_stale"] += len(self._inbox) if self.healthy else 0

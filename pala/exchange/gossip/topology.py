@@ -16,25 +16,17 @@ In `random`, each peer is uniformly random, yet nobody receives two models in a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 def out_peers(topology: str, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
     """Ranks to which `rank` sends in its round `round_`. `living`: sorted ranks, `rank` among them."""
-    n, place = len(living), living.index(rank)
+    n = len(living)
     if n == 1:
         return ()
     if topology == "complete":
         return tuple(peer for peer in living if peer != rank)
-    if topology == "random":
-        offset = 1 + _hash(seed, round_) % (n - 1)
-    elif topology == "ring":
-        offset = 1
-    elif topology == "exponential":
-        offset = 1 << (round_ % (n - 1).bit_length())
-    else:
-        raise ValueError(f"unknown topology {topology!r}")
-    return (living[(place + offset) % n],)
+    return (living[(living.index(rank) + OFFSETS[topology](n, round_, seed)) % n],)
 
 
 def num_in_peers(topology: str, num_living: int) -> int:
@@ -42,6 +34,27 @@ def num_in_peers(topology: str, num_living: int) -> int:
     if num_living == 1:
         return 0
     return num_living - 1 if topology == "complete" else 1
+
+
+def _random(n: int, round_: int, seed: int) -> int:
+    return 1 + _hash(seed, round_) % (n - 1)
+
+
+def _ring(n: int, round_: int, seed: int) -> int:
+    return 1
+
+
+def _exponential(n: int, round_: int, seed: int) -> int:
+    return 1 << (round_ % (n - 1).bit_length())
+
+
+OFFSETS: Mapping[str, Callable[[int, int, int], int]] = {
+    "random": _random,
+    "ring": _ring,
+    "exponential": _exponential,
+}
+"""With one peer a round: (number of living ranks, round, seed) -> how much further on it is, the same for all ranks."""
+TOPOLOGIES = (*OFFSETS, "complete")
 
 
 def _hash(seed: int, round_: int) -> int:

@@ -1,0 +1,99 @@
+"""What an A2C actor-learner is made of: network, its tape and optimiser; and how these begin, are saved and go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pala.a2c.learner import Learner
+from pala.a2c.update import A2C
+from pala.config import Config
+from pala.envs import Envs
+from pala.exchange.base import ExchangeState, ModelExchange
+from pala.exchange.kinds import kind_of
+from pala.exchange.make import check_placement, make_exchange
+from pala.networks.make import make_tape
+from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.tape import Tape
+from pala.run import checkpoint
+from pala.run.begin import share
+from pala.run.checkpoint import RankState
+from pala.run.loop import Progress
+from pala.run.parts import Parts, Saved, prepare_device
+from pala.system.runtime import Interrupt
+from pala.system.seeding import torch_weights
+from pala.transport.agreement import collectively
+from pala.transport.base import Communicator
+
+
+@dataclass(frozen=True)
+class A2CParts(Parts[ModelExchange]):
+    """What has parameters: every rank has a model of its own."""
+
+    config: Config
+    device: torch.device
+    network: ActorCritic
+    flat: FlatParameters
+    tape: Tape
+    a2c: A2C
+
+    @property
+    def shared_tensors(self) -> list[Tensor]:
+        return [self.flat.data, self.a2c.mean_square]
+
+    def restore(self, comm: Communicator, saved: Saved) -> RankState:
+        """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
+        state = saved.own or self._average(comm, saved)
+        self.flat.data.copy_(state.tensors["parameters"])
+        self.a2c.mean_square.copy_(state.tensors["mean_square"])
+        if kind_of(self.config.exchange).one_model and saved.own is not None:
+            self._begin_alike(comm, state)
+        return state
+
+    def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"parameters": self.flat.data, "mean_square": self.a2c.mean_square}, {}
+
+    def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> ModelExchange:
+        return make_exchange(comm, self.flat.data, self.flat.signature, self.config, start, interrupt)
+
+    def make_loop(
+        self, rank: int, envs: Envs, exchange: ModelExchange, progress: Progress, interrupt: Interrupt
+    ) -> Learner:
+        return Learner(self.config, rank, envs, self.a2c, exchange, progress, interrupt)
+
+    def _average(self, comm: Communicator, saved: Saved) -> RankState:
+        saved.say_ranks_changed(
+            comm,
+            "every rank starts from the average of the ranks' parameters and of RMSprop's mean squares (independent "
+            "learners: from the first's)",
+        )
+        states = collectively(comm, lambda: checkpoint.load_all(saved.segment, self.flat.signature))
+        return checkpoint.average(states, independent=kind_of(self.config.exchange).policy == "first")
+
+    def _begin_alike(self, comm: Communicator, state: RankState) -> None:
+        """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Collective."""
+        updates = comm.allgather(state.counters["updates"])
+        root = updates.index(max(updates))
+        share(comm, self, root)
+        newest = comm.bcast(state.counters, root)
+        state.counters |= {"updates": newest["updates"], "own_steps": newest["local_steps"][comm.rank]}
+
+
+def build(comm: Communicator, config: Config, envs: Envs) -> A2CParts:
+    """Network, tape and optimiser, with the seed's first weights. Collective."""
+    collectively(comm, lambda: check_placement(comm, config.exchange))
+    device = prepare_device(comm, config)
+
+    def make_network() -> ActorCritic:
+        with torch_weights(config.seed):
+            return ActorCritic(envs.observation_space, envs.action_space, config.network)
+
+    network = collectively(comm, make_network)
+    flat = FlatParameters(network, device)
+    shape = (envs.num_envs, *(envs.observation_space.shape or ()))
+    observations = torch.zeros(shape, dtype=torch.uint8, device=device)
+    tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
+    return A2CParts(config, device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))

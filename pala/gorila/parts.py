@@ -1,0 +1,213 @@
+"""What a rank of Gorila is made of: roles, networks, shard and replay; and how these begin, are saved and go on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pala.config import Config
+from pala.envs import AtariEnvs, Envs
+from pala.exchange.base import ExchangeState
+from pala.exchange.budget import StepBudget
+from pala.gorila.dqn import LossFilter
+from pala.gorila.exchange import GorilaExchange
+from pala.gorila.networks import QNetwork
+from pala.gorila.node import Formats, Rules
+from pala.gorila.roles import Roles, assign
+from pala.gorila.shard import Beginning, Shard, assemble
+from pala.gorila.store import ReplayStore, check_memory
+from pala.gorila.worker import Worker
+from pala.networks.make import make_tape
+from pala.networks.network import FlatParameters
+from pala.networks.tape import Tape
+from pala.run import checkpoint
+from pala.run.begin import share
+from pala.run.checkpoint import RankState
+from pala.run.loop import Progress
+from pala.run.parts import Parts, Saved, prepare_device
+from pala.system.runtime import Interrupt, available_memory_bytes, say
+from pala.system.seeding import stream, torch_weights
+from pala.transport.agreement import collectively
+from pala.transport.base import Communicator
+
+
+@dataclass
+class GorilaParts(Parts[GorilaExchange]):
+    """The ranks share one model, of which each shard serves a slice."""
+
+    config: Config
+    rank: int
+    rules: Rules
+    frame_stack: int  # frames of an observation of which each step brings one; 1: whole observations
+    device: torch.device
+    network: QNetwork
+    flat: FlatParameters
+    tape: Tape
+    target: FlatParameters
+    target_tape: Tape
+    squares: Tensor  # the optimiser's state, of the whole network
+    store: ReplayStore | None  # of a rank that holds replay
+    filter: LossFilter
+    version: int = 0  # gradients that are in the parameters
+
+    @property
+    def shared_tensors(self) -> list[Tensor]:
+        return [self.flat.data, self.squares, self.target.data]
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def restore(self, comm: Communicator, saved: Saved) -> RankState:
+        """Shards and counters; a rank's own only if the job has its old ranks. Collective."""
+        if saved.own is None:
+            saved.say_ranks_changed(comm, "the shards' parameters are shared out anew")
+        joint = self._restore_shards(comm, saved)
+        if saved.own is not None:
+            limits = {"deviations": self.filter.deviations, "horizon": self.filter.horizon}  # they may have changed
+            self.filter = LossFilter(**saved.own.counters["gorila"]["filter"] | limits)
+        self._restore_replay(comm, saved)
+        return saved.own or joint
+
+    def _restore_shards(self, comm: Communicator, saved: Saved) -> RankState:
+        """Rank 0 reads them for all. Returns a state with the counters for another number of ranks. Collective."""
+
+        def read() -> RankState | None:
+            if comm.rank != 0:
+                return None
+            states = checkpoint.load_all(saved.segment, self.flat.signature)
+            begin = assemble(states)
+            for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
+                mine.copy_(of_all)
+            self.version = begin.version
+            return RankState(0, 1, self.flat.signature, {}, {}, checkpoint.joint_counters(states))
+
+        joint = collectively(comm, read)
+        share(comm, self, root=0)
+        joint, self.version = comm.bcast((joint, self.version))
+        assert joint is not None
+        return joint
+
+    def _restore_replay(self, comm: Communicator, saved: Saved) -> None:
+        """What was saved of it, if anything was and the job has its old ranks. Collective."""
+        prefix = self._replay_prefix(saved.segment)
+        found = self.store is None or self.store.is_saved(prefix)
+        if self.config.gorila.save_replay and saved.own is not None and all(comm.allgather(found)):
+            collectively(comm, lambda: self.store.load(prefix) if self.store is not None else None)
+        elif self.rank == 0:
+            say("No replay was saved to go on with: it is filled anew before learning goes on.")
+
+    def state(self, exchange: GorilaExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        index = self._shard_index
+        tensors: dict[str, Tensor] = {}
+        if exchange is not None:
+            tensors, self.version = exchange.shard_state()
+        elif index is not None:
+            part = self.rules.slices[index]
+            tensors = {
+                "parameters": self.flat.data[part], "squares": self.squares[part], "target": self.target.data[part],
+            }  # fmt: skip
+        return tensors, {"gorila": {
+            "shard": index, "num_shards": len(self.rules.roles.shards), "version": self.version,
+            "num_targets": self.version // self.config.gorila.target_period_updates, "filter": asdict(self.filter),
+        }}  # fmt: skip
+
+    def before_training(self, rank: int, previous: Path | None) -> None:
+        """From now on a resume begins with the new segment; the replay of the one before would only take room."""
+        if rank == 0 and previous is not None:
+            for file in previous.glob("*.replay"):
+                file.unlink()
+
+    def after_training(self, comm: Communicator, segment: Path) -> None:
+        """The replay, however long that takes: who has none, or a fast disk, waits for the others. Collective."""
+        if not self.config.gorila.save_replay:
+            return
+        if self.store is not None:
+            try:
+                self.store.save(self._replay_prefix(segment))
+            except OSError as error:
+                say(f"[rank {self.rank}] the replay cannot be saved: {error}. A resumed run will fill it anew.")
+        comm.among_the_living(lambda living: None, None, Interrupt())  # a signal does not hurry it
+
+    def _replay_prefix(self, segment: Path) -> Path:
+        return segment / f"rank-{self.rank:04d}"
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    @property
+    def _shard_index(self) -> int | None:
+        return self.rules.roles.shards.index(self.rank) if self.rank in self.rules.roles.shards else None
+
+    def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> GorilaExchange:
+        index, shard = self._shard_index, None
+        if index is not None:
+            begin = Beginning(self.flat.data, self.squares, self.target.data, self.version)
+            shard = Shard(begin, self.rules.slices[index], self.config.gorila)
+        budget = StepBudget(comm.rank, comm.size, self.config.total_steps, start.local_steps, start.base_steps)
+        return GorilaExchange(comm, self.rules, budget, self.version, shard, self.store, interrupt)
+
+    def make_loop(
+        self, rank: int, envs: Envs, exchange: GorilaExchange, progress: Progress, interrupt: Interrupt
+    ) -> Worker:
+        return Worker(self, envs, exchange, progress, interrupt)
+
+
+def build(comm: Communicator, config: Config, envs: Envs) -> GorilaParts:
+    """Networks with the seed's first weights, and what the rank's roles need. Collective."""
+    roles = collectively(comm, lambda: assign(config.gorila, comm.size))
+    device = prepare_device(comm, config)
+
+    def make_networks() -> tuple[QNetwork, QNetwork]:
+        with torch_weights(config.seed):
+            first, second = (QNetwork(envs.observation_space, envs.action_space, config.network) for _ in range(2))
+        return first, second
+
+    network, target_network = collectively(comm, make_networks)
+    flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
+    shape = (config.gorila.minibatch_size, *(envs.observation_space.shape or ()))
+    observations = torch.zeros(shape, dtype=torch.uint8, device=device)  # room for a minibatch
+    tape, target_tape = (
+        collectively(comm, lambda net=net: make_tape(net, config.network, 1, observations))  # type: ignore[misc]
+        for net in (network, target_network)
+    )
+    target.data.copy_(flat.data)
+    frame_stack = config.env.frame_stack if isinstance(envs, AtariEnvs) else 1
+
+    def make_rules() -> Rules:
+        num_actions = network.distribution.num_outputs
+        formats = Formats.of(config.env, frame_stack, config.gorila, envs.observation_space, num_actions)
+        return Rules.of(config.gorila, roles, comm.size, flat, formats)
+
+    rules = collectively(comm, make_rules)
+    store = collectively(comm, lambda: _make_store(comm.rank, config, roles, envs, frame_stack))
+    _check_memory(comm, config, store)
+    gorila = config.gorila
+    loss_filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
+    return GorilaParts(
+        config, comm.rank, rules, frame_stack, device, network, flat, tape, target, target_tape,
+        torch.zeros_like(flat.data), store, loss_filter,
+    )  # fmt: skip
+
+
+def _make_store(rank: int, config: Config, roles: Roles, envs: Envs, frame_stack: int) -> ReplayStore | None:
+    """Of a rank that holds replay: that of the actors who feed it."""
+    if rank not in roles.replays:
+        return None
+    gorila, num_actors = config.gorila, len(roles.actors)
+    actors = [actor for actor in roles.actors if roles.replay_of(actor) == rank]
+    return ReplayStore(
+        actors, gorila.replay_capacity_steps // num_actors, envs.num_envs, envs.observation_space, frame_stack,
+        min_steps=math.ceil(gorila.min_replay_steps * len(actors) / num_actors),
+        update_period_steps=gorila.update_period_steps, minibatch_size=gorila.minibatch_size,
+        rng=stream(config.seed, rank, "replay"),
+    )  # fmt: skip
+
+
+def _check_memory(comm: Communicator, config: Config, store: ReplayStore | None) -> None:
+    """Of all stores on this host together. Collective."""
+    stores = comm.allgather((comm.host, store.memory_bytes if store is not None else 0))
+    here = sum(size for host, size in stores if host == comm.host)
+    collectively(comm, lambda: check_memory(here, available_memory_bytes(), config.gorila.replay_capacity_steps))

@@ -1,0 +1,78 @@
+"""How a rank begins: with the same weights as all others, or with what the checkpoints hold."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from pala.exchange.base import ExchangeState
+from pala.run.checkpoint import RankState
+from pala.run.loop import Counters, Progress
+from pala.run.parts import Parts, Saved
+from pala.run.segment import Segment
+from pala.system.errors import CollectiveError
+from pala.system.runtime import say
+from pala.system.seeding import derive
+from pala.transport.base import Communicator
+
+
+def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment) -> Progress:
+    """Give the parts what they begin with; how far this rank is. Collective."""
+    generator = torch.Generator(parts.device)
+    generator.manual_seed(int(derive(seed, comm.rank, f"actions {_purpose(segment)}")[0]))
+    if segment.previous is None:
+        share(comm, parts, root=0)
+        return Progress(Counters(), generator, ExchangeState([0] * comm.size, 0, 0, 1.0))
+    saved = Saved.find(comm, segment.previous, parts.flat.signature)
+    state = parts.restore(comm, saved)
+    if saved.own is not None:
+        _restore_generator(comm.rank, generator, saved.own)
+    counters, start = _restore_counters(comm, state, same_ranks=saved.own is not None)
+    return Progress(counters, generator, start)
+
+
+def env_seeds(seed: int, rank: int, segment: Segment, num_envs: int) -> np.ndarray:
+    """One for each of a rank's environments, int32; new ones in each segment."""
+    return derive(seed, rank, f"environments {_purpose(segment)}", num_envs)
+
+
+def share(comm: Communicator, parts: Parts[Any], root: int) -> None:
+    """Everybody gets the root's tensors, the parameters checked by checksum. Collective."""
+    for tensor in parts.shared_tensors:
+        host = tensor.cpu().numpy()
+        comm.broadcast(host, root)
+        tensor.copy_(torch.from_numpy(host))
+    checksums = comm.allgather(zlib.crc32(parts.flat.data.detach().cpu().numpy().tobytes()))
+    wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
+    if wrong:
+        raise CollectiveError(
+            f"Rank {wrong[0]} began with other weights than rank {root}: its memory or link is faulty."
+        )
+
+
+def _purpose(segment: Segment) -> str:
+    """Random streams of a resumed run are new."""
+    return f"segment {segment.path.name}" if segment.previous is not None else ""
+
+
+def _restore_generator(rank: int, generator: torch.Generator, own: RankState) -> None:
+    saved = own.random_states.get("actions")
+    if saved is None:
+        return
+    if saved.numel() == generator.get_state().numel():
+        generator.set_state(saved)
+    elif rank == 0:
+        say("The checkpoint is of another kind of device: the random streams of actions are new.")
+
+
+def _restore_counters(comm: Communicator, state: RankState, same_ranks: bool) -> tuple[Counters, ExchangeState]:
+    """Push-sum weights are scaled so that their sum is the number of ranks again. Collective."""
+    c = state.counters
+    counters = Counters(c["updates"], c["own_steps"] if same_ranks else 0, c["time_s"])
+    weight = c["weight"] if same_ranks else 1.0
+    weight *= comm.size / sum(comm.allgather(weight))
+    known = comm.allgather(c["own_steps"]) if same_ranks else [0] * comm.size
+    return counters, ExchangeState(known, c["base_steps"], c["round"], weight)

@@ -1,0 +1,109 @@
+"""What learns on a rank, with either algorithm: built whole, it is saved, goes on from what was saved, and trains."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pala.config import Config
+from pala.envs import Envs, MakeEnv, make_envs
+from pala.exchange.base import Exchange, ExchangeState
+from pala.networks.network import FlatParameters
+from pala.run import checkpoint
+from pala.run.checkpoint import RankState
+from pala.run.loop import Loop, Progress
+from pala.system.device import choose_device, has_bfloat16
+from pala.system.runtime import Interrupt, say
+from pala.transport.agreement import collectively
+from pala.transport.base import Communicator
+
+ExchangeT = TypeVar("ExchangeT", bound=Exchange)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run goes on from."""
+
+    segment: Path  # folder of the ranks' checkpoints
+    own: RankState | None  # this rank's, if the job has all its old ranks again
+    first: RankState  # rank 0's
+    num_lost: int  # ranks that had died
+
+    @classmethod
+    def find(cls, comm: Communicator, segment: Path, signature: int) -> Saved:
+        """Read the checkpoints of a network of this signature. Collective."""
+        first = collectively(comm, lambda: checkpoint.load_rank(segment, 0, signature))
+        if first.ranks != comm.size:
+            return cls(segment, None, first, 0)
+        own = collectively(comm, lambda: checkpoint.load_rank(segment, comm.rank, signature, comm.size))
+        num_lost = max(comm.allgather(len(own.counters.get("lost", []))))
+        return cls(segment, own if num_lost == 0 else None, first, num_lost)
+
+    def say_ranks_changed(self, comm: Communicator, what: str) -> None:
+        """Rank 0 says what the ranks begin with when they are not those of before."""
+        if comm.rank == 0:
+            had = f"had {self.first.ranks} ranks and now has {comm.size}"
+            text = f"had lost {self.num_lost} ranks" if self.num_lost else had
+            say(f"The run {text}: {what}; the steps made count; random streams are new.")
+
+
+class Parts(abc.ABC, Generic[ExchangeT]):
+    """What the algorithms have and do in ways of their own."""
+
+    device: torch.device
+    network: nn.Module
+    flat: FlatParameters
+
+    @property
+    @abc.abstractmethod
+    def shared_tensors(self) -> list[Tensor]:
+        """What all ranks begin with alike."""
+
+    @abc.abstractmethod
+    def restore(self, comm: Communicator, saved: Saved) -> RankState:
+        """Go on from checkpoints. Returns a state whose counters this rank goes on from, its own if there is one.
+        Collective."""
+
+    @abc.abstractmethod
+    def state(self, exchange: ExchangeT | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Flat tensors and numbers for this rank's checkpoint. None: training has not begun."""
+
+    @abc.abstractmethod
+    def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> ExchangeT:
+        """Collective."""
+
+    @abc.abstractmethod
+    def make_loop(self, rank: int, envs: Envs, exchange: ExchangeT, progress: Progress, interrupt: Interrupt) -> Loop:
+        """Of this rank."""
+
+    def before_training(self, rank: int, previous: Path | None) -> None:
+        """Everything is saved in a new segment; `previous`: the one before."""
+
+    def after_training(self, comm: Communicator, segment: Path) -> None:
+        """Save what is saved only once, when all else is. Collective."""
+
+
+def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeEnv | None = None) -> Envs:
+    """This rank's environments; torch gets as many threads. Collective."""
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    return collectively(comm, lambda: make_envs(config.env, threads, make_env))
+
+
+def prepare_device(comm: Communicator, config: Config) -> torch.device:
+    """The configuration's device, made the current one. Collective."""
+    device = collectively(comm, lambda: choose_device(config.run.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams and graphs are made on the current device
+    if config.network.precision == "bfloat16" and not has_bfloat16(device) and comm.rank == 0:
+        say("'network.precision' is 'bfloat16', for which this machine has no instructions; float32 would be faster.")
+    return device
+
+
+Build = Callable[[Communicator, Config, Envs], Parts[Any]]  # collective

@@ -1,0 +1,106 @@
+"""What a rank writes down of a run, and who keeps the records of all.
+
+Every rank has a metrics file. The lowest rank that lives leads: it keeps run.json and the console, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pala.config import Config
+from pala.run.console import Reporter
+from pala.run.metrics import MetricsWriter, Record, metrics_path
+from pala.run.run_folder import RunRecord
+from pala.system.errors import PalaError
+from pala.system.runtime import say
+from pala.transport.agreement import collectively
+from pala.transport.base import Communicator
+
+
+class Records:
+    """Of one rank, from the start of a segment to its end."""
+
+    def __init__(
+        self, comm: Communicator, config: Config, run: Path, start: Record, description: dict[str, Any]
+    ) -> None:
+        """`start`: the first record of this rank's metrics; `description`: what run.json says of the segment.
+        Collective."""
+        self._rank, self._size, self._config, self._run = comm.rank, comm.size, config, run
+        self._hosts = comm.allgather(comm.host)
+        self._metrics = MetricsWriter(metrics_path(run, comm.rank), comm.rank)
+        self._record: RunRecord | None = None  # of who leads
+        self._reporter: Reporter | None = None
+        self._metrics.write([start])
+
+        def open_on_rank_0() -> None:
+            if comm.rank == 0:
+                self._record = RunRecord.begin(run, config, description | {"hosts": self._hosts})
+                try:
+                    self._reporter = self._make_reporter()
+                except (PalaError, OSError):
+                    self._record.end("failed")
+                    raise
+
+        collectively(comm, open_on_rank_0)
+
+    def note(self, **facts: Any) -> None:
+        """Add to run.json, if this rank leads."""
+        if self._record is not None:
+            self._record.note(**facts)
+
+    def write(self, records: list[Record]) -> None:
+        """Append to this rank's metrics."""
+        self._metrics.write(records)
+
+    def report(self, global_steps: int) -> None:
+        """Show what is new of all ranks, if this rank leads."""
+        if self._reporter is not None:
+            self._reporter.report(global_steps)
+
+    def lead_if_first(self, living: Sequence[int], time_s: float) -> bool:
+        """Take the lead if this is the lowest rank that lives, and note who has died; whether this rank leads.
+        `time_s`: training time. Not collective."""
+        if self._rank != living[0]:
+            return False
+        try:
+            self.lead(living, time_s)
+        except (OSError, PalaError) as error:  # a full disk: the next interval tries again
+            say(f"[rank {self._rank}] 'run.json' cannot be written: {error}. Training goes on.")
+        return True
+
+    def lead(self, living: Sequence[int], time_s: float) -> None:
+        """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
+        after the death of who kept it."""
+        if self._record is None:
+            self._record, self._reporter = RunRecord.take_over(self._run), self._make_reporter()
+        lost = {entry["rank"]: entry for entry in self._record.segment.get("lost_ranks", [])}
+        fresh = [rank for rank in range(self._size) if rank not in living and rank not in lost]
+        if fresh:
+            now_s = round(time_s, 3)
+            entries = [{"rank": rank, "host": self._hosts[rank], "noticed_s": now_s} for rank in fresh]
+            self._record.note(lost_ranks=sorted([*lost.values(), *entries], key=lambda entry: entry["rank"]))
+            for rank in fresh:
+                say(f"[rank {self._rank}] rank {rank} on {self._hosts[rank]} has died; {len(living)} go on.")
+        if self._reporter is not None:
+            self._reporter.view.living = living
+
+    def end(self, status: str, **facts: Any) -> None:
+        """Close console and TensorBoard, and say in run.json how it ended: `completed`, `stopped` (by a signal) or
+        `failed`. Who does not lead does nothing."""
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+        if self._record is None:
+            return
+        try:
+            self._record.end(status, **facts)
+        except OSError as error:
+            if status == "completed":  # what nobody recorded did not happen: the job must not end well
+                raise
+            say(f"run.json cannot be written: {error}.")
+
+    def _make_reporter(self) -> Reporter:
+        run = self._config.run
+        return Reporter(self._run, self._size, self._config.total_steps, run.console, run.tensorboard)

@@ -1,0 +1,83 @@
+"""One start of a run on the disk: the run's folder, locked against other jobs, and a new segment in it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import cloudpickle
+
+from pala.config import Config
+from pala.envs import MakeEnv
+from pala.run import checkpoint, run_folder
+from pala.system.errors import CollectiveError
+from pala.system.files import write_atomically
+from pala.transport.agreement import collectively
+from pala.transport.base import Communicator
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Folders that all ranks of a start work in."""
+
+    run: Path
+    path: Path  # for this start's checkpoints
+    previous: Path | None  # with the checkpoints that it goes on from
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run goes on from an earlier start."""
+        return self.previous is not None
+
+    @contextmanager
+    def removed_if_nobody_starts(self, rank: int) -> Iterator[None]:
+        """If every rank fails to start inside the block, take away what was made for this start."""
+        try:
+            yield
+        except CollectiveError:
+            if rank == 0:
+                shutil.rmtree(self.path if self.is_resumed else self.run, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def open_segment(
+    comm: Communicator, config: Config, resume: Path | None, preset: str, make_env: MakeEnv | None
+) -> Iterator[Segment]:
+    """Make the folders and lock the run's, on every rank, until the block ends. Collective.
+
+    A new run's is named after `preset`, unless the configuration says how. `make_env` is kept in it.
+    """
+    lock: IO[str] | None = None  # held on every rank, so that the folder stays locked while any of them lives
+
+    def make() -> tuple[Segment, bool] | None:
+        nonlocal lock
+        if comm.rank != 0:
+            return None
+        run = resume if resume is not None else run_folder.create(config, preset)
+        lock = run_folder.lock(run)  # before anything in it is changed
+        previous = checkpoint.newest_segment(run) if resume is not None else None
+        segment = Segment(run, checkpoint.new_segment(run), previous)
+        if make_env is not None:
+            write_atomically(run / "make_env.pkl", cloudpickle.dumps(make_env))
+        return segment, lock is not None
+
+    def join() -> None:
+        nonlocal lock
+        if is_locked and comm.rank != 0:
+            lock = run_folder.join_lock(segment.run)
+
+    try:
+        made = comm.bcast(collectively(comm, make))
+        assert made is not None
+        segment, is_locked = made
+        with segment.removed_if_nobody_starts(comm.rank):
+            collectively(comm, join)
+        yield segment
+    finally:
+        if lock is not None:
+            lock.close()

@@ -1,0 +1,75 @@
+"""What MPI says of ranks that died: fault tolerance by ULFM.
+
+Under `mpirun --with-ft ulfm` (Open MPI 5) a rank's death does not end the job: what the others have to do with it fails
+with MPI_ERR_PROC_FAILED, and they can agree without it. Without ULFM the launcher ends the job, and `--resume` goes on.
+
+ULFM: Bland et al., "Post-failure recovery of MPI communication capability", 2013; MPI 5.0 draft, chapter 17.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from mpi4py import MPI
+
+from pala.system.runtime import can_survive
+from pala.transport.base import Deaths
+
+
+def is_death(error: BaseException) -> bool:
+    """True if an MPI call failed because a rank that it needed is dead."""
+    return can_survive() and isinstance(error, MPI.Exception) and error.Get_error_class() in (
+        MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED,
+    )  # fmt: skip
+
+
+class MpiDeaths(Deaths):
+    """Of an MPI communicator."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm, self._can_survive = comm, can_survive()
+        self.ranks: set[int] = set()
+
+    def look(self) -> set[int]:
+        """Ranks that died since the last look (a fifth of a microsecond when there are none). They are acknowledged:
+        receives from any source go on without them."""
+        if not self._can_survive:
+            return set()
+        group = self._comm.Get_failed()
+        try:
+            if group.size == len(self.ranks):
+                return set()
+            self._comm.Ack_failed(group.size)
+            everyone = MPI.Group.Translate_ranks(group, list(range(group.size)), self._comm.group)
+        finally:
+            group.Free()
+        fresh = set(everyone) - self.ranks
+        self.ranks |= fresh
+        return fresh
+
+    def end_if_any(self) -> None:
+        if self._can_survive:
+            try:
+                self._comm.Iprobe()  # MPI hears of deaths only while it is called
+            except MPI.Exception as error:
+                if not is_death(error):
+                    raise
+        super().end_if_any()
+
+
+class Barrier:
+    """A barrier that is waited for asleep, by `done`, and that does not wait for the dead. Making one is collective."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._flag = array("i", [1])
+        # An agreement completes when all who live take part in it.
+        self._request = comm.Iagree(self._flag) if can_survive() else comm.Ibarrier()
+
+    def done(self) -> bool:
+        """True when all who live have come."""
+        try:
+            return self._request.Test()
+        except MPI.Exception as error:
+            if is_death(error):  # somebody died before it was complete: it is complete all the same
+                return True
+            raise
