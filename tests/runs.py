@@ -27,7 +27,7 @@ def total(run: Path, key: str, rank: int | None = None) -> int:
 
 
 def local_steps(run: Path) -> list[int]:
-    """Of each rank, as in its last record."""
+    """One value for each rank, as in its last record."""
     return [intervals(run, rank)[-1]["local_steps"] for rank in range(len(read_run(run)))]
 
 

@@ -45,7 +45,7 @@ class Ended:
 
     @property
     def status(self) -> int:
-        """Of a training: the exit status that the job would have had."""
+        """The exit status that a job which trained so would have had."""
         return max(self.values)
 
 

@@ -406,7 +406,7 @@ def test_what_was_disturbed_is_not_compared_over_time(there: Path) -> None:
     page, _ = report()
     assert "## Speed" not in page and "## Scaling" not in page and not Path("results/tiny/scaling.png").exists()
     assert cells_of(page, "The way to a target return")[0][3:] == ["20.0", "0 of 2", "not reached"]
-    assert "what hangs on time is left out" in section(page, "To bear in mind")
+    assert "what depends on time is left out" in section(page, "To bear in mind")
     assert cells_of(page, "Scores")
 
 

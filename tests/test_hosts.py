@@ -118,13 +118,12 @@ def test_a_killed_host_leaves_nothing(possible: Launcher, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_ranks_outlive_a_link_that_is_cut_for_seconds(possible: Launcher, tmp_path: Path) -> None:
-    """Each side trains on, and the two find together again; what both do without knowing of it is overshoot. On a ring
-    ranks 0 and 2 hear from the other side only."""
-    cut_s, patience_s = 6.0, 1.0
+    """Each side trains on, and the two find together again; what both do without knowing of it is overshoot."""
+    cut_s = 5.0
     with VirtualHosts(2) as hosts:
-        # At most 250 steps/s a rank: at least 18 s of training, however fast the machine is.
-        ring = ["--exchange.topology", "ring", "--exchange.patience-s", str(patience_s)]
-        script = write_disturbed(tmp_path, "time.sleep(0.004)", "--total-steps", "18000", *ring)
+        # At most 250 steps/s a rank: at least 16 s of training, however fast the machine is.
+        options = ["--exchange.patience-s", "1", "--total-steps", "16000"]
+        script = write_disturbed(tmp_path, "time.sleep(0.004)", *options)
         command, environment = hosts.mpirun(
             ["--with-ft", "ulfm", str(possible.folder / "python"), script],
             ranks_per_host=2, mpirun=str(possible.folder / "mpirun"),
@@ -132,11 +131,15 @@ def test_ranks_outlive_a_link_that_is_cut_for_seconds(possible: Launcher, tmp_pa
         job = possible.start_command(command, cwd=tmp_path, env=environment)
         wait_for_training(job, tmp_path)
         hosts.set_link(1, up=False)
+        sent = [bytes_sent(hosts, 1)]
         time.sleep(cut_s)
+        sent.append(bytes_sent(hosts, 1))
         mended_at = [records[-1]["time_s"] for records in read_run(tmp_path / "runs/r")]
         hosts.set_link(1, up=True)
         job.wait(240)
         assert job.status == 0, job.output
+        sent.append(bytes_sent(hosts, 1))
+    assert sent[1] - sent[0] < 10_000 and sent[2] - sent[1] > 100_000
     record, ranks = record_of(tmp_path / "runs/r"), read_run(tmp_path / "runs/r")
     assert record["completed"] and "lost_ranks" not in record["segments"][0]
     for rank, time_s in enumerate(mended_at):
@@ -144,8 +147,6 @@ def test_ranks_outlive_a_link_that_is_cut_for_seconds(possible: Launcher, tmp_pa
         print(f"\nthe longest time between two half-second records: {gap_s:.2f} s")
         assert gap_s < cut_s - 1, "it waited for the other side"
         records = [r for r in ranks[rank] if r["type"] == "interval"]
-        cut_off = [r["models_mixed"] for r in records if time_s - cut_s + 2 < r["time_s"] < time_s]
-        assert (sum(cut_off) == 0) == (rank in (0, 2)), cut_off
         assert sum(r["models_mixed"] for r in records if r["time_s"] > time_s + 0.5) > 0
 
 

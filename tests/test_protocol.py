@@ -357,6 +357,18 @@ def test_a_rank_that_was_away_takes_only_what_was_sent_after_its_return() -> Non
     assert sent_to(update(p, 61.0)) == (1, 2)
 
 
+def test_what_was_sent_while_a_rank_was_away_stays_stale_after_it_was_healed() -> None:
+    """Found by schedule 19232: its sender was stopped, too, and went on only after the rank had been healed."""
+    p = protocol(size=3, topology="complete", max_staleness=3)
+    update(p, 1.0)
+    update(p, 60.0)
+    model_came(p, 2)
+    assert model_came(p, 2) == [Accept(1.0)]
+    assert mixed(p.advance(60.0)) == Heal(1)
+    assert told(model_came(p, 1, took_s=1.0)) == [(Kind.CREDIT, 1)], "sent before the return"
+    assert model_came(p, 1) == [Accept(1.0)]
+
+
 def test_what_always_takes_long_is_not_stale() -> None:
     """As on a slow link."""
     p = protocol(size=2, max_staleness=1000)

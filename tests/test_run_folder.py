@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CARTPOLE, Launcher, ranks_in, record_of, wait_for
+from standing_ranks import StandingRanks
 
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -133,13 +134,13 @@ def test_a_changed_tree_is_recorded_but_not_for_new_results(tmp_path: Path, monk
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_two_jobs_in_one_folder(mpi: Launcher, tmp_path: Path) -> None:
+def test_two_jobs_in_one_folder(mpi: Launcher, standing: StandingRanks, tmp_path: Path) -> None:
     """The second is refused with a sentence, the first does not notice; when all its ranks are killed, another may."""
     arguments = [*CARTPOLE, "--run.name", "r", "--run.checkpoint-interval-s", "1"]
     run = tmp_path / "runs" / "r"
     job = mpi.start_train(2, *arguments, "--total-steps", "100000000", cwd=tmp_path)
     wait_for(lambda: (run / "run.json").exists() or job.process.poll() is not None, what="training")
-    second = mpi.train(2, "--resume", str(run), cwd=tmp_path)
+    second = standing.train(2, "--resume", str(run), cwd=tmp_path)
     assert second.status == 2 and second.output.count("pala: error:") == 1 and "Traceback" not in second.output
     assert f"Another job works in folder '{run}' (process " in second.output
     assert job.process.poll() is None
@@ -148,6 +149,6 @@ def test_two_jobs_in_one_folder(mpi: Launcher, tmp_path: Path) -> None:
     assert len(ranks) == 2
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
-    third = mpi.train(2, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
+    third = standing.train(2, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
     assert third.status == 0 and record_of(run)["completed"] and len(record_of(run)["segments"]) == 2, third.output
     job.wait(30)

@@ -42,7 +42,7 @@ class Formats(NamedTuple):
     def of(
         cls, env: EnvConfig, frame_stack: int, gorila: GorilaConfig, space: gymnasium.Space, num_actions: int
     ) -> Formats:
-        """Of these environments."""
+        """The formats of what these environments give."""
         return cls(
             FramesFormat(env.num_envs, space, frame_stack),
             ExperienceFormat(env.num_envs, num_actions, space, frame_stack),

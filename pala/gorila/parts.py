@@ -193,7 +193,7 @@ def build(comm: Communicator, config: Config, envs: Envs) -> GorilaParts:
 
 
 def _make_store(rank: int, config: Config, roles: Roles, envs: Envs, frame_stack: int) -> ReplayStore | None:
-    """Of a rank that holds replay: that of the actors who feed it."""
+    """The store of a rank that holds replay, for the actors who feed it; None on other ranks."""
     if rank not in roles.replays:
         return None
     gorila, num_actors = config.gorila, len(roles.actors)
@@ -207,7 +207,7 @@ def _make_store(rank: int, config: Config, roles: Roles, envs: Envs, frame_stack
 
 
 def _check_memory(comm: Communicator, config: Config, store: ReplayStore | None) -> None:
-    """Of all stores on this host together. Collective."""
+    """Raise PalaError if the stores on this host together need more memory than it has. Collective."""
     stores = comm.allgather((comm.host, store.memory_bytes if store is not None else 0))
     here = sum(size for host, size in stores if host == comm.host)
     collectively(comm, lambda: check_memory(here, available_memory_bytes(), config.gorila.replay_capacity_steps))

@@ -79,7 +79,7 @@ class Parts(abc.ABC, Generic[ExchangeT]):
 
     @abc.abstractmethod
     def make_loop(self, rank: int, envs: Envs, exchange: ExchangeT, progress: Progress, interrupt: Interrupt) -> Loop:
-        """Of this rank."""
+        """The training loop of this rank."""
 
     def before_training(self, rank: int, previous: Path | None) -> None:
         """Everything is saved in a new segment; `previous`: the one before."""

@@ -20,7 +20,7 @@ from pala.transport.base import Communicator
 
 
 class Records:
-    """Of one rank, from the start of a segment to its end."""
+    """What one rank records, from the start of a segment to its end."""
 
     def __init__(
         self, comm: Communicator, config: Config, run: Path, start: Record, description: dict[str, Any]

@@ -1,11 +1,12 @@
 """How a rank reaches the others: the seam between PALA and what carries its messages.
 
-| part | used | MPI | threads of one process | simulated |
-|---|---|---|---|---|
-| `Communicator` | for collectives, at the start and the end | `mpi.py` | `memory.py` | - |
-| `Transport` | for messages from rank to rank, while training runs | `data_proxy.py` | `memory_transport.py` | `virtual.py` |
+| part | MPI | threads of one process | simulated |
+|---|---|---|---|
+| `Communicator` | `mpi.py` | `memory.py` | - |
+| `Transport` | `data_proxy.py` | `memory_transport.py` | `virtual.py` |
 
-Exchanges that need every rank use a `Communicator` while training runs, too.
+A `Communicator` is for collectives, at the start and the end; exchanges that need every rank use it while training
+runs, too. A `Transport` is for messages from rank to rank, while training runs.
 
 Nothing in this package knows what a message means. Nothing outside it calls MPI, but for the doctor.
 """

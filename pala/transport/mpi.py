@@ -68,7 +68,7 @@ class _Window(SharedBlock):
 
 
 class MpiCommunicator(Communicator):
-    """Of all ranks of an mpi4py communicator, `mpi`."""
+    """All ranks of an mpi4py communicator, `mpi`."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.mpi, self.rank, self.size, self.host = comm, comm.rank, comm.size, MPI.Get_processor_name()

@@ -24,7 +24,7 @@ def is_death(error: BaseException) -> bool:
 
 
 class MpiDeaths(Deaths):
-    """Of an MPI communicator."""
+    """The deaths among the ranks of an MPI communicator."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm, self._can_survive = comm, can_survive()

@@ -18,8 +18,9 @@ A peer may stop without dying: suspended, or behind a link that is cut. `patienc
 five of this rank's own updates, if they are slower than that):
 - a peer that has held a model for so long is *silent*: left out of the topology until it gives the credit back;
 - a rank that has waited for so long goes on without a mix, and waits no more until a model comes;
-- a rank that finds that it was itself away for so long *returns*: it rejects what peers sent meanwhile, asks them for
-  whole models and takes those in place of its own, which is as stale as what came.
+- a rank that finds that it was itself away for so long *returns*: it rejects what peers sent meanwhile (the next model
+  of each, however late that comes), asks them for whole models and takes those in place of its own, which is as stale
+  as what came.
 
 Models may travel in parts (`top_k`): then every so many sends carry a whole model. A rank that has no model of use (not
 finite, or it returns) is healed by a whole one only; it gives parts back as if it had rejected them, and asks their
@@ -92,7 +93,7 @@ class GossipProtocol:
         self._waits_since_s = self._sent_again_s = math.inf
         self._gave_up = False  # waited in vain: goes on without a mix until a model comes
         self._returning = False
-        self._stale: set[int] = set()  # of a returning rank: peers whose next model may be as old as its own
+        self._stale: set[int] = set()  # of a rank that was away: peers whose next model may be as old as its own was
 
     # ---- events --------------------------------------------------------------------------------------------------
 
@@ -307,7 +308,6 @@ class GossipProtocol:
         senders, received = list(self._inbox), sum(self._inbox.values())
         mix = Mix(self.mixing.weight, len(senders)) if self.has_model else Heal(len(senders))
         self._inbox.clear()
-        self._stale.clear()
         self._whole_came = self._returning = self._gave_up = False
         self._num_rejected = self.staleness = 0
         self.mixing.mixed(received)
