@@ -210,7 +210,7 @@ def test_a_message_is_taken_as_it_is_or_refused_without_a_trace(compression: str
     valid = valid_messages(compression)
     seen: dict[bool, int] = {True: 0, False: 0}
 
-    @fuzz(1000)
+    @fuzz(250)
     @given(messages(valid), st.booleans())
     def check(data: bytes, first: bool) -> None:
         node, twin = Node(own, compression), Node(own, compression)
@@ -289,7 +289,7 @@ def is_step_or_batch(data: bytes, of: object) -> bool:
 def test_a_step_or_a_minibatch_is_taken_as_it_is_or_refused() -> None:
     seen: dict[bool, int] = {True: 0, False: 0}
 
-    @fuzz(600)
+    @fuzz(200)
     @given(arrays())
     def check(data: bytes) -> None:
         for of in (STEPS, BATCHES):
@@ -414,7 +414,7 @@ def test_a_checkpoint_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
     checkpoint.save_rank(tmp_path, state)
     whole = file.read_bytes()
 
-    @fuzz(1500)
+    @fuzz(400)
     @given(files(whole))
     def check(of: tuple[bytes, bool]) -> None:
         data, forged = of
@@ -440,7 +440,7 @@ def test_a_damaged_checkpoint_never_hides_the_one_before(tmp_path: Path, capsys:
     file = file_of(tmp_path)
     whole = file.read_bytes()
 
-    @fuzz(300)
+    @fuzz(100)
     @given(files(whole).filter(lambda of: not of[1]))
     def check(of: tuple[bytes, bool]) -> None:
         file.write_bytes(of[0])
@@ -457,7 +457,7 @@ def test_a_policy_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
     checkpoint.save_policy(file, named, {"global_steps": 5, "config": {"a": 1}})
     whole = file.read_bytes()
 
-    @fuzz(1000)
+    @fuzz(250)
     @given(files(whole))
     def check(of: tuple[bytes, bool]) -> None:
         data, forged = of
