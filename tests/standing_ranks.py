@@ -170,7 +170,7 @@ class StandingRanks:
 
 def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], Any] | None = None) -> int:
     """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective."""
-    from pala.run import trainer
+    from pala.run.session import run_session
     from pala.system.errors import CollectiveError
     from pala.system.runtime import say
     from pala.train import parse
@@ -179,7 +179,7 @@ def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], A
     try:
         command = collectively(comm, lambda: parse(list(arguments)))
         preset = command.preset.stem if command.preset else ""
-        result = trainer.train(comm, command.config, make_env, command.resume, preset)
+        result = run_session(comm, command.config, make_env, command.resume, preset)
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")
@@ -236,7 +236,7 @@ def main() -> None:
     die_with_launcher()
     world = start_mpi().mpi
     prepare(1)
-    from pala.run import trainer  # noqa: F401 - loaded now, not by the first case
+    from pala.run import session  # noqa: F401 - loaded now, not by the first case
 
     own = socket.socket(socket.AF_UNIX)
     own.connect(sys.argv[1])
