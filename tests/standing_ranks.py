@@ -137,7 +137,7 @@ class StandingRanks:
                     os.kill(pid, 9)
             self._process.terminate()
             self._process.wait()
-            self._process = None
+            self._process, self.pids = None, []
             self._folder.cleanup()
 
     def _start_job(self) -> None:
@@ -146,23 +146,35 @@ class StandingRanks:
         with socket.socket(socket.AF_UNIX) as server, open(log, "wb") as output:
             server.bind(address)
             server.listen(self.size)
-            server.settimeout(_START_S)
+            server.settimeout(1.0)
             self._process = subprocess.Popen(
                 [*self._mpirun, "-np", str(self.size), str(self._python), __file__, address],
                 env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
-            ranks = {}
             try:
-                for _ in range(self.size):
-                    connection = Connection(server.accept()[0].detach())
-                    rank, pid = connection.recv()
-                    ranks[rank] = connection, pid
-            except TimeoutError:
-                self._process.terminate()
-                raise CaseError(f"the ranks did not start:\n{log.read_text(errors='replace')}") from None
+                accepted = [self._accept(server, time.monotonic() + _START_S) for _ in range(self.size)]
+            except CaseError as error:
+                said = log.read_text(errors="replace")
+                self.close()
+                raise CaseError(f"{error}\n{said}") from None
+        ranks = dict(accepted)
         self._connections = [ranks[rank][0] for rank in range(self.size)]
         self.pids = [ranks[rank][1] for rank in range(self.size)]
+
+    def _accept(self, server: socket.socket, deadline_s: float) -> tuple[int, tuple[Connection, int]]:
+        """The next rank that has started: (rank, (connection, process)). Raises CaseError."""
+        assert self._process is not None
+        while True:
+            try:
+                connection = Connection(server.accept()[0].detach())
+                rank, pid = connection.recv()
+                return rank, (connection, pid)
+            except TimeoutError:
+                if self._process.poll() is not None or time.monotonic() > deadline_s:
+                    raise CaseError("the ranks did not start:") from None
+            except (EOFError, ConnectionError):
+                raise CaseError("a rank has ended in its start:") from None
 
 
 # ---- on a rank -------------------------------------------------------------------------------------------------------
