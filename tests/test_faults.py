@@ -233,7 +233,9 @@ def has_a_folder(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize("stage", [has_begun, pytest.param(loads_torch, marks=pytest.mark.slow), has_a_folder])
+@pytest.mark.parametrize(
+    "stage", [has_begun, *(pytest.param(later, marks=pytest.mark.slow) for later in (loads_torch, has_a_folder))]
+)
 def test_a_signal_during_the_start(
     any_mpi: Launcher, number: int, stage: Callable[[Path], bool], tmp_path: Path
 ) -> None:

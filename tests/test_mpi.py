@@ -104,6 +104,7 @@ def test_nan_without_peers_ends_with_a_sentence(any_mpi: Launcher, tmp_path: Pat
     assert "Traceback" not in job.output
 
 
+@pytest.mark.slow
 def test_ranks_with_different_configurations_are_told(any_mpi: Launcher, tmp_path: Path) -> None:
     python = str(any_mpi.folder / "python")
     one = ["-np", "1", python, "-m", "pala.train", *CARTPOLE, "--total-steps", "1000"]
@@ -119,7 +120,7 @@ def test_ranks_with_different_configurations_are_told(any_mpi: Launcher, tmp_pat
         (["missing.toml"], "Preset 'missing.toml' does not exist"),
         pytest.param(["--run.name", "x", "bad.toml"], "unknown key 'a2c.learning_rat'", marks=pytest.mark.slow),
         (["bad.toml"], "unknown key 'a2c.learning_rat'; did you mean 'a2c.learning_rate'?"),
-        (["--env.id", "ALE/Pogn-v5"], "did you mean 'ALE/Pong-v5'?"),
+        pytest.param(["--env.id", "ALE/Pogn-v5"], "did you mean 'ALE/Pong-v5'?", marks=pytest.mark.slow),
         (["--resume", "nowhere"], "'nowhere' is not a run's folder"),
         pytest.param(["--run.device", "cuda"], "sees no CUDA device", marks=pytest.mark.slow),
     ],

@@ -284,6 +284,7 @@ def test_a_scheduler_signals_every_process(any_mpi: Launcher, tmp_path: Path) ->
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
 def test_a_users_mistake_is_not_restarted(mpi: Launcher, tmp_path: Path) -> None:
     job = start(mpi, "-n", "2", "--env.id", "CratPole-v1", cwd=tmp_path).wait()
