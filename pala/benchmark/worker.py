@@ -12,7 +12,7 @@ from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
 from pala.system.runtime import prepare, say
 from pala.transport.agreement import collectively, cores_per_rank
-from pala.transport.mpi_process import abort, start_mpi
+from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 
 
 def main() -> None:
@@ -38,9 +38,7 @@ def main() -> None:
         sys.exit(2)
     except (Exception, KeyboardInterrupt) as error:
         abort(comm, error)
-    from mpi4py import MPI
-
-    MPI.Finalize()
+    leave_mpi(comm)(0)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     environments ──▶ parts (network, optimiser) ──▶ segment (folders) ──▶ progress ──▶ records ──▶ exchange ──▶ loop
 
 Functions that communicate say so. An error that one rank meets while all ranks start is raised on all of them, so none
-waits for ever; an error later ends the job through `MPI_Abort` (`pala.train`).
+waits for ever; a later error ends this rank, and the job if no other can
+outlive it (`pala/transport/mpi_process.py`, `abort`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
 """Ranks as threads of one process, with faults by script: whole trainings in a second, without MPI.
 
-    results = run_ranks(4, lambda comm: train(comm, config, ...), faults=[fail_at(2, update=10), drop(0, 1, n=3)])
+    from pala.run.session import run_session
+    from pala.transport.faults import drop, fail_at
 
+    def main(comm):
+        return run_session(comm, config, on_update=comm.on_update, interrupt=comm.interrupt)
+
+    results = run_ranks(4, main, faults=[fail_at(2, update=10), drop(0, 1, n=3)])
+
+Without `on_update` no fault "at an update" ever happens, without `interrupt` no signal.
 The others survive the death of a rank, as under `mpirun --with-ft ulfm`. A rank that raises something is dead, unless
 that is an EndError, by which it ends the job. Nobody waits for one that has ended or returned.
 """

@@ -11,7 +11,7 @@ class Kind(enum.IntEnum):
     """What a message is for."""
 
     MODEL = 1
-    CREDIT = 2  # the receiver's process lock is free again
+    CREDIT = 2  # whoever receives this may send to its sender again
     STOP = 3  # training ends
     ASK_WHOLE = 4  # a credit from a rank that only a whole model can heal
 
