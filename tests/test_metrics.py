@@ -18,7 +18,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pala.run import console
-from pala.run.console import Lines, Panel, Progress, Reporter, TensorBoard, make_console
+from pala.run.console import Lines, Progress, Reporter, TensorBoard, make_console
 from pala.run.metrics import (
     SECTIONS,
     MetricsWriter,
@@ -30,6 +30,7 @@ from pala.run.metrics import (
     read_rank,
     read_run,
 )
+from pala.run.panel import Panel
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Rounds:
         self.envs = ContinuedEnvs(envs, self.seeds, threads, slowdown)
         self.left_out: dict[str, str] = {}
         self.exchanges = [kind for kind in request.exchanges if self._is_possible(kind)]
-        first = build(comm, config, self.envs)
+        first = self._build(config)
         self.device, self.first_weights = first.device, first.flat.data.clone()
         both = first.network.is_image and has_bfloat16(self.device)
         self.precisions = request.precisions or comm.bcast(("float32", "bfloat16") if both else ("float32",))
@@ -75,11 +75,15 @@ class Rounds:
     def _add(self, precision: str) -> None:
         with_precision = replace(self.config.network, precision=cast(Any, precision))
         config = replace(self.config, network=with_precision)
-        self.agents[precision] = agent = build(self.comm, config, self.envs)
+        self.agents[precision] = agent = self._build(config)
         for kind in self.exchanges:
             exchange = replace(config.exchange, kind=cast(Any, kind))
             trial = Trial(self.comm, replace(config, exchange=exchange), self.envs, agent, self.first_weights)
             self.trials[precision, kind] = trial
+
+    def _build(self, config: Config) -> A2CParts:
+        """Whatever exchange the preset names: it may be one of those that are left out here."""
+        return build(self.comm, replace(config, exchange=replace(config.exchange, kind="none")), self.envs)
 
     def run(self) -> dict[str, Any]:
         """Warm up, measure round by round, and gather. Every rank returns the whole result."""

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.markup import escape
-from rich.panel import Panel as Box
-from rich.table import Table
+from typing import Any, ClassVar, Protocol
 
 from pala.run.metrics import SECTIONS, RunView
 from pala.system.runtime import say, terminal_size
@@ -86,36 +78,24 @@ class Lines:
         """Nothing to restore."""
 
 
-class Panel:
-    """A panel that stays in place. No thread refreshes it."""
-
-    def __init__(self, title: str, size: tuple[int, int]) -> None:
-        # The launcher's terminal decides; this process may only have a pipe.
-        os.environ.setdefault("TERM", "xterm")
-        self._title = title
-        console = Console(file=sys.stdout, force_terminal=True, width=min(size[0], 100), height=size[1])
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._live.start()
+class Display(Protocol):
+    """Where figures are shown."""
 
     def show(self, figures: dict[str, str]) -> None:
-        table = Table.grid(padding=(0, 2))
-        for label, text in figures.items():
-            table.add_row(f"[bold]{label}[/bold]", text)
-        box = Box(table, title=escape(self._title), title_align="left")
-        # Launchers pass on whole lines: an empty last one, which needs no end, keeps the lower border from lagging.
-        self._live.update(Group(box, ""), refresh=True)
+        """Label -> text, in this order."""
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
-        self._live.stop()
+        """Nothing more will be shown."""
 
 
-def make_console(kind: str, title: str) -> Lines | Panel | None:
+def make_console(kind: str, title: str) -> Display | None:
     """`auto` takes a panel if the job's output reaches a terminal, else lines."""
     size = terminal_size() if kind in ("auto", "panel") else None
     if kind == "none":
         return None
     if kind == "panel" or (kind == "auto" and size is not None):
+        from pala.run.panel import Panel  # only the rank that draws one loads rich
+
         return Panel(title, size or (100, 40))
     return Lines()
 

@@ -37,13 +37,13 @@ class Records:
         def open_on_rank_0() -> None:
             if comm.rank == 0:
                 self._record = RunRecord.begin(run, config, description | {"hosts": self._hosts})
-                try:
-                    self._reporter = self._make_reporter()
-                except (PalaError, OSError):
-                    self._record.end("failed")
-                    raise
 
         collectively(comm, open_on_rank_0)
+
+    def open_reporter(self) -> None:
+        """Begin what the console and TensorBoard show, if this rank leads. Raises OSError, PalaError."""
+        if self._record is not None:
+            self._reporter = self._make_reporter()
 
     def note(self, **facts: Any) -> None:
         """Add to run.json, if this rank leads."""

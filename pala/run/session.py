@@ -80,7 +80,6 @@ def run_session(
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: save(comm, parts, progress, segment, exchange=None))
                     records = _open_records(comm, config, parts, progress, segment, description)
-                parts.before_training(comm.rank, segment.previous)
                 return Session(comm, config, envs, parts, segment, progress, records, interrupt).run(on_update)
         except CollectiveError:
             envs.close()
@@ -139,11 +138,13 @@ class Session:
         try:
             return self._train(on_update)
         except BaseException as error:
-            if self._comm.is_alone() or isinstance(error, EndError):
+            if self._comm.is_alone() or isinstance(error, (CollectiveError, EndError)):
                 self._records.end("failed")
             raise
 
     def _train(self, on_update: Callable[[int], None]) -> Result:
+        collectively(self._comm, self._records.open_reporter)
+        self._parts.before_training(self._comm.rank, self._segment.previous)
         exchange: Exchange = self._parts.make_exchange(self._comm, self._progress.start, self._interrupt)
         loop = self._parts.make_loop(self._comm.rank, self._envs, exchange, self._progress, self._interrupt)
         self._records.note(message_bytes=exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))

@@ -115,8 +115,10 @@ class GossipDriver(Receiver):
     def wait(self, timeout_s: float) -> None:
         """Until something has come; asleep. With the lock held, which is given up meanwhile."""
         self._num_waiting += 1
-        self._changed.wait(timeout_s)
-        self._num_waiting -= 1
+        try:
+            self._changed.wait(timeout_s)
+        finally:
+            self._num_waiting -= 1
 
     def end(self, reason: Stop) -> None:
         """This rank ends training: tell the others."""

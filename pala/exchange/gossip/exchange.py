@@ -117,7 +117,7 @@ class Gossip(ModelExchange):
         begin = time.perf_counter()
         complain = begin + _COMPLAIN_AFTER_S
         self._transport.hurry(True)
-        while not self._driver.advance():
+        while True:
             self._driver.wait(_LOOK_S)
             self._transport.raise_failure()
             if self._interrupt.signal is not None:
@@ -130,6 +130,8 @@ class Gossip(ModelExchange):
                         f"[rank {self._comm.rank}] its parameters are not finite and no peer has sent finite ones for "
                         f"{_COMPLAIN_AFTER_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
                     )
+            if self._driver.advance():
+                break
         self._transport.hurry(False)
         self.waited_s += time.perf_counter() - begin
 

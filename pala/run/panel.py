@@ -1,0 +1,36 @@
+"""The live panel that rank 0 shows on a terminal. Loads rich."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel as Box
+from rich.table import Table
+
+
+class Panel:
+    """A panel that stays in place. No thread refreshes it."""
+
+    def __init__(self, title: str, size: tuple[int, int]) -> None:
+        # The launcher's terminal decides; this process may only have a pipe.
+        os.environ.setdefault("TERM", "xterm")
+        self._title = title
+        console = Console(file=sys.stdout, force_terminal=True, width=min(size[0], 100), height=size[1])
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live.start()
+
+    def show(self, figures: dict[str, str]) -> None:
+        table = Table.grid(padding=(0, 2))
+        for label, text in figures.items():
+            table.add_row(f"[bold]{label}[/bold]", text)
+        box = Box(table, title=escape(self._title), title_align="left")
+        # Launchers pass on whole lines: an empty last one, which needs no end, keeps the lower border from lagging.
+        self._live.update(Group(box, ""), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        self._live.stop()
