@@ -136,9 +136,9 @@ def test_two_gossiping_ranks_learn_cartpole(standing: StandingRanks, tmp_path: P
     )
     means = np.convolve([r for _, r in episodes], np.full(50, 1 / 50), "valid")  # of 50 episodes in a row
     assert means[0] < 40  # random play reaches 22
-    # Not the last mean: A2C falls back and recovers here.
+    # Not the last mean: A2C falls back and recovers here. Eleven runs, of ten seeds, gave 255 to 473.
     print(f"\nthe best 50 episodes in a row: {means.max():.0f}")
-    assert means.max() > 60
+    assert means.max() > 150
 
 
 @pytest.mark.slow
