@@ -136,6 +136,9 @@ class StandingRanks:
                 with suppress(ProcessLookupError):
                     os.kill(pid, 9)
             self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_OTHERS_S)
+            self._process.kill()  # prterun was once seen to wait for itself in PMIx_server_finalize (Open MPI 5.0.11)
             self._process.wait()
             self._process, self.pids = None, []
             self._folder.cleanup()
