@@ -158,18 +158,15 @@ def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     job, run = start(any_mpi, ranks, *ring, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     pids = wait_until_all_train(tmp_path, ranks)
     os.kill(pids[1], signal.SIGSTOP)
-    time.sleep(8)
+    wait_for(lambda: longest_gap_s(run, 2 % ranks) > 1.2, 30, "somebody who waits for the stopped rank")
+    others, steps = set(range(ranks)) - {1}, local_steps(run)
+    wait_for(lambda: all(local_steps(run)[rank] > steps[rank] + 1000 for rank in others), 30, "those who wait no more")
     os.kill(pids[1], signal.SIGCONT)
-    assert longest_gap_s(run, 2 % ranks) > 1.2, "nobody waited for the stopped rank"
     mixed = total(run, "models_mixed", 1)
     wait_for(lambda: total(run, "models_mixed", 1) > mixed + 20, 30, "the stopped rank's return")
     job.process.send_signal(signal.SIGUSR1)
     job.wait(30)
     assert total(run, "models_stale", 1) >= 1, "it mixed what was sent while it was away"
-    gap_s = max(longest_gap_s(run, rank) for rank in set(range(ranks)) - {1})
-    print(f"\nthe longest time between two half-second records of the others: {gap_s:.2f} s, patience 2 s")
-    assert gap_s < 6
-    assert longest_gap_s(run, 1) > 7
     assert record_of(run)["segments"][0]["status"] == "stopped" and "has died" not in job.output
 
 
@@ -275,9 +272,8 @@ def test_a_signal_during_the_evaluation(any_mpi: Launcher, number: int, tmp_path
     """The policy is there by then; only the evaluation is missing."""
     job = start(any_mpi, 2, "--total-steps", "2000", "--evaluation.episodes", "1000000", cwd=tmp_path)
     run = tmp_path / "runs/r"
-    job.wait_for_output("PALA  completed after")
+    job.wait_for_output("evaluation: plays 1,000,000 episodes")
     wait_for(lambda: len(pids_of_ranks(tmp_path)) == 1, what="the end of the other rank")
-    time.sleep(1)  # it has begun by then, but nothing says so
     end_by(job, number, tmp_path)
     assert record_of(run)["completed"] and not (run / "evaluation.json").exists()
     assert job.status != 0

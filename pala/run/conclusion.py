@@ -49,6 +49,7 @@ def _evaluate(run: Path, config: Config) -> str:
     settings = config.evaluation
     if settings.episodes == 0:
         return "left out ('evaluation.episodes' is 0)"
+    print(f"      evaluation: plays {settings.episodes:,} episodes", flush=True)
     evaluation = evaluate(
         run, settings.episodes, settings.num_envs, settings.greedy, config.seed, threads=len(os.sched_getaffinity(0))
     )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from pala.exchange.gossip.protocol import GossipProtocol
@@ -19,6 +21,7 @@ from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 
 _BATCH = 50
+_PROGRESS_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,10 @@ class Command:
 class Tried:
     """What came of some schedules."""
 
-    schedules: int
-    events: int  # of the virtual clusters
-    faults: Counter[str]  # schedules by what went wrong in them on purpose
-    failure: str | None
+    schedules: int = 0
+    events: int = 0  # of the virtual clusters
+    faults: Counter[str] = field(default_factory=Counter)  # schedules by what went wrong in them on purpose
+    failure: str | None = None
 
 
 def run(arguments: list[str]) -> None:
@@ -48,27 +51,50 @@ def run(arguments: list[str]) -> None:
     command = read_command("pala.simulate check", arguments, Command())
     if command.schedules < 1 or command.first < 0 or command.processes < 0:
         raise PalaError("'--schedules' must be at least 1, '--first' and '--processes' at least 0.")
-    begin = time.perf_counter()
-    tried = try_all(range(command.first, command.first + command.schedules), command.processes)
-    minutes = (time.perf_counter() - begin) / 60
-    if tried.failure is not None:
-        raise PalaError(tried.failure)
-    faults = ", ".join(f"{count:,} with {fault}" for fault, count in sorted(tried.faults.items()))
-    pace = f"{tried.schedules / minutes:,.0f} a minute, {tried.events:,} events"
-    print(f"{tried.schedules:,} schedules held ({pace}): {faults}.")
+    begin_s = said_s = time.perf_counter()
+    held = Tried()
+    try:
+        for held in try_in_batches(range(command.first, command.first + command.schedules), command.processes):
+            if held.failure is not None:
+                raise PalaError(held.failure)
+            if (now_s := time.perf_counter()) > said_s + _PROGRESS_S:
+                print(f"{held.schedules:,} of {command.schedules:,} schedules held", flush=True)
+                said_s = now_s
+    except KeyboardInterrupt:
+        print(f"Interrupted. Go on with --first {command.first + held.schedules}.")
+        raise
+    finally:
+        if held.failure is None and held.schedules:
+            minutes = (time.perf_counter() - begin_s) / 60
+            faults = ", ".join(f"{count:,} with {fault}" for fault, count in sorted(held.faults.items()))
+            pace = f"{held.schedules / minutes:,.0f} a minute, {held.events:,} events"
+            print(f"{held.schedules:,} schedules held ({pace}): {faults}.")
 
 
 def try_all(numbers: range, processes: int = 0, protocol: type[GossipProtocol] = GossipProtocol) -> Tried:
     """Try the schedules of these numbers, in batches side by side, up to the first failure."""
+    *_, tried = try_in_batches(numbers, processes, protocol)
+    return tried
+
+
+def try_in_batches(
+    numbers: range, processes: int = 0, protocol: type[GossipProtocol] = GossipProtocol
+) -> Iterator[Tried]:
+    """The same; yields what came of all schedules so far after each batch."""
     batches = [numbers[i : i + _BATCH] for i in range(0, len(numbers), _BATCH)]
     processes = min(processes or len(os.sched_getaffinity(0)), len(batches))
-    schedules, events, faults = 0, 0, Counter[str]()
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    sofar = Tried()
+    with multiprocessing.get_context("spawn").Pool(processes, _leave_interrupts_to_the_parent) as pool:
         for tried in pool.imap(partial(_try, protocol=protocol), batches):
-            schedules, events, faults = schedules + tried.schedules, events + tried.events, faults + tried.faults
+            schedules, events = sofar.schedules + tried.schedules, sofar.events + tried.events
+            sofar = Tried(schedules, events, sofar.faults + tried.faults, tried.failure)
+            yield sofar
             if tried.failure is not None:
-                return Tried(schedules, events, faults, tried.failure)
-    return Tried(schedules, events, faults, None)
+                return
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _try(numbers: range, protocol: type[GossipProtocol]) -> Tried:

@@ -17,18 +17,15 @@ late when it comes.
 from __future__ import annotations
 
 import enum
-import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from pala.system.runtime import Interrupt
-from pala.system.waiting import wait_quietly
-from pala.transport.base import Packet, Received, Receiver, Transport
+from pala.transport.base import Packet, Received
+from pala.transport.threaded import ThreadedTransport
 from pala.transport.ulfm import Barrier, MpiDeaths, is_death
 
 _BULK_TAG, _SMALL_TAG = 1, 2
@@ -53,75 +50,22 @@ class _Send(NamedTuple):
     request: MPI.Request
     packet: Packet
 
-    def done(self) -> None:
-        self.packet.pending -= 1
 
-
-class DataProxy(Transport):
+class DataProxy(ThreadedTransport):
     """Sends and receives for one rank of `comm`, which it duplicates."""
 
     def __init__(self, comm: MPI.Comm) -> None:
-        self.failure: BaseException | None = None
-        self._receiver: Receiver
-        self._thread = threading.Thread(target=self._run, name="pala-data-proxy", daemon=True)
+        super().__init__("pala-data-proxy")
         self._hurry = False
         self._comm = comm.Dup()
         self._deaths = MpiDeaths(self._comm)
-        self._bulk_outbox: deque[tuple[int, Packet]] = deque()
-        self._small_outbox: deque[tuple[int, Packet]] = deque()
         self._sends: list[_Send] = []
         self._receives: list[_Receive] = []  # at most one bulk message that is not too late
-        self._wake = threading.Event()
-        self._closing = False
-        self._calling_mpi = threading.Lock()
-
-    def start(self, receiver: Receiver) -> None:
-        """From now on messages and deaths are told to `receiver`, on whichever thread polls; `on_tick` on this one's
-        own."""
-        self._receiver = receiver
-        self._thread.start()
-
-    def now_s(self) -> float:
-        return time.monotonic()
-
-    def poll(self) -> None:
-        if self._calling_mpi.acquire(blocking=False):
-            try:
-                self._poll()
-            finally:
-                self._calling_mpi.release()
 
     def hurry(self, waiting: bool) -> None:
         self._hurry = waiting
         if waiting:
             self._wake.set()
-
-    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
-        """Send with the next poll."""
-        packet.pending += 1
-        (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
-
-    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
-        self._closing = True
-        self._wake.set()
-
-        def closed() -> bool:
-            self._thread.join(0.01)
-            return not self._thread.is_alive()
-
-        wait_quietly(closed, timeout_s, interrupt)
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def _run(self) -> None:
-        """The thread: poll and sleep until closed."""
-        try:
-            self._poll_until_closed()
-        except BaseException as error:  # raised again in the learner's thread
-            self.failure = error
 
     def _poll_until_closed(self) -> None:
         barrier: Barrier | None = None
@@ -130,7 +74,7 @@ class DataProxy(Transport):
             if (now_s := time.monotonic()) > ticked_s + 0.9 * _IDLE_SLEEP_S:
                 self._receiver.on_tick()
                 ticked_s = now_s
-            with self._calling_mpi:
+            with self._polling:
                 moved = self._poll()
                 if self._closing and barrier is None and not (self._bulk_outbox or self._small_outbox or self._sends):
                     barrier = Barrier(self._comm)
@@ -144,18 +88,17 @@ class DataProxy(Transport):
             self._wake.clear()
 
     def _poll(self) -> bool:
-        """One look at everything; True if something moved."""
         for rank in self._deaths.look():
             self._receiver.on_death(rank)
-        moved = self._start_sends()
+        moved = self._empty_outboxes()
         while self._start_receive() or self._complete_receives():
             moved = True
-        moved |= self._start_sends()  # answers to what came
+        moved |= self._empty_outboxes()  # answers to what came
         for send in self._sends[:]:
             if _test(send.request) is not _Fate.UNDER_WAY:  # a dead peer needs it no more
                 self._sends.remove(send)
                 moved = True
-                send.done()
+                send.packet.pending -= 1
         return moved
 
     def _start_receive(self) -> bool:
@@ -211,23 +154,15 @@ class DataProxy(Transport):
                 self._receiver.on_message(Received(receive.source, receive.data, bulk, took_s, receive.too_late))
         return completed
 
-    def _start_sends(self) -> bool:
-        started = False
-        while self._small_outbox:
-            self._send(*self._small_outbox.popleft(), _SMALL_TAG)
-            started = True
-        while self._bulk_outbox and self._bulk_outbox[0][1].ready():
-            self._send(*self._bulk_outbox.popleft(), _BULK_TAG)
-            started = True
-        return started
-
-    def _send(self, peer: int, packet: Packet, tag: int) -> None:
+    def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
         try:
-            self._sends.append(_Send(self._comm.Issend([packet.data, MPI.BYTE], peer, tag), packet))
+            request = self._comm.Issend([packet.data, MPI.BYTE], peer, _BULK_TAG if bulk else _SMALL_TAG)
         except MPI.Exception as error:
             if not is_death(error):
                 raise
-            _Send(MPI.REQUEST_NULL, packet).done()
+            packet.pending -= 1
+        else:
+            self._sends.append(_Send(request, packet))
 
 
 class _Fate(enum.Enum):

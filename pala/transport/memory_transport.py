@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pala.system.runtime import Interrupt
-from pala.system.waiting import wait_quietly
-from pala.transport.base import Packet, Received, Receiver, Transport
+from pala.transport.base import Packet, Received
 from pala.transport.faults import AtMessage, OnTheWay
+from pala.transport.threaded import ThreadedTransport
 
 if TYPE_CHECKING:
     from pala.transport.memory import MemoryCommunicator
@@ -45,68 +44,29 @@ class Channel:
             wake.set()
 
 
-class MemoryTransport(Transport):
+class MemoryTransport(ThreadedTransport):
     """Moves messages between threads: at once, if the receiving rank's learner polls or its thread wakes up."""
 
     def __init__(self, comm: MemoryCommunicator, channel: Channel) -> None:
-        self.failure: BaseException | None = None
+        super().__init__(f"pala-memory-{comm.rank}")
         self._comm, self._world, self._rank, self._channel = comm, comm.world, comm.rank, channel
-        self._receiver: Receiver
-        self._thread = threading.Thread(target=self._run, name=f"pala-memory-{comm.rank}", daemon=True)
         self._deaths, self._wake = comm.deaths(), channel.wakes[comm.rank]
-        self._bulk_outbox: deque[tuple[int, Packet]] = deque()
-        self._small_outbox: deque[tuple[int, Packet]] = deque()
         self._sends: list[_Message] = []  # on their way
         self._num_sent, self._num_bulk = 0, Counter[int]()  # messages; bulk messages by peer
-        self._closing = False
-        self._polling = threading.Lock()
-
-    def start(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-        self._thread.start()
-
-    def now_s(self) -> float:
-        return time.monotonic()
 
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
         self._comm.end_if_dead()
-        packet.pending += 1
-        (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
+        super().send(peer, packet, bulk)
         self._wake.set()
 
     def poll(self) -> None:
         self._comm.end_if_dead()
-        if self._polling.acquire(blocking=False):
-            try:
-                self._poll()
-            finally:
-                self._polling.release()
+        super().poll()
 
     def hurry(self, waiting: bool) -> None:
         self._comm.end_if_dead()
 
-    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
-        self._closing = True
-        self._wake.set()
-
-        def closed() -> bool:
-            self._thread.join(0.01)
-            return not self._thread.is_alive()
-
-        wait_quietly(closed, timeout_s, interrupt)
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def _run(self) -> None:
-        try:
-            self._deliver_until_closed()
-        except BaseException as error:  # raised again in the learner's thread
-            self.failure = error
-
-    def _deliver_until_closed(self) -> None:
+    def _poll_until_closed(self) -> None:
         ticked_s = 0.0
         while True:
             self._comm.sleep_while_stopped()
@@ -126,15 +86,14 @@ class MemoryTransport(Transport):
                 self._wake.clear()
 
     def _poll(self) -> bool:
-        """One look at everything; True if something moved."""
         for rank in self._deaths.look():
             self._receiver.on_death(rank)
-        moved = self._send_all()
+        moved = self._empty_outboxes()
         mailbox = self._channel.mailboxes[self._rank]
         while mailbox:
             self._receive(mailbox.popleft())
             moved = True
-        moved |= self._send_all()  # answers to what came
+        moved |= self._empty_outboxes()  # answers to what came
         for message in [m for m in self._sends if m.taken or m.peer in self._deaths.ranks]:
             self._sends.remove(message)
             message.packet.pending -= 1
@@ -153,17 +112,7 @@ class MemoryTransport(Transport):
             data[:] = message.data
         self._receiver.on_message(Received(message.source, data, message.bulk, 0.0))
 
-    def _send_all(self) -> bool:
-        sent = False
-        while self._small_outbox:
-            self._send(*self._small_outbox.popleft(), bulk=False)
-            sent = True
-        while self._bulk_outbox and self._bulk_outbox[0][1].ready():
-            self._send(*self._bulk_outbox.popleft(), bulk=True)
-            sent = True
-        return sent
-
-    def _send(self, peer: int, packet: Packet, bulk: bool) -> None:
+    def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
         self._num_sent += 1
         for fault in self._world.faults:
             if isinstance(fault, AtMessage) and (fault.rank, fault.n) == (self._rank, self._num_sent):

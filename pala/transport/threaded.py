@@ -1,0 +1,92 @@
+"""What transports have in common that move messages on whichever thread looks after them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+
+from pala.system.runtime import Interrupt
+from pala.system.waiting import wait_quietly
+from pala.transport.base import Packet, Receiver, Transport
+
+
+class ThreadedTransport(Transport):
+    """Outboxes that are emptied between two steps of the learner (`poll`), or by a thread of its own when the learner
+    does not poll. What fails on that thread is raised again in the learner's."""
+
+    def __init__(self, name: str) -> None:
+        self.failure: BaseException | None = None
+        self._receiver: Receiver
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._bulk_outbox: deque[tuple[int, Packet]] = deque()
+        self._small_outbox: deque[tuple[int, Packet]] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._polling = threading.Lock()
+
+    def start(self, receiver: Receiver) -> None:
+        """From now on messages and deaths are told to `receiver`, on whichever thread polls; `on_tick` on this one's
+        own."""
+        self._receiver = receiver
+        self._thread.start()
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def poll(self) -> None:
+        if self._polling.acquire(blocking=False):
+            try:
+                self._poll()
+            finally:
+                self._polling.release()
+
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        """Send with the next poll."""
+        packet.pending += 1
+        (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
+
+    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
+        self._closing = True
+        self._wake.set()
+
+        def closed() -> bool:
+            self._thread.join(0.01)
+            return not self._thread.is_alive()
+
+        wait_quietly(closed, timeout_s, interrupt)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    @abstractmethod
+    def _poll_until_closed(self) -> None:
+        """What the thread does: poll and sleep."""
+
+    @abstractmethod
+    def _poll(self) -> bool:
+        """One look at everything, with `_polling` held; True if something moved."""
+
+    @abstractmethod
+    def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
+        """Begin to send."""
+
+    def _run(self) -> None:
+        try:
+            self._poll_until_closed()
+        except BaseException as error:  # raised again in the learner's thread
+            self.failure = error
+
+    def _empty_outboxes(self) -> bool:
+        """Begin to send all that may leave; True if anything did."""
+        begun = False
+        while self._small_outbox:
+            self._send_now(*self._small_outbox.popleft(), bulk=False)
+            begun = True
+        while self._bulk_outbox and self._bulk_outbox[0][1].ready():
+            self._send_now(*self._bulk_outbox.popleft(), bulk=True)
+            begun = True
+        return begun
