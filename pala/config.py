@@ -116,9 +116,10 @@ class ExchangeConfig:
     topology: Literal["auto", "random", "ring", "exponential", "complete"] = "auto"
     """Who sends to whom: a new random peer each round; the next rank; the rank 1, 2, 4, … further on; everybody.
     `auto`: random; with `shared_memory`, ring [GALA]."""
-    mixing: Literal["uniform", "push_sum"] = "uniform"
+    mixing: Literal["uniform", "push_sum", "paired"] = "uniform"
     """`uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`: weighted so that skipped messages do
-    not bias the mean (arXiv 1811.10792)."""
+    not bias the mean (arXiv 1811.10792). `paired`: two ranks move towards each other by the same amount, so that no
+    rank's learning is taken back, however old the models are (docs/architecture.md)."""
     max_staleness: int = 10
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
     [GALA] calls it sync_freq: 100 million, never, in its example."""
@@ -359,6 +360,11 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
         raise PalaError(
             f"{source}: 'exchange.mixing' is 'push_sum', whose weights belong to whole models, but "
             "'exchange.compression' is 'top_k', which sends parts; set the one to 'uniform' or the other to 'bfloat16'."
+        )
+    if exchange.mixing == "paired" and exchange.graph == "complete":
+        raise PalaError(
+            f"{source}: 'exchange.mixing' is 'paired', where a rank has one open offer, but 'exchange.topology' is "
+            "'complete', which sends to everybody; set the one to 'uniform' or the other to 'random'."
         )
     for key, values in kind_of(exchange).allows.items():
         if (value := getattr(exchange, key)) not in values:

@@ -126,7 +126,7 @@ def with_field(name: str, value: object) -> np.ndarray:
     [
         ("magic", b"PILA", "begins with"), ("version", 2, "version 2"),
         ("format", 0, "format is 0"), ("format", 2, "format is 2"), ("format", 3, "format is 3"),
-        ("kind", 0, "kind"), ("kind", 5, "kind"), ("kind", 2, "bytes"), ("stop", 9, "stop"),
+        ("kind", 0, "kind"), ("kind", 7, "kind"), ("kind", 2, "bytes"), ("stop", 9, "stop"),
         ("sender", RANKS, "rank"), ("ranks", RANKS + 1, "rank"), ("ranks", 2, "rank"),
         ("signature", SIGNATURE + 1, "another network"), ("parameters", PARAMETERS + 1, "another network"),
         ("weight", 0.0, "weight"), ("weight", -1.0, "weight"), ("weight", float("nan"), "weight"),

@@ -96,12 +96,15 @@ class _NoModels:
         self._wire.encode(message, snapshot.data)
         return len(snapshot.data)
 
+    def fill_answer(self, snapshot: Bytes, message: Message, peer: int) -> int:
+        return self.fill(snapshot, message, whole=True)
+
     def control(self, message: Message) -> Bytes:
         packet = self.new_snapshot()
         self._wire.encode(message, packet.data)
         return packet
 
-    def open(self, received: Received) -> Opened:
+    def open(self, received: Received, offer: Bytes | None = None) -> Opened:
         message = self._wire.decode(received.data)
         assert not isinstance(message, Refusal), message
         return Opened(message)
@@ -113,6 +116,15 @@ class _NoModels:
         pass
 
     def mix(self, own_weight: float, measure: bool) -> None:
+        pass
+
+    def pull(self, fraction: float, measure: bool) -> None:
+        pass
+
+    def keep(self, offer: Bytes) -> None:
+        pass
+
+    def move(self, offer: Bytes, fraction: float) -> None:
         pass
 
     def heal(self) -> None:

@@ -26,7 +26,8 @@ _PROGRESS_S = 30.0
 
 @dataclass(frozen=True)
 class Command:
-    """Try the gossip protocol on schedules drawn at random: 2 to 64 ranks, any topology, delays, stragglers, faults."""
+    """Try the gossip protocol on schedules drawn at random: 2 to 64 ranks, any topology and mixing rule, delays,
+    stragglers, faults."""
 
     schedules: int = 2000
     """How many."""
@@ -71,15 +72,13 @@ def run(arguments: list[str]) -> None:
             print(f"{held.schedules:,} schedules held ({pace}): {faults}.")
 
 
-def try_all(numbers: range, processes: int = 0, protocol: type[GossipProtocol] = GossipProtocol) -> Tried:
+def try_all(numbers: range, processes: int = 0, protocol: type[GossipProtocol] | None = None) -> Tried:
     """Try the schedules of these numbers, in batches side by side, up to the first failure."""
     *_, tried = try_in_batches(numbers, processes, protocol)
     return tried
 
 
-def try_in_batches(
-    numbers: range, processes: int = 0, protocol: type[GossipProtocol] = GossipProtocol
-) -> Iterator[Tried]:
+def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProtocol] | None = None) -> Iterator[Tried]:
     """The same; yields what came of all schedules so far after each batch."""
     batches = [numbers[i : i + _BATCH] for i in range(0, len(numbers), _BATCH)]
     processes = min(processes or len(os.sched_getaffinity(0)), len(batches))
@@ -97,7 +96,7 @@ def _leave_interrupts_to_the_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _try(numbers: range, protocol: type[GossipProtocol]) -> Tried:
+def _try(numbers: range, protocol: type[GossipProtocol] | None = None) -> Tried:
     events, faults = 0, Counter[str]()
     for count, number in enumerate(numbers):
         scenario = schedule(number)
@@ -105,7 +104,7 @@ def _try(numbers: range, protocol: type[GossipProtocol]) -> Tried:
             cluster = check(scenario, protocol)
         except (InvariantError, AssertionError) as error:
             sentence = (
-                f"Schedule {number} ({scenario.size} ranks, {scenario.topology}): {error}. "
+                f"Schedule {number} ({scenario.size} ranks, {scenario.topology}, {scenario.mixing}): {error}. "
                 f"Again: python -m pala.simulate check --first {number} --schedules 1"
             )
             return Tried(count + 1, events, faults, sentence)

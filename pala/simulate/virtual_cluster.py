@@ -23,6 +23,7 @@ from pala.exchange.gossip.driver import GossipDriver, Opened
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.gossip.protocols import PROTOCOLS
 from pala.exchange.wire import Format, Message, Refusal
 from pala.transport.base import Received
 from pala.transport.virtual import OnItsWay, Range, VirtualNetwork, VirtualTransport
@@ -96,6 +97,7 @@ class VectorPacket:
 
     def __init__(self, data: _Sent | None = None) -> None:
         self.data, self.pending = data, 0
+        self.change: np.ndarray | None = None  # of an offer: what its answer differs by
 
     def ready(self) -> bool:
         return True
@@ -118,12 +120,16 @@ class VectorModels:
 
     def fill(self, snapshot: VectorPacket, message: Message, whole: bool) -> int:
         snapshot.data = _Sent(message if whole else message._replace(format=Format.TOP_K), self.model.copy())
+        snapshot.change = None
         return 0
+
+    def fill_answer(self, snapshot: VectorPacket, message: Message, peer: int) -> int:
+        return self.fill(snapshot, message, whole=True)
 
     def control(self, message: Message) -> VectorPacket:
         return VectorPacket(_Sent(message))
 
-    def open(self, received: Received) -> Opened:
+    def open(self, received: Received, offer: VectorPacket | None = None) -> Opened:
         message, model = received.data
         if model is None:
             return Opened(message)
@@ -145,6 +151,17 @@ class VectorModels:
     def mix(self, own_weight: float, measure: bool) -> None:
         fraction = self.inbox_weight / (own_weight + self.inbox_weight)
         self._replace(self.model + fraction * (self.inbox / self.inbox_weight - self.model))
+
+    def pull(self, fraction: float, measure: bool) -> None:
+        self._replace(self.model + fraction * (self.inbox - self.inbox_weight * self.model))
+
+    def keep(self, offer: VectorPacket) -> None:
+        assert offer.data is not None and offer.data.model is not None
+        offer.change = self._opened[0] - offer.data.model
+
+    def move(self, offer: VectorPacket, fraction: float) -> None:
+        assert offer.change is not None
+        self.model, self.mixes = self.model + fraction * offer.change, self.mixes + 1
 
     def heal(self) -> None:
         self.healed_by_parts |= not self.inbox_whole
@@ -186,23 +203,25 @@ class VirtualCluster(VirtualNetwork):
 
     def __init__(
         self, scenario: Scenario, models: np.ndarray | None = None, *, learn: Learn | None = None,
-        observe: Callable[[VirtualCluster], None] | None = None, protocol: type[GossipProtocol] = GossipProtocol,
+        observe: Callable[[VirtualCluster], None] | None = None, protocol: type[GossipProtocol] | None = None,
         driver: type[GossipDriver] = GossipDriver,
     ) -> None:  # fmt: skip
         """`models`: [size, parameters], by default each rank's number; `learn(rank, model)` changes a model in place at
-        each update; `observe(self)` is called after each event; `protocol` and `driver` let tests plant a bug."""
+        each update; `observe(self)` is called after each event; `protocol` (by default, the mixing rule's) and `driver`
+        let tests plant a bug."""
         super().__init__(scenario, scenario.size, scenario.seed)
         s = self.scenario = scenario
-        self._learn, self._protocol, self._driver = learn, protocol, driver
+        self._learn, self._protocol, self._driver = learn, protocol or PROTOCOLS[scenario.mixing], driver
         self.observe = partial(observe, self) if observe is not None else None
         models = np.arange(s.size, dtype=np.float64)[:, None] if models is None else models
+        self.lost_moves = np.zeros_like(models[0])  # by answers that were lost with the dead
         self.global_steps = 0
         self.lost_weight = 0.0  # push-sum weight that the dead took with them
         self.violations: list[str] = []  # of the process lock, the staleness bound, or of what may heal
         self.all_well_from_s = float("inf")  # from then on no patience should have to end
         self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
         self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
-        self._not_taken_in: set[tuple[int, int]] = set()
+        self._not_taken_in: dict[tuple[int, int], float] = {}  # sender and receiver of a model -> when it was sent
         self.ranks = [self._make_rank(number, models[number].copy()) for number in range(s.size)]
         for rank in self.ranks:
             rank.driver.start()
@@ -266,6 +285,24 @@ class VirtualCluster(VirtualNetwork):
         held = [rank.protocol.mixing.weight * rank.model + rank.models.inbox for rank in self.living]
         sent = (on_its_way.data for on_its_way in self.on_their_way.values())
         return np.sum(held + [s.message.weight * s.model for s in sent if s.model is not None], axis=0)
+
+    @property
+    def sum_of_models(self) -> np.ndarray:
+        """Of all ranks, the dead as they were, with the moves that they still owe to answers that were sent: paired
+        exchanges do not change it, unless a rank heals."""
+        total: np.ndarray = sum(rank.model for rank in self.ranks) + self.lost_moves
+        for rank in self.ranks:
+            for peer, fraction in rank.protocol.moves_due.items():
+                total = total + fraction * rank.driver.offer_to(peer).change
+        return total + sum(self._move_due(on_its_way) for on_its_way in self.on_their_way.values())
+
+    def _move_due(self, on_its_way: OnItsWay) -> np.ndarray | float:
+        """By which its receiver will move, if this is an answer."""
+        sent: _Sent = on_its_way.data
+        if sent.message.kind is not Kind.ANSWER or sent.model is None:
+            return 0.0
+        offer = self.ranks[on_its_way.receiver].driver.offer_to(on_its_way.sender)
+        return 0.0 if offer is None else sent.message.weight * (sent.model - offer.data.model)
 
     # ---- a rank ----------------------------------------------------------------------------------------------------
 
@@ -348,22 +385,41 @@ class VirtualCluster(VirtualNetwork):
 
     def lost(self, on_its_way: OnItsWay) -> None:
         self.lost_weight += _weight(on_its_way)
+        self.lost_moves += self._move_due(on_its_way)
 
     def post(self, on_its_way: OnItsWay) -> None:
         pair, kind = (on_its_way.sender, on_its_way.receiver), on_its_way.data.message.kind
-        if kind is Kind.MODEL:
+        if kind in (Kind.MODEL, Kind.OFFER):
             if pair in self._not_taken_in:
                 self.violations.append(
                     f"process lock: at {self.now} s rank {pair[0]} sent to {pair[1]}, which holds its last model"
                 )
-            self._not_taken_in.add(pair)
+            if kind is Kind.OFFER and self._has_open_offer(pair[0]):
+                self.violations.append(f"at {self.now} s rank {pair[0]} made a second offer")
+            self._not_taken_in[pair] = self.now
         elif kind is not Kind.STOP:
-            self._not_taken_in.discard(pair[::-1])
+            self._not_taken_in.pop(pair[::-1], None)
         super().post(on_its_way)
+
+    def _has_open_offer(self, rank: int) -> bool:
+        """To a peer that lives, as far as the rank knows, and has not been silent."""
+        protocol = self.ranks[rank].protocol
+        return any(
+            self.now - sent_s < 0.999 * protocol.patience_s
+            for (sender, receiver), sent_s in self._not_taken_in.items()
+            if sender == rank and receiver in protocol.living
+        )
 
     def die(self, rank: int) -> None:
         self.lost_weight += self.ranks[rank].protocol.mixing.weight + self.ranks[rank].models.inbox_weight
         super().die(rank)
+
+    def _hear_of_death(self, rank: int, dead: int) -> None:
+        """From then on `rank` expects nothing of the dead, even if it was on its way."""
+        for on_its_way in self.on_their_way.values():
+            if (on_its_way.sender, on_its_way.receiver) == (dead, rank) and rank not in self.dead:
+                self.lost_moves += self._move_due(on_its_way)
+        super()._hear_of_death(rank, dead)
 
     # ---- counts ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from pala.exchange.wire import Message
 
 
 class SendModel(NamedTuple):
-    """Take a snapshot of this rank's model and send it to these peers, whose locks are held from now on."""
+    """Take a snapshot of this rank's model and send it to these peers. An offer's snapshot is kept until `Move` or
+    `Close`; an answer holds those parameters that the offer from its peer held."""
 
     message: Message
     peers: tuple[int, ...]
@@ -39,6 +40,32 @@ class Mix(NamedTuple):
     num_models: int
 
 
+class Pull(NamedTuple):
+    """x <- x + fraction sum of (m - x), over the inbox's models m, which are offers. Empties it."""
+
+    fraction: float
+    num_models: int
+
+
+class Keep(NamedTuple):
+    """The model that has just come answers the offer to this peer: keep the difference, m - s."""
+
+    peer: int
+
+
+class Move(NamedTuple):
+    """x <- x + fraction (m - s), where m answered the offer s to this peer; forget the offer."""
+
+    peer: int
+    fraction: float
+
+
+class Close(NamedTuple):
+    """Forget the offer to this peer, and its answer if it came."""
+
+    peer: int
+
+
 class Heal(NamedTuple):
     """x <- sum of weight m / sum of weight: this rank's own model is of no use. Empties the inbox."""
 
@@ -53,4 +80,4 @@ class GoOn(NamedTuple):
     """The next update may begin."""
 
 
-Action = SendModel | SendControl | Accept | Clear | Mix | Heal | Wait | GoOn
+Action = SendModel | SendControl | Accept | Clear | Mix | Pull | Keep | Move | Close | Heal | Wait | GoOn

@@ -31,6 +31,24 @@ class Packed(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
+class Held(NamedTuple):
+    """A model as it was sent: the bytes behind the header, on the host."""
+
+    format: Format
+    data: Tensor
+
+
+Part = Tensor | None
+"""Indices of parameters, rising; None: all of them."""
+
+
+class Change(NamedTuple):
+    """By how much some parameters differ; on the parameters' device."""
+
+    part: Part
+    values: Tensor
+
+
 class Codec(abc.ABC):
     """What one rank sends of its models, and what has come from others since its last mix.
 
@@ -60,6 +78,34 @@ class Codec(abc.ABC):
 
         If `measure`, returns the distance |mean of what came - parameters| before (L2, scalar, on the device).
         """
+
+    @abc.abstractmethod
+    def pull(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
+        """parameters <- parameters + fraction (sum over the models m that were added, each with weight 1, of m -
+        parameters), in place; empties the sum. Measures as `mix`."""
+
+    @abc.abstractmethod
+    def staged_part(self) -> Part:
+        """Which parameters the staged model holds; valid as long as wanted."""
+
+    @abc.abstractmethod
+    def pack_part(self, parameters: Tensor, part: Part) -> Packed:
+        """The same parameters of this rank's model: the answer to an offer."""
+
+    @abc.abstractmethod
+    def check_answer(self, offer: Held) -> Refusal | None:
+        """Refuse the staged model if it does not hold the parameters that the offer held."""
+
+    @abc.abstractmethod
+    def difference(self, offer: Held, in_place: bool) -> Change:
+        """The staged answer without the offer. `in_place`: it may lie where the offer did."""
+
+    def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
+        """parameters <- parameters + fraction change, in place."""
+        if change.part is None:
+            parameters.add_(change.values, alpha=fraction)
+        else:
+            parameters.index_add_(0, change.part, change.values, alpha=fraction)
 
     @abc.abstractmethod
     def heal(self, parameters: Tensor) -> None:
@@ -112,6 +158,24 @@ class Float32(Codec):
     def mix(self, parameters: Tensor, own_weight: float, measure: bool) -> Tensor | None:
         fraction = self._total_weight / (own_weight + self._total_weight)
         return self._move(parameters, self._take_mean(), fraction, measure)
+
+    def pull(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
+        fraction *= self._total_weight
+        return self._move(parameters, self._take_mean(), fraction, measure)
+
+    def staged_part(self) -> Part:
+        return None
+
+    def pack_part(self, parameters: Tensor, part: Part) -> Packed:
+        return self.pack(parameters, whole=True)
+
+    def check_answer(self, offer: Held) -> Refusal | None:
+        return None
+
+    def difference(self, offer: Held, in_place: bool) -> Change:
+        offered = offer.data.view(self.dtype).to(self._staged.device, non_blocking=True)
+        in_place &= self.keeps_block
+        return Change(None, torch.sub(self._staged, offered, out=offered if in_place else None))
 
     def heal(self, parameters: Tensor) -> None:
         parameters.copy_(self._take_mean())
@@ -216,16 +280,19 @@ class TopK(Codec):
         return indices
 
     def stage(self, format_: Format, received: Tensor) -> Refusal | None:
+        self._indices, self._values = self._read(format_, received)
+        if self._indices is not None and not _rises_within(self._indices, self._sum.numel()):
+            return Refusal("its indices do not rise, or name parameters that do not exist")
+        return None if _is_finite(self._values) else _NOT_FINITE
+
+    def _read(self, format_: Format, data: Tensor) -> tuple[Part, Tensor]:
+        """(indices, values), on the parameters' device."""
         device = self._sum.device
         if format_ is Format.FLOAT32:
-            self._indices, self._values = None, received.view(torch.float32).to(device, non_blocking=True)
-        else:
-            half = received.numel() // 2
-            self._indices = received[:half].view(torch.int32).to(device, non_blocking=True)
-            self._values = received[half:].view(torch.float32).to(device, non_blocking=True)
-            if not _rises_within(self._indices, self._sum.numel()):
-                return Refusal("its indices do not rise, or name parameters that do not exist")
-        return None if _is_finite(self._values) else _NOT_FINITE
+            return None, data.view(torch.float32).to(device, non_blocking=True)
+        half = data.numel() // 2
+        indices = data[:half].view(torch.int32).to(device, non_blocking=True)
+        return indices, data[half:].view(torch.float32).to(device, non_blocking=True)
 
     def add(self, weight: float) -> bool:
         if self._indices is None:
@@ -247,6 +314,33 @@ class TopK(Codec):
         parameters.add_(self._sum).div_(self._count.add_(own_weight))
         self.clear()
         return distance
+
+    def pull(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
+        """Only what came of each parameter moves it."""
+        change = torch.mul(self._count, parameters, out=self._change).neg_().add_(self._sum)
+        distance = change.norm() if measure else None
+        parameters.add_(change, alpha=fraction)
+        self.clear()
+        return distance
+
+    def staged_part(self) -> Part:
+        return None if self._indices is None else self._indices.clone()
+
+    def pack_part(self, parameters: Tensor, part: Part) -> Packed:
+        """The reference stays: it is for what a rank tells of its own accord."""
+        if part is None:
+            return Packed(Format.FLOAT32, (parameters,))
+        return Packed(Format.TOP_K, (part, parameters.index_select(0, part)))
+
+    def check_answer(self, offer: Held) -> Refusal | None:
+        offered, staged = self._read(*offer)[0], self._indices
+        if (offered is None) == (staged is None) and (offered is None or staged is None or offered.equal(staged)):
+            return None
+        return Refusal("it holds other parameters than the offer that it answers")
+
+    def difference(self, offer: Held, in_place: bool) -> Change:
+        part, values = self._read(*offer)
+        return Change(part, self._values - values)
 
     def heal(self, parameters: Tensor) -> None:
         parameters.copy_(self._sum).div_(self._count)

@@ -10,15 +10,31 @@ millisecond. Only the learner's thread touches the parameters, and only between 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.actions import Accept, Action, Clear, GoOn, Heal, Mix, SendControl, SendModel
+from pala.exchange.gossip.actions import (
+    Accept,
+    Action,
+    Clear,
+    Close,
+    GoOn,
+    Heal,
+    Keep,
+    Mix,
+    Move,
+    Pull,
+    SendControl,
+    SendModel,
+)
+from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Message, Refusal
 from pala.system.runtime import say
@@ -44,11 +60,15 @@ class Models(Protocol):
     def fill(self, snapshot: Any, message: Message, whole: bool) -> int:
         """Copy the model, or the part of it that is to be sent, under this header. Returns the number of bytes."""
 
+    def fill_answer(self, snapshot: Any, message: Message, peer: int) -> int:
+        """The same with what the offer held that was added from this peer."""
+
     def control(self, message: Message) -> Packet:
         """A message without a model, in memory of its own."""
 
-    def open(self, received: Received) -> Opened:
-        """Read a packet; a model that may be accepted is held until `add` or the next one."""
+    def open(self, received: Received, offer: Any = None) -> Opened:
+        """Read a packet; a model that may be accepted is held until `add`, `keep` or the next one. `offer`: the open
+        offer to its sender, if there is one."""
 
     def add(self, weight: float) -> None:
         """Add the model that was opened last to the inbox."""
@@ -58,6 +78,15 @@ class Models(Protocol):
 
     def mix(self, own_weight: float, measure: bool) -> Any:
         """As `actions.Mix`. If `measure`, returns the distance between the model and the inbox's mean before."""
+
+    def pull(self, fraction: float, measure: bool) -> Any:
+        """As `actions.Pull`; measures as `mix`."""
+
+    def keep(self, offer: Any) -> None:
+        """As `actions.Keep`, with the answer that was opened last."""
+
+    def move(self, offer: Any, fraction: float) -> None:
+        """As `actions.Move`."""
 
     def heal(self) -> None:
         """As `actions.Heal`."""
@@ -69,9 +98,15 @@ class Models(Protocol):
         """As `Receiver.give_up_memory`."""
 
 
-class _Snapshot(NamedTuple):
+@dataclass(eq=False)
+class _Snapshot:
     packet: Packet
-    peers: tuple[int, ...]  # to whom it went last
+    sent_s: float = -math.inf  # when it was sent last
+    is_offer: bool = False  # open: an answer will be compared with it
+
+    @property
+    def is_free(self) -> bool:
+        return self.packet.pending == 0 and not self.is_offer
 
 
 class GossipDriver(Receiver):
@@ -89,7 +124,8 @@ class GossipDriver(Receiver):
         self._changed, self._num_waiting = threading.Condition(self.lock), 0
         self.counts: Counter[str] = Counter()  # for the metrics; whoever reads them may empty it
         self.distances: list[Any] = []
-        self._snapshots = [_Snapshot(models.new_snapshot(), ()) for _ in range(num_snapshots)]
+        self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
+        self._offers: dict[int, _Snapshot] = {}  # by the peer that is to answer
         self._complained_of: set[int] = set()
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
@@ -133,7 +169,7 @@ class GossipDriver(Receiver):
     # ---- the transport's calls -----------------------------------------------------------------------------------
 
     def on_message(self, message: Received) -> None:
-        source, opened = message.source, self.models.open(message)
+        source, opened = message.source, self.models.open(message, self.offer_to(message.source))
         if opened.message is not None and opened.message.sender != source:
             opened = Opened(None, Refusal(f"it says it comes from rank {opened.message.sender}"))
         with self.lock:
@@ -182,7 +218,16 @@ class GossipDriver(Receiver):
             elif isinstance(action, Accept):
                 self.models.add(action.weight)
             elif isinstance(action, Mix):
-                self._mix(action)
+                self._count_mix(action.num_models, self.models.mix(action.own_weight, self._measures()))
+            elif isinstance(action, Pull):
+                self._count_mix(action.num_models, self.models.pull(action.fraction, self._measures()))
+            elif isinstance(action, Keep):
+                self.models.keep(self._offers[action.peer].packet)
+            elif isinstance(action, Move):
+                self.models.move(self._close_offer(action.peer), action.fraction)
+                self._count_mix(1)
+            elif isinstance(action, Close):
+                self._close_offer(action.peer)
             elif isinstance(action, Heal):
                 self.models.heal()
                 self._count_mix(action.num_models)
@@ -190,40 +235,58 @@ class GossipDriver(Receiver):
                 self.models.clear()
 
     def _send_model(self, action: SendModel) -> None:
-        index = self._free_snapshot()
-        assert index is not None, "the protocol was told that there is no memory for a snapshot"
-        packet = self._snapshots[index].packet
-        self._snapshots[index] = _Snapshot(packet, action.peers)
-        num_bytes = self.models.fill(packet, action.message, action.whole)
+        kind, snapshot = action.message.kind, self._free_snapshot()
+        if snapshot is None:
+            assert kind is not Kind.MODEL, "the protocol was told that there is no memory for a snapshot"
+            snapshot = self._new_snapshot()  # of offers and answers there are at most two a peer
+        snapshot.sent_s = self.transport.now_s()
+        if kind is Kind.OFFER:
+            snapshot.is_offer = True
+            self._offers[action.peers[0]] = snapshot
+        if kind is Kind.ANSWER:
+            num_bytes = self.models.fill_answer(snapshot.packet, action.message, action.peers[0])
+        else:
+            num_bytes = self.models.fill(snapshot.packet, action.message, action.whole)
         for peer in action.peers:
-            self.transport.send(peer, packet, bulk=True)
+            self.transport.send(peer, snapshot.packet, bulk=True)
         self.counts["models_sent"] += len(action.peers)
         self.counts["bytes_sent"] += len(action.peers) * num_bytes
+
+    def _close_offer(self, peer: int) -> Packet:
+        """What was offered to this peer may be written over from now on."""
+        snapshot = self._offers.pop(peer)
+        snapshot.is_offer = False
+        return snapshot.packet
+
+    def offer_to(self, peer: int) -> Any:
+        """The open offer to this peer, or None."""
+        return self._offers[peer].packet if peer in self._offers else None
 
     def _can_send(self) -> bool:
         return self._free_snapshot() is not None
 
-    def _free_snapshot(self) -> int | None:
-        """The index of one that has left. If peers that do not answer hold all, there is one more, which is given up
-        when they answer again."""
-        snapshots, silent = self._snapshots, self.protocol.silent
-        free = [i for i, snapshot in enumerate(snapshots) if snapshot.packet.pending == 0]
-        if not free and all(not silent.isdisjoint(snapshot.peers) for snapshot in snapshots):
-            snapshots.append(_Snapshot(self.models.new_snapshot(), ()))
-            return len(snapshots) - 1
-        for index in reversed(free[1:]):
+    def _free_snapshot(self) -> _Snapshot | None:
+        """One that has left. If peers that do not answer hold all, there is one more, which is given up when they
+        answer again."""
+        snapshots, patience_s = self._snapshots, self.protocol.patience_s
+        free = [snapshot for snapshot in snapshots if snapshot.is_free]
+        if not free and all(snapshot.sent_s < self.transport.now_s() - patience_s for snapshot in snapshots):
+            return self._new_snapshot()
+        for snapshot in reversed(free[1:]):
             if len(snapshots) > self._num_snapshots:
-                del snapshots[index]
+                snapshots.remove(snapshot)
         return free[0] if free else None
 
-    def _mix(self, action: Mix) -> None:
-        measure = self.counts["mixes"] % _MIXES_A_MEASUREMENT == 0
-        distance = self.models.mix(action.own_weight, measure)
+    def _new_snapshot(self) -> _Snapshot:
+        self._snapshots.append(_Snapshot(self.models.new_snapshot()))
+        return self._snapshots[-1]
+
+    def _measures(self) -> bool:
+        return self.counts["mixes"] % _MIXES_A_MEASUREMENT == 0
+
+    def _count_mix(self, num_models: int, distance: Any = None) -> None:
         if distance is not None:
             self.distances.append(distance)
-        self._count_mix(action.num_models)
-
-    def _count_mix(self, num_models: int) -> None:
         self.counts["mixes"] += 1
         self.counts["models_mixed"] += num_models
 

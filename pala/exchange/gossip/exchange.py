@@ -18,7 +18,8 @@ from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.models import TensorModels
-from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.gossip.protocol import Rules
+from pala.exchange.gossip.protocols import PROTOCOLS
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, say
@@ -42,7 +43,7 @@ class Gossip(ModelExchange):
         wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes))
         budget = StepBudget(comm.rank, comm.size, config.total_steps, start.local_steps, start.base_steps)
         mixing = RULES[config.exchange.mixing](start.weight)
-        self._protocol = GossipProtocol(
+        self._protocol = PROTOCOLS[config.exchange.mixing](
             budget, mixing, rules_of(config.exchange, config.seed, codec.whole_every), start.round
         )
         self.message_bytes = wire.most_bytes

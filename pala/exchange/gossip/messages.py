@@ -14,8 +14,13 @@ class Kind(enum.IntEnum):
     CREDIT = 2  # whoever receives this may send to its sender again
     STOP = 3  # training ends
     ASK_WHOLE = 4  # a credit from a rank that only a whole model can heal
+    OFFER = 5  # of the paired exchange: a model that asks for an answer
+    ANSWER = 6  # the model of who has moved towards an offer; its weight is the fraction that both move by
+
+
+WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)
 
 
 def gossip_sizes(model: Sizes) -> dict[Kind, Sizes]:
     """Bytes that a message of each kind may have behind its counters, if models have these sizes."""
-    return {Kind.MODEL: model, Kind.CREDIT: NOTHING, Kind.STOP: NOTHING, Kind.ASK_WHOLE: NOTHING}
+    return {kind: model if kind in WITH_MODEL else NOTHING for kind in Kind}

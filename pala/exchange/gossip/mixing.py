@@ -8,6 +8,7 @@ A mix of a rank's own model x, whose weight is w, with models m that carry weigh
 |---|---|---|---|
 | `uniform` | 1 | 1 | x <- (x + sum of k models) / (1 + k), the rule of GALA and PALA |
 | `push_sum` | w / (k + 1), if k are sent | what it kept and got | the sum of all weights stays the number of ranks |
+| `paired` | 1 | 1 | not averaged: both ranks of a pair move by the same amount (`paired.py`) |
 
 Push-sum: Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", 2019, arXiv
 1811.10792. Here the optimiser steps the de-biased model itself (there, the step is divided by the weight), so that a
@@ -79,4 +80,4 @@ class PushSum(Mixing):
         self.weight += received
 
 
-RULES: dict[str, type[Mixing]] = {"uniform": Uniform, "push_sum": PushSum}
+RULES: dict[str, type[Mixing]] = {"uniform": Uniform, "push_sum": PushSum, "paired": Uniform}

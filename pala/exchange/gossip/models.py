@@ -2,7 +2,7 @@
 
 | memory | blocks of a whole message |
 |---|---|
-| snapshots on their way | two (`driver.py`) |
+| snapshots on their way | two (`driver.py`); an open offer of the paired exchange is one of them |
 | what is being received | one; with `Float32` on the CPU another, the sum of what came: they change places |
 """
 
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.exchange.gossip.codecs import Codec
+from pala.exchange.gossip.codecs import Change, Codec, Held, Packed, Part
 from pala.exchange.gossip.driver import Opened
-from pala.exchange.gossip.messages import Kind
-from pala.exchange.wire import Message, Refusal, Wire
+from pala.exchange.gossip.messages import WITH_MODEL, Kind
+from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.transport.base import Bytes, Received
 
 
@@ -31,13 +31,27 @@ class SendBuffer:
         self._wire, self._codec = wire, codec
         self._block = torch.zeros(wire.most_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.data: np.ndarray = self._block.numpy()  # as many bytes as the message has
+        self._format = Format.FLOAT32
+        self.change: Change | None = None  # of an offer: what its answer differs by
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self.pending = 0
 
+    @property
+    def held(self) -> Held:
+        """What was sent, when it is ready."""
+        return Held(self._format, self._block[self._wire.control_bytes : len(self.data)])
+
     def fill(self, message: Message, parameters: Tensor, whole: bool = True) -> None:
         """Take a snapshot of the parameters, or of the part of them that is to be sent, under this header."""
-        packed = self._codec.pack(parameters, whole)
+        self._fill(message, self._codec.pack(parameters, whole), parameters)
+
+    def fill_part(self, message: Message, parameters: Tensor, part: Part) -> None:
+        """The same with just these parameters."""
+        self._fill(message, self._codec.pack_part(parameters, part), parameters)
+
+    def _fill(self, message: Message, packed: Packed, parameters: Tensor) -> None:
+        self._format, self.change = packed.format, None
         size = self._wire.control_bytes + sum(part.nbytes for part in packed.parts)
         self.data = self._block.numpy()[:size]
         self._wire.encode(message._replace(format=packed.format), self.data)
@@ -89,6 +103,21 @@ class ReceiveBuffer:
         with self._on_stream():  # the checks read their results, and so wait for this stream alone
             return self._codec.stage(message.format, self._blocks[0][self._control_bytes : num_bytes])
 
+    def check_answer(self, offer: Held) -> Refusal | None:
+        """As `Codec.check_answer`, of the checked model."""
+        with self._on_stream():
+            return self._codec.check_answer(offer)
+
+    def staged_part(self) -> Part:
+        """As `Codec.staged_part`."""
+        with self._on_stream():
+            return self._codec.staged_part()
+
+    def difference(self, offer: Held, in_place: bool) -> Change:
+        """As `Codec.difference`."""
+        with self._on_stream():
+            return self._codec.difference(offer, in_place)
+
     def add(self, weight: float) -> None:
         """Add the checked model to the weighted sum."""
         with self._on_stream():
@@ -106,6 +135,18 @@ class ReceiveBuffer:
         distance = self._codec.mix(parameters, own_weight, measure)
         self._stream_waits(parameters)
         return distance
+
+    def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
+        """As `Codec.pull`."""
+        self._learner_waits(parameters)
+        distance = self._codec.pull(parameters, fraction, measure)
+        self._stream_waits(parameters)
+        return distance
+
+    def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
+        """As `Codec.move`."""
+        self._learner_waits(parameters)
+        self._codec.move(parameters, change, fraction)
 
     def heal(self, parameters: Tensor) -> None:
         """As `Codec.heal`."""
@@ -132,6 +173,8 @@ class TensorModels:
         """`parameters`: mixed in place."""
         self._parameters, self._codec, self._wire = parameters, codec, wire
         self._inbox = ReceiveBuffer(wire, codec, parameters.device)
+        self._opened: Message | None = None
+        self._parts: dict[int, Part] = {}  # that the offers in the inbox hold, by their senders
 
     def new_snapshot(self) -> SendBuffer:
         return SendBuffer(self._wire, self._codec, self._parameters.device)
@@ -140,31 +183,53 @@ class TensorModels:
         snapshot.fill(message, self._parameters, whole)
         return len(snapshot.data)
 
+    def fill_answer(self, snapshot: SendBuffer, message: Message, peer: int) -> int:
+        snapshot.fill_part(message, self._parameters, self._parts.pop(peer))
+        return len(snapshot.data)
+
     def control(self, message: Message) -> Bytes:
         data = np.zeros(self._wire.control_bytes, np.uint8)
         self._wire.encode(message, data)
         return Bytes(data)
 
-    def open(self, received: Received) -> Opened:
+    def open(self, received: Received, offer: SendBuffer | None = None) -> Opened:
         message = self._wire.decode(received.data)
         if isinstance(message, Refusal):
             return Opened(None, message)
-        if message.kind is not Kind.MODEL or received.too_late:
+        if message.kind not in WITH_MODEL or received.too_late:
             return Opened(message)
         if not received.bulk:
             return Opened(None, Refusal("it is a model, but was not sent as one"))
-        return Opened(message, self._inbox.check(message, len(received.data)))
+        self._opened, refusal = message, self._inbox.check(message, len(received.data))
+        if refusal is None and message.kind is Kind.ANSWER and offer is not None:
+            refusal = self._inbox.check_answer(offer.held)
+        return Opened(message, refusal)
 
     def add(self, weight: float) -> None:
+        if self._opened is not None and self._opened.kind is Kind.OFFER:
+            self._parts[self._opened.sender] = self._inbox.staged_part()
         self._inbox.add(weight)
 
     def clear(self) -> None:
+        self._parts.clear()
         self._inbox.clear()
 
     def mix(self, own_weight: float, measure: bool) -> Tensor | None:
         return self._inbox.mix(self._parameters, own_weight, measure)
 
+    def pull(self, fraction: float, measure: bool) -> Tensor | None:
+        return self._inbox.pull(self._parameters, fraction, measure)
+
+    def keep(self, offer: SendBuffer) -> None:
+        offer.change = self._inbox.difference(offer.held, in_place=offer.pending == 0)
+
+    def move(self, offer: SendBuffer, fraction: float) -> None:
+        assert offer.change is not None, "an offer moves this rank's model only when it was answered"
+        self._inbox.move(self._parameters, offer.change, fraction)
+        offer.change = None
+
     def heal(self) -> None:
+        self._parts.clear()
         self._inbox.heal(self._parameters)
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:

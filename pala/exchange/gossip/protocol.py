@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pala.exchange.budget import StepBudget, Stop
@@ -131,7 +131,7 @@ class GossipProtocol:
         self._learn_pace()
         self._between_updates = True
         self.staleness += len(self.living) > 1
-        if self.rules.max_staleness > 0:
+        if not self._debts_stay:
             self._owed.clear()
         for _ in range(self._rounds_due):
             self._owed += self._next_peers()
@@ -163,12 +163,7 @@ class GossipProtocol:
         """From `message.sender`. Of a model: the seconds that it took to come; `late`: so many that its memory has been
         given up; `rejected`: it holds what no model may hold."""
         self.budget.news(message.local_steps, message.stop)
-        actions: list[Action] = []
-        if message.kind is Kind.MODEL:
-            actions = self._model_came(message, took_s, late, rejected)
-        elif message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
-            self._credit_came(message.sender, wants_whole=message.kind is Kind.ASK_WHOLE)
-        return actions + self._tell_stop()
+        return self._take_in(message, took_s, late, rejected) + self._tell_stop()
 
     def unreadable_model_came(self, sender: int) -> list[Action]:
         """Something as large as a model came that is no message of this run; its sender may send again."""
@@ -228,7 +223,23 @@ class GossipProtocol:
         """True if a full round of models has come, and at least one could be accepted."""
         return len(self._inbox) > 0 and 0 < self._models_a_round <= len(self._inbox) + self._num_rejected
 
+    @property
+    def moves_due(self) -> Mapping[int, float]:
+        """Peer -> the fraction by which its answer is still to move this rank's model (`paired`)."""
+        return {}
+
     # ---- models and credits --------------------------------------------------------------------------------------
+
+    @property
+    def _debts_stay(self) -> bool:
+        return self.rules.max_staleness == 0
+
+    def _take_in(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
+        if message.kind is Kind.MODEL:
+            return self._model_came(message, took_s, late, rejected)
+        if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
+            self._credit_came(message.sender, wants_whole=message.kind is Kind.ASK_WHOLE)
+        return []
 
     def _send_owed(self, can_send: Callable[[], bool]) -> list[Action]:
         """To the peers that are owed a model and whose lock is free."""
@@ -240,14 +251,19 @@ class GossipProtocol:
         if not can_send():
             self.counts["sends_without_buffer"] += 1
             return []
-        whole = self._num_sends % self.rules.whole_every == 0 or not self._wants_whole.isdisjoint(peers)
-        if whole:
-            self._wants_whole.difference_update(peers)
-        self._num_sends += 1
+        whole = self._goes_whole(*peers)
         for peer in peers:
             self.lock.acquire(peer, self._now_s)
             self._owed.remove(peer)
         return [SendModel(self._message(Kind.MODEL, self.mixing.send(len(peers))), peers, whole)]
+
+    def _goes_whole(self, *peers: int) -> bool:
+        """True if the model that leaves now for these peers must not be only a part."""
+        whole = self._num_sends % self.rules.whole_every == 0 or not self._wants_whole.isdisjoint(peers)
+        if whole:
+            self._wants_whole.difference_update(peers)
+        self._num_sends += 1
+        return whole
 
     def _model_came(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         sender, stale = message.sender, self._note_transfer(message.sender, took_s) or late
@@ -282,7 +298,7 @@ class GossipProtocol:
         """For a model that was thrown away; once training ends nobody needs it."""
         if self.budget.stop is not Stop.NONE:
             return []
-        return [SendControl(self._message(Kind.CREDIT if self.has_model else Kind.ASK_WHOLE), peer)]
+        return [SendControl(self._reply(Kind.CREDIT if self.has_model else Kind.ASK_WHOLE, peer), peer)]
 
     def _drop_parts(self) -> list[Action]:
         """Empty the inbox of a rank that has no model. Parts, or models as old as its own, are of no use to it, and
@@ -296,7 +312,7 @@ class GossipProtocol:
         for weight in self._inbox.values():
             self.mixing.reject(weight)
         self._inbox.clear()
-        return [Clear(), *(SendControl(self._message(Kind.ASK_WHOLE), sender) for sender in senders)]
+        return [Clear(), *(SendControl(self._reply(Kind.ASK_WHOLE, sender), sender) for sender in senders)]
 
     def _mix(self, give_credit: bool) -> list[Action]:
         """Take the inbox into the model, or in its place if that is of no use."""
@@ -311,13 +327,16 @@ class GossipProtocol:
         self._whole_came = self._returning = self._gave_up = False
         self._num_rejected = self.staleness = 0
         self.mixing.mixed(received)
-        credit = self._message(Kind.CREDIT)
-        return [mix, *(SendControl(credit, sender) for sender in senders if give_credit)]
+        return [mix, *(SendControl(self._reply(Kind.CREDIT, sender), sender) for sender in senders if give_credit)]
 
     def _tell_stop(self) -> list[Action]:
         if self.budget.stop is Stop.NONE:
             return []
         return [SendControl(self._message(Kind.STOP), peer) for peer in self.budget.tell_stop()]
+
+    def _reply(self, kind: Kind, peer: int) -> Message:
+        """To a model of this peer that was mixed or thrown away."""
+        return self._message(kind)
 
     def _message(self, kind: Kind, weight: float = 1.0) -> Message:
         return Message(kind, self.rank, self.round, weight, self.budget.stop, self.budget.local_steps)

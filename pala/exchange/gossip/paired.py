@@ -1,0 +1,183 @@
+"""The paired exchange: gossip by which the sum of all models does not change, and no step of a rank is taken back.
+
+By `uniform` a rank averages its new model with an older one of a peer, and so takes a part of its own last step back.
+Here two ranks move towards each other by the same amount, whatever happens to them meanwhile. A rank
+
+1. *offers* its model s to a peer, and keeps a copy of s;
+2. *answers* the k offers m that have come: it sends its model y to their senders and moves, x <- x + f sum of (m - y),
+   with f = 1 / (1 + k);
+3. *moves* when its own offer is answered: x <- x + f (y - s).
+
+The two moves of a pair cancel. What either rank learned between them stays. After AD-PSGD's pairwise averaging (Lian et
+al. 2018, arXiv 1710.06952), made asynchronous by differences, as in CoCoD-SGD (Shen et al. 2019, arXiv 1906.12043).
+
+A rank has one open offer; more would make the ranks overshoot. Answering waits for nobody, so nobody waits for ever.
+Every offer gets one reply, an answer or a refusal (a credit), after which the process lock is free; a refusal moves
+neither rank. What is refused:
+
+- a model that is stale, or not finite, as by the other rules;
+- of two ranks that have offered to each other, the lower refuses the higher's offer: two exchanges of one pair at the
+  same time would not average the models but make them change places;
+- an offer to a rank that has no model of use: it takes a whole one in place of its own. Its own open offers are *void*
+  from then on: what they are answered with has nothing to do with its new model.
+
+An offer to a peer that has stopped (`silent`) stays open beside a new one to somebody else, since it may be answered
+late. A late answer does no harm: it is a difference, so it pulls nobody back.
+
+What can change the sum: a rank that dies or heals, an answer that is lost or damaged, and a resume, each by at most one
+move. Pure, as `protocol.py`, of which this keeps the clock, the patience, the budget and the deaths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pala.exchange.budget import Stop
+from pala.exchange.gossip.actions import Action, Clear, Close, GoOn, Keep, Move, Pull, SendModel, Wait
+from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.wire import Message
+
+_ANY = 0  # in a refusal: of whichever offer is open; the first offer is number 1
+
+
+@dataclass
+class _Offer:
+    number: int  # as the reply says it
+    void: bool = False  # of a model that has been replaced since
+
+
+class PairedProtocol(GossipProtocol):
+    """The state of one rank."""
+
+    _debts_stay = False
+    _offers: dict[int, _Offer]
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self._offers = {}  # to peers that have not replied
+        self._answers: dict[int, float] = {}  # that came: the fraction to move by
+        self._numbers: dict[int, int] = {}  # of the offers in the inbox
+
+    # ---- events --------------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
+        self.clock(now_s)
+        actions = self._move()
+        if self.must_wait:
+            return [*actions, *self._offer(), *self._drop_parts(), Wait()]
+        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
+        self._between_updates, self._resumed_s = False, self._now_s
+        if self._mix_is_due:
+            actions += self._mix(give_credit=True)
+        return [*actions, *self._offer(), GoOn()]
+
+    def unreadable_model_came(self, sender: int) -> list[Action]:
+        """It was an offer or the answer to one; neither is open any more."""
+        if sender not in self._inbox:
+            return super().unreadable_model_came(sender) + self._close(sender)
+        self.counts["models_refused"] += 1  # its offer has come, so this was its answer
+        return self._close(sender)
+
+    def peer_died(self, peer: int) -> list[Action]:
+        return self._close(peer) + super().peer_died(peer)
+
+    def finish(self) -> list[Action]:
+        """Both models of an offer that nobody answered stay as they are."""
+        if self.has_model:
+            self._inbox.clear()
+            return [*self._move(), Clear()]
+        return super().finish()
+
+    @property
+    def moves_due(self) -> Mapping[int, float]:
+        return self._answers
+
+    # ---- offers --------------------------------------------------------------------------------------------------
+
+    def _offer(self) -> list[Action]:
+        """To the peer of this round, or one that waits to heal."""
+        if not self._owed or self.budget.stop is not Stop.NONE or not self.has_model:
+            return []
+        if any(peer not in self.silent for peer in self._offers):
+            return []
+        peers = sorted(self._owed, key=lambda peer: peer not in self._wants_whole)
+        peer = next((peer for peer in peers if self.lock.is_free(peer)), None)
+        if peer is None:
+            return []
+        self._owed.clear()
+        self.lock.acquire(peer, self._now_s)
+        self._offers[peer] = _Offer(self.round)
+        return [SendModel(self._message(Kind.OFFER), (peer,), self._goes_whole(peer))]
+
+    def _take_in(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
+        sender = message.sender
+        if message.kind is Kind.OFFER:
+            self._numbers[sender] = message.round
+            if self.has_model and self.rank < sender and sender in self._offers and not (late or rejected):
+                self._note_transfer(sender, took_s)
+                return self._return_credit(sender)
+            return self._model_came(message, took_s, late, rejected)
+        offer = self._offers.get(sender)
+        if offer is None or message.round not in (offer.number, _ANY):
+            return []
+        if message.kind is Kind.ANSWER:
+            return self._answer_came(sender, message.weight, offer, usable=not (late or rejected))
+        if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
+            self._credit_came(sender, wants_whole=message.kind is Kind.ASK_WHOLE)
+            if self._between_updates and not self._offers and not self._owed:
+                self._owed += self._next_peers()
+            return self._close(sender)
+        return []
+
+    def _answer_came(self, sender: int, fraction: float, offer: _Offer, usable: bool) -> list[Action]:
+        self._credit_came(sender, wants_whole=False)
+        if not usable or offer.void:
+            self.counts["models_refused"] += not usable
+            return self._close(sender)
+        self.counts["models_received"] += 1
+        del self._offers[sender]
+        self._answers[sender] = fraction
+        return [Keep(sender)]
+
+    def _close(self, peer: int) -> list[Action]:
+        """The offer to this peer will move nothing."""
+        self.lock.release(peer)
+        return [Close(peer)] if self._offers.pop(peer, None) is not None else []
+
+    # ---- moves ---------------------------------------------------------------------------------------------------
+
+    def _move(self) -> list[Action]:
+        """By the answers that came."""
+        if not self.has_model or not self._answers:
+            return []
+        moves: list[Action] = [Move(peer, fraction) for peer, fraction in self._answers.items()]
+        self._answers.clear()
+        self._gave_up, self._num_rejected, self.staleness = False, 0, 0
+        return moves
+
+    def _mix(self, give_credit: bool) -> list[Action]:
+        """Answer all offers that came and move towards them; or take their mean for this rank's own model."""
+        if not self.has_model:
+            return self._void_offers() + super()._mix(give_credit)
+        num_offers = len(self._inbox)
+        fraction = 1.0 / (1 + num_offers)
+        answers = [SendModel(self._answer(peer, fraction), (peer,), True) for peer in self._inbox]
+        self._inbox.clear()
+        self._whole_came = self._gave_up = False
+        self._num_rejected = self.staleness = 0
+        return [*answers, Pull(fraction, num_offers)]
+
+    def _void_offers(self) -> list[Action]:
+        for offer in self._offers.values():
+            offer.void = True
+        closed: list[Action] = [Close(peer) for peer in self._answers]
+        self._answers.clear()
+        return closed
+
+    def _answer(self, peer: int, fraction: float) -> Message:
+        return self._reply(Kind.ANSWER, peer)._replace(weight=fraction)
+
+    def _reply(self, kind: Kind, peer: int) -> Message:
+        return self._message(kind)._replace(round=self._numbers.pop(peer, _ANY))
