@@ -173,7 +173,7 @@ def play(ranks: list[Rank]) -> Iterator[None]:
     roles = ranks[0].node.roles
     order = [ranks[rank] for rank in dict.fromkeys((*roles.actors, *roles.learners))]
     for rank in order:
-        rank.worker._reset(ENV_SEEDS[: rank.worker._envs.num_envs])
+        rank.worker.reset(ENV_SEEDS[: rank.worker._envs.num_envs])
     while True:
         for rank in order:
             rank.worker._advance()
@@ -478,7 +478,7 @@ def test_minibatches_with_a_planted_outlier_send_no_gradient_and_are_counted() -
     assert 3 < sum(planted) < 20
     assert not any(planted[:20])
     assert server.shard.version == learner.sent[Kind.GRADIENT_AND_FETCH] == len(planted) - sum(planted)
-    (record,) = (record for record in learner.worker._take_records() if record["type"] == "interval")
+    (record,) = (record for record in learner.worker.take_records() if record["type"] == "interval")
     assert (record["gradients_filtered"], record["updates"]) == (sum(planted), len(planted))
     assert record["gradients_sent"] == server.shard.version
     assert record["absolute_error"] < 10  # of the others

@@ -149,7 +149,7 @@ def test_weights_are_made_ready_anew_exactly_when_they_change() -> None:
     cluster: list[Rank] = []
     cluster += [Rank(0, cluster), Rank(1, cluster)]
     for rank in cluster:
-        rank.worker._reset(np.arange(2) + 2 * rank.worker._envs.num_envs)
+        rank.worker.reset(np.arange(2) + 2 * rank.worker._envs.num_envs)
     for _ in range(STEPS):
         for rank in cluster:
             rank.worker._advance()

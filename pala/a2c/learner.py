@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from pala.a2c.update import A2C, Rollout, UpdateResult
+from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
 from pala.config import Config
 from pala.envs import Envs
 from pala.exchange.base import ModelExchange
@@ -39,18 +39,36 @@ class Learner(Loop):
         self._means, self._updates, self._skipped = Means(), 0, 0  # of the interval
         self._skipped_in_a_row = 0
 
-    def _reset(self, env_seeds: np.ndarray) -> None:
-        self._observations = self._to_device(self._envs.reset(env_seeds))
+    def reset(self, env_seeds: np.ndarray) -> None:
+        self.observations = self._to_device(self._envs.reset(env_seeds))
 
     def _advance(self) -> None:
         """A rollout and an update."""
+        loss = self.differentiate()
+        if loss is None:
+            return
+        with self._exchanging():
+            goes_on = self._exchange.average_gradient(self._flat.gradient)
+        if goes_on:
+            self._share(self.step(loss))
+            self._on_update(self.counters.updates)
+
+    def differentiate(self) -> Loss | None:
+        """A rollout, and the gradient of its loss; None if a signal came."""
         rollout, bootstrap_B = self._play()
         if self._interrupt.signal is not None:
-            return
-        result = self._learn(rollout, bootstrap_B)
-        if result is not None:
-            self._share(result)
-            self._on_update(self.counters.updates)
+            return None
+        with self._watch.section("update"):
+            return self._a2c.differentiate(rollout, bootstrap_B)
+
+    def step(self, loss: Loss) -> UpdateResult:
+        """One step along the gradient."""
+        with self._watch.section("update"):
+            result = self._a2c.step(loss, self._learning_rate())
+        self.counters.updates += 1
+        self.counters.local_steps += self._config.steps_per_update
+        self._count(result)
+        return result
 
     def _play(self) -> tuple[Rollout, Tensor]:
         """`rollout_steps` steps of all environments, and V after the last one [B]."""
@@ -59,7 +77,7 @@ class Learner(Loop):
             self._tape.begin()
         for t in range(self._config.a2c.rollout_steps):
             with self._watch.section("inference"):
-                policy_output, value = self._tape.forward(self._observations)
+                policy_output, value = self._tape.forward(self.observations)
                 actions = distribution.sample(policy_output, self._generator)
                 env_actions = distribution.to_env(actions).cpu().numpy()
             with self._watch.section("environment"):
@@ -70,7 +88,7 @@ class Learner(Loop):
                 rollout.actions.append(actions)
                 rollout.rewards.append(self._rewards(step.rewards, step.truncated, step.final_observations))
                 rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
-                self._observations = self._to_device(step.observations)
+                self.observations = self._to_device(step.observations)
             for episode in step.episodes:
                 what = {"return": episode.episode_return, "length_steps": episode.length_steps}
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | what)
@@ -79,7 +97,7 @@ class Learner(Loop):
             if self._interrupt.signal is not None:
                 break
         with self._watch.section("inference"):
-            return rollout, self._value(self._observations)
+            return rollout, self._value(self.observations)
 
     def _rewards(self, rewards: np.ndarray, truncated: np.ndarray, final_observations: np.ndarray) -> Tensor:
         """Rewards [B]; where a time limit cut the episode, with the discounted value of what would have followed."""
@@ -93,21 +111,6 @@ class Learner(Loop):
         """V of any number of observations, for bootstrapping."""
         _, value = self._tape.peek(observations)
         return value.squeeze(-1)
-
-    def _learn(self, rollout: Rollout, bootstrap_B: Tensor) -> UpdateResult | None:
-        """One update; None if training ends and it is left out."""
-        with self._watch.section("update"):
-            loss = self._a2c.differentiate(rollout, bootstrap_B)
-        with self._exchanging():
-            goes_on = self._exchange.average_gradient(self._flat.gradient)
-        if not goes_on:
-            return None
-        with self._watch.section("update"):
-            result = self._a2c.step(loss, self._learning_rate())
-        self.counters.updates += 1
-        self.counters.local_steps += self._config.steps_per_update
-        self._count(result)
-        return result
 
     def _share(self, result: UpdateResult) -> None:
         """Pass the parameters through the exchange, and deal with an update that was not finite."""

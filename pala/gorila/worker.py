@@ -50,7 +50,7 @@ class Worker(Loop):
         self._not_finite_in_a_row = 0
         self._logged_steps, self._logged_discarded = self.counters.local_steps, self._filter.discarded
 
-    def _reset(self, env_seeds: np.ndarray) -> None:
+    def reset(self, env_seeds: np.ndarray) -> None:
         self._tape.begin()
         self._target_tape.begin()
         if self._acts:

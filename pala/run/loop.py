@@ -69,7 +69,7 @@ class Loop(abc.ABC):
         `on_update` gets the number of updates that this rank has made after each of them.
         """
         self._on_update = on_update
-        self._reset(env_seeds)
+        self.reset(env_seeds)
         self._watch.split()
         now = time.perf_counter()
         next_log, next_save = now + self._run.log_interval_s, now + self._run.checkpoint_interval_s
@@ -80,16 +80,16 @@ class Loop(abc.ABC):
                 break
             now = time.perf_counter()
             if now >= next_log:
-                on_interval(self._take_records())
+                on_interval(self.take_records())
                 next_log = now + self._run.log_interval_s
             if now >= next_save:
                 save()
                 next_save = now + self._run.checkpoint_interval_s
-        on_interval(self._take_records())
+        on_interval(self.take_records())
         return self._exchange.stop
 
     @abc.abstractmethod
-    def _reset(self, env_seeds: np.ndarray) -> None:
+    def reset(self, env_seeds: np.ndarray) -> None:
         """Begin new games."""
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class Loop(abc.ABC):
             "global_steps": self._exchange.global_steps,
         }
 
-    def _take_records(self) -> list[Record]:
+    def take_records(self) -> list[Record]:
         """The episodes since the last call and one interval record."""
         seconds, fractions = self._watch.split()
         record = self._stamp("interval") | self._interval_figures(seconds) | {

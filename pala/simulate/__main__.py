@@ -1,6 +1,7 @@
 """The protocol on a virtual cluster: `python -m pala.simulate predict --help`.
 
     check     thousands of schedules drawn at random, with faults, against what must hold in every one
+    learn     whole trainings of simulated ranks: what a step teaches under each mixing rule
     predict   how fast gossip and its alternatives would be on up to 10,000 ranks, from measured costs
 
 docs/simulate.md tells what is modelled and what is not.
@@ -14,8 +15,17 @@ from collections.abc import Callable
 from pala.simulate import check, predict
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, nearest
+from pala.system.runtime import prepare
 
-_PROGRAMS: dict[str, Callable[[list[str]], None]] = {"check": check.run, "predict": predict.run}
+
+def _learn(arguments: list[str]) -> None:
+    prepare(1)
+    from pala.simulate import learn  # loads torch, whose threads are counted when it is loaded
+
+    learn.run(arguments)
+
+
+_PROGRAMS: dict[str, Callable[[list[str]], None]] = {"check": check.run, "learn": _learn, "predict": predict.run}
 """What each of them does with the rest of the command line. Raises PalaError."""
 
 

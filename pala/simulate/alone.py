@@ -1,0 +1,37 @@
+"""The exchange of a learner whose models somebody else passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pala.exchange.base import ExchangeState, ModelExchange
+from pala.exchange.budget import Stop
+
+
+class Alone(ModelExchange):
+    """Tells nobody anything, and never ends."""
+
+    global_steps = 0
+    living: Sequence[int] = (0,)
+    stop = Stop.NONE
+
+    def stop_now(self, reason: Stop) -> None:
+        raise NotImplementedError("whoever drives the learner ends it")
+
+    def after_update(self, steps: int, healthy: bool) -> bool:
+        return healthy
+
+    def close(self, timeout_s: float) -> Stop:
+        return Stop.BUDGET
+
+    def final_parameters(self, timeout_s: float) -> Tensor:
+        raise NotImplementedError("whoever drives the learner has its parameters")
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+    def state(self) -> ExchangeState:
+        return ExchangeState([0], 0, 0, 1.0)

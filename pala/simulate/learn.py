@@ -1,0 +1,342 @@
+"""`python -m pala.simulate learn`: whole trainings of up to 64 ranks in one process, on a simulated network.
+
+    gossip beside synchronous A2C       python -m pala.simulate learn --ranks 16
+    over a slow network                 ... --delay-updates 3
+    with one rank four times slower     ... --slow-ranks 1 --slowness 4
+
+The learners are real: environments, network, A2C and RMSprop of training. The gossip between them is training's
+protocol on a virtual clock, whose unit is one update of a rank. So it tells what a step teaches, at any number of ranks
+and over any network, but nothing about the speed of a machine. Equal settings and seed give equal results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+
+from pala.a2c.learner import Learner
+from pala.a2c.update import A2C
+from pala.config import Config, EnvConfig, check, load_preset
+from pala.envs import Envs, make_envs
+from pala.exchange.base import ExchangeState
+from pala.exchange.gossip.mixing import RULES
+from pala.networks.make import make_tape
+from pala.networks.network import ActorCritic, Categorical, FlatParameters
+from pala.report.text import table
+from pala.run.loop import Counters, Progress
+from pala.run.run_folder import provenance
+from pala.simulate.alone import Alone
+from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.system.command_line import read_command
+from pala.system.errors import PalaError
+from pala.system.files import write_atomically
+from pala.system.runtime import Interrupt
+from pala.system.seeding import derive, torch_weights
+
+METHODS = (*RULES, "allreduce", "none")
+_PROGRAM = "pala.simulate learn"
+_LOOKS = 50  # at the distance between ranks, over a training
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What ranks and network are like. The unit of time is one update of an ordinary rank."""
+
+    ranks: int = 8
+    """Number of ranks."""
+    delay_updates: float = 0.05
+    """How long a model is on its way."""
+    slow_ranks: int = 0
+    """So many ranks are slower than the others."""
+    slowness: float = 4.0
+    """How many times slower they are."""
+    deaths: int = 0
+    """So many ranks die, at times drawn from the seed. Gossip only."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Train on simulated ranks: gossip by each mixing rule, synchronous A2C, independent learners."""
+
+    preset: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file with settings; the options below win over it. Default: CartPole."""
+    methods: tuple[str, ...] = ("allreduce", "uniform", "paired")
+    """Which to compare: uniform, push_sum, paired (gossip's mixing rules), allreduce (synchronous A2C), none."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Trainings of each method."""
+    conditions: Annotated[Conditions, tyro.conf.arg(name="")] = field(default_factory=Conditions)
+    output: Path | None = None
+    """JSON file for the results, with every episode's return."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: Config(total_steps=200_000, env=EnvConfig(id="CartPole-v1"))
+    )
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of one training."""
+
+    episodes: list[tuple[int, float, float]]  # (global steps, time in updates, return)
+    global_steps: int
+    time_updates: float
+    updates: list[int]  # of each rank
+    models_sent: int
+    progress_kept: float
+    """How far the mean of the ranks' models went along the sum of their own steps over the number of ranks; 1: all."""
+    distances: list[float]
+    """Between ranks: root mean square distance from their mean over its norm, at equal intervals."""
+    divergences: list[float]
+    """Mean KL divergence of the ranks' policies from that of the first, on the first's observations (Discrete)."""
+
+    def curve(self, bins: int, total_steps: int) -> list[float]:
+        """The mean return in equal intervals of the budget; one without an episode has that before."""
+        curve, last = [], 0.0
+        edges = [total_steps * i // bins for i in range(bins + 1)]
+        steps = [episode[0] for episode in self.episodes]
+        for low, high in itertools.pairwise(edges):
+            first, end = np.searchsorted(steps, [low, high], side="right")
+            if end > first:
+                last = statistics.fmean(episode[2] for episode in self.episodes[first:end])
+            curve.append(last)
+        return curve
+
+    def mean_height(self, total_steps: int) -> float:
+        """Of the curve: the area under it over its length."""
+        return statistics.fmean(self.curve(50, total_steps))
+
+
+class Learners:
+    """The ranks' actor-learners, with a model each."""
+
+    def __init__(self, config: Config, ranks: int, make: Callable[[EnvConfig], Envs] = make_envs) -> None:
+        self.config, self.ranks = config, [_Rank(config, rank, make(config.env)) for rank in range(ranks)]
+        self.episodes: list[tuple[int, float, float]] = []
+        self.distances: list[float] = []
+        self.divergences: list[float] = []
+        self.own_steps = torch.zeros_like(self.ranks[0].flat.data)  # sum over ranks of what they learned
+        self.beginning = self.ranks[0].flat.data.clone()
+        self._next_look = 0.0
+
+    def update(self, number: int, parameters: Tensor) -> None:
+        """A rollout and an update of a rank, whose model is changed in place. Raises PalaError if it is not finite."""
+        rank = self.ranks[number]
+        rank.flat.data.copy_(parameters)
+        loss = rank.learner.differentiate()
+        assert loss is not None
+        if not rank.learner.step(loss).applied:
+            raise PalaError(f"The gradient of rank {number} is not finite: lower 'a2c.learning_rate'.")
+        self.own_steps += rank.flat.data - parameters
+        parameters.copy_(rank.flat.data)
+
+    def note(self, number: int, global_steps: int, time: float) -> None:
+        """After a rank's update: collect its episodes."""
+        for record in self.ranks[number].learner.take_records():
+            if record["type"] == "episode":
+                self.episodes.append((global_steps, round(time, 3), record["return"]))
+
+    def look(self, models: Sequence[Tensor], global_steps: int) -> None:
+        """Measure how far apart the models are, every now and then."""
+        if global_steps < self._next_look or len(models) == 1:
+            return
+        self._next_look += self.config.total_steps / _LOOKS
+        stacked = torch.stack(list(models))
+        mean = stacked.mean(0)
+        self.distances.append(float((stacked - mean).square().sum(1).mean().sqrt() / mean.norm()))
+        self.divergences.append(self._divergence(stacked))
+
+    def _divergence(self, models: Tensor) -> float:
+        first = self.ranks[0]
+        if not isinstance(first.network.distribution, Categorical):
+            return math.nan
+        kept, observations = first.flat.data.clone(), first.learner.observations
+        with torch.no_grad():
+            log_probs = []
+            for model in models:
+                first.flat.data.copy_(model)
+                log_probs.append(torch.log_softmax(first.network(observations)[0], -1))
+        first.flat.data.copy_(kept)
+        own, others = log_probs[0], torch.stack(log_probs[1:])
+        return float((own.exp() * (own - others)).sum(-1).mean())
+
+    def progress_kept(self, models: Sequence[Tensor]) -> float:
+        """Of `Learned`."""
+        went, learned = torch.stack(list(models)).mean(0) - self.beginning, self.own_steps / len(self.ranks)
+        return float(went.dot(learned) / learned.dot(learned))
+
+
+class _Rank:
+    def __init__(self, config: Config, rank: int, envs: Envs) -> None:
+        with torch_weights(config.seed):
+            self.network = ActorCritic(envs.observation_space, envs.action_space, config.network)
+        device = torch.device("cpu")
+        self.flat = FlatParameters(self.network, device)
+        shape = (envs.num_envs, *(envs.observation_space.shape or ()))
+        tape = make_tape(self.network, config.network, config.a2c.rollout_steps, torch.zeros(shape, dtype=torch.uint8))
+        generator = torch.Generator()
+        generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
+        a2c = A2C(self.network.distribution, tape, self.flat, config.a2c)
+        progress = Progress(Counters(), generator, ExchangeState([0], 0, 0, 1.0))
+        self.learner = Learner(config, rank, envs, a2c, Alone(), progress, Interrupt())
+        self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
+
+
+def learn(
+    method: str, config: Config, conditions: Conditions, make: Callable[[EnvConfig], Envs] = make_envs
+) -> Learned:
+    """One training; `method` is one of `METHODS`. Raises PalaError."""
+    learners = Learners(config, conditions.ranks, make)
+    if method in ("allreduce", "none"):
+        return _learn_in_rounds(learners, conditions, averaged=method == "allreduce")
+    return _gossip(learners, method, conditions)
+
+
+def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
+    config, n = learners.config, conditions.ranks
+    draw, delay = random.Random(config.seed), conditions.delay_updates
+    update_s = (0.95, 1.05)
+    rounds = config.total_steps / (n * config.steps_per_update)
+    exchange = config.exchange
+    scenario = Scenario(
+        n, exchange.graph, method, exchange.max_staleness, config.total_steps,
+        config.steps_per_update, config.seed, update_s=update_s, slowness=_slowness(conditions),
+        model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
+        deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
+        again_s=20.0 + 5 * delay, patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
+    )  # fmt: skip
+    updates = [0] * n
+
+    def update(number: int, model: np.ndarray) -> None:
+        learners.update(number, torch.from_numpy(model))
+        updates[number] += 1
+        learners.note(number, cluster.global_steps + config.steps_per_update, cluster.now)
+
+    def observe(cluster: VirtualCluster) -> None:
+        learners.look([torch.from_numpy(rank.model) for rank in cluster.living], cluster.global_steps)
+
+    models = np.tile(learners.beginning.numpy(), (n, 1))
+    cluster = VirtualCluster(scenario, models, learn=update, observe=observe)
+    cluster.run()
+    if cluster.stuck:
+        raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
+    final = [torch.from_numpy(rank.model) for rank in cluster.ranks]
+    return _learned(learners, final, cluster.global_steps, cluster.now, updates, cluster.models_sent)
+
+
+def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool) -> Learned:
+    """Synchronous A2C: all hold one model, a round lasts as long as the slowest rank takes, and the sum of gradients is
+    on its way for as long as a model there and back. Or, if gradients are not averaged, independent learners."""
+    config, n = learners.config, conditions.ranks
+    if conditions.deaths:
+        raise PalaError("'--deaths' is for gossip: synchronous A2C ends when a rank dies.")
+    flats = [rank.flat for rank in learners.ranks]
+    draw, slowness = random.Random(config.seed), _slowness(conditions) or (1.0,) * n
+    steps, time, rounds = 0, 0.0, 0
+    while steps < config.total_steps:
+        losses = [rank.learner.differentiate() for rank in learners.ranks]
+        mean = torch.stack([flat.gradient for flat in flats]).mean(0)
+        for rank, loss in zip(learners.ranks, losses, strict=True):
+            assert loss is not None
+            if averaged:
+                rank.flat.gradient.copy_(mean)
+            before = rank.flat.data.clone()
+            if not rank.learner.step(loss).applied:
+                raise PalaError("The gradient is not finite: lower 'a2c.learning_rate'.")
+            learners.own_steps += rank.flat.data - before
+        rounds, steps = rounds + 1, steps + n * config.steps_per_update
+        time += max(draw.uniform(0.95, 1.05) * factor for factor in slowness)
+        time += 2 * conditions.delay_updates * averaged
+        learners.look([flat.data for flat in flats], steps)
+        for number in range(n):
+            learners.note(number, steps, time)
+    return _learned(learners, [flat.data for flat in flats], steps, time, [rounds] * n, 0)
+
+
+def _slowness(conditions: Conditions) -> tuple[float, ...]:
+    fast = conditions.ranks - conditions.slow_ranks
+    return (conditions.slowness,) * conditions.slow_ranks + (1.0,) * fast if conditions.slow_ranks else ()
+
+
+def _learned(
+    learners: Learners, models: Sequence[Tensor], steps: int, time: float, updates: list[int], models_sent: int
+) -> Learned:
+    return Learned(
+        learners.episodes, steps, round(time, 1), updates, models_sent, learners.progress_kept(models),
+        learners.distances, learners.divergences,
+    )  # fmt: skip
+
+
+def parse(arguments: list[str]) -> Command:
+    """The checked command line. Raises PalaError."""
+    first = read_command(_PROGRAM, arguments, Command())
+    if first.preset is not None:
+        first = dataclasses.replace(first, config=load_preset(first.preset))
+    command = read_command(_PROGRAM, arguments, first)
+    conditions = command.conditions
+    check(command.config, source="Command line")
+    for method in command.methods:
+        if method not in METHODS:
+            raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}.")
+    for option, value, least in (
+        ("ranks", conditions.ranks, 1), ("slow-ranks", conditions.slow_ranks, 0), ("slowness", conditions.slowness, 1),
+        ("delay-updates", conditions.delay_updates, 0), ("deaths", conditions.deaths, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise PalaError(f"'--{option}' is {value} but must be at least {least}.")
+    for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
+        if value >= conditions.ranks:
+            raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
+    if not command.seeds or not command.methods:
+        raise PalaError("Name at least one of '--seeds' and one of '--methods'.")
+    return command
+
+
+def run(arguments: list[str]) -> None:
+    """What `python -m pala.simulate learn` does. Raises PalaError."""
+    command = parse(arguments)
+    torch.set_num_threads(1)
+    rows, results = [], []
+    for method in command.methods:
+        trainings = []
+        for seed in command.seeds:
+            config = dataclasses.replace(command.config, seed=seed)
+            trainings.append(learn(method, config, command.conditions))
+            height = trainings[-1].mean_height(config.total_steps)
+            print(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}", flush=True)
+            results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
+        rows.append(_row(method, trainings, command.config.total_steps))
+    header = ["method", "mean height", "range", "last return", "kept", "distance", "KL", "models an update", "time"]
+    print("\n" + table(header, rows))
+    if command.output is not None:
+        facts: dict[str, Any] = provenance() | {"options": _plain(asdict(command)), "trainings": results}
+        write_atomically(command.output, (json.dumps(facts) + "\n").encode())
+
+
+def _row(method: str, trainings: list[Learned], total_steps: int) -> list[str]:
+    heights = [training.mean_height(total_steps) for training in trainings]
+    mean = statistics.fmean
+    return [
+        method, f"{mean(heights):.1f}", f"{min(heights):.1f}-{max(heights):.1f}",
+        f"{mean(training.curve(50, total_steps)[-1] for training in trainings):.1f}",
+        f"{mean(training.progress_kept for training in trainings):.2f}",
+        f"{mean(mean(training.distances or [0.0]) for training in trainings):.4f}",
+        f"{mean(mean(training.divergences or [0.0]) for training in trainings):.4f}",
+        f"{mean(training.models_sent / sum(training.updates) for training in trainings):.2f}",
+        f"{mean(training.time_updates for training in trainings):,.0f}",
+    ]  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
