@@ -209,12 +209,10 @@ def test_without_fault_tolerance_the_job_ends_and_is_resumed(
 
 
 def end_by(job: Job, number: int, cwd: Path) -> None:
-    """Send a signal to the launcher; everything has ended within ten seconds."""
-    begin = time.monotonic()
+    """Send a signal to the launcher; everything ends, though nothing else would have ended it."""
     job.process.send_signal(number)
-    job.wait(30)
-    assert time.monotonic() - begin < 10
-    wait_for(lambda: not processes_in(cwd), 5, "the end of all ranks")
+    job.wait(60)
+    wait_for(lambda: not processes_in(cwd), 30, "the end of all ranks")
 
 
 def has_begun(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from pala.a2c.movement import Movement
 from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
 from pala.config import Config
 from pala.envs import Envs
@@ -38,6 +39,7 @@ class Learner(Loop):
         self._tape, self._flat = a2c.tape, a2c.flat
         self._means, self._updates, self._skipped = Means(), 0, 0  # of the interval
         self._skipped_in_a_row = 0
+        self._movement = Movement(self._flat.data)
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))
@@ -116,8 +118,14 @@ class Learner(Loop):
         """Pass the parameters through the exchange, and deal with an update that was not finite."""
         healthy = result.applied or bool(self._flat.data.isfinite().all())
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
+        if healthy:
+            self._movement.learned(self._flat.data)
         with self._exchanging():
             finite = self._exchange.after_update(self._config.steps_per_update, healthy)
+        if healthy:
+            self._movement.exchanged(self._flat.data)
+        else:
+            self._movement.restart(self._flat.data)
         if result.applied:
             return
         where = f"[rank {self._rank}] update {self.counters.updates}"
@@ -150,11 +158,13 @@ class Learner(Loop):
         updates, self._updates = self._updates, 0
         skipped, self._skipped = self._skipped, 0
         exchange = self._exchange.metrics()
+        own, moved = self._movement.take()
         distance, norm = exchange.get("consensus_distance"), float(self._flat.data.norm())
         return self._means.take() | exchange | {
             "updates_skipped": skipped,
             "local_steps_per_s": updates * self._config.steps_per_update / seconds,
             "learning_rate": self._learning_rate(),
+            "own_movement": own, "movement": moved,
             "consensus_distance_relative": distance / norm if distance is not None and norm > 0 else None,
         }  # fmt: skip
 

@@ -8,6 +8,7 @@ Ratios are taken within a round, where noise meets both sides, then their median
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 from pala.exchange.kinds import KINDS
 from pala.report.text import Spread
-from pala.run.metrics import SECTIONS
+from pala.run.metrics import SECTIONS, progress_kept
 
 BASELINE = next(kind.name for kind in KINDS.values() if kind.independent)
 """The exchange that the others are compared with."""
@@ -102,6 +103,7 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
     def median(value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(statistics.fmean(map(value, of_round)) for of_round in ranks)
 
+    kept = [_progress_kept(of_round) for of_round in ranks if all("movement" in rank for rank in of_round)]
     keys = [key for key in _FIGURES if any(key in rank for rank in everything)]
     return Training(
         job["ranks"], precision, exchange,
@@ -112,8 +114,14 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
         split_us={s: median(lambda rank, s=s: 1e6 * rank["time"][s] / rank["steps_per_s"]) for s in SECTIONS},  # type: ignore[misc]
         cpu_per_core=median(lambda rank: rank["cpu_per_core"]),
         exchange_thread_share=median(lambda rank: rank["exchange_thread_share"]),
-        figures={key: statistics.median(rank[key] for rank in everything if key in rank) for key in keys},
+        figures={key: statistics.median(rank[key] for rank in everything if key in rank) for key in keys}
+        | ({"progress_kept": statistics.median(kept)} if kept else {}),
     )  # fmt: skip
+
+
+def _progress_kept(ranks: list[dict[str, Any]]) -> float:
+    kept = progress_kept((rank["own_movement"] for rank in ranks), (rank["movement"] for rank in ranks))
+    return math.nan if kept is None else kept
 
 
 _FIGURES = ("models_sent", "models_mixed", "staleness_updates", "consensus_distance_relative", "bytes_sent")

@@ -296,4 +296,7 @@ def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str,
     ]
     if distances:
         figures["consensus_distance_relative"] = statistics.fmean(distances)
+    for key in ("own_movement", "movement"):
+        if key in last:
+            figures[key] = np.sum([record[key] for record in intervals], 0).tolist()
     return figures

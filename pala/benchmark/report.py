@@ -94,7 +94,7 @@ def _split_table(jobs: list[dict[str, Any]]) -> str:
 def _exchange_table(jobs: list[dict[str, Any]]) -> str:
     header = (
         "ranks", "precision", "exchange", "models sent an update", "mixed an update", "most updates without mix",
-        "relative distance", "KiB sent an update", "model, KiB",
+        "relative distance", "progress kept", "KiB sent an update", "model, KiB",
     )  # fmt: skip
     sizes = {(job["ranks"], kind): size for job in jobs for kind, size in job["message_bytes"].items()}
     rows = []
@@ -103,6 +103,7 @@ def _exchange_table(jobs: list[dict[str, Any]]) -> str:
         row = (
             _optional(f, "models_sent", ".2f"), _optional(f, "models_mixed", ".2f"),
             _optional(f, "staleness_updates", ".0f"), _optional(f, "consensus_distance_relative", ".4f"),
+            _optional(f, "progress_kept", ".2f"),
             _optional(f, "bytes_sent", ",.0f", 1024), f"{sizes[t.ranks, t.exchange] / 1024:,.0f}",
         )  # fmt: skip
         if t.exchange != BASELINE:

@@ -11,10 +11,12 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from pala.system.runtime import say
 
@@ -175,3 +177,12 @@ class Stopwatch:
         seconds, self._seconds = self._seconds, dict.fromkeys(SECTIONS, 0.0)
         seconds["other"] = max(0.0, total - sum(seconds.values()))
         return total, {name: value / sum(seconds.values()) for name, value in seconds.items()}
+
+
+def progress_kept(own: Iterable[Sequence[float]], moved: Iterable[Sequence[float]]) -> float | None:
+    """How far the mean of the models went along the mean of the ranks' own steps, over the length of that: 1 if no
+    exchange took anything back. Sketches of any number of ranks and intervals; None if nothing was learned.
+    """
+    learned, went = np.sum(list(own), 0), np.sum(list(moved), 0)
+    length = float(np.dot(learned, learned))
+    return float(np.dot(went, learned)) / length if length > 0 else None

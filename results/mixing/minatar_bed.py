@@ -161,8 +161,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
     done = read()
-    jobs = [job for job in jobs_of(arguments.stage, arguments.games, arguments.ranks, arguments.seeds)]
-    jobs = [job for job in jobs if job not in done]
+    jobs = [
+        job for job in jobs_of(arguments.stage, arguments.games, arguments.ranks, arguments.seeds) if job not in done
+    ]
     print(f"{len(jobs)} trainings", flush=True)
     with multiprocessing.get_context("spawn").Pool(arguments.processes, prepare, (1,)) as pool:
         for line in pool.imap_unordered(train, jobs):
