@@ -58,7 +58,8 @@ def wait_until_all_train(cwd: Path, ranks: int) -> dict[int, int]:
 def test_when_ranks_are_killed_the_others_take_over(
     any_mpi: Launcher, standing: StandingRanks, killed: tuple[int, ...], tmp_path: Path
 ) -> None:
-    job = start(any_mpi, 4, "--total-steps", "20000", "--evaluation.episodes", "2", cwd=tmp_path)
+    patience = ["--exchange.patience-s", "60"]  # longer than the whole run takes
+    job = start(any_mpi, 4, "--total-steps", "20000", "--evaluation.episodes", "2", *patience, cwd=tmp_path)
     run, pids = tmp_path / "runs/r", wait_until_all_train(tmp_path, 4)
     for rank in killed:
         os.kill(pids[rank], signal.SIGKILL)
@@ -73,7 +74,7 @@ def test_when_ranks_are_killed_the_others_take_over(
         assert f"[rank {first}] rank {rank} on {segment['hosts'][rank]} has died" in job.output
     gap_s = max(longest_gap_s(run, rank) for rank in living)
     print(f"\nthe longest time between two half-second records of those who live: {gap_s:.2f} s")
-    assert gap_s < 4, "they waited for the dead"
+    assert gap_s < 30, "they waited for the dead"
     assert all(intervals(run, rank)[-1]["local_steps"] > 1000 for rank in living)
     # What a rank did between its last message and its death nobody can count.
     assert 20000 <= segment["global_steps"] < 23000 and sum(local_steps(run)) > 19000

@@ -21,7 +21,7 @@ from pala.run.metrics import read_run
 from pala.system.runtime import available_memory_bytes
 from pala.transport.base import Communicator
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 GORILA = [
     "--algorithm", "gorila", "--network.mlp-hidden", "16", "--gorila.replay-capacity-steps", "100000",
@@ -48,7 +48,6 @@ def test_two_ranks_train_with_the_budget_met(each_standing: StandingRanks, tmp_p
     assert_met_the_budget(tmp_path / "runs/r")
 
 
-@pytest.mark.slow
 def test_a_job_of_two_ranks_that_a_user_starts(any_mpi: Launcher, tmp_path: Path) -> None:
     job = any_mpi.train(2, *TRAIN, "--gorila.num-shards", "2", "--total-steps", "2000", cwd=tmp_path)
     assert job.status == 0 and "\x1b" not in job.output, job.output
@@ -91,7 +90,6 @@ class Corridor(gymnasium.Env):
         return self.look(), 1.0 if self.at == 5 else -0.1, self.at == 5, self.steps == 20, {}
 
 
-@pytest.mark.slow
 def test_four_ranks_with_two_shards_learn_to_walk(each_standing: StandingRanks, tmp_path: Path) -> None:
     """Straight to the end is 0.6; with a tenth of the steps at random somewhat less; at random they come to -1.2."""
     arguments = [
@@ -111,7 +109,6 @@ def test_four_ranks_with_two_shards_learn_to_walk(each_standing: StandingRanks, 
     assert total(run, "parameters_received", 2) > total(run, "gradients_sent", 2) > 100  # of two shards
 
 
-@pytest.mark.slow
 def test_ranks_of_one_role_each(standing: StandingRanks, tmp_path: Path) -> None:
     """Rank 0 is the shard, 1 the replay, 2 the learner, 3 and 4 act."""
     roles = [*SEPARATE, "--gorila.replay", "global", "--gorila.num-replays", "1"]
@@ -151,7 +148,6 @@ def train_with_rank_1_standing_still(comm: Communicator, arguments: list[str]) -
     return train(comm, arguments, lambda: Waiting(gymnasium.make("CartPole-v1")))
 
 
-@pytest.mark.slow
 def test_an_actor_that_stands_still_holds_nobody(standing: StandingRanks, tmp_path: Path) -> None:
     """The shard is on rank 0."""
     done = standing.run(3, train_with_rank_1_standing_still, [*TRAIN, "--total-steps", "6000"], cwd=tmp_path)
@@ -165,7 +161,6 @@ def test_an_actor_that_stands_still_holds_nobody(standing: StandingRanks, tmp_pa
 # ---- going on --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
     standing: StandingRanks, tmp_path: Path
 ) -> None:
@@ -220,7 +215,6 @@ def start_ulfm(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Jo
     )
 
 
-@pytest.mark.slow
 def test_the_others_outlive_an_actor_and_learner(any_mpi: Launcher, tmp_path: Path) -> None:
     job, run = start_ulfm(any_mpi, 3, "--total-steps", "8000", cwd=tmp_path), tmp_path / "runs/r"
     wait_for(lambda: all_learn(run, 3), what="learning")
@@ -233,7 +227,6 @@ def test_the_others_outlive_an_actor_and_learner(any_mpi: Launcher, tmp_path: Pa
     wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", [0, 1])
 def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoint(
     any_mpi: Launcher, standing: StandingRanks, shard: int, tmp_path: Path

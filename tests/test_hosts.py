@@ -49,6 +49,7 @@ def start_train(hosts: VirtualHosts, launcher: Launcher, *arguments: str, cwd: P
     return launcher.start_command(command, cwd=cwd, env=environment)
 
 
+@pytest.mark.slow
 def test_two_hosts_gossip_over_tcp(possible: Launcher, tmp_path: Path) -> None:
     with VirtualHosts(2) as hosts:
         networks = [hosts.network(host) for host in range(2)]
