@@ -2,6 +2,7 @@
 
     check     thousands of schedules drawn at random, with faults, against what must hold in every one
     learn     whole trainings of simulated ranks: what a step teaches under each mixing rule
+    progress  how much of what the ranks learn each mixing rule leaves them
     predict   how fast gossip and its alternatives would be on up to 10,000 ranks, from measured costs
 
 docs/simulate.md tells what is modelled and what is not.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from pala.simulate import check, predict
+from pala.simulate import check, predict, progress
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, nearest
 from pala.system.runtime import prepare
@@ -25,7 +26,12 @@ def _learn(arguments: list[str]) -> None:
     learn.run(arguments)
 
 
-_PROGRAMS: dict[str, Callable[[list[str]], None]] = {"check": check.run, "learn": _learn, "predict": predict.run}
+_PROGRAMS: dict[str, Callable[[list[str]], None]] = {
+    "check": check.run,
+    "learn": _learn,
+    "predict": predict.run,
+    "progress": progress.run,
+}
 """What each of them does with the rest of the command line. Raises PalaError."""
 
 

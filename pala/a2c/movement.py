@@ -1,0 +1,50 @@
+"""How far the exchange lets a rank go along what it learned: a sketch, cheap enough for every update.
+
+A rank's model moves by its own steps and by what the exchange does to it. If mixing takes nothing back, the mean of all
+models moves by the mean of the ranks' own steps; *progress kept* is the share of that which it does move. A rank cannot
+see the mean, so it records sketches of both movements; `metrics.progress_kept` adds up those of all ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SAMPLE = 4096  # parameters that are looked at
+_SKETCH = 32  # sums of them, with signs: inner products of sketches are nearly those of the samples
+
+
+class Movement:
+    """Of one rank's flat parameters. All ranks look at the same ones."""
+
+    def __init__(self, parameters: Tensor) -> None:
+        size, device = parameters.numel(), parameters.device
+        draw = np.random.default_rng(size)
+        count = min(size, _SAMPLE)
+        self._indices = torch.from_numpy(np.sort(draw.choice(size, count, replace=False))).to(device)
+        signs = np.zeros((count, _SKETCH), np.float32)
+        signs[np.arange(count), draw.integers(_SKETCH, size=count)] = draw.choice((-1.0, 1.0), count)
+        self._signs = torch.from_numpy(signs).to(device)
+        self._begin = self._last = parameters[self._indices]
+        self._own = torch.zeros_like(self._last)
+
+    def learned(self, parameters: Tensor) -> None:
+        """The rank has made a step of its own."""
+        self._own += parameters[self._indices] - self._last
+
+    def exchanged(self, parameters: Tensor) -> None:
+        """The exchange has done with the model what it does."""
+        self._last = parameters[self._indices]
+
+    def restart(self, parameters: Tensor) -> None:
+        """The model is another one: what the interval had is forgotten."""
+        self._begin = self._last = parameters[self._indices]
+        self._own = torch.zeros_like(self._own)
+
+    def take(self) -> tuple[list[float], list[float]]:
+        """Sketches of the own steps and of the whole movement since the last call."""
+        own, moved = self._own @ self._signs, (self._last - self._begin) @ self._signs
+        self._begin = self._last
+        self._own = torch.zeros_like(self._own)
+        return [float(f"{x:.6g}") for x in own.tolist()], [float(f"{x:.6g}") for x in moved.tolist()]

@@ -1,0 +1,92 @@
+"""`python -m pala.simulate progress`: how much of what the ranks learn their exchange leaves them.
+
+Every update adds 1 to a rank's model, and nothing else happens. If nothing is taken back, the mean of all models ends
+at the mean number of updates. *Kept* is the share of that at which it does end; *apart* is how far the ranks are from
+each other at the end, in updates (standard deviation). Synchronous A2C and independent learners keep 1 by construction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.topology import TOPOLOGIES
+from pala.report.text import table
+from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.system.command_line import read_command
+from pala.system.errors import PalaError
+
+_PROGRAM = "pala.simulate progress"
+
+
+@dataclass(frozen=True)
+class Command:
+    """Measure how much progress each mixing rule keeps, over ranks, delays and stragglers."""
+
+    mixings: tuple[str, ...] = tuple(RULES)
+    """Mixing rules: uniform, push_sum, paired."""
+    topology: str = "random"
+    """Who sends to whom."""
+    ranks: tuple[int, ...] = (2, 4, 16, 64)
+    """Numbers of ranks."""
+    delays: tuple[float, ...] = (0.05, 1.0, 3.0, 10.0)
+    """How long a model is on its way, in updates."""
+    slowness: tuple[float, ...] = (1.0, 4.0)
+    """How many times slower the first rank is."""
+    updates: int = 200
+    """Updates of a rank, on average."""
+    seed: int = 1
+    """Seed of all delays."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is left after all updates."""
+
+    kept: float
+    apart_updates: float
+    models_an_update: float
+
+
+def measure(mixing: str, topology: str, ranks: int, delay: float, slowness: float, updates: int, seed: int) -> Progress:
+    """Play it. Moves that are still owed to answers on their way count as made."""
+    scenario = Scenario(
+        ranks, topology, mixing, budget_steps=ranks * updates, seed=seed, update_s=(0.95, 1.05),
+        model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
+        slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)), again_s=20 + 5 * delay,
+    )  # fmt: skip
+    made = np.zeros(ranks)
+
+    def learn(rank: int, model: np.ndarray) -> None:
+        model += 1
+        made[rank] += 1
+
+    cluster = VirtualCluster(scenario, np.zeros((ranks, 1)), learn=learn)
+    cluster.run()
+    total = cluster.sum_of_models if mixing == "paired" else np.sum([rank.model for rank in cluster.ranks], 0)
+    models = [float(rank.model[0]) for rank in cluster.ranks]
+    return Progress(float(total[0]) / float(made.sum()), float(np.std(models)), cluster.models_sent / float(made.sum()))
+
+
+def run(arguments: list[str]) -> None:
+    """What `python -m pala.simulate progress` does. Raises PalaError."""
+    command = read_command(_PROGRAM, arguments, Command())
+    for option, values, known in (("mixings", command.mixings, RULES), ("topology", (command.topology,), TOPOLOGIES)):
+        for value in values:
+            if value not in known:
+                raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
+    if "paired" in command.mixings and command.topology == "complete":
+        raise PalaError("'--mixings' has 'paired', where a rank has one open offer: not with '--topology complete'.")
+    if min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1 or command.updates < 1:
+        raise PalaError("'--ranks' must be at least 2, '--delays' 0, '--slowness' 1 and '--updates' 1.")
+    rows = []
+    for ranks, delay, slowness in itertools.product(command.ranks, command.delays, command.slowness):
+        for mixing in command.mixings:
+            found = measure(mixing, command.topology, ranks, delay, slowness, command.updates, command.seed)
+            figures = (f"{found.kept:.2f}", f"{found.apart_updates:.2f}", f"{found.models_an_update:.2f}")
+            rows.append((str(ranks), f"{delay:g}", f"{slowness:g}", mixing, *figures))
+    header = ("ranks", "delay, updates", "slowest rank", "mixing", "kept", "apart, updates", "models an update")
+    print(table(header, rows))
