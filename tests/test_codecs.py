@@ -417,9 +417,11 @@ class Posted(Transport):
         self.sent.append((peer, packet.data.copy()))
 
 
+@pytest.mark.parametrize("own_memory", [False, True])
 @devices
-def test_a_rank_that_is_not_finite_is_healed_by_a_whole_model_only(device: torch.device) -> None:
-    """By its driver: the part is given back with a request for a whole model, and leaves no trace."""
+def test_a_rank_that_is_not_finite_is_healed_by_a_whole_model_only(device: torch.device, own_memory: bool) -> None:
+    """By its driver: the part is given back with a request for a whole model, and leaves no trace. `own_memory`: the
+    transport receives into memory of its own."""
     node, peer = (Node(normal(seed, device=device), "top_k", rank=seed) for seed in range(2))
     node.parameters[5], node.parameters[6] = float("nan"), float("inf")
     peer.parameters += 1
@@ -429,7 +431,7 @@ def test_a_rank_that_is_not_finite_is_healed_by_a_whole_model_only(device: torch
     driver.start()
 
     def deliver(data: np.ndarray) -> None:
-        memory = driver.memory_for(len(data))
+        memory = data.copy() if own_memory else driver.memory_for(len(data))
         assert memory is not None
         memory[:] = data
         driver.on_message(Received(1, memory, bulk=True, took_s=0.0))

@@ -34,7 +34,8 @@ class Packet(Protocol):
     """What is sent: bytes, or in a simulated network anything. It may go to several peers."""
 
     pending: int
-    """Copies that have not left yet: the sender may fill it anew when there are none."""
+    """Copies that have not left yet: the transport still reads its bytes. The sender may fill it anew when there are
+    none."""
 
     @property
     def data(self) -> Any:
@@ -61,7 +62,8 @@ class Received(NamedTuple):
     data: Any  # what the packet held; bytes are the receiver's until its next bulk message
     bulk: bool
     took_s: float  # from when the receiver first saw it until it was whole
-    too_late: bool = False  # it took longer than `Receiver.patience_s`, and its memory had been given up
+    too_late: bool = False  # it took longer than `Receiver.patience_s`, and its memory had been given up; a transport
+    # that receives into memory of its own needs no such thing: `took_s` tells
 
 
 class Receiver(abc.ABC):
@@ -84,7 +86,8 @@ class Receiver(abc.ABC):
         return float("inf")
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
-        """Where the next bulk message is to be received, uint8 [at least num_bytes]; None: memory of its own."""
+        """Where the next bulk message may be received, uint8 [num_bytes]; None: in memory of the transport's own, as is
+        always allowed. Asked once a message; nothing else is written there until `on_message` returns."""
         return None
 
     def give_up_memory(self) -> None:  # noqa: B027
@@ -114,7 +117,8 @@ class Transport(abc.ABC):
         """Whether this rank's learner is waiting for a message. Any thread."""
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:  # noqa: B027
-        """Receive what is still coming until every rank that lives has closed. Nothing is sent after it. Collective.
+        """Receive what is still coming until every rank that lives has closed. From now on the receiver sends nothing.
+        Collective.
 
         Raises EndError if the others have not closed after `timeout_s` seconds, or soon after a signal.
         """
@@ -127,7 +131,8 @@ class Transport(abc.ABC):
 
 
 class Deaths(abc.ABC):
-    """Which ranks have died, as far as this rank has been told. Not collective."""
+    """Which ranks have died, as far as this rank has been told. A rank that has ended is not among them, but nobody waits
+    for it any more. Not collective."""
 
     ranks: set[int]
 
@@ -210,7 +215,8 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
-        """`action(those who live)`, in which it may communicate; if one dies meanwhile, all do it again without it.
+        """`action(those who live)`, in which it may communicate; if one dies meanwhile, all do it again without it: so
+        it may run several times, and each time all have the same members.
         Collective, for all who live. Raises EndError when the others do not come within `timeout_s` (None: no limit),
         or soon after a signal."""
 

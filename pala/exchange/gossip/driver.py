@@ -124,6 +124,7 @@ class GossipDriver(Receiver):
         self._changed, self._num_waiting = threading.Condition(self.lock), 0
         self.counts: Counter[str] = Counter()  # for the metrics; whoever reads them may empty it
         self.distances: list[Any] = []
+        self._num_asked = 0  # times that a mix could have been measured
         self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self._offers: dict[int, _Snapshot] = {}  # by the peer that is to answer
         self._complained_of: set[int] = set()
@@ -282,7 +283,9 @@ class GossipDriver(Receiver):
         return self._snapshots[-1]
 
     def _measures(self) -> bool:
-        return self.counts["mixes"] % _MIXES_A_MEASUREMENT == 0
+        """True for one of so many calls."""
+        self._num_asked += 1
+        return self._num_asked % _MIXES_A_MEASUREMENT == 1
 
     def _count_mix(self, num_models: int, distance: Any = None) -> None:
         if distance is not None:

@@ -94,6 +94,11 @@ class ReceiveBuffer:
         """Where the next model is to be received."""
         return self._blocks[0].numpy()
 
+    def take_in(self, received: np.ndarray) -> None:
+        """Copy what a transport has received into memory of its own."""
+        if received.ctypes.data != self.data.ctypes.data:
+            self.data[: len(received)] = received
+
     def give_up_block(self) -> None:
         """Leave the block to the model that is being received into it, which comes too late, and take another."""
         self._blocks[0] = torch.empty_like(self._blocks[0], pin_memory=self._stream is not None)
@@ -200,6 +205,7 @@ class TensorModels:
             return Opened(message)
         if not received.bulk:
             return Opened(None, Refusal("it is a model, but was not sent as one"))
+        self._inbox.take_in(received.data)
         self._opened, refusal = message, self._inbox.check(message, len(received.data))
         if refusal is None and message.kind is Kind.ANSWER and offer is not None:
             refusal = self._inbox.check_answer(offer.held)
