@@ -131,8 +131,8 @@ class Transport(abc.ABC):
 
 
 class Deaths(abc.ABC):
-    """Which ranks have died, as far as this rank has been told. A rank that has ended is not among them, but nobody waits
-    for it any more. Not collective."""
+    """Which ranks have died, as far as this rank has been told. A rank that has ended is not among them, but nobody
+    waits for it any more. Not collective."""
 
     ranks: set[int]
 
