@@ -92,6 +92,12 @@ class A2CConfig:
     """Step size of RMSprop [GALA: 7e-4]."""
     learning_rate_decay: Literal["none", "linear"] = "none"
     """`linear`: falls to 0 at the end of the budget of global steps [GALA: none]."""
+    learning_rate_scaling: Literal["none", "ranks"] = "none"
+    """`none`: every rank steps by `learning_rate`. `ranks`: `learning_rate` is that of one learner alone; N ranks step
+    by so many times that as their exchange needs for a step of the same length: `allreduce` √N [GALA], gossip and
+    `shared_memory` N over the progress that mixing keeps, `none` 1 (docs/architecture.md). Ours."""
+    learning_rate_most_scaling: float = 8.0
+    """The most that `ranks` multiplies by: ranks whose policies differ too much act badly. Ours; not tuned."""
     rmsprop_alpha: float = 0.99
     """Decay of the mean square an update [GALA]."""
     rmsprop_epsilon: float = 1e-5
@@ -315,6 +321,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "env.repeat_action_probability": (0, 1), "env.max_episode_frames": (1, 1e9),
     "network.conv_hidden": (1, 1e6),
     "a2c.rollout_steps": (1, 1e6), "a2c.gamma": (0, 1), "a2c.gae_lambda": (0, 1), "a2c.learning_rate": (0, 1e6),
+    "a2c.learning_rate_most_scaling": (1, 1e6),
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
     "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.1, 1e6), "exchange.top_k_fraction": (1e-9, 1),

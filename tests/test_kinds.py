@@ -10,7 +10,8 @@ import typing
 import pytest
 
 from pala.config import ExchangeConfig
-from pala.exchange.kinds import KINDS, kind_of
+from pala.exchange.kinds import KINDS, kept_by_mixing, kind_of, learning_rate_factor
+from pala.simulate.progress import measure
 
 
 def test_every_kind_of_the_configuration_has_a_row() -> None:
@@ -38,3 +39,23 @@ def test_gossip_reads_every_setting() -> None:
 def test_the_table_needs_neither_torch_nor_mpi() -> None:
     code = "import sys, pala.config, pala.exchange.kinds; print({'torch', 'mpi4py', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "factor"),
+    [
+        (ExchangeConfig("none"), 1.0), (ExchangeConfig("allreduce"), 3.0), (ExchangeConfig(mixing="paired"), 9.0),
+        (ExchangeConfig(), 9 / 0.8), (ExchangeConfig("shared_memory"), 9 / 0.8),
+    ],
+)  # fmt: skip
+def test_nine_ranks_step_so_many_times_as_far_as_one(exchange: ExchangeConfig, factor: float) -> None:
+    assert learning_rate_factor(exchange, 9) == pytest.approx(factor)
+    assert learning_rate_factor(exchange, 1) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+def test_what_mixing_keeps_is_what_the_simulation_measures(mixing: typing.Any, ranks: int) -> None:
+    measured = measure(mixing, "random", ranks, delay=0.05, slowness=1.0, updates=200, seed=1)
+    assert kept_by_mixing(ExchangeConfig(mixing=mixing), ranks) == pytest.approx(measured.kept, abs=0.04)
+    assert measured.apart_updates < 2

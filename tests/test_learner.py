@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import nn
 
 from pala.a2c.learner import Learner
 from pala.a2c.update import A2C, Rollout
-from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig
+from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
 from pala.exchange.base import ExchangeState
 from pala.exchange.budget import Stop
@@ -264,6 +265,21 @@ def test_learning_rate_falls_to_zero_at_the_end_of_the_budget(decay, expected):
     run.go()
     assert [rate for *_, rate in run.updates] == pytest.approx(expected)
     assert run.records[-1]["learning_rate"] == (0 if decay == "linear" else 8)
+
+
+class NineRanks(NoExchange):
+    living = range(9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most", "expected"),
+    [("allreduce", 100.0, 3e-3), ("gossip", 100.0, 9e-3 / 0.8), ("gossip", 4.0, 4e-3), ("none", 100.0, 1e-3)],
+)
+def test_the_learning_rate_is_scaled_by_what_the_exchange_needs(kind, most, expected):
+    config = configured(4 * BATCH, learning_rate=1e-3, learning_rate_scaling="ranks", learning_rate_most_scaling=most)
+    run = Run(dataclasses.replace(config, exchange=ExchangeConfig(kind)), exchange_class=NineRanks)
+    run.go()
+    assert [rate for *_, rate in run.updates] == pytest.approx([expected] * 4)
 
 
 def test_continuous_actions_reach_the_environment_inside_the_box():

@@ -17,6 +17,7 @@ from pala.config import Config
 from pala.envs import Envs
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
+from pala.exchange.kinds import learning_rate_factor
 from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
@@ -139,10 +140,14 @@ class Learner(Loop):
             raise PalaError(f"{where}: no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}")
 
     def _learning_rate(self) -> float:
-        config = self._config
-        if config.a2c.learning_rate_decay == "none":
-            return config.a2c.learning_rate
-        return config.a2c.learning_rate * max(0.0, 1 - self._exchange.global_steps / config.total_steps)
+        """Of this update. Ranks that died do not count."""
+        config, rate = self._config, self._config.a2c.learning_rate
+        if config.a2c.learning_rate_scaling == "ranks":
+            factor = learning_rate_factor(config.exchange, len(self._exchange.living))
+            rate *= min(factor, config.a2c.learning_rate_most_scaling)
+        if config.a2c.learning_rate_decay == "linear":
+            rate *= max(0.0, 1 - self._exchange.global_steps / config.total_steps)
+        return rate
 
     def _count(self, result: UpdateResult) -> None:
         self._updates += 1

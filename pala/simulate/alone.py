@@ -15,8 +15,12 @@ class Alone(ModelExchange):
     """Tells nobody anything, and never ends."""
 
     global_steps = 0
-    living: Sequence[int] = (0,)
+    living: Sequence[int] = ()
     stop = Stop.NONE
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks`: that there are in truth."""
+        self.living = range(ranks)
 
     def stop_now(self, reason: Stop) -> None:
         raise NotImplementedError("whoever drives the learner ends it")

@@ -102,8 +102,11 @@ class Learned:
     """Mean KL divergence of the ranks' policies from that of the first, on the first's observations (Discrete)."""
 
     def curve(self, bins: int, total_steps: int) -> list[float]:
-        """The mean return in equal intervals of the budget; one without an episode has that before."""
-        curve, last = [], 0.0
+        """The mean return in equal intervals of the budget; one without an episode has that before, or, at the
+        beginning, the first. Raises PalaError if no episode ended."""
+        if not self.episodes:
+            raise PalaError("No episode ended: raise '--total-steps'.")
+        curve, last = [], self.episodes[0][2]
         edges = [total_steps * i // bins for i in range(bins + 1)]
         steps = [episode[0] for episode in self.episodes]
         for low, high in itertools.pairwise(edges):
@@ -122,7 +125,7 @@ class Learners:
     """The ranks' actor-learners, with a model each."""
 
     def __init__(self, config: Config, ranks: int, make: Callable[[EnvConfig], Envs] = make_envs) -> None:
-        self.config, self.ranks = config, [_Rank(config, rank, make(config.env)) for rank in range(ranks)]
+        self.config, self.ranks = config, [_Rank(config, rank, ranks, make(config.env)) for rank in range(ranks)]
         self.episodes: list[tuple[int, float, float]] = []
         self.distances: list[float] = []
         self.divergences: list[float] = []
@@ -171,14 +174,14 @@ class Learners:
         own, others = log_probs[0], torch.stack(log_probs[1:])
         return float((own.exp() * (own - others)).sum(-1).mean())
 
-    def progress_kept(self, models: Sequence[Tensor]) -> float:
-        """Of `Learned`."""
-        went, learned = torch.stack(list(models)).mean(0) - self.beginning, self.own_steps / len(self.ranks)
+    def progress_kept(self, mean: Tensor) -> float:
+        """Of `Learned`; `mean`: of the ranks' models at the end."""
+        went, learned = mean - self.beginning, self.own_steps / len(self.ranks)
         return float(went.dot(learned) / learned.dot(learned))
 
 
 class _Rank:
-    def __init__(self, config: Config, rank: int, envs: Envs) -> None:
+    def __init__(self, config: Config, rank: int, ranks: int, envs: Envs) -> None:
         with torch_weights(config.seed):
             self.network = ActorCritic(envs.observation_space, envs.action_space, config.network)
         device = torch.device("cpu")
@@ -189,7 +192,7 @@ class _Rank:
         generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
         a2c = A2C(self.network.distribution, tape, self.flat, config.a2c)
         progress = Progress(Counters(), generator, ExchangeState([0], 0, 0, 1.0))
-        self.learner = Learner(config, rank, envs, a2c, Alone(), progress, Interrupt())
+        self.learner = Learner(config, rank, envs, a2c, Alone(ranks), progress, Interrupt())
         self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
 
 
@@ -197,6 +200,8 @@ def learn(
     method: str, config: Config, conditions: Conditions, make: Callable[[EnvConfig], Envs] = make_envs
 ) -> Learned:
     """One training; `method` is one of `METHODS`. Raises PalaError."""
+    own = {"kind": method} if method in ("allreduce", "none") else {"kind": "gossip", "mixing": method}
+    config = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **own))  # type: ignore[arg-type]
     learners = Learners(config, conditions.ranks, make)
     if method in ("allreduce", "none"):
         return _learn_in_rounds(learners, conditions, averaged=method == "allreduce")
@@ -231,8 +236,12 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     cluster.run()
     if cluster.stuck:
         raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
-    final = [torch.from_numpy(rank.model) for rank in cluster.ranks]
-    return _learned(learners, final, cluster.global_steps, cluster.now, updates, cluster.models_sent)
+    if method == "paired":  # moves that are still owed count as made
+        total = cluster.sum_of_models
+    else:
+        total = np.sum([rank.model for rank in cluster.ranks], 0)
+    mean = torch.from_numpy(np.asarray(total / n, np.float32))
+    return _learned(learners, mean, cluster.global_steps, cluster.now, updates, cluster.models_sent)
 
 
 def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool) -> Learned:
@@ -261,7 +270,7 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
         learners.look([flat.data for flat in flats], steps)
         for number in range(n):
             learners.note(number, steps, time)
-    return _learned(learners, [flat.data for flat in flats], steps, time, [rounds] * n, 0)
+    return _learned(learners, torch.stack([flat.data for flat in flats]).mean(0), steps, time, [rounds] * n, 0)
 
 
 def _slowness(conditions: Conditions) -> tuple[float, ...]:
@@ -270,10 +279,10 @@ def _slowness(conditions: Conditions) -> tuple[float, ...]:
 
 
 def _learned(
-    learners: Learners, models: Sequence[Tensor], steps: int, time: float, updates: list[int], models_sent: int
+    learners: Learners, mean: Tensor, steps: int, time: float, updates: list[int], models_sent: int
 ) -> Learned:
     return Learned(
-        learners.episodes, steps, round(time, 1), updates, models_sent, learners.progress_kept(models),
+        learners.episodes, steps, round(time, 1), updates, models_sent, learners.progress_kept(mean),
         learners.distances, learners.divergences,
     )  # fmt: skip
 
@@ -298,6 +307,10 @@ def parse(arguments: list[str]) -> Command:
     for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
         if value >= conditions.ranks:
             raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
+    if command.config.algorithm != "a2c":
+        raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
+    if "paired" in command.methods and command.config.exchange.graph == "complete":
+        raise PalaError("'--methods' has 'paired', where a rank has one open offer: not with the complete topology.")
     if not command.seeds or not command.methods:
         raise PalaError("Name at least one of '--seeds' and one of '--methods'.")
     return command

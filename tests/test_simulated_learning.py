@@ -1,0 +1,122 @@
+"""`python -m pala.simulate learn` and `progress`: real learners on a virtual cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pala.config import Config, EnvConfig, NetworkConfig
+from pala.simulate import learn as program
+from pala.simulate import progress
+from pala.simulate.learn import METHODS, Conditions, Learned, learn
+from pala.system.errors import PalaError
+
+CONFIG = Config(
+    total_steps=1200, seed=3, env=EnvConfig(id="CartPole-v1", num_envs=4), network=NetworkConfig(mlp_hidden=(8,))
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_settings_and_seed_give_equal_trainings(method: str) -> None:
+    first, again = (learn(method, CONFIG, Conditions(ranks=3)) for _ in range(2))
+    assert str(first) == str(again)  # NaN is not equal to itself
+    assert len(first.episodes) > 10 and 1200 <= first.global_steps < 1200 + 3 * 20 * 3
+
+
+def test_another_seed_gives_another_training() -> None:
+    first, other = (learn("paired", dataclasses.replace(CONFIG, seed=seed), Conditions(2)) for seed in (1, 2))
+    assert first.episodes != other.episodes
+
+
+@pytest.mark.parametrize("delay", [0.05, 3.0])
+def test_paired_keeps_all_progress_and_uniform_does_not(delay: float) -> None:
+    kept = {method: learn(method, CONFIG, Conditions(4, delay)).progress_kept for method in ("uniform", "paired")}
+    assert kept["paired"] == pytest.approx(1, abs=0.05) and kept["uniform"] < 0.9
+
+
+def test_synchronous_ranks_hold_one_model_and_wait_for_the_slowest() -> None:
+    alike = learn("allreduce", CONFIG, Conditions(ranks=3, delay_updates=0.0))
+    assert alike.progress_kept == pytest.approx(1, abs=1e-4) and max(alike.distances) < 1e-6
+    slow = learn("allreduce", CONFIG, Conditions(ranks=3, delay_updates=0.0, slow_ranks=1, slowness=4.0))
+    assert slow.time_updates == pytest.approx(4 * alike.time_updates, rel=0.1)
+    assert slow.updates == alike.updates
+
+
+def test_gossip_does_not_wait_for_a_slow_rank_and_outlives_dead_ones() -> None:
+    slow = learn("paired", CONFIG, Conditions(ranks=3, slow_ranks=1, slowness=4.0))
+    assert slow.updates[0] < 0.5 * slow.updates[1]
+    assert slow.time_updates < 1.6 * learn("paired", CONFIG, Conditions(ranks=3)).time_updates
+    fewer = learn("paired", CONFIG, Conditions(ranks=4, deaths=2))
+    assert fewer.global_steps >= 1200 and min(fewer.updates) < 0.9 * max(fewer.updates)
+
+
+def test_a_curve_has_the_mean_return_of_each_interval() -> None:
+    learned = Learned([(10, 0, 1.0), (20, 0, 3.0), (80, 0, 5.0)], 100, 1.0, [1], 0, 1.0, [], [])
+    assert learned.curve(4, 100) == [2.0, 2.0, 2.0, 5.0]
+    assert learned.mean_height(100) == pytest.approx((9 * 1 + 30 * 3 + 11 * 5) / 50)
+
+
+def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--ranks", "2", "--seeds", "1", "2", "--methods", "paired", "allreduce"]
+    arguments += ["--total-steps", "1000", "--env.num-envs", "2"]
+        "--ranks",
+        "2",
+        "--seeds",
+        "1",
+        "2",
+        "--methods",
+        "paired",
+        "allreduce",
+        "--total-steps",
+        "1000",
+        "--env.num-envs",
+        "2",
+    ]
+    program.run([*arguments, "--output", str(tmp_path / "learned.json")])
+    printed = capsys.readouterr().out
+    assert "paired, seed 2" in printed and "| allreduce |" in printed
+    kept = json.loads((tmp_path / "learned.json").read_text())
+    assert [(t["method"], t["seed"]) for t in kept["trainings"]] == [
+        ("paired", 1), ("paired", 2), ("allreduce", 1), ("allreduce", 2),
+    ]  # fmt: skip
+    assert all(training["episodes"] for training in kept["trainings"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--methods gala", "'gala' is none of uniform"), ("--ranks 0", "'--ranks' is 0"),
+        ("--ranks 2 --deaths 2", "must be less than '--ranks'"), ("--slowness 0.5", "'--slowness' is 0.5"),
+        ("--a2c.gamma 3", "'a2c.gamma' is 3"), ("missing.toml", "'missing.toml' does not exist"),
+        ("--ranks 3 --deaths 1 --methods allreduce --seeds 1", "'--deaths' is for gossip"),
+        ("--exchange.topology complete", "'--methods' has 'paired'"), ("--algorithm gorila", "A2C only"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_sentence(arguments: str, sentence: str) -> None:
+    with pytest.raises(PalaError, match=sentence):
+        program.run(arguments.split())
+
+
+def test_progress_says_what_each_rule_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    progress.run(["--ranks", "2", "--delays", "1", "--slowness", "1", "--updates", "100"])
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    kept = {row[4].strip(): float(row[5]) for row in rows[2:]}
+    assert kept["paired"] == 1.0 and max(kept["uniform"], kept["push_sum"]) < 0.85
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [("--mixings best", "'best' is none of"), ("--topology complete", "one open offer"), ("--ranks 1", "at least 2")],
+)
+def test_mistakes_in_progress_are_one_sentence(arguments: str, sentence: str) -> None:
+    with pytest.raises(PalaError, match=sentence):
+        progress.run(arguments.split())
