@@ -485,9 +485,11 @@ class Damages(GossipDriver):
 
 def play_with_damage(seed: int, protocol: type[PairedProtocol] = PairedProtocol) -> list[str]:
     """Most of what must hold of a schedule without faults."""
-    scenario = dataclasses.replace(schedule(2 * seed + 1), **NO_FAULTS)
+    scenario = schedule(2 * seed + 1)
+    steps = 12 * scenario.size * scenario.steps_per_update
+    scenario = dataclasses.replace(scenario, budget_steps=steps, **NO_FAULTS)
     cluster = VirtualCluster(scenario, protocol=protocol, driver=Damages)
-    cluster.run(until_s=1e5)
+    cluster.run(until_s=2000)
     apart = float(np.ptp([rank.model for rank in cluster.ranks]))
     # Who cannot read something takes its own offer for closed, and its peer may not yet know of that.
     violations = [v for v in cluster.violations if "process lock" not in v and "second offer" not in v]
