@@ -1,4 +1,5 @@
-"""Compressed models: the arithmetic against loops over the parameters, refusals, consensus, healing."""
+"""Compressed models: the arithmetic against loops over the parameters, refusals, consensus, healing, exchanges in
+pairs."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 
 from pala.config import ExchangeConfig
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.codecs import Codec, TopK, make_codec
+from pala.exchange.gossip.codecs import BFloat16, Codec, Held, Part, TopK, make_codec
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.mixing import Uniform
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer, TensorModels
+from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.transport.base import Packet, Received, Receiver, Transport
@@ -471,3 +473,188 @@ def test_a_part_is_taken_on_the_device_before_the_next_update() -> None:
             pass
         sent = part_of(node.send.data, node)
         assert len(sent) == 50_000 and set(sent.values()) == {float(step)} and len(clutter) == 8
+
+
+# ---- the paired exchange ---------------------------------------------------------------------------------------------
+
+
+def rounded_as(compression: str, values: torch.Tensor) -> np.ndarray:
+    """float64, as they arrive."""
+    numbers = [rounded(value) if compression == "bfloat16" else value for value in values.tolist()]
+    return np.array(numbers, np.float64)
+
+
+def paired_node(seed: int, compression: str, device: torch.device = CPU) -> Node:
+    """The reference of `top_k` is the same on all ranks; a part holds five parameters."""
+    node = Node(normal(0, device=device), compression, rank=seed % RANKS)
+    node.parameters += normal(seed + 100, device=device)
+    return node
+
+
+def header(node: Node, kind: Kind = Kind.OFFER) -> Message:
+    return Message(kind, node.rank, 1, 1.0, Stop.NONE, np.zeros(node.wire.num_ranks, np.uint64))
+
+
+def offer_of(node: Node, whole: bool) -> tuple[np.ndarray, Held, list[int]]:
+    """(its bytes, what stays with the sender, the parameters that it holds)."""
+    node.send.fill(header(node), node.parameters, whole)
+    while not node.send.ready():
+        pass
+    data = node.send.data.copy()
+    size = node.wire.control_bytes + node.parameters.numel() * (2 if isinstance(node.codec, BFloat16) else 4)
+    return data, node.send.held, list(range(PARAMETERS)) if len(data) == size else list(part_of(data, node))
+
+
+def answer_of(node: Node, part_: Part) -> np.ndarray:
+    buffer = SendBuffer(node.wire, node.codec, node.parameters.device)
+    buffer.fill_part(header(node, Kind.ANSWER), node.parameters, part_)
+    while not buffer.ready():
+        pass
+    return buffer.data.copy()
+
+
+@devices
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("num_offers", [1, 3])
+def test_offers_pull_by_their_differences_in_what_they_hold(
+    compression: str, whole: bool, num_offers: int, device: torch.device
+) -> None:
+    node, fraction = paired_node(9, compression, device), 1 / (1 + num_offers)
+    for measure in (True, False):
+        own = node.parameters.clone()
+        own_rounded, change = rounded_as(compression, own), np.zeros(PARAMETERS)
+        for seed in range(num_offers):
+            peer = paired_node(seed, compression, device)
+            theirs, (data, _, held) = rounded_as(compression, peer.parameters), offer_of(peer, whole)
+            node.take_in(data)
+            change[held] += theirs[held] - own_rounded[held]
+            assert len(held) == (5 if compression == "top_k" and not whole else PARAMETERS)
+        distance = node.inbox.pull(node.parameters, fraction, measure)
+        expected = own.cpu().numpy().astype(np.float64) + fraction * change
+        np.testing.assert_allclose(node.parameters.cpu().numpy(), expected, atol=2e-6)
+        assert (distance is None) != measure
+        mean = change if compression == "top_k" else change / num_offers
+        assert distance is None or float(distance) == pytest.approx(np.linalg.norm(mean), rel=1e-4)
+
+
+@devices
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_an_answer_moves_by_its_difference_from_the_offer(
+    compression: str, in_place: bool, whole: bool, device: torch.device
+) -> None:
+    node, peer = (paired_node(seed, compression, device) for seed in (1, 2))
+    offered = rounded_as(compression, node.parameters)
+    data, held_offer, held = offer_of(node, whole)
+    assert isinstance(peer.receive(data), Message)
+    node.parameters += 0.1 * normal(3, device=device)  # it has learned since
+    before = node.parameters.cpu().numpy().astype(np.float64)
+    answer = answer_of(peer, peer.inbox.staged_part())
+    assert len(answer) == len(data)
+    assert isinstance(node.receive(answer), Message) and node.inbox.check_answer(held_offer) is None
+    change = node.inbox.difference(held_offer, in_place)
+    node.receive(Node(normal(5), compression, rank=3).message(whole=True))  # what comes next leaves it as it is
+    node.inbox.move(node.parameters, change, 0.25)
+    expected = before.copy()
+    expected[held] += 0.25 * (rounded_as(compression, peer.parameters) - offered)[held]
+    np.testing.assert_allclose(node.parameters.cpu().numpy(), expected, atol=1e-6)
+    left = sorted(set(range(PARAMETERS)) - set(held))
+    assert (node.parameters.cpu().numpy()[left] == before[left].astype(np.float32)).all()
+
+
+@settings(reproducible, max_examples=60)
+@given(
+    compression=st.sampled_from(COMPRESSIONS), whole=st.booleans(), scale=st.sampled_from([1e-3, 1.0, 1e3]),
+    fraction=st.floats(0.05, 0.5), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_an_exchange_keeps_the_sum_of_the_two_models(
+    compression: str, whole: bool, scale: float, fraction: float, seed: int
+) -> None:
+    """To rounding, whatever both learn between offer, answer and move."""
+    first, second = (paired_node(seed + rank, compression) for rank in range(2))
+    for node in (first, second):
+        node.parameters *= scale
+    learned = [scale * normal(seed + 7 + i) for i in range(2)]
+    total = sum(x.double() for x in (first.parameters, second.parameters, *learned))
+    apart = float((first.parameters - second.parameters).norm())
+    data, offer, _ = offer_of(first, whole)
+    second.take_in(data)
+    answer = answer_of(second, second.inbox.staged_part())
+    second.inbox.pull(second.parameters, fraction, measure=False)
+    second.parameters += learned[1]
+    first.parameters += learned[0]
+    assert isinstance(first.receive(answer), Message)
+    first.inbox.move(first.parameters, first.inbox.difference(offer, in_place=True), fraction)
+    torch.testing.assert_close(first.parameters.double() + second.parameters, total, atol=2e-6 * scale, rtol=1e-6)
+    closer = first.parameters - learned[0] - (second.parameters - learned[1])
+    assert float(closer.norm()) < apart, "they did not come closer"
+
+
+@pytest.mark.parametrize(
+    ("indices", "fits"), [([3, 4, 40], True), ([3, 4, 39], False), ([3, 4], False), ([3, 4, 5, 40], False), ([], False)]
+)
+def test_an_answer_with_other_parameters_than_the_offer_is_refused(indices: list[int], fits: bool) -> None:
+    node = Node(normal(0), "top_k", fraction=0.1)
+    node.parameters[[3, 4, 40]] += 1
+    _, offer, held = offer_of(node, whole=False)
+    assert held == [3, 4, 40]
+    assert isinstance(node.receive(part(node, indices, [1.0] * len(indices))), Message)
+    refusal = node.inbox.check_answer(offer)
+    assert (refusal is None) == fits
+    assert fits or (refusal is not None and "other parameters than the offer" in refusal.reason)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_answer_is_whole_only_if_the_offer_was(whole: bool) -> None:
+    node, peer = (paired_node(seed, "top_k") for seed in (1, 2))
+    _, offer, _ = offer_of(node, whole)
+    node.receive(peer.message(whole=not whole))
+    assert isinstance(node.inbox.check_answer(offer), Refusal)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_two_drivers_exchange_as_the_formula_says(compression: str) -> None:
+    """From an offer to the move, by messages alone; a second answer to the same offer, and a forged one, change
+    nothing."""
+    nodes = [paired_node(rank, compression) for rank in range(2)]
+    posts = [Posted(), Posted()]
+    drivers = []
+    for node, posted in zip(nodes, posts, strict=True):
+        budget, rules = StepBudget(node.rank, RANKS, 10**9), Rules("ring", 10, whole_every=node.codec.whole_every)
+        protocol = PairedProtocol(budget, Uniform(), rules)
+        drivers.append(GossipDriver(protocol, posted, TensorModels(node.parameters, node.codec, node.wire)))
+        drivers[-1].start()
+
+    def update(rank: int) -> None:
+        drivers[rank].finish_update(1, healthy=True)
+        assert drivers[rank].advance()
+
+    def deliver(data: np.ndarray, source: int, receiver: int) -> None:
+        memory = drivers[receiver].memory_for(len(data))
+        assert memory is not None
+        memory[:] = data
+        drivers[receiver].on_message(Received(source, memory, bulk=True, took_s=0.0))
+
+    first, second = (node.parameters.clone() for node in nodes)
+    difference = rounded_as(compression, second) - rounded_as(compression, first)
+    update(0)
+    ((to, offer),) = posts[0].sent
+    held = list(part_of(offer, nodes[0])) if nodes[0].wire.decode(offer).format is Format.TOP_K else range(PARAMETERS)
+    moves = np.zeros(PARAMETERS)
+    moves[list(held)] = 0.5 * difference[list(held)]
+    assert to == 1
+    deliver(offer, 0, 1)
+    assert nodes[1].parameters.equal(second), "before the end of its update"
+    update(1)
+    (to, answer), *_ = posts[1].sent
+    assert to == 0
+    np.testing.assert_allclose(nodes[1].parameters.numpy(), second.numpy() - moves, atol=2e-6)
+    for _ in range(2):
+        deliver(answer, 1, 0)
+    assert nodes[0].parameters.equal(first)
+    update(0)
+    np.testing.assert_allclose(nodes[0].parameters.numpy(), first.numpy() + moves, atol=2e-6)
+    deliver(answer, 1, 0)
+    assert drivers[0].protocol.counts["models_received"] == 1 and len(posts[0].sent) == 2

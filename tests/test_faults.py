@@ -99,6 +99,20 @@ def assert_resumed_without_old_checkpoints(standing: StandingRanks, cwd: Path, l
 
 
 @pytest.mark.slow
+def test_a_rank_of_a_paired_exchange_may_be_killed(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Whatever it had offered, or was about to answer."""
+    paired = ["--exchange.mixing", "paired", "--exchange.max-staleness", "2"]
+    job, run = start(any_mpi, 3, "--total-steps", "9000", *paired, cwd=tmp_path), tmp_path / "runs/r"
+    os.kill(wait_until_all_train(tmp_path, 3)[1], signal.SIGKILL)
+    assert job.wait().status == 0, job.output
+    segment = record_of(run)["segments"][0]
+    assert record_of(run)["completed"] and [lost["rank"] for lost in segment["lost_ranks"]] == [1]
+    assert segment["global_steps"] >= 9000 and total(run, "models_refused") == 0
+    assert total(run, "models_mixed", 0) > 10 < total(run, "models_mixed", 2)
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+@pytest.mark.slow
 def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: Path) -> None:
     job, run = start(any_mpi, 3, "--total-steps", "9000", "--exchange.kind", "none", cwd=tmp_path), tmp_path / "runs/r"
     os.kill(wait_until_all_train(tmp_path, 3)[0], signal.SIGKILL)
@@ -150,13 +164,14 @@ def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "mixing"), [(2, "uniform"), (3, "uniform"), (3, "paired")])
 def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
-    any_mpi: Launcher, ranks: int, tmp_path: Path
+    any_mpi: Launcher, ranks: int, mixing: str, tmp_path: Path
 ) -> None:
     """On a ring everybody waits for one peer only; when the stopped one goes on, it takes in what peers send."""
     ring = ["--exchange.topology", "ring", "--exchange.max-staleness", "2", "--exchange.patience-s", "2"]
-    job, run = start(any_mpi, ranks, *ring, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    options = [*ring, "--exchange.mixing", mixing, *ENDLESS]
+    job, run = start(any_mpi, ranks, *options, cwd=tmp_path), tmp_path / "runs/r"
     pids = wait_until_all_train(tmp_path, ranks)
     os.kill(pids[1], signal.SIGSTOP)
     wait_for(lambda: longest_gap_s(run, 2 % ranks) > 1.2, 30, "somebody who waits for the stopped rank")

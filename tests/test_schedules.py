@@ -34,17 +34,21 @@ reproducible = settings(derandomize=True, deadline=None, max_examples=30)
 
 
 ORDINARY = NETWORKS["ordinary"]
+ALL_MIXINGS = (*MIXINGS, "paired")
+TOPOLOGIES_OF = {mixing: [t for t in TOPOLOGIES if (mixing, t) != ("paired", "complete")] for mixing in ALL_MIXINGS}
+TOPOLOGIES_AND_MIXINGS = [(topology, mixing) for mixing in ALL_MIXINGS for topology in TOPOLOGIES_OF[mixing]]
 
 
 @st.composite
-def scenarios(draw, updates: int = 20, speeds: bool = True, **fixed) -> Scenario:
+def scenarios(draw, updates: int = 20, speeds: bool = True, mixings=ALL_MIXINGS, **fixed) -> Scenario:
     """Any cluster on any kind of schedule."""
+    mixing = draw(st.sampled_from(mixings))
     size = draw(st.sampled_from(fixed.pop("sizes", SIZES)))
     steps = draw(st.sampled_from([1, 80]))
     slowness = draw(st.sampled_from([(), (10.0,), (1.0, 5.0), (1.0, 1.2, 0.8)])) if speeds else ()
     choices = {
-        "topology": draw(st.sampled_from(TOPOLOGIES)),
-        "mixing": draw(st.sampled_from(MIXINGS)),
+        "topology": draw(st.sampled_from(TOPOLOGIES_OF[mixing])),
+        "mixing": mixing,
         "max_staleness": draw(st.sampled_from(STALENESS)),
         "seed": draw(st.integers(0, 2**32)),
         "steps_per_update": steps,
@@ -61,7 +65,7 @@ def test_any_schedule_ends_without_help_from_sending_again(scenario: Scenario) -
 
 
 @reproducible
-@given(scenarios())
+@given(scenarios(mixings=MIXINGS))
 def test_pure_mixing_keeps_the_push_sum_mean_and_stays_in_the_hull(scenario: Scenario) -> None:
     models = np.random.default_rng(scenario.seed).normal(size=(scenario.size, 2))
 
@@ -74,8 +78,7 @@ def test_pure_mixing_keeps_the_push_sum_mean_and_stays_in_the_hull(scenario: Sce
         assert (models.min(axis=0) - 1e-12 <= rank.model).all() and (rank.model <= models.max(axis=0) + 1e-12).all()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize(("topology", "mixing"), TOPOLOGIES_AND_MIXINGS)
 @pytest.mark.parametrize("max_staleness", STALENESS)
 def test_pure_mixing_ends_in_agreement(topology: str, mixing: str, max_staleness: int) -> None:
     """60 updates a rank. The ring of 8 contracts with cos(pi/8): 0.924^60 = 0.009 at best, in lockstep."""
@@ -154,9 +157,10 @@ def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, dat
     assert all(math.isfinite(rank.model[0]) for rank in cluster.ranks), "a rank did not heal"
 
 
-def test_poison_is_refused() -> None:
-    for topology in TOPOLOGIES:
-        cluster = check(Scenario(5, topology, mixing="push_sum", budget_steps=200, poison={2: (3.0, 9.0)}))
+@pytest.mark.parametrize("mixing", ["push_sum", "paired"])
+def test_poison_is_refused(mixing: str) -> None:
+    for topology in TOPOLOGIES_OF[mixing]:
+        cluster = check(Scenario(5, topology, mixing=mixing, budget_steps=200, poison={2: (3.0, 9.0)}))
         assert cluster.models_refused > 0
 
 
@@ -200,10 +204,10 @@ def test_the_complete_graph_with_staleness_zero_is_exact_without_a_barrier(n: in
     assert min(rounds) >= 30
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_signal_at_one_rank_ends_all(topology: str) -> None:
+@pytest.mark.parametrize(("topology", "mixing"), TOPOLOGIES_AND_MIXINGS)
+def test_a_signal_at_one_rank_ends_all(topology: str, mixing: str) -> None:
     for seed in range(10):
-        scenario = Scenario(8, topology, max_staleness=seed % 3, budget_steps=10**6, seed=seed)
+        scenario = Scenario(8, topology, mixing, max_staleness=seed % 3, budget_steps=10**6, seed=seed)
         cluster = VirtualCluster(scenario)
         cluster.run(until_s=10)
         cluster.ranks[5].driver.end(Stop.SIGNAL)
@@ -212,10 +216,11 @@ def test_a_signal_at_one_rank_ends_all(topology: str) -> None:
         assert all(rank.protocol.budget.stop is Stop.SIGNAL for rank in cluster.ranks)
 
 
-def test_a_scenario_replays_from_its_seed() -> None:
+@pytest.mark.parametrize("mixing", ["push_sum", "paired"])
+def test_a_scenario_replays_from_its_seed(mixing: str) -> None:
     def trace(seed: int) -> tuple:
         scenario = Scenario(
-            5, "random", "push_sum", 1, 200, seed=seed, pause_probability=0.1, deaths={2: 9.0}, poison={3: (4.0, 6.0)}
+            5, "random", mixing, 1, 200, seed=seed, pause_probability=0.1, deaths={2: 9.0}, poison={3: (4.0, 6.0)}
         )
         cluster = check(scenario)
         models = [rank.model.tolist() for rank in cluster.ranks]
@@ -225,10 +230,10 @@ def test_a_scenario_replays_from_its_seed() -> None:
     assert trace(1) != trace(2)
 
 
-def pace(topology: str, type_: type[GossipProtocol] = GossipProtocol) -> float:
+def pace(topology: str, type_: type[GossipProtocol] | None = None, mixing: str = "uniform") -> float:
     """Updates a second and rank of eight ranks with `max_staleness` 0. Unhindered, a rank makes one in 1.2 seconds."""
     scenario = Scenario(
-        8, topology, max_staleness=0, budget_steps=10**9, update_s=(0.9, 1.1), pause_probability=0.2, pause_s=(0, 2),
+        8, topology, mixing, max_staleness=0, budget_steps=10**9, update_s=(0.9, 1.1), pause_probability=0.2, pause_s=(0, 2),
         model_s=(0.01, 0.05), control_s=(0.001, 0.01), seed=1,
     )  # fmt: skip
     cluster = VirtualCluster(scenario, protocol=type_)
@@ -238,9 +243,9 @@ def pace(topology: str, type_: type[GossipProtocol] = GossipProtocol) -> float:
     return (cluster.global_steps - before) / 200 / 8
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_staleness_zero_keeps_its_pace(topology: str) -> None:
-    assert pace(topology) > 0.4
+@pytest.mark.parametrize(("topology", "mixing"), TOPOLOGIES_AND_MIXINGS)
+def test_staleness_zero_keeps_its_pace(topology: str, mixing: str) -> None:
+    assert pace(topology, mixing=mixing) > 0.4
 
 
 @pytest.mark.parametrize("schedules", [50, pytest.param(3000, marks=pytest.mark.soak)])

@@ -44,8 +44,15 @@ def assert_trained_one_policy(run: Path, ranks: int) -> None:
     assert header["global_steps"] >= 6000 and all(bool(tensor.isfinite().all()) for tensor in named.values())
 
 
-@pytest.mark.parametrize("topology", ["random", "ring", "exponential", "complete"])
-@pytest.mark.parametrize("mixing", ["uniform", "push_sum"])
+@pytest.mark.parametrize(
+    ("topology", "mixing"),
+    [
+        (topology, mixing)
+        for mixing in ("uniform", "push_sum", "paired")
+        for topology in ("random", "ring", "exponential", "complete")
+        if (topology, mixing) != ("complete", "paired")
+    ],
+)
 @pytest.mark.slow
 def test_every_topology_and_mixing_under_mpi(
     standing: StandingRanks, topology: str, mixing: str, tmp_path: Path

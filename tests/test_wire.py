@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.codecs import Float32
-from pala.exchange.gossip.messages import Kind, gossip_sizes
+from pala.exchange.gossip.messages import WITH_MODEL, Kind, gossip_sizes
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Refusal, Wire
 
 RANKS, PARAMETERS, SIGNATURE = 5, 37, 0xFEDCBA9876543210
 CPU = torch.device("cpu")
-GOSSIPED = (Kind.MODEL, Kind.CREDIT, Kind.STOP, Kind.ASK_WHOLE)
+GOSSIPED = tuple(Kind)
 reproducible = settings(derandomize=True, deadline=None, max_examples=200)
 
 cuda = pytest.mark.skipif(
@@ -48,7 +48,7 @@ def message(kind: Kind = Kind.MODEL, **changes) -> Message:
 
 def encoded(of: Message, parameters: torch.Tensor | None = None) -> np.ndarray:
     """The bytes that go over the network."""
-    if of.kind is not Kind.MODEL:
+    if of.kind not in WITH_MODEL:
         data = np.zeros(wire().control_bytes, np.uint8)
         wire().encode(of, data)
         return data

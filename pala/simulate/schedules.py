@@ -94,8 +94,9 @@ def check(
 
     - Known steps are never more than were made.
     - Under push-sum, the weights of the living, in their inboxes and on the way, with what the dead took, are n.
-    - Under a paired exchange, the sum of all models, with the moves that are owed, does not change, unless a rank may
-      have healed; models do not drift apart; a rank has one open offer, but for those to peers that have stopped.
+    - Under a paired exchange, the sum of all models, with the moves that are owed, does not change but by heals and
+      deaths; no rank moves by an answer to a model that it has given up; models do not drift apart; a rank has one open
+      offer, but for those to peers that have stopped, and keeps no more than two copies of its model a peer.
     - Process lock: no model is sent to a peer that has not taken in the last one.
     - A rank that has no model of use takes a whole one for its own; NaN is never mixed.
     - Staleness: at the end of an update a rank has made at most max_staleness + 1 updates since its last mix, while it
@@ -129,6 +130,8 @@ def check(
     if 4 * slowest_s < scenario.patience_s < _END_S and not scenario.pause_probability:  # else it may end by itself
         cluster.all_well_from_s = faults_end_s + 4 * _longest_patience_s(scenario) + 2 * scenario.again_s
     cluster.run(until_s=_END_S)
+    if scenario.mixing == "paired":
+        _check_sum(cluster)
     _check_end(scenario, cluster)
     return cluster
 
@@ -136,10 +139,12 @@ def check(
 def _check_sum(cluster: VirtualCluster) -> None:
     scenario = cluster.scenario
     size, models = scenario.size, [rank.model for rank in cluster.ranks]
-    if scenario.patience_s > _END_S and not scenario.poison:  # nobody heals
+    if not scenario.poison:
         drift = float(cluster.sum_of_models[0]) - size * (size - 1) / 2
         _demand(abs(drift) < 1e-6, f"paired: the sum of all models has changed by {drift}")
     apart = float(np.nanmax(models) - np.nanmin(models))
+    most = max(rank.driver.num_snapshots for rank in cluster.ranks)
+    _demand(most <= max(scenario.send_buffers, 2 * size), f"paired: there is memory for {most} snapshots")
     _demand(apart <= 2 * size, f"paired: the models of {size} ranks are {apart} apart")
 
 

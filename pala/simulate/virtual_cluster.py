@@ -98,6 +98,7 @@ class VectorPacket:
     def __init__(self, data: _Sent | None = None) -> None:
         self.data, self.pending = data, 0
         self.change: np.ndarray | None = None  # of an offer: what its answer differs by
+        self.heals = 0  # of its rank, when it was filled
 
     def ready(self) -> bool:
         return True
@@ -110,8 +111,11 @@ class VectorModels:
         self.model, self._network = model, network
         self.mixes = 0
         self.oldest_mixed_s = 0.0  # the greatest age of a model when it was mixed
-        self.healed_by_parts = False
-        self._opened: tuple[np.ndarray, bool, float] = (model, True, 0.0)
+        self.faults: list[str] = []  # what must not be done with models
+        self.heals = 0
+        self.owed: dict[VectorPacket, np.ndarray] = {}  # offers that were answered -> the moves due to them
+        self.unmatched = np.zeros_like(model)  # by which this rank alone has moved, or its peers alone have
+        self._opened: tuple[np.ndarray, Message | None, float] = (model, None, 0.0)
         self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(model), 0.0, False
         self.inbox_from_s = float("inf")  # when the oldest model in it was sent
 
@@ -120,7 +124,8 @@ class VectorModels:
 
     def fill(self, snapshot: VectorPacket, message: Message, whole: bool) -> int:
         snapshot.data = _Sent(message if whole else message._replace(format=Format.TOP_K), self.model.copy())
-        snapshot.change = None
+        snapshot.change, snapshot.heals = None, self.heals
+        self.owed.pop(snapshot, None)
         return 0
 
     def fill_answer(self, snapshot: VectorPacket, message: Message, peer: int) -> int:
@@ -134,14 +139,14 @@ class VectorModels:
         if model is None:
             return Opened(message)
         assert self._network.delivering is not None
-        self._opened = model, message.format is not Format.TOP_K, self._network.delivering.time_s
+        self._opened = model, message, self._network.delivering.time_s
         return Opened(message, None if is_finite(model) else _NOT_FINITE)
 
     def add(self, weight: float) -> None:
-        model, whole, time_s = self._opened
+        model, message, time_s = self._opened
         self.inbox = self.inbox + weight * model
         self.inbox_weight += weight
-        self.inbox_whole |= whole
+        self.inbox_whole |= message is not None and message.format is not Format.TOP_K
         self.inbox_from_s = min(self.inbox_from_s, time_s)
 
     def clear(self) -> None:
@@ -157,15 +162,38 @@ class VectorModels:
 
     def keep(self, offer: VectorPacket) -> None:
         assert offer.data is not None and offer.data.model is not None
-        offer.change = self._opened[0] - offer.data.model
+        model, message, _ = self._opened
+        if message is None or message.round != offer.data.message.round:
+            self.faults.append("took the answer to another offer")
+        offer.change = model - offer.data.model
 
     def move(self, offer: VectorPacket, fraction: float) -> None:
-        assert offer.change is not None
+        assert offer.change is not None, "an offer moves this rank's model only when it was answered"
+        if offer.heals < self.heals:
+            self.faults.append("moved by what its model was before it was healed")
+        self.owed.pop(offer, None)
         self.model, self.mixes = self.model + fraction * offer.change, self.mixes + 1
 
     def heal(self) -> None:
-        self.healed_by_parts |= not self.inbox_whole
+        if not self.inbox_whole:
+            self.faults.append("was healed by a part of a model")
+        self.heals += 1
+        old = self.model
         self._replace(self.inbox / self.inbox_weight)
+        self.unmatched += self.model - old
+        for offer in list(self.owed):
+            self.take_for_lost(offer)
+
+    def owe(self, offer: VectorPacket, move: np.ndarray) -> None:
+        """A peer has answered this rank's offer, and moved."""
+        self.owed[offer] = move
+        if offer.heals < self.heals:
+            self.take_for_lost(offer)
+
+    def take_for_lost(self, offer: VectorPacket | None) -> None:
+        """The move due to this offer, if there is one, will not be made."""
+        if offer in self.owed:
+            self.unmatched -= self.owed.pop(offer)
 
     def memory_for(self, num_bytes: int) -> None:
         return None
@@ -214,7 +242,6 @@ class VirtualCluster(VirtualNetwork):
         self._learn, self._protocol, self._driver = learn, protocol or PROTOCOLS[scenario.mixing], driver
         self.observe = partial(observe, self) if observe is not None else None
         models = np.arange(s.size, dtype=np.float64)[:, None] if models is None else models
-        self.lost_moves = np.zeros_like(models[0])  # by answers that were lost with the dead
         self.global_steps = 0
         self.lost_weight = 0.0  # push-sum weight that the dead took with them
         self.violations: list[str] = []  # of the process lock, the staleness bound, or of what may heal
@@ -288,21 +315,12 @@ class VirtualCluster(VirtualNetwork):
 
     @property
     def sum_of_models(self) -> np.ndarray:
-        """Of all ranks, the dead as they were, with the moves that they still owe to answers that were sent: paired
-        exchanges do not change it, unless a rank heals."""
-        total: np.ndarray = sum(rank.model for rank in self.ranks) + self.lost_moves
-        for rank in self.ranks:
-            for peer, fraction in rank.protocol.moves_due.items():
-                total = total + fraction * rank.driver.offer_to(peer).change
-        return total + sum(self._move_due(on_its_way) for on_its_way in self.on_their_way.values())
-
-    def _move_due(self, on_its_way: OnItsWay) -> np.ndarray | float:
-        """By which its receiver will move, if this is an answer."""
-        sent: _Sent = on_its_way.data
-        if sent.message.kind is not Kind.ANSWER or sent.model is None:
-            return 0.0
-        offer = self.ranks[on_its_way.receiver].driver.offer_to(on_its_way.sender)
-        return 0.0 if offer is None else sent.message.weight * (sent.model - offer.data.model)
+        """Of all ranks, the dead as they were, with the moves that they owe to answers that were sent, and without what
+        only one rank of a pair may do: heal, and move when the other is dead or has healed. Paired exchanges do not
+        change it."""
+        all_models = [rank.models for rank in self.ranks]
+        owed = [move for models in all_models for move in models.owed.values()]
+        return np.sum([models.model - models.unmatched for models in all_models] + owed, axis=0)
 
     # ---- a rank ----------------------------------------------------------------------------------------------------
 
@@ -338,8 +356,8 @@ class VirtualCluster(VirtualNetwork):
         rank.waited_since_mix_s = max(rank.waited_since_mix_s, waited_s)
         if models.mixes > mixes:
             rank.since_mix, rank.waited_since_mix_s = 0, 0.0
-        if models.healed_by_parts:
-            self.violations.append(f"rank {rank.number} was healed by a part of a model at {self.now} s")
+        self.violations += [f"at {self.now} s rank {rank.number} {fault}" for fault in models.faults]
+        models.faults.clear()
         if rank.protocol.budget.stop is Stop.NONE:
             self._start_update(rank)
         else:
@@ -385,7 +403,6 @@ class VirtualCluster(VirtualNetwork):
 
     def lost(self, on_its_way: OnItsWay) -> None:
         self.lost_weight += _weight(on_its_way)
-        self.lost_moves += self._move_due(on_its_way)
 
     def post(self, on_its_way: OnItsWay) -> None:
         pair, kind = (on_its_way.sender, on_its_way.receiver), on_its_way.data.message.kind
@@ -399,7 +416,17 @@ class VirtualCluster(VirtualNetwork):
             self._not_taken_in[pair] = self.now
         elif kind is not Kind.STOP:
             self._not_taken_in.pop(pair[::-1], None)
+        if kind is Kind.ANSWER:
+            self._owe(on_its_way)
         super().post(on_its_way)
+
+    def _owe(self, on_its_way: OnItsWay) -> None:
+        """Its receiver owes a move to this answer, if its offer is still open."""
+        message, model = on_its_way.data
+        receiver = self.ranks[on_its_way.receiver]
+        offer = receiver.driver.offer_to(on_its_way.sender)
+        if offer is not None:
+            receiver.models.owe(offer, message.weight * (model - offer.data.model))
 
     def _has_open_offer(self, rank: int) -> bool:
         """To a peer that lives, as far as the rank knows, and has not been silent."""
@@ -415,10 +442,12 @@ class VirtualCluster(VirtualNetwork):
         super().die(rank)
 
     def _hear_of_death(self, rank: int, dead: int) -> None:
-        """From then on `rank` expects nothing of the dead, even if it was on its way."""
-        for on_its_way in self.on_their_way.values():
-            if (on_its_way.sender, on_its_way.receiver) == (dead, rank) and rank not in self.dead:
-                self.lost_moves += self._move_due(on_its_way)
+        """From then on `rank` expects nothing of the dead, even if it is on its way."""
+        if rank not in self.dead:
+            driver, models = self.ranks[rank].driver, self.ranks[rank].models
+            offer = driver.offer_to(dead)
+            if offer is not None and offer.change is None:
+                models.take_for_lost(offer)
         super()._hear_of_death(rank, dead)
 
     # ---- counts ----------------------------------------------------------------------------------------------------

@@ -260,8 +260,14 @@ class GossipDriver(Receiver):
         return snapshot.packet
 
     def offer_to(self, peer: int) -> Any:
-        """The open offer to this peer, or None."""
-        return self._offers[peer].packet if peer in self._offers else None
+        """The open offer to this peer, or None. Needs no lock."""
+        snapshot = self._offers.get(peer)
+        return None if snapshot is None else snapshot.packet
+
+    @property
+    def num_snapshots(self) -> int:
+        """Copies of the model that there is memory for."""
+        return len(self._snapshots)
 
     def _can_send(self) -> bool:
         return self._free_snapshot() is not None

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -136,36 +137,35 @@ class ReceiveBuffer:
 
     def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         """As `Codec.mix`."""
-        self._learner_waits(parameters)
-        distance = self._codec.mix(parameters, own_weight, measure)
-        self._stream_waits(parameters)
-        return distance
+        with self.learners_turn(parameters):
+            return self._codec.mix(parameters, own_weight, measure)
 
     def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
         """As `Codec.pull`."""
-        self._learner_waits(parameters)
-        distance = self._codec.pull(parameters, fraction, measure)
-        self._stream_waits(parameters)
-        return distance
+        with self.learners_turn(parameters):
+            return self._codec.pull(parameters, fraction, measure)
 
     def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
         """As `Codec.move`."""
-        self._learner_waits(parameters)
-        self._codec.move(parameters, change, fraction)
+        with self.learners_turn(parameters):
+            self._codec.move(parameters, change, fraction)
 
     def heal(self, parameters: Tensor) -> None:
         """As `Codec.heal`."""
-        self._learner_waits(parameters)
-        self._codec.heal(parameters)
-        self._stream_waits(parameters)
+        with self.learners_turn(parameters):
+            self._codec.heal(parameters)
 
-    def _learner_waits(self, parameters: Tensor) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(parameters.device).wait_stream(self._stream)
-
-    def _stream_waits(self, parameters: Tensor) -> None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(parameters.device))
+    @contextlib.contextmanager
+    def learners_turn(self, parameters: Tensor) -> Iterator[None]:
+        """What this stream has begun is done before; what it begins later, memory that it takes anew included, comes
+        after."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(parameters.device)
+        current.wait_stream(self._stream)
+        yield
+        self._stream.wait_stream(current)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -189,7 +189,9 @@ class TensorModels:
         return len(snapshot.data)
 
     def fill_answer(self, snapshot: SendBuffer, message: Message, peer: int) -> int:
-        snapshot.fill_part(message, self._parameters, self._parts.pop(peer))
+        part = self._parts.pop(peer)
+        with self._inbox.learners_turn(self._parameters):
+            snapshot.fill_part(message, self._parameters, part)
         return len(snapshot.data)
 
     def control(self, message: Message) -> Bytes:

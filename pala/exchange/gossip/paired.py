@@ -30,7 +30,7 @@ move. Pure, as `protocol.py`, of which this keeps the clock, the patience, the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pala.exchange.budget import Stop
@@ -90,17 +90,18 @@ class PairedProtocol(GossipProtocol):
             return [*self._move(), Clear()]
         return super().finish()
 
-    @property
-    def moves_due(self) -> Mapping[int, float]:
-        return self._answers
-
     # ---- offers --------------------------------------------------------------------------------------------------
+
+    @property
+    def _waits_for_reply(self) -> bool:
+        """True while it may make no offer."""
+        return any(peer not in self.silent for peer in self._offers)
 
     def _offer(self) -> list[Action]:
         """To the peer of this round, or one that waits to heal."""
         if not self._owed or self.budget.stop is not Stop.NONE or not self.has_model:
             return []
-        if any(peer not in self.silent for peer in self._offers):
+        if self._waits_for_reply:
             return []
         peers = sorted(self._owed, key=lambda peer: peer not in self._wants_whole)
         peer = next((peer for peer in peers if self.lock.is_free(peer)), None)
@@ -114,32 +115,50 @@ class PairedProtocol(GossipProtocol):
     def _take_in(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         sender = message.sender
         if message.kind is Kind.OFFER:
-            self._numbers[sender] = message.round
-            if self.has_model and self.rank < sender and sender in self._offers and not (late or rejected):
-                self._note_transfer(sender, took_s)
-                return self._return_credit(sender)
-            return self._model_came(message, took_s, late, rejected)
+            return self._offer_came(message, took_s, late, rejected)
         offer = self._offers.get(sender)
-        if offer is None or message.round not in (offer.number, _ANY):
+        if offer is None:
             return []
-        if message.kind is Kind.ANSWER:
+        if message.kind is Kind.ANSWER and message.round == offer.number:
             return self._answer_came(sender, message.weight, offer, usable=not (late or rejected))
-        if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
+        if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE) and message.round in (offer.number, _ANY):
             self._credit_came(sender, wants_whole=message.kind is Kind.ASK_WHOLE)
-            if self._between_updates and not self._offers and not self._owed:
-                self._owed += self._next_peers()
-            return self._close(sender)
+            return self._refused(sender)
         return []
+
+    def _offer_came(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
+        sender, usable = message.sender, not (late or rejected)
+        self._numbers[sender] = message.round
+        if usable and sender in self._inbox:
+            # Something of its sender's could not be read, and was taken for this offer: it has closed that, and means
+            # the new one. Its model of before will do.
+            return []
+        if usable and self.has_model and self._crosses(sender):
+            self._note_transfer(sender, took_s)
+            return self._return_credit(sender)
+        return self._model_came(message, took_s, late, rejected)
+
+    def _crosses(self, sender: int) -> bool:
+        """True if an offer to this rank is to be refused, since the sender has been offered to and will answer. Of one
+        that has been silent that is not sure: what was offered to it may be lost."""
+        return self.rank < sender and sender in self._offers and sender not in self.silent
 
     def _answer_came(self, sender: int, fraction: float, offer: _Offer, usable: bool) -> list[Action]:
         self._credit_came(sender, wants_whole=False)
         if not usable or offer.void:
             self.counts["models_refused"] += not usable
-            return self._close(sender)
+            return self._refused(sender)
         self.counts["models_received"] += 1
         del self._offers[sender]
         self._answers[sender] = fraction
         return [Keep(sender)]
+
+    def _refused(self, peer: int) -> list[Action]:
+        """Of this offer nothing came. A rank that waits makes the next one."""
+        closed = self._close(peer)
+        if self._between_updates and not self._owed and not self._waits_for_reply:
+            self._owed += self._next_peers()
+        return closed
 
     def _close(self, peer: int) -> list[Action]:
         """The offer to this peer will move nothing."""

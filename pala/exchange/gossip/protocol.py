@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pala.exchange.budget import StepBudget, Stop
@@ -222,11 +222,6 @@ class GossipProtocol:
     def can_mix(self) -> bool:
         """True if a full round of models has come, and at least one could be accepted."""
         return len(self._inbox) > 0 and 0 < self._models_a_round <= len(self._inbox) + self._num_rejected
-
-    @property
-    def moves_due(self) -> Mapping[int, float]:
-        """Peer -> the fraction by which its answer is still to move this rank's model (`paired`)."""
-        return {}
 
     # ---- models and credits --------------------------------------------------------------------------------------
 
