@@ -68,19 +68,6 @@ def test_a_curve_has_the_mean_return_of_each_interval() -> None:
 def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--ranks", "2", "--seeds", "1", "2", "--methods", "paired", "allreduce"]
     arguments += ["--total-steps", "1000", "--env.num-envs", "2"]
-        "--ranks",
-        "2",
-        "--seeds",
-        "1",
-        "2",
-        "--methods",
-        "paired",
-        "allreduce",
-        "--total-steps",
-        "1000",
-        "--env.num-envs",
-        "2",
-    ]
     program.run([*arguments, "--output", str(tmp_path / "learned.json")])
     printed = capsys.readouterr().out
     assert "paired, seed 2" in printed and "| allreduce |" in printed

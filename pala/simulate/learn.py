@@ -236,10 +236,8 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     cluster.run()
     if cluster.stuck:
         raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
-    if method == "paired":  # moves that are still owed count as made
-        total = cluster.sum_of_models
-    else:
-        total = np.sum([rank.model for rank in cluster.ranks], 0)
+    # Moves that are still owed count as made.
+    total = cluster.sum_of_models if method == "paired" else np.sum([rank.model for rank in cluster.ranks], 0)
     mean = torch.from_numpy(np.asarray(total / n, np.float32))
     return _learned(learners, mean, cluster.global_steps, cluster.now, updates, cluster.models_sent)
 
