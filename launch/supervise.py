@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple, NoReturn
@@ -97,10 +98,12 @@ class Supervisor:
             hosts = self.hosts if start == 0 else self._answering()
             before = self._num_segments()
             status = self._run_job(start, hosts, steps)
+            complete = self._is_complete(before)
             if self._signal is not None:
-                self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}.")
-                return status
-            if self._is_complete(before):
+                end = "the run is complete" if complete else "the run is not complete"
+                self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}; {end}.")
+                return 0 if complete else 128 + self._signal
+            if complete:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
                 self._say(f"run '{self.run}' is complete{times}.")
                 return 0
@@ -162,11 +165,12 @@ class Supervisor:
         return status if status >= 0 else 128 - status
 
     def _relay(self, stderr: IO[bytes]) -> None:
-        """What ranks say goes on to this process' standard error, and a user's mistake is noticed."""
+        """What ranks say goes on to this process' standard error, and a user's mistake is noticed. What cannot be
+        written (a log on a full disk) is lost, but still read: ranks and mpirun would hang on a full pipe."""
         for line in stderr:
             self._said_mistake |= b"pala: error:" in line
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), line)
 
     def _train_arguments(self) -> list[str]:
         """A resumed run brings the preset's settings; the options are given again, in case that it never got them."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,37 @@ def dies_early(_: Scripted) -> int:
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("trained", [False, True])
+def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
+    there: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, trained: bool
+) -> None:
+    """mpirun's own status is 0 when its ranks were told to end before they had begun."""
+
+    def told_to_end(of: Scripted) -> int:
+        of._signal = number
+        return attempt(100, 0, completes=True)(of) if trained else 0
+
+    assert Scripted(["--run.name", "r"], [told_to_end]).supervise() == (0 if trained else 128 + number)
+    assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
+
+
+def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytest.MonkeyPatch, there: Path) -> None:
+    """A log on a full disk: the ranks would wait for ever for room in the pipe."""
+    source, sink = os.pipe()
+    with open("/dev/full", "w") as full, os.fdopen(source, "rb") as stderr:
+        monkeypatch.setattr(sys, "stderr", full)
+        supervisor = Scripted([], [])
+        relay = threading.Thread(target=supervisor._relay, args=[stderr])
+        relay.start()
+        with os.fdopen(sink, "wb") as ranks:
+            for _ in range(2000):
+                ranks.write(b"x" * 99 + b"\n")
+            ranks.write(b"pala: error: the last word\n")
+        relay.join(30)
+        assert not relay.is_alive() and supervisor._said_mistake
 
 
 def test_a_run_is_resumed_until_its_record_says_that_it_is_complete(there: Path, capsys) -> None:
