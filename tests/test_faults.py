@@ -164,11 +164,13 @@ def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "mixing"), [(2, "uniform"), (3, "uniform"), (3, "paired")])
+@pytest.mark.parametrize(("ranks", "mixing"), [(2, "uniform"), (3, "uniform"), (2, "paired")])
 def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     any_mpi: Launcher, ranks: int, mixing: str, tmp_path: Path
 ) -> None:
-    """On a ring everybody waits for one peer only; when the stopped one goes on, it takes in what peers send."""
+    """On a ring everybody waits for one peer only; when the stopped one goes on, it takes in what peers send.
+
+    In a paired exchange of three, each of the others would still have the other."""
     ring = ["--exchange.topology", "ring", "--exchange.max-staleness", "2", "--exchange.patience-s", "2"]
     options = [*ring, "--exchange.mixing", mixing, *ENDLESS]
     job, run = start(any_mpi, ranks, *options, cwd=tmp_path), tmp_path / "runs/r"

@@ -305,6 +305,7 @@ def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsy
 
 # ---- the paired exchange ---------------------------------------------------------------------------------------------
 
+slow = pytest.mark.slow
 _KIND_AT = 6  # where a message says of which kind it is
 
 
@@ -312,7 +313,9 @@ def paired(folder: Path, steps: int = 600, **settings: Any) -> Config:
     return configure(folder, steps=steps, mixing="paired", **settings)
 
 
-@pytest.mark.parametrize(("ranks", "compression"), [(2, "none"), (2, "bfloat16"), (2, "top_k"), (8, "none")])
+@pytest.mark.parametrize(
+    ("ranks", "compression"), [(2, "none"), (2, "bfloat16"), (2, "top_k"), pytest.param(8, "none", marks=slow)]
+)
 def test_paired_training_completes_with_the_budget_met(compression: str, ranks: int, tmp_path: Path) -> None:
     trained = train(ranks, paired(tmp_path, 200 * ranks, compression=compression, max_staleness=2))
     assert trained.ended_well()
@@ -324,6 +327,7 @@ def test_paired_training_completes_with_the_budget_met(compression: str, ranks: 
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
 
 
+@slow
 def test_paired_ranks_stay_together(tmp_path: Path) -> None:
     """Nothing that a rank learns makes it leave the others, as it does without an exchange."""
 
@@ -353,6 +357,7 @@ def test_a_paired_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: P
     assert isinstance(trained.results[1], Killed) and trained.ended_well(but_for=[1])
 
 
+@slow
 def test_a_paired_rank_that_was_stopped_takes_its_peers_model(tmp_path: Path) -> None:
     config = paired(tmp_path, 1500, patience_s=0.1)
     paced = replace(config, env=replace(config.env, id="Paced-v0"))
@@ -402,7 +407,7 @@ def test_damaged_offers_and_answers_are_refused_and_leave_nobody_waiting(
     assert bool(parameters(trained.states()).isfinite().all())
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
+@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=slow)])
 def test_a_paired_run_is_resumed(ranks: int, tmp_path: Path) -> None:
     trained = train(3, paired(tmp_path))
     before, mixed = trained.states(), trained.total("models_mixed")

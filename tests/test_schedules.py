@@ -233,8 +233,8 @@ def test_a_scenario_replays_from_its_seed(mixing: str) -> None:
 def pace(topology: str, type_: type[GossipProtocol] | None = None, mixing: str = "uniform") -> float:
     """Updates a second and rank of eight ranks with `max_staleness` 0. Unhindered, a rank makes one in 1.2 seconds."""
     scenario = Scenario(
-        8, topology, mixing, max_staleness=0, budget_steps=10**9, update_s=(0.9, 1.1), pause_probability=0.2, pause_s=(0, 2),
-        model_s=(0.01, 0.05), control_s=(0.001, 0.01), seed=1,
+        8, topology, mixing, max_staleness=0, budget_steps=10**9, update_s=(0.9, 1.1), pause_probability=0.2,
+        pause_s=(0, 2), model_s=(0.01, 0.05), control_s=(0.001, 0.01), seed=1,
     )  # fmt: skip
     cluster = VirtualCluster(scenario, protocol=type_)
     cluster.run(until_s=100)
