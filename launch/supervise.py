@@ -34,12 +34,13 @@ from typing import IO, NamedTuple, NoReturn
 
 from pala.run import run_folder
 from pala.system.errors import PalaError
-from pala.system.runtime import say
+from pala.system.runtime import ANNOUNCEMENT, SUPERVISED, say
 from pala.train import parse
 
 _LONGEST_PAUSE_S = 300.0
 _PROBE_S = 60.0  # for a host to start one process
 _LEFT_OVER_S = 60.0  # for ranks to end after their mpirun
+_DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
 _GENTLY = signal.SIGUSR1  # after SIGTERM, Open MPI's mpirun gives ranks 0.2 s: too little for a checkpoint
 
@@ -59,6 +60,34 @@ class Host(NamedTuple):
 
     name: str
     slots: int
+
+
+class Arrivals:
+    """Which ranks of a job have come up, from what they announce on the standard error that all share."""
+
+    def __init__(self, ranks: int) -> None:
+        self.over = threading.Event()  # all are up, or the job has ended
+        self.late = False
+        self._ranks = set(range(ranks))
+        self._at: dict[str, set[int]] = {"begun": set(), "up": set()}
+
+    def read(self, line: bytes) -> bool:
+        """True if the line is an announcement."""
+        words = line.decode(errors="replace").split()
+        if len(words) != 3 or words[0] != ANNOUNCEMENT or words[1] not in self._at or not words[2].isdigit():
+            return False
+        self._at[words[1]].add(int(words[2]))
+        if self._at["up"] >= self._ranks:
+            self.over.set()
+        return True
+
+    def missing(self) -> str:
+        """Who is not up, in words."""
+        absent = sorted(self._ranks - self._at["begun"])
+        if absent:
+            return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not begin"
+        waiting = sorted(self._ranks - self._at["up"])
+        return f"all ranks had begun, but {', '.join(map(str, waiting))} did not come out of MPI's start"
 
 
 class Supervisor:
@@ -86,6 +115,7 @@ class Supervisor:
                 raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
             name = command.config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
             self.run, self.resumes = Path(command.config.run.dir) / name, False
+        self.start_timeout_s = command.config.run.start_timeout_s
         self._was_told = options.go_on  # a job has been told to make the run
         self._job: subprocess.Popen[bytes] | None = None
         self._starting = self._said_mistake = False
@@ -149,7 +179,7 @@ class Supervisor:
         # it see the SIGTERM that a scheduler sends to every process of a job.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self._job = subprocess.Popen(
-            [*self.mpirun, *placed, sys.executable, "-m", "pala.train", *arguments],
+            [*self.mpirun, *placed, "env", f"{SUPERVISED}=1", sys.executable, "-m", "pala.train", *arguments],
             env=os.environ | (_BETWEEN_HOSTS if hosts else {}), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
@@ -157,17 +187,41 @@ class Supervisor:
         if self._signal is not None:  # it came before there was a job to pass it on to
             self._job.send_signal(_GENTLY)
         assert self._job.stderr is not None
-        relay = threading.Thread(target=self._relay, args=[self._job.stderr], daemon=True)
+        arrivals = Arrivals(ranks)
+        relay = threading.Thread(target=self._relay, args=[self._job.stderr, arrivals], daemon=True)
         relay.start()
+        watch = threading.Thread(target=self._end_if_it_does_not_start, args=[self._job, arrivals], daemon=True)
+        watch.start()
         status = self._job.wait()
+        arrivals.over.set()
+        watch.join()
         self._job, self._starting = None, False
         relay.join(2)  # ranks that outlive mpirun keep the pipe open
+        if arrivals.late:
+            return status if status > 0 else 1
         return status if status >= 0 else 128 - status
 
-    def _relay(self, stderr: IO[bytes]) -> None:
+    def _end_if_it_does_not_start(self, job: subprocess.Popen[bytes], arrivals: Arrivals) -> None:
+        """Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before."""
+        if arrivals.over.wait(self.start_timeout_s):
+            return
+        arrivals.late = True
+        self._say(
+            f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {arrivals.missing()}; the job is ended. Look "
+            "above for what these ranks or their hosts said, or run `python -m pala.doctor` in the same way."
+        )
+        job.terminate()
+        try:
+            job.wait(_DEAF_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+
+    def _relay(self, stderr: IO[bytes], arrivals: Arrivals) -> None:
         """What ranks say goes on to this process' standard error, and a user's mistake is noticed. What cannot be
         written (a log on a full disk) is lost, but still read: ranks and mpirun would hang on a full pipe."""
         for line in stderr:
+            if arrivals.read(line):
+                continue
             self._said_mistake |= b"pala: error:" in line
             with suppress(OSError):
                 os.write(sys.stderr.fileno(), line)

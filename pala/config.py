@@ -227,6 +227,9 @@ class RunConfig:
     """Threads a rank, for torch and Atari alike; 0: the cores of the node divided by its ranks."""
     console: Literal["auto", "panel", "lines", "none"] = "auto"
     """What rank 0 shows: a live panel on a terminal, lines in a log file."""
+    start_timeout_s: float = 300.0
+    """Seconds in which all ranks must have come up, or `launch/supervise.py` ends the job: a rank that ends before MPI
+    has begun leaves the others waiting for ever. A cold file system of a cluster takes minutes."""
     log_interval_s: float = 5.0
     """Seconds between two records of the metrics, and two lines in a log file."""
     tensorboard: bool = True
@@ -334,6 +337,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "gorila.max_staleness_updates": (0, 1e12),
     "gorila.loss_filter_deviations": (0, 1e6), "gorila.loss_filter_horizon_updates": (2, 1e9),
     "gorila.epsilon_first": (0, 1), "gorila.epsilon_last": (0, 1), "gorila.epsilon_decay_steps": (1, 1e12),
+    "run.start_timeout_s": (1, 1e6),
     "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
     "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4), "evaluation.epsilon": (0, 1),
 }  # fmt: skip

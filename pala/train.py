@@ -22,7 +22,7 @@ from pala.config import Config, check, load_preset
 from pala.run import run_folder
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import Launch, die_with_launcher, prepare, say
+from pala.system.runtime import Launch, announce, die_with_launcher, prepare, say
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, check_slurm_tasks, leave_mpi, start_mpi
 
@@ -56,6 +56,7 @@ def parse(arguments: list[str]) -> Command:
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
     die_with_launcher()
+    announce("begun")
     facts = run_folder.provenance() if Launch.detect().rank == 0 else {}
     try:
         comm = start_mpi()
@@ -64,6 +65,7 @@ def main() -> None:
             say(f"pala: error: {error}")
         sys.exit(2)
     rank = comm.rank
+    announce("up")
     if rank == 0:
         check_slurm_tasks(comm.size)
     try:

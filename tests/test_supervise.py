@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import supervise
 from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, ranks_in, record_of, wait_for, write_paced
-from supervise import Host, Supervisor, read_hosts, read_options
+from supervise import Arrivals, Host, Supervisor, read_hosts, read_options
 from test_checkpoint import make_state
 from test_hosts import possible  # noqa: F401 - a fixture
 from virtual_hosts import VirtualHosts
@@ -89,7 +90,7 @@ def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytes
     with open("/dev/full", "w") as full, os.fdopen(source, "rb") as stderr:
         monkeypatch.setattr(sys, "stderr", full)
         supervisor = Scripted([], [])
-        relay = threading.Thread(target=supervisor._relay, args=[stderr])
+        relay = threading.Thread(target=supervisor._relay, args=[stderr, Arrivals(1)])
         relay.start()
         with os.fdopen(sink, "wb") as ranks:
             for _ in range(2000):
@@ -97,6 +98,19 @@ def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytes
             ranks.write(b"pala: error: the last word\n")
         relay.join(30)
         assert not relay.is_alive() and supervisor._said_mistake
+
+
+def test_ranks_that_do_not_come_up_are_named() -> None:
+    arrivals = Arrivals(3)
+    assert not arrivals.read(b"pala: error: begun 1\n") and not arrivals.read(b"pala-announcement: begun x\n")
+    assert arrivals.missing() == "ranks 0, 1, 2 did not begin"
+    assert all(arrivals.read(b"pala-announcement: begun %d\n" % rank) for rank in (0, 2))
+    assert arrivals.missing() == "rank 1 did not begin"
+    assert arrivals.read(b"pala-announcement: begun 1\n") and arrivals.read(b"pala-announcement: up 1\n")
+    assert arrivals.missing() == "all ranks had begun, but 0, 2 did not come out of MPI's start"
+    assert not arrivals.over.is_set()
+    assert arrivals.read(b"pala-announcement: up 0\n") and arrivals.read(b"pala-announcement: up 2\n")
+    assert arrivals.over.is_set()
 
 
 def test_a_run_is_resumed_until_its_record_says_that_it_is_complete(there: Path, capsys) -> None:
@@ -266,6 +280,27 @@ def test_a_job_whose_rank_is_killed_is_resumed_to_completion(mpi: Launcher, tmp_
     assert "supervise: run 'runs/r' is complete after 1 restart." in job.output
     record = record_of(run)
     assert record["completed"] and [segment["resumed"] for segment in record["segments"]] == [False, True]
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.usefixtures("tidy")
+def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Once: the restart finds it mended. (When a rank exits, mpirun sometimes ends the job by itself.)"""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/sitecustomize.py").write_text(
+        "import os, time\n"
+        f"if os.environ.get('OMPI_COMM_WORLD_RANK') == '1' and not os.path.exists('{tmp_path}/mended'):\n"
+        f"    open('{tmp_path}/mended', 'w').close()\n"
+        "    time.sleep(3)\n    os.kill(os.getpid(), 9)\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path / "broken")}
+    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "30"]
+    job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
+    job.wait()
+    assert job.status == 0 and re.search(r"is complete after \d restart", job.output), job.output
+    assert "after 30 s ('run.start_timeout_s') rank 1 did not begin; the job is ended" in job.output, job.output
+    assert "pala-announcement" not in job.output
 
 
 @pytest.mark.mpi

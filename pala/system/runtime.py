@@ -39,6 +39,9 @@ def _environment_int(*names: str) -> int | None:
     return None
 
 
+SUPERVISED, ANNOUNCEMENT = "PALA_SUPERVISED", "pala-announcement:"
+
+
 @dataclass(frozen=True)
 class Launch:
     """What the launcher says in the environment, before MPI itself is asked: Open MPI's, one that speaks PMI, or srun.
@@ -56,6 +59,13 @@ class Launch:
             rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0,
             size=_environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") or 1,
         )
+
+
+def announce(stage: str) -> None:
+    """Tell the supervisor (`launch/supervise.py`) how far this rank's start has come; it shows nobody. A rank that ends
+    before MPI_Init leaves the others waiting in it for ever where MPI is fault-tolerant."""
+    if os.environ.get(SUPERVISED):
+        say(f"{ANNOUNCEMENT} {stage} {Launch.detect().rank}")
 
 
 def can_survive() -> bool:
