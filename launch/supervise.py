@@ -123,7 +123,7 @@ class Supervisor:
 
     def supervise(self) -> int:
         """Returns what this process' exit status should be."""
-        steps, futile = -1, 0
+        steps, futile, has_trained = -1, 0, False
         for start in range(self.restarts + 1):
             hosts = self.hosts if start == 0 else self._answering()
             before = self._num_segments()
@@ -137,9 +137,11 @@ class Supervisor:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
                 self._say(f"run '{self.run}' is complete{times}.")
                 return 0
-            if status == 2 and self._said_mistake and self._num_segments() == before:
+            # What has trained with these settings once cannot be a mistake of the user's: a full disk, say.
+            if status == 2 and self._said_mistake and self._num_segments() == before and not has_trained:
                 self._say("the job ended with status 2 before it trained: not restarted.")
                 return 2
+            has_trained |= self._num_segments() > before
             known, steps = steps, self._steps()
             self._say(f"the job ended with status {status}; the run is not complete. Checkpoints: {steps:,} steps.")
             futile = futile + 1 if 0 <= known >= steps else 0

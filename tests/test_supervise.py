@@ -100,6 +100,20 @@ def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytes
         assert not relay.is_alive() and supervisor._said_mistake
 
 
+def says_a_mistake(of: Scripted) -> int:
+    of._said_mistake = True
+    return 2
+
+
+def test_what_has_trained_once_is_restarted_whatever_its_error(there: Path) -> None:
+    """A disk that was full for a while says so in a sentence with status 2, as a user's mistake does."""
+    jobs = [attempt(100, 137), says_a_mistake, attempt(200, 0, completes=True)]
+    supervisor = Scripted(["--run.name", "r"], jobs)
+    assert supervisor.supervise() == 0 and len(supervisor.told) == 3
+    supervisor = Scripted(["--run.name", "s"], [says_a_mistake])
+    assert supervisor.supervise() == 2 and len(supervisor.told) == 1
+
+
 def test_ranks_that_do_not_come_up_are_named() -> None:
     arrivals = Arrivals(3)
     assert not arrivals.read(b"pala: error: begun 1\n") and not arrivals.read(b"pala-announcement: begun x\n")
