@@ -65,7 +65,7 @@ def final(results: dict[Job, dict]) -> str:
         others = [line["mean_height"] for line in cells.get((game, ranks, "allreduce"), [])]
         kept, divergence = (statistics.fmean(line[key] for line in lines) for key in ("progress_kept", "divergence"))
         rows.append((
-            game, str(ranks), method, f"{lines[0]['rate']:g} x", str(len(lines)), f"{float(iqm(np.array(heights))):.2f}",
+            game, str(ranks), method, f"{lines[0]['rate']:g} x", str(len(lines)), f"{iqm(np.array(heights)):.2f}",
             ratio(heights, others) if others and method != "allreduce" else "", f"{kept:.2f}", f"{divergence:.4f}",
         ))  # fmt: skip
     header = ("game", "ranks", "method", "rate", "seeds", "IQM of mean height", "of allreduce", "kept", "KL, nats")
