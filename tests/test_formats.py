@@ -103,8 +103,6 @@ WHOLE = Experience(
     [
         ({"actions": np.array([0, 5, 0])}, "its actions are 0 to 5, not 0 to 4"),
         ({"actions": np.array([0, 0, -1])}, "its actions are -1 to 0, not 0 to 4"),
-        ({"rewards": np.array([0, np.nan, 0])}, "a reward is not finite"),
-        ({"rewards": np.array([-np.inf, 0, 0])}, "a reward is not finite"),
         ({"terminated": np.array([2, 0, 0], np.uint8).view(bool)}, "a byte of its 'terminated' is neither 0 nor 1"),
         ({"truncated": np.array([0, 1, 1], bool)}, "its truncated episodes are 2, its final frames 1"),
         ({"truncated": np.zeros(3, bool)}, "its truncated episodes are 0, its final frames 1"),
@@ -116,6 +114,21 @@ def test_what_no_actor_sends_is_refused(changes, words):
     of, buffer = ExperienceFormat(3, ACTIONS, SPACE, 2), np.zeros(200, np.uint8)
     assert isinstance(of.decode(of.encode(WHOLE, buffer)), Experience)
     assert of.decode(of.encode(WHOLE._replace(**changes), buffer)) == Refusal(words)
+
+
+def test_rewards_that_are_not_finite_are_the_replays_to_leave_out_and_no_minibatch_has_them():
+    of, buffer = ExperienceFormat(3, ACTIONS, SPACE, 2), np.zeros(200, np.uint8)
+    rewards = np.array([0, np.nan, -np.inf], np.float32)
+    np.testing.assert_array_equal(of.decode(of.encode(WHOLE._replace(rewards=rewards), buffer)).rewards, rewards)
+    batches, buffer = BatchFormat(3, ACTIONS, SPACE), np.zeros(200, np.uint8)
+    batch = Batch(
+        np.ones((3, *SPACE.shape), SPACE.dtype),
+        np.zeros(3, int),
+        rewards,
+        np.ones((3, *SPACE.shape), SPACE.dtype),
+        np.zeros(3, bool),
+    )
+    assert batches.decode(batches.encode(batch, buffer)) == Refusal("a reward is not finite")
 
 
 FORMATS = {

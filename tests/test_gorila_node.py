@@ -658,6 +658,19 @@ def test_steps_before_the_first_frames_are_refused() -> None:
     assert len(played[REPLAY].store) > 50
 
 
+def test_what_was_played_around_a_refused_step_is_not_joined() -> None:
+    """The step after it would lead from where the refused one began to where the next one ended."""
+    _, messages = every_kind()
+    replay = make_ranks(4, make_config(**GLOBAL))[REPLAY]
+    step = messages[Kind.EXPERIENCE][2]
+    replay.hear(ACTOR, messages[Kind.RESET][2])
+    lengths = []
+    for data in (step, step[:-1], step, step):
+        replay.hear(ACTOR, data)
+        lengths.append(len(replay.store))
+    assert lengths == [1, 1, 1, 2] and replay.node.counts["messages_refused"] == 1
+
+
 def test_steps_of_an_actor_of_another_replay_are_refused() -> None:
     config = make_config(roles="separate", num_actors=2, num_learners=1, replay="global", num_replays=2)
     cluster = make_ranks(6, config)  # shard, two replays, learner, two actors

@@ -35,22 +35,33 @@ class History:
         self.replay, self.rows_per_env, self.frame_stack = replay, capacity // num_envs, frame_stack
         self.played: list[list[Row]] = [[] for _ in range(num_envs)]
         self.observations: np.ndarray | None = None
+        self.missing = [0] * num_envs  # rows to come that are gaps, since a step was lost
 
     def begin(self, observations: np.ndarray) -> None:
         if self.observations is not None:  # new games follow
             for rows in self.played:
                 rows.append(())
         self.observations = observations.copy()
+        self.missing = [0] * len(self.missing)
         self.replay.begin(reset_frames(observations, self.frame_stack))
 
     def add(self, actions: np.ndarray, step: Step) -> None:
         after = step.observations.copy()
         after[step.truncated] = step.final_observations
         made = told(Batch(self.observations, actions, step.rewards, after, step.terminated))
-        for rows, row, cut in zip(self.played, made, step.truncated, strict=True):
-            rows.extend([row, ()] if cut else [row])
+        over = {episode.env_index for episode in step.episodes}
+        for env, (rows, row, cut) in enumerate(zip(self.played, made, step.truncated, strict=True)):
+            told_row = row if np.isfinite(step.rewards[env]) and not self.missing[env] else ()
+            rows.extend([told_row, ()] if cut else [told_row])
+            self.missing[env] = 0 if env in over else max(0, self.missing[env] - 1)
         self.observations = step.observations.copy()
         self.replay.add(experience_of(actions, step, self.frame_stack))
+
+    def lose(self, step: Step) -> None:
+        """A step that was played does not come."""
+        self.observations = step.observations.copy()
+        self.missing = [self.frame_stack] * len(self.missing)
+        self.replay.lose_step()
 
     def newest(self) -> list[Row]:
         return [row for rows in self.played for row in rows[-self.rows_per_env :] if row]
@@ -127,18 +138,25 @@ def play(game: Game, history: History, ends: list[str]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_is_drawn_was_played(data):
-    """Any ends, life losses and new starts, checked on the way: also while the oldest is overwritten."""
+    """Any ends, life losses, new starts, lost steps and rewards that are not finite, checked on the way: also while the
+    oldest is overwritten."""
     num_envs, kind = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([FRAMES, VECTORS]))
     frame_stack = data.draw(st.integers(1, 4)) if kind is FRAMES else 1
     game, history = planted(num_envs, data.draw(st.integers(1, 9)), frame_stack, kind)
     rng = np.random.default_rng(0)
     end = st.sampled_from(["on", "on", "on", "life", "over", "limit"])
-    moves = st.lists(end, min_size=num_envs, max_size=num_envs) | st.sampled_from(["reset", "check"])
+    moves = st.lists(end, min_size=num_envs, max_size=num_envs) | st.sampled_from(["reset", "check", "lose", "NaN"])
     for move in data.draw(st.lists(moves, max_size=40)):
         if move == "reset":
             history.begin(game.reset())
         elif move == "check":
             history.check(rng)
+        elif move == "lose":
+            history.lose(game.step(data.draw(st.lists(end, min_size=num_envs, max_size=num_envs))))
+        elif move == "NaN":
+            step = game.step(["on"] * num_envs)
+            step.rewards[data.draw(st.integers(0, num_envs - 1))] = data.draw(st.sampled_from([np.nan, np.inf]))
+            history.add(np.arange(num_envs) + game.num_frames, step)
         else:
             play(game, history, move)
     history.check(rng)
@@ -235,7 +253,7 @@ def test_a_million_atari_frames_fit_in_8_gib():
     assert 84 * 84 < replay.bytes_per_transition < 84 * 84 + 32
     assert replay.bytes_per_transition * 1_000_000 < replay.memory_bytes < 8 << 30
     arrays = [value for value in vars(replay).values() if isinstance(value, np.ndarray)]
-    assert replay.memory_bytes <= sum(array.nbytes for array in arrays) <= replay.memory_bytes + 8 * 16
+    assert replay.memory_bytes <= sum(array.nbytes for array in arrays) <= replay.memory_bytes + 2 * 8 * 16
 
 
 @pytest.mark.parametrize(

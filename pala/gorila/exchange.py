@@ -38,6 +38,7 @@ class GorilaExchange(Exchange, Receiver):
         self._comm, self._interrupt, self.message_bytes = comm, interrupt, rules.wire.most_bytes
         self._changed = threading.Condition()
         self._experience: list[Bytes] = []  # that may not have left
+        self._said_not_finite = False
         self._transport = comm.open_transport()
         self._node = Node(budget, rules, version, shard, store, self._send)
         self._transport.start(self)
@@ -157,7 +158,17 @@ class GorilaExchange(Exchange, Receiver):
                 }  # fmt: skip
                 shard.stale = shard.not_finite = 0
             if node.store is not None:
-                figures |= {"replay_transitions": len(node.store), "minibatches_owed": node.store.owed}
+                not_finite = node.store.take_not_finite()
+                if not_finite and not self._said_not_finite:
+                    self._said_not_finite = True
+                    say(
+                        f"[rank {self._comm.rank}] left {not_finite} transitions out whose rewards are not finite. "
+                        "Later ones are only counted ('rewards_not_finite')."
+                    )
+                figures |= {
+                    "replay_transitions": len(node.store), "minibatches_owed": node.store.owed,
+                    "rewards_not_finite": not_finite,
+                }  # fmt: skip
         return figures
 
     def state(self) -> ExchangeState:

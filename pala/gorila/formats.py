@@ -86,7 +86,7 @@ class ExperienceFormat(_Format):
         if isinstance(arrays, Refusal):
             return arrays
         experience = Experience(**arrays)
-        return _wrong_steps(experience, self._num_actions) or _wrong_ends(experience) or experience
+        return _wrong_actions(experience, self._num_actions) or _wrong_ends(experience) or experience
 
 
 class BatchFormat(_Format):
@@ -109,7 +109,9 @@ class BatchFormat(_Format):
         if isinstance(arrays, Refusal):
             return arrays
         batch = Batch(**arrays)
-        return _wrong_steps(batch, self._num_actions) or batch
+        if not np.isfinite(batch.rewards).all():
+            return Refusal("a reward is not finite")
+        return _wrong_actions(batch, self._num_actions) or batch
 
 
 def _layout(fields: _Fields) -> np.dtype:
@@ -124,11 +126,9 @@ def _layout(fields: _Fields) -> np.dtype:
         ) from None
 
 
-def _wrong_steps(of: Experience | Batch, num_actions: int) -> Refusal | None:
+def _wrong_actions(of: Experience | Batch, num_actions: int) -> Refusal | None:
     if of.actions.min() < 0 or of.actions.max() >= num_actions:
         return Refusal(f"its actions are {of.actions.min()} to {of.actions.max()}, not 0 to {num_actions - 1}")
-    if not np.isfinite(of.rewards).all():
-        return Refusal("a reward is not finite")
     return None
 
 

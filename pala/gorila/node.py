@@ -216,6 +216,8 @@ class Node:
             refusal = self._act_on(message, data[self._wire.control_bytes :])
         if refusal is not None:
             self.counts["messages_refused"] += 1
+            if self.store is not None and source in self._begun:
+                self.store.lose_step(source)  # it may have been one
             if source not in self._refused:
                 self._refused.add(source)
                 self.refusals.append(f"refused a message from rank {source}: {refusal.reason}")

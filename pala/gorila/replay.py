@@ -125,6 +125,8 @@ class Replay:
         self._envs = np.arange(num_envs)
         self._heads = np.full(num_envs, -1)  # the newest observation's row, not wrapped around
         self._begun = False
+        self._missing = np.zeros(num_envs, np.int64)  # rows to come that are no transitions, after a step was lost
+        self.not_finite = 0  # transitions that were left out for their rewards; whoever reads it may set it to 0
         # The oldest transition's stack begins `frame_stack` - 1 rows before it; the newest observation has a row too.
         self._ring_rows = self._rows + frame_stack
         ring = (num_envs, self._ring_rows)
@@ -159,22 +161,30 @@ class Replay:
         """Take the frames [B, *frame] of a reset of all environments: before the first `add`, and after `load`."""
         self._advance(self._envs)  # what was the newest row becomes a gap
         self._place(self._envs, frames, np.ones(len(self._envs), bool))
+        self._missing[:] = 0
         self._begun = True
 
     def add(self, experience: Experience) -> None:
-        """Take the transitions of one step; everything is copied."""
+        """Take the transitions of one step; everything is copied. One whose reward is not finite is left out."""
         assert self._begun, "`begin` takes the first frames"
-        row = (self._envs, self._heads % self._ring_rows)
+        row, finite = (self._envs, self._heads % self._ring_rows), np.isfinite(experience.rewards)
         self._actions[row] = experience.actions
-        self._rewards[row] = experience.rewards
+        self._rewards[row] = np.where(finite, experience.rewards, 0)
         self._terminated[row] = experience.terminated
-        self._is_transition[row] = True
+        self._is_transition[row] = finite & (self._missing == 0)
+        self._missing = np.where(experience.first, 0, np.maximum(self._missing - 1, 0))
+        self.not_finite += int(np.count_nonzero(~finite))
         self._advance(self._envs)
         cut = np.flatnonzero(experience.truncated)
         if cut.size:
             self._place(cut, experience.final_frames, np.zeros(cut.size, bool))
             self._advance(cut)
         self._place(self._envs, experience.frames, experience.first)
+
+    def lose_step(self) -> None:
+        """A step of all environments has not come: what follows must not be joined to what was before, nor be seen
+        through a stack of frames of which one is missing."""
+        self._missing[:] = self._stack
 
     def sample(self, count: int, rng: np.random.Generator) -> Batch:
         """`count` transitions, each drawn uniformly from all (so one can come twice). Raises ValueError if empty."""

@@ -64,6 +64,17 @@ class ReplayStore:
         self._replays[actor].add(experience)
         self._steps += len(experience.actions)
 
+    def lose_step(self, actor: int) -> None:
+        """A step of this actor was refused."""
+        self._replays[actor].lose_step()
+
+    def take_not_finite(self) -> int:
+        """Transitions that were left out for their rewards since the last call."""
+        count = sum(replay.not_finite for replay in self._replays.values())
+        for replay in self._replays.values():
+            replay.not_finite = 0
+        return count
+
     def ask(self, learner: int) -> None:
         """Put a learner that wants a minibatch at the end of the queue."""
         self._waiting.append(learner)
