@@ -125,3 +125,14 @@ def test_derived_seeds_are_int32_and_unlike():
     assert set(seeds.tolist()).isdisjoint(derive(1, 1, "environments", 1000).tolist())
     np.testing.assert_array_equal(seeds, derive(1, 0, "environments", 1000))
     np.testing.assert_array_equal(seeds[:3], derive(1, 0, "environments", 3))
+
+
+@pytest.mark.parametrize("output", ["/dev/full", "a closed pipe"])
+def test_what_cannot_be_told_is_no_reason_to_fail(output: str, tmp_path: Path) -> None:
+    code = "from pala.system.runtime import tell; tell('x' * 9999); tell('y'); open('done', 'w')"
+    if output == "/dev/full":
+        command = ["sh", "-c", f'exec {sys.executable} -c "{code}" > /dev/full']
+    else:
+        command = ["bash", "-c", f'set -o pipefail; (sleep 0.1; exec {sys.executable} -c "{code}") | true']
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "done").exists()

@@ -14,14 +14,15 @@ from pala.evaluation.record import save
 from pala.plot import plot
 from pala.run.session import Result
 from pala.system.errors import PalaError
+from pala.system.runtime import tell
 
 
 def conclude(result: Result, config: Config) -> int:
     """Evaluate the final policy, draw the learning curve, and say where everything is. Returns the exit status: 130 if
     that was interrupted, else 0."""
-    print(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}", flush=True)
+    tell(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
     if result.signal is not None:
-        print(f"      go on with: python -m pala.train --resume {result.run}")
+        tell(f"      go on with: python -m pala.train --resume {result.run}")
         return 0
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _raise_interrupt)
@@ -32,11 +33,11 @@ def conclude(result: Result, config: Config) -> int:
     ]
     for what, action in last_words:
         try:
-            print(f"      {what}: {action()}", flush=True)
+            tell(f"      {what}: {action()}")
         except (PalaError, OSError) as error:
-            print(f"      {what}: {error}", flush=True)
+            tell(f"      {what}: {error}")
         except KeyboardInterrupt:
-            print(f"      {what}: interrupted; `python -m pala.evaluate {result.run}` makes up for it", flush=True)
+            tell(f"      {what}: interrupted; `python -m pala.evaluate {result.run}` makes up for it")
             return 130
     return 0
 
@@ -49,7 +50,7 @@ def _evaluate(run: Path, config: Config) -> str:
     settings = config.evaluation
     if settings.episodes == 0:
         return "left out ('evaluation.episodes' is 0)"
-    print(f"      evaluation: plays {settings.episodes:,} episodes", flush=True)
+    tell(f"      evaluation: plays {settings.episodes:,} episodes")
     evaluation = evaluate(
         run, settings.episodes, settings.num_envs, settings.greedy, config.seed, threads=len(os.sched_getaffinity(0))
     )

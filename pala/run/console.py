@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from pala.run.metrics import SECTIONS, RunView
-from pala.system.runtime import say, terminal_size
+from pala.system.runtime import say, tell, terminal_size
 
 
 def _number(value: float | None, form: str = "{:.1f}") -> str:
@@ -72,7 +72,7 @@ class Lines:
     """One line each time, without control characters."""
 
     def show(self, figures: dict[str, str]) -> None:
-        print(" | ".join(f"{label} {text}" for label, text in figures.items()), flush=True)
+        tell(" | ".join(f"{label} {text}" for label, text in figures.items()))
 
     def close(self) -> None:
         """Nothing to restore."""

@@ -223,3 +223,12 @@ def say(message: str) -> None:
     with suppress(OSError):
         sys.stderr.write(message.rstrip("\n") + "\n")
         sys.stderr.flush()
+
+
+def tell(message: str) -> None:
+    """Some lines to standard output, written at once. Where they cannot be written (a full disk, a reader that is gone)
+    they are lost, and all after them: no reason to stop training."""
+    try:
+        print(message, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer would fail again at the end
