@@ -14,6 +14,7 @@ import pytest
 from conftest import CARTPOLE, Launcher, ranks_in, record_of, wait_for
 from standing_ranks import StandingRanks
 
+from pala.config import Config, RunConfig
 from pala.run import run_folder
 from pala.system.errors import PalaError
 
@@ -32,6 +33,42 @@ def test_a_second_job_is_refused_while_any_rank_of_the_first_lives(tmp_path: Pat
     again = run_folder.lock(tmp_path)
     assert again is not None
     again.close()
+
+
+def named(folder: Path) -> Config:
+    return Config(run=RunConfig(dir=str(folder), name="r"))
+
+
+@pytest.mark.parametrize("left", [(), ("metrics",), ("metrics", "checkpoints/segment-000")])
+def test_a_folder_whose_run_never_began_does_not_keep_its_name(left: tuple[str, ...], tmp_path: Path) -> None:
+    """A disk that was full just then left it; neither the name nor `--resume` was of any use."""
+    run = tmp_path / "r"
+    run.mkdir()
+    for name in left:
+        (run / name).mkdir(parents=True)
+    (run / ".lock").write_text("process 1 on elsewhere")
+    assert run_folder.create(named(tmp_path), "") == run
+    assert (run / "metrics").is_dir()
+
+
+@pytest.mark.parametrize(
+    "kept", ["run.json", "metrics/rank-0000.jsonl", "checkpoints/segment-000/rank-0000.safetensors"]
+)
+def test_a_folder_with_anything_of_a_run_is_never_written_over(kept: str, tmp_path: Path) -> None:
+    (tmp_path / "r" / kept).parent.mkdir(parents=True)
+    (tmp_path / "r" / kept).touch()
+    with pytest.raises(PalaError, match="exists already; nothing is written over"):
+        run_folder.create(named(tmp_path), "")
+
+
+def test_what_killed_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    kept = ["run.json", "checkpoints/segment-000/rank-0000.safetensors", "metrics/rank-0000.jsonl", "notes.tmp"]
+    left = [".run.json.17.tmp", "checkpoints/segment-000/.rank-0000.safetensors.17.tmp"]
+    for name in kept + left:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    run_folder.remove_unfinished(tmp_path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == sorted(kept)
 
 
 def test_a_refused_job_changes_nothing(tmp_path: Path) -> None:
@@ -63,6 +100,7 @@ def test_a_killed_process_keeps_no_lock(tmp_path: Path) -> None:
 RIVAL = """
 import sys
 from pathlib import Path
+from pala.config import Config, RunConfig
 from pala.run import run_folder
 from pala.system import errors
 run, wins = Path(sys.argv[1]), 0

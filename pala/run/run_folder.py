@@ -67,16 +67,22 @@ def _now() -> str:
 
 
 def create(config: Config, preset: str) -> Path:
-    """Make the folder of a new run. Raises PalaError if it exists already or cannot be made."""
+    """Make the folder of a new run. Raises PalaError if it exists already or cannot be made.
+
+    One that a job left before its run began (a full disk) is taken as if it were new.
+    """
     name = config.run.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     parent = Path(config.run.dir)
     for number in range(1, 100):
         path = parent / (name if number == 1 else f"{name}-{number}")
         try:
             path.mkdir(parents=True)
-            (path / "metrics").mkdir()
+            (path / "metrics").mkdir(exist_ok=True)
             return path
         except FileExistsError:
+            if config.run.name and _never_began(path):
+                (path / "metrics").mkdir(exist_ok=True)
+                return path
             if config.run.name:
                 raise PalaError(
                     f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or go on "
@@ -85,6 +91,25 @@ def create(config: Config, preset: str) -> Path:
         except OSError as error:
             raise PalaError(f"Run folder '{path}' cannot be made: {error}; see 'run.dir'.") from None
     raise PalaError(f"Folder '{parent}' holds too many runs that began in this second.")
+
+
+def _never_began(path: Path) -> bool:
+    """True if a run's folder holds nothing but what is made before its record."""
+    try:
+        return all(
+            entry.name in (_LOCK, "make_env.pkl")
+            or (entry.name in ("metrics", "checkpoints") and not any(entry.rglob("*.*")))
+            for entry in path.iterdir()
+        )
+    except OSError:
+        return False
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete what killed jobs have left of files that they were writing. Only while the folder is locked."""
+    for left_over in run.rglob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            left_over.unlink()
 
 
 def lock(run: Path) -> IO[str] | None:

@@ -60,6 +60,8 @@ def open_segment(
             return None
         run = resume if resume is not None else run_folder.create(config, preset)
         lock = run_folder.lock(run)  # before anything in it is changed
+        if lock is not None:
+            run_folder.remove_unfinished(run)
         previous = checkpoint.newest_segment(run) if resume is not None else None
         segment = Segment(run, checkpoint.new_segment(run), previous)
         if make_env is not None:
