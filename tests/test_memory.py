@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -424,14 +425,19 @@ def test_a_paired_run_is_resumed(ranks: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's parameters are not finite from update 5 to 29, and it believes itself healthy."""
-    share = Learner._share
+    """Rank 1's parameters are not finite from update 5 to 29, and it believes itself healthy. The others are slow from
+    their update 60 on until it has healed, so as not to use up the budget before."""
+    share, healed = Learner._share, threading.Event()
 
     def poisoned(learner: Learner, result: Any) -> None:
         if learner._rank == 1 and learner.counters.updates in range(5, 30):
             learner._flat.data.fill_(math.nan)
             result = result._replace(applied=True)
+        if learner._rank != 1 and learner.counters.updates > 60 and not healed.is_set():
+            time.sleep(0.02)
         share(learner, result)
+        if learner._rank == 1 and learner.counters.updates >= 30 and learner._flat.data.isfinite().all():
+            healed.set()
 
     monkeypatch.setattr(Learner, "_share", poisoned)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,9 +15,10 @@ import pytest
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.runtime import Interrupt
 from pala.transport.agreement import collectively
-from pala.transport.base import Bytes, Living, Received, Receiver
+from pala.transport.base import Bytes, Living, Packet, Received, Receiver
 from pala.transport.faults import corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
 from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+from pala.transport.threaded import ThreadedTransport
 
 PATIENCE_S = 5.0
 
@@ -301,3 +304,55 @@ def test_what_ends_the_transports_thread_is_raised_in_the_learners() -> None:
 
     broken, other = run_ranks(2, main)
     assert isinstance(broken, ValueError) and other is None
+
+
+class Sent(ThreadedTransport):
+    """Keeps what leaves."""
+
+    def __init__(self) -> None:
+        super().__init__("sent")
+        self.left: list[Packet] = []
+
+    def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
+        self.left.append(packet)
+
+    def _poll(self) -> bool:
+        return self._empty_outboxes()
+
+    def _poll_until_closed(self) -> None:
+        pass
+
+
+def test_nothing_leaves_after_the_closing_barrier_began() -> None:
+    """The death of a peer that is heard of late would tell once more that training ends."""
+    transport, before, after = Sent(), packet(1), packet(2)
+    transport.send(1, before)
+    transport.poll()
+    transport._has_ended = True
+    transport.send(1, after)
+    transport.send(1, after, bulk=True)
+    transport.poll()
+    assert transport.left == [before]
+
+
+def test_copies_that_leave_on_another_thread_are_counted() -> None:
+    """One packet goes to several peers: while the learner's thread sends it to one, it leaves for another."""
+    transport, shared, switch_s = Sent(), packet(1), sys.getswitchinterval()
+    count = 20_000
+
+    def leave() -> None:
+        for _ in range(count):
+            transport._has_left(shared)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=leave) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(2 * count):
+            transport.send(1, shared)
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert shared.pending == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,4 +83,5 @@ def open_segment(
         yield segment
     finally:
         if lock is not None:
-            lock.close()
+            with contextlib.suppress(OSError):  # of a network file system that is gone: the real outcome is another
+                lock.close()

@@ -17,7 +17,6 @@ late when it comes.
 from __future__ import annotations
 
 import enum
-import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,13 +70,13 @@ class DataProxy(ThreadedTransport):
         barrier: Barrier | None = None
         busy_s, ticked_s = _BUSY_SLEEP_S, 0.0
         while True:
-            if (now_s := time.monotonic()) > ticked_s + 0.9 * _IDLE_SLEEP_S:
+            if (now_s := self.now_s()) > ticked_s + 0.9 * _IDLE_SLEEP_S:
                 self._receiver.on_tick()
                 ticked_s = now_s
             with self._polling:
                 moved = self._poll()
                 if self._closing and barrier is None and not (self._bulk_outbox or self._small_outbox or self._sends):
-                    barrier = Barrier(self._comm)
+                    self._has_ended, barrier = True, Barrier(self._comm)
                 if barrier is not None and barrier.done():
                     if not self._deaths.ranks:  # it would have to be freed by all
                         self._comm.Free()
@@ -98,13 +97,13 @@ class DataProxy(ThreadedTransport):
             if _test(send.request) is not _Fate.UNDER_WAY:  # a dead peer needs it no more
                 self._sends.remove(send)
                 moved = True
-                send.packet.pending -= 1
+                self._has_left(send.packet)
         return moved
 
     def _start_receive(self) -> bool:
         """Begin to receive a message that has come; one bulk message at a time."""
         coming = next((r for r in self._receives if r.tag == _BULK_TAG and not r.too_late), None)
-        may_come = coming is None or time.monotonic() - coming.begin_s > self._receiver.patience_s
+        may_come = coming is None or self.now_s() - coming.begin_s > self._receiver.patience_s
         status = MPI.Status()
         try:
             message = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG if may_come else _SMALL_TAG, status)
@@ -122,7 +121,7 @@ class DataProxy(ThreadedTransport):
             if not is_death(error):
                 raise
             return False
-        self._receives.append(_Receive(request, status.Get_source(), tag, data, time.monotonic()))
+        self._receives.append(_Receive(request, status.Get_source(), tag, data, self.now_s()))
         return True
 
     def _memory_for(self, tag: int, count: int, coming: _Receive | None) -> np.ndarray:
@@ -149,7 +148,7 @@ class DataProxy(ThreadedTransport):
                 self._receives.remove(receive)
                 completed = True
             if fate is _Fate.DONE:
-                took_s = time.monotonic() - receive.begin_s
+                took_s = self.now_s() - receive.begin_s
                 bulk = receive.tag == _BULK_TAG
                 self._receiver.on_message(Received(receive.source, receive.data, bulk, took_s, receive.too_late))
         return completed
@@ -160,7 +159,7 @@ class DataProxy(ThreadedTransport):
         except MPI.Exception as error:
             if not is_death(error):
                 raise
-            packet.pending -= 1
+            self._has_left(packet)
         else:
             self._sends.append(_Send(request, packet))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,13 +70,14 @@ class MemoryTransport(ThreadedTransport):
         while True:
             self._comm.sleep_while_stopped()
             self._comm.end_if_dead()
-            if (now_s := time.monotonic()) > ticked_s + 0.9 * _TICK_S:
+            if (now_s := self.now_s()) > ticked_s + 0.9 * _TICK_S:
                 self._receiver.on_tick()
                 ticked_s = now_s
             with self._polling:
                 moved = self._poll()
                 nothing_left = not (self._bulk_outbox or self._small_outbox or self._sends)
                 if self._closing and nothing_left and self._rank not in self._channel.closed:
+                    self._has_ended = True
                     self._channel.close(self._rank)
                 if self._closing and self._channel.closed | self._world.gone >= set(range(self._world.size)):
                     return
@@ -96,7 +96,7 @@ class MemoryTransport(ThreadedTransport):
         moved |= self._empty_outboxes()  # answers to what came
         for message in [m for m in self._sends if m.taken or m.peer in self._deaths.ranks]:
             self._sends.remove(message)
-            message.packet.pending -= 1
+            self._has_left(message.packet)
             moved = True
         return moved
 

@@ -23,8 +23,8 @@ class ThreadedTransport(Transport):
         self._bulk_outbox: deque[tuple[int, Packet]] = deque()
         self._small_outbox: deque[tuple[int, Packet]] = deque()
         self._wake = threading.Event()
-        self._closing = False
-        self._polling = threading.Lock()
+        self._closing = self._has_ended = False
+        self._polling, self._counting = threading.Lock(), threading.Lock()
 
     def start(self, receiver: Receiver) -> None:
         """From now on messages and deaths are told to `receiver`, on whichever thread polls; `on_tick` on this one's
@@ -33,7 +33,8 @@ class ThreadedTransport(Transport):
         self._thread.start()
 
     def now_s(self) -> float:
-        return time.monotonic()
+        """Goes on while the host is suspended: who was suspended has been away."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def poll(self) -> None:
         if self._polling.acquire(blocking=False):
@@ -44,7 +45,8 @@ class ThreadedTransport(Transport):
 
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
         """Send with the next poll."""
-        packet.pending += 1
+        with self._counting:
+            packet.pending += 1
         (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:
@@ -74,6 +76,11 @@ class ThreadedTransport(Transport):
     def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
         """Begin to send."""
 
+    def _has_left(self, packet: Packet) -> None:
+        """A copy of it needs its bytes no more."""
+        with self._counting:  # another thread may be sending it to somebody else
+            packet.pending -= 1
+
     def _run(self) -> None:
         try:
             self._poll_until_closed()
@@ -81,8 +88,11 @@ class ThreadedTransport(Transport):
             self.failure = error
 
     def _empty_outboxes(self) -> bool:
-        """Begin to send all that may leave; True if anything did."""
+        """Begin to send all that may leave; True if anything did. Nothing may once this rank has told the others that
+        no more will come (`_has_ended`): a death that is heard of late, say, has nothing more to tell."""
         begun = False
+        if self._has_ended:
+            return False
         while self._small_outbox:
             self._send_now(*self._small_outbox.popleft(), bulk=False)
             begun = True
