@@ -276,12 +276,10 @@ def is_step_or_batch(data: bytes, of: object) -> bool:
     if not fits:
         return False
     *actions, a, b, c = struct.unpack_from("<3q3f", data)
-    if not all(0 <= action < NUM_ACTIONS for action in actions) or not all(map(math.isfinite, (a, b, c))):
-        return False
-    if max(flags) > 1:
+    if not all(0 <= action < NUM_ACTIONS for action in actions) or max(flags) > 1:
         return False
     if of is BATCHES:
-        return True
+        return all(map(math.isfinite, (a, b, c)))
     ends = list(zip(flags[:3], flags[3:6], flags[6:], strict=True))
     return sum(flags[3:6]) == cut and all(not truncated or (first and not over) for over, truncated, first in ends)
 

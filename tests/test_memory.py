@@ -296,11 +296,15 @@ def test_a_lost_model_is_not_waited_for_for_ever(max_staleness: int, tmp_path: P
 
 
 def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    trained = train(3, configure(tmp_path, topology="ring"), [corrupt(1, 2, n) for n in (2, 5, 6)])
+    damaged = (2, 3, 4)
+    trained = train(3, configure(tmp_path, topology="ring", steps=1500), [corrupt(1, 2, n) for n in damaged])
     assert trained.ended_well()
+    sent = trained.total("models_sent", rank=1)
     said = [line for line in capsys.readouterr().err.splitlines() if "refused" in line]
     assert len(said) == 1 and said[0].startswith("[rank 2] refused a model from rank 1: it begins with")
-    assert (trained.total("models_refused", rank=2), trained.total("models_refused")) == (3, 3)
+    expected = sum(n <= sent for n in damaged)  # on a busy machine one rank may do nearly all of the work
+    assert (trained.total("models_refused", rank=2), trained.total("models_refused")) == (expected, expected)
+    assert expected > 0
     assert bool(parameters(trained.states()).isfinite().all())
 
 
