@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 
 import numpy as np
-from minatar_bed import BASE_RATE, METHODS, TOTAL_STEPS, Job, best_rates, read
+from minatar_bed import BASE_RATE, FOLDER, METHODS, TOTAL_STEPS, Job, best_rates, read
 
 from pala.report.text import table
 
@@ -72,16 +73,35 @@ def final(results: dict[Job, dict]) -> str:
     return table(header, rows) if rows else "Not run yet."
 
 
+def trial() -> str:
+    """The trial of momentum, with 16 ranks."""
+    lines = [json.loads(line) for line in (FOLDER / "momentum_trial.jsonl").read_text().splitlines()]
+    cells: dict[tuple, dict[str, list[float]]] = {}
+    for line in lines:
+        key = (line["method"], line["rate"], line["momentum"], line["smoothing"] if line["momentum"] else None)
+        cells.setdefault(key, {}).setdefault(line["game"], []).append(line["mean_height"])
+    games = ("breakout", "space_invaders")
+    rows = []
+    for (method, rate, momentum, smoothing), heights in sorted(cells.items(), key=str):
+        texts = [f"{statistics.fmean(found):.2f} ({len(found)})" if (found := heights.get(g)) else "" for g in games]
+        spans = [f"{min(found):.2f}-{max(found):.2f}" if (found := heights.get(g)) else "" for g in games]
+        how = (f"{momentum:g}", f"{smoothing:g}") if momentum else ("none", "")
+        rows.append((method, f"{rate:g} x", *how, texts[0], spans[0], texts[1], spans[1]))
+    header = ("method", "rate", "momentum", "smoothing", "breakout", "range", "space_invaders", "range")
+    return table(header, rows)
+
+
 def main() -> None:
     """Print the page."""
     results = read()
     print(f"# Mixing on MinAtar: {TOTAL_STEPS:,} steps over all ranks\n")
     print(
-        f"## Sweep\n\nMean height of the curve (number of seeds) by the rate over {BASE_RATE:g}.\n\n{sweep(results)}\n"
+        f"## Sweep\n\nMean height of the curve (number of seeds), by the rate over {BASE_RATE:g}.\n\n{sweep(results)}"
     )
-    print(
-        f"## At its best rate, with fresh seeds\n\nRatios with 95 % bootstrap intervals over seeds.\n\n{final(results)}"
-    )
+    print("\n## At its best rate, with fresh seeds\n\nRatios with 95 % bootstrap intervals over seeds.\n")
+    print(final(results))
+    print("\n## Trial: quasi-global momentum, 16 ranks\n\nMean height of the curve (number of seeds).\n")
+    print(trial())
 
 
 if __name__ == "__main__":
