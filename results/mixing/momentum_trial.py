@@ -94,6 +94,11 @@ def main() -> None:
             ("allreduce", 2, 0.0),
         )
     ]
+    trials += [
+        Trial(game, method, rate, 1, momentum, smoothing)
+        for method, rate, momentum, smoothing in MORE
+        for game in ("breakout", "space_invaders")
+    ]
     done = [json.loads(line) for line in RAW.read_text().splitlines()] if RAW.exists() else []
     made = {tuple(line[key] for key in asdict(trials[0])) for line in done}
     trials = [trial for trial in trials if tuple(asdict(trial).values()) not in made]
