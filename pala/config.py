@@ -96,8 +96,8 @@ class A2CConfig:
     """`none`: every rank steps by `learning_rate`. `ranks`: `learning_rate` is that of one learner alone; N ranks step
     by so many times that as their exchange needs for a step of the same length: `allreduce` √N [GALA], gossip and
     `shared_memory` N over the progress that mixing keeps, `none` 1 (docs/architecture.md). Ours."""
-    learning_rate_most_scaling: float = 8.0
-    """The most that `ranks` multiplies by: ranks whose policies differ too much act badly. Ours; not tuned."""
+    learning_rate_most_scaling: float = 4.0
+    """The most that `ranks` multiplies by: ranks whose policies differ too much act badly. Ours (results/mixing/)."""
     rmsprop_alpha: float = 0.99
     """Decay of the mean square an update [GALA]."""
     rmsprop_epsilon: float = 1e-5

@@ -323,18 +323,6 @@ class Sent(ThreadedTransport):
         pass
 
 
-def test_nothing_leaves_after_the_closing_barrier_began() -> None:
-    """The death of a peer that is heard of late would tell once more that training ends."""
-    transport, before, after = Sent(), packet(1), packet(2)
-    transport.send(1, before)
-    transport.poll()
-    transport._has_ended = True
-    transport.send(1, after)
-    transport.send(1, after, bulk=True)
-    transport.poll()
-    assert transport.left == [before]
-
-
 def test_copies_that_leave_on_another_thread_are_counted() -> None:
     """One packet goes to several peers: while the learner's thread sends it to one, it leaves for another."""
     transport, shared, switch_s = Sent(), packet(1), sys.getswitchinterval()

@@ -75,8 +75,10 @@ class DataProxy(ThreadedTransport):
                 ticked_s = now_s
             with self._polling:
                 moved = self._poll()
+                # Until all are here a rank may still have to hear of the end: a death that is heard of now leaves this
+                # rank to tell whom the dead one should have told.
                 if self._closing and barrier is None and not (self._bulk_outbox or self._small_outbox or self._sends):
-                    self._has_ended, barrier = True, Barrier(self._comm)
+                    barrier = Barrier(self._comm)
                 if barrier is not None and barrier.done():
                     if not self._deaths.ranks:  # it would have to be freed by all
                         self._comm.Free()

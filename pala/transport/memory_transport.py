@@ -77,7 +77,6 @@ class MemoryTransport(ThreadedTransport):
                 moved = self._poll()
                 nothing_left = not (self._bulk_outbox or self._small_outbox or self._sends)
                 if self._closing and nothing_left and self._rank not in self._channel.closed:
-                    self._has_ended = True
                     self._channel.close(self._rank)
                 if self._closing and self._channel.closed | self._world.gone >= set(range(self._world.size)):
                     return

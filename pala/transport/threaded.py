@@ -23,7 +23,7 @@ class ThreadedTransport(Transport):
         self._bulk_outbox: deque[tuple[int, Packet]] = deque()
         self._small_outbox: deque[tuple[int, Packet]] = deque()
         self._wake = threading.Event()
-        self._closing = self._has_ended = False
+        self._closing = False
         self._polling, self._counting = threading.Lock(), threading.Lock()
 
     def start(self, receiver: Receiver) -> None:
@@ -88,11 +88,8 @@ class ThreadedTransport(Transport):
             self.failure = error
 
     def _empty_outboxes(self) -> bool:
-        """Begin to send all that may leave; True if anything did. Nothing may once this rank has told the others that
-        no more will come (`_has_ended`): a death that is heard of late, say, has nothing more to tell."""
+        """Begin to send all that may leave; True if anything did."""
         begun = False
-        if self._has_ended:
-            return False
         while self._small_outbox:
             self._send_now(*self._small_outbox.popleft(), bulk=False)
             begun = True
