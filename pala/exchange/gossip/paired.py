@@ -59,6 +59,7 @@ class PairedProtocol(GossipProtocol):
         self._offers = {}  # to peers that have not replied
         self._answers: dict[int, float] = {}  # that came: the fraction to move by
         self._numbers: dict[int, int] = {}  # of the offers in the inbox
+        self._refusing: set[int] = set()  # peers that have refused this rank's last offer to them
 
     # ---- events --------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,7 @@ class PairedProtocol(GossipProtocol):
             return self._answer_came(sender, message.weight, offer, usable=not (late or rejected))
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE) and message.round in (offer.number, _ANY):
             self._credit_came(sender, wants_whole=message.kind is Kind.ASK_WHOLE)
+            self._refusing.add(sender)
             return self._refused(sender)
         return []
 
@@ -136,12 +138,17 @@ class PairedProtocol(GossipProtocol):
         if usable and self.has_model and self._crosses(sender):
             self._note_transfer(sender, took_s)
             return self._return_credit(sender)
+        self._refusing.discard(sender)
         return self._model_came(message, took_s, late, rejected)
 
     def _crosses(self, sender: int) -> bool:
         """True if an offer to this rank is to be refused, since the sender has been offered to and will answer. Of one
-        that has been silent that is not sure: what was offered to it may be lost."""
-        return self.rank < sender and sender in self._offers and sender not in self.silent
+        that has been silent that is not sure: what was offered to it may be lost. Nor of one that has refused the last
+        offer: it may refuse them all, as those of a rank whose model is not finite and that does not know it yet, and
+        then both would wait for each other for ever."""
+        if sender in self.silent or sender in self._refusing:
+            return False
+        return self.rank < sender and sender in self._offers
 
     def _answer_came(self, sender: int, fraction: float, offer: _Offer, usable: bool) -> list[Action]:
         self._credit_came(sender, wants_whole=False)
@@ -149,6 +156,7 @@ class PairedProtocol(GossipProtocol):
             self.counts["models_refused"] += not usable
             return self._refused(sender)
         self.counts["models_received"] += 1
+        self._refusing.discard(sender)
         del self._offers[sender]
         self._answers[sender] = fraction
         return [Keep(sender)]
