@@ -745,6 +745,6 @@ def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: 
 
 
 def test_a_rank_whose_offers_are_refused_takes_those_of_who_refuses_them() -> None:
-    """Its model is not finite, and it does not know; as the lower of two that offer to each other it refused the other's
-    offers, too, and both waited for ever."""
+    """Its model is not finite, and it does not know. As the lower of two that offer to each other it refused the
+    other's offers, too, and both waited for ever."""
     check(schedule(72799))
