@@ -42,6 +42,7 @@ _PROBE_S = 60.0  # for a host to start one process
 _LEFT_OVER_S = 60.0  # for ranks to end after their mpirun
 _DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
+_ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
 _GENTLY = signal.SIGUSR1  # after SIGTERM, Open MPI's mpirun gives ranks 0.2 s: too little for a checkpoint
 
 
@@ -72,14 +73,13 @@ class Arrivals:
         self._at: dict[str, set[int]] = {"begun": set(), "up": set()}
 
     def read(self, line: bytes) -> bool:
-        """True if the line is an announcement."""
-        words = line.decode(errors="replace").split()
-        if len(words) != 3 or words[0] != ANNOUNCEMENT or words[1] not in self._at or not words[2].isdigit():
-            return False
-        self._at[words[1]].add(int(words[2]))
+        """True if the line is nothing but an announcement. Launchers put tags before lines, and join those of ranks."""
+        text = line.decode(errors="replace")
+        for stage, rank in _ANNOUNCED.findall(text):
+            self._at[stage].add(int(rank))
         if self._at["up"] >= self._ranks:
             self.over.set()
-        return True
+        return bool(_ANNOUNCED.search(text)) and not _ANNOUNCED.sub("", text).strip()
 
     def missing(self) -> str:
         """Who is not up, in words."""
@@ -189,10 +189,12 @@ class Supervisor:
         if self._signal is not None:  # it came before there was a job to pass it on to
             self._job.send_signal(_GENTLY)
         assert self._job.stderr is not None
-        arrivals = Arrivals(ranks)
+        arrivals, segments = Arrivals(ranks), self._num_segments()
         relay = threading.Thread(target=self._relay, args=[self._job.stderr, arrivals], daemon=True)
         relay.start()
-        watch = threading.Thread(target=self._end_if_it_does_not_start, args=[self._job, arrivals], daemon=True)
+        watch = threading.Thread(
+            target=self._end_if_it_does_not_start, args=[self._job, arrivals, segments], daemon=True
+        )
         watch.start()
         status = self._job.wait()
         arrivals.over.set()
@@ -203,9 +205,10 @@ class Supervisor:
             return status if status > 0 else 1
         return status if status >= 0 else 128 - status
 
-    def _end_if_it_does_not_start(self, job: subprocess.Popen[bytes], arrivals: Arrivals) -> None:
-        """Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before."""
-        if arrivals.over.wait(self.start_timeout_s):
+    def _end_if_it_does_not_start(self, job: subprocess.Popen[bytes], arrivals: Arrivals, segments: int) -> None:
+        """Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before. A job that has made
+        its entry in the run's record has started, whatever became of the announcements."""
+        if arrivals.over.wait(self.start_timeout_s) or self._num_segments() > segments:
             return
         arrivals.late = True
         self._say(
