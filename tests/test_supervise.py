@@ -114,6 +114,18 @@ def test_what_has_trained_once_is_restarted_whatever_its_error(there: Path) -> N
     assert supervisor.supervise() == 2 and len(supervisor.told) == 1
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_job_that_trains_is_not_ended_for_want_of_announcements(there: Path, trains: bool) -> None:
+    supervisor = Scripted(["--run.name", "r", "--run.start-timeout-s", "1"], [])
+    if trains:
+        attempt(100, 0)(supervisor)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
+        arrivals = Arrivals(2)
+        supervisor._end_if_it_does_not_start(job, arrivals, segments=0)
+        assert (arrivals.late, job.poll() is None) == (not trains, trains)
+        job.kill()
+
+
 def test_ranks_that_do_not_come_up_are_named() -> None:
     arrivals = Arrivals(3)
     assert not arrivals.read(b"pala: error: begun 1\n") and not arrivals.read(b"pala-announcement: begun x\n")
