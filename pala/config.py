@@ -98,6 +98,12 @@ class A2CConfig:
     `shared_memory` N over the progress that mixing keeps, `none` 1 (docs/architecture.md). Ours."""
     learning_rate_most_scaling: float = 4.0
     """The most that `ranks` multiplies by: ranks whose policies differ too much act badly. Ours (results/mixing/)."""
+    momentum: float = 0.0
+    """Quasi-global momentum (arXiv 2102.04761): beside its own step a rank moves by so many times the running mean of
+    how its model moves, exchange and all. The mean of the models goes 1 / (1 - momentum) times as far; the noise of a
+    rank's own step grows hardly at all. 0 turns it off. Ours (results/mixing/)."""
+    momentum_smoothing: float = 0.8
+    """Decay of that running mean an update. Ours."""
     rmsprop_alpha: float = 0.99
     """Decay of the mean square an update [GALA]."""
     rmsprop_epsilon: float = 1e-5
@@ -324,7 +330,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "env.repeat_action_probability": (0, 1), "env.max_episode_frames": (1, 1e9),
     "network.conv_hidden": (1, 1e6),
     "a2c.rollout_steps": (1, 1e6), "a2c.gamma": (0, 1), "a2c.gae_lambda": (0, 1), "a2c.learning_rate": (0, 1e6),
-    "a2c.learning_rate_most_scaling": (1, 1e6),
+    "a2c.learning_rate_most_scaling": (1, 1e6), "a2c.momentum": (0, 0.999), "a2c.momentum_smoothing": (0, 0.999),
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
     "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.1, 1e6), "exchange.top_k_fraction": (1e-9, 1),

@@ -122,11 +122,13 @@ class Learner(Loop):
         if healthy:
             self._movement.learned(self._flat.data)
         with self._exchanging():
+            heals = self._exchange.heals
             finite = self._exchange.after_update(self._config.steps_per_update, healthy)
-        if healthy:
+        if healthy and self._exchange.heals == heals:
             self._movement.exchanged(self._flat.data)
         else:
             self._movement.restart(self._flat.data)
+            self._a2c.restart_momentum()
         if result.applied:
             return
         where = f"[rank {self._rank}] update {self.counters.updates}"

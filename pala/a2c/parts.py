@@ -42,19 +42,20 @@ class A2CParts(Parts[ModelExchange]):
 
     @property
     def shared_tensors(self) -> list[Tensor]:
-        return [self.flat.data, self.a2c.mean_square]
+        return list(self.a2c.tensors.values())
 
     def restore(self, comm: Communicator, saved: Saved) -> RankState:
         """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
         state = saved.own or self._average(comm, saved)
-        self.flat.data.copy_(state.tensors["parameters"])
-        self.a2c.mean_square.copy_(state.tensors["mean_square"])
+        for name, tensor in self.a2c.tensors.items():
+            if name in state.tensors:  # the run may have begun without momentum
+                tensor.copy_(state.tensors[name])
         if kind_of(self.config.exchange).one_model and saved.own is not None:
             self._begin_alike(comm, state)
         return state
 
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {"parameters": self.flat.data, "mean_square": self.a2c.mean_square}, {}
+        return self.a2c.tensors, {}
 
     def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> ModelExchange:
         return make_exchange(comm, self.flat.data, self.flat.signature, self.config, start, interrupt)

@@ -122,6 +122,11 @@ class Exchange(abc.ABC):
 class ModelExchange(Exchange):
     """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
+    @property
+    def heals(self) -> int:
+        """How often `after_update` has put what peers sent in the place of this rank's model."""
+        return 0
+
     def average_gradient(self, gradient: Tensor) -> bool:
         """The flat gradient of an update, before the optimiser takes it; may be changed in place, and may wait.
 

@@ -32,6 +32,7 @@ _COUNTS = ("updates", "own_steps", "base_steps", "round")
 
 _CONTENTS = (
     {"parameters", "mean_square"},  # A2C: of the whole network; RMSprop's mean squares
+    {"parameters", "mean_square", "movement"},  # and quasi-global momentum's mean movement
     {"parameters", "squares", "target"},  # Gorila: a shard's slices; the optimiser's squares; the target network
     set[str](),  # Gorila: a rank that serves no shard
 )

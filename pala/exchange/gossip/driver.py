@@ -124,6 +124,7 @@ class GossipDriver(Receiver):
         self._changed, self._num_waiting = threading.Condition(self.lock), 0
         self.counts: Counter[str] = Counter()  # for the metrics; whoever reads them may empty it
         self.distances: list[Any] = []
+        self.heals = 0
         self._num_asked = 0  # times that a mix could have been measured
         self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self._offers: dict[int, _Snapshot] = {}  # by the peer that is to answer
@@ -231,6 +232,7 @@ class GossipDriver(Receiver):
                 self._close_offer(action.peer)
             elif isinstance(action, Heal):
                 self.models.heal()
+                self.heals += 1
                 self._count_mix(action.num_models)
             elif isinstance(action, Clear):
                 self.models.clear()

@@ -67,6 +67,10 @@ class Gossip(ModelExchange):
     def stop_now(self, reason: Stop) -> None:
         self._driver.end(reason)
 
+    @property
+    def heals(self) -> int:
+        return self._driver.heals
+
     def after_update(self, steps: int, healthy: bool) -> bool:
         mixes = self._driver.counts["mixes"]
         with self._driver.lock:
