@@ -435,6 +435,7 @@ def test_the_area_is_the_mean_height(there: Path, no_pictures: None) -> None:
     assert float(rows[0]["area"]) == pytest.approx(slow, abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_report_can_be_made_again_from_the_results_alone(there: Path) -> None:
     plant(plan_of(PRESET.replace("seeds = [1, 2]", "seeds = [1]")), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
     report()
@@ -445,6 +446,7 @@ def test_the_report_can_be_made_again_from_the_results_alone(there: Path) -> Non
     assert {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()} == made
 
 
+@pytest.mark.slow
 def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> None:
     plan = plan_of()
     mine = plan.runs[0]
@@ -472,6 +474,7 @@ def test_a_run_made_again_for_more_steps_replaces_the_shorter_one(there: Path, n
     assert "Left out for a longer run of the same seed: `gossip-Pole-1-1`." in page
 
 
+@pytest.mark.slow
 def test_variants_may_differ_in_budget_alone(there: Path, no_pictures: None) -> None:
     plan = plan_of(PRESET + "[variants.gossip_long]\ntotal_steps = 9000\n")
     for run in plan.runs:

@@ -90,6 +90,7 @@ def test_atari_rewards_can_stay_unclipped():
     assert max(rewards) > 1
 
 
+@pytest.mark.slow
 def test_atari_time_limit_truncates_and_hands_over_the_last_observation():
     """The final observation is the one of a game without the limit, not that of the next game."""
     actions = random_actions(25, 2, 6)
@@ -105,6 +106,7 @@ def test_atari_time_limit_truncates_and_hands_over_the_last_observation():
     assert (limited.observations[:, :3] != free.observations[:, :3]).any(axis=(1, 2, 3)).all()
 
 
+@pytest.mark.slow
 def test_atari_is_determined_by_its_seeds():
     actions = random_actions(40, 3, 4)
 

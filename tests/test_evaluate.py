@@ -150,7 +150,8 @@ def test_one_episode_has_no_standard_error(cartpole_run: Path) -> None:
     assert "over 1 episode, greedy actions" in str(evaluation)
 
 
-def test_atari_is_normalised_and_playswhole_games(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_atari_is_normalised_and_plays_whole_games(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", PONG, network_of(PONG))
     evaluation = evaluate(run, 2, 2, greedy=False, seed=0, threads=1)
     assert evaluation.mean_length_steps == 20
@@ -267,7 +268,7 @@ def test_errors_are_sentences(
     assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("game", ["Sparkle", "Pong"])
+@pytest.mark.parametrize("game", ["Sparkle", pytest.param("Pong", marks=pytest.mark.slow)])
 def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
     imageio = pytest.importorskip("imageio.v2")
     pytest.importorskip("imageio_ffmpeg")

@@ -59,6 +59,7 @@ def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
     assert "completed after" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) -> None:
     source = (
         "import pala.train as cli, pala.envs, gymnasium\n"

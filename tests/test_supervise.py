@@ -388,6 +388,7 @@ def test_a_users_mistake_is_not_restarted(mpi: Launcher, tmp_path: Path) -> None
     assert job.status == 2 and "'nowhere/mpirun' is not installed" in job.output and "Traceback" not in job.output
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, SCRIPT, "--mpirun", "false", "--pause-s", "60"],
