@@ -180,6 +180,10 @@ class GorilaConfig:
     update_period_steps: int = 4
     """Environment steps over all ranks for each gradient over all learners, who wait rather than learn more often
     [DQN: 4]."""
+    patience_s: float = 60.0
+    """Seconds after which a rank that takes in no message (stopped, or behind a link that is cut) counts as silent. An
+    actor plays on without a silent replay; the job ends if a shard, or all who have another role, are silent. Ours;
+    longer than gossip's, which never ends a job."""
     parameters_period_updates: int = 1
     """Gradients of a learner between two fetches of parameters; an actor's rank without learner: as many times
     `update_period_steps` of its steps. Ours."""
@@ -338,7 +342,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "gorila.num_shards": (1, 1e6), "gorila.replay_capacity_steps": (1, 1e12), "gorila.min_replay_steps": (1, 1e12),
     "gorila.minibatch_size": (1, 1e6), "gorila.update_period_steps": (1, 1e9),
     "gorila.parameters_period_updates": (1, 1e9), "gorila.gamma": (0, 1), "gorila.target_period_updates": (1, 1e12),
-    "gorila.adagrad_learning_rate": (0, 1e6), "gorila.adagrad_epsilon": (1e-15, 1),
+    "gorila.patience_s": (1, 1e6), "gorila.adagrad_learning_rate": (0, 1e6), "gorila.adagrad_epsilon": (1e-15, 1),
     "gorila.rmsprop_learning_rate": (0, 1e6), "gorila.rmsprop_alpha": (0, 1), "gorila.rmsprop_epsilon": (1e-15, 1),
     "gorila.max_staleness_updates": (0, 1e12),
     "gorila.loss_filter_deviations": (0, 1e6), "gorila.loss_filter_horizon_updates": (2, 1e9),

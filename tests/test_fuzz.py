@@ -281,7 +281,9 @@ def is_step_or_batch(data: bytes, of: object) -> bool:
     if of is BATCHES:
         return all(map(math.isfinite, (a, b, c)))
     ends = list(zip(flags[:3], flags[3:6], flags[6:], strict=True))
-    return sum(flags[3:6]) == cut and all(not truncated or (first and not over) for over, truncated, first in ends)
+    return sum(flags[3:6]) == cut and all(
+        (first and not over) if truncated else (over or not first) for over, truncated, first in ends
+    )
 
 
 def test_a_step_or_a_minibatch_is_taken_as_it_is_or_refused() -> None:

@@ -226,9 +226,9 @@ class MemoryCommunicator(Communicator):
         self.sleep_while_stopped()
 
     def sleep_while_stopped(self) -> None:
-        """For the transport's thread."""
-        while (rest_s := self.world.stopped_until_s[self.rank] - time.monotonic()) > 0:
-            time.sleep(rest_s)
+        """For the transport's thread. Who is alone has nobody left to be missed by, and goes on."""
+        while (rest_s := self.world.stopped_until_s[self.rank] - time.monotonic()) > 0 and not self.is_alone():
+            time.sleep(min(rest_s, _LOOK_S))
 
     def end_if_dead(self) -> None:
         """Raise Killed if this rank is."""
