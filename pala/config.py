@@ -357,7 +357,8 @@ def check(config: Config, source: str) -> None:
             )
     for key in ("network.conv_channels", "network.mlp_hidden"):
         if not all(1 <= width <= 1e6 for width in values[key]):
-            raise PalaError(f"{source}: '{key}' is {_shown.repr(values[key])} but widths lie between 1 and 1e+06.")
+            shown = _shown.repr(values[key])
+            raise PalaError(f"{source}: '{key}' is {shown} but every width must lie between 1 and 1e+06.")
     check_exchange(config.exchange, source)
     check_gorila(config.gorila, source)
     least = config.gorila.min_replay_steps
