@@ -23,13 +23,17 @@ __version__ = "0.1.0"
 __all__ = ["Config", "PalaError", "fit", "load_preset"]
 
 
-def fit(config: Config, make_env: Callable[[], Any] | None = None, resume: str | Path | None = None) -> Result:
+def fit(
+    config: Config, make_env: Callable[[], Any] | None = None, resume: str | Path | None = None, trust_run: bool = False
+) -> Result:
     """Train one policy on all ranks of MPI.COMM_WORLD. Collective: every rank calls it with the same arguments.
 
     `make_env`: returns one fresh `gymnasium.Env`; wins over `config.env.id` and travels with cloudpickle to where a
-    process needs it. `resume`: the folder of an earlier run to go on with. Raises PalaError for a mistake that
-    all ranks see. With several ranks, any other error ends the whole job with its traceback, because the other ranks
-    would wait for this one for ever.
+    process needs it. The run keeps it: by name if it is defined in a module that can be imported, else as a pickle.
+    `resume`: the folder of an earlier run to go on with; without `make_env`, in the environment that it keeps.
+    `trust_run`: load that also if it is a pickle that came from elsewhere, which runs its code. Raises PalaError for a
+    mistake that all ranks see. With several ranks, any other error ends the whole job with its traceback, because the
+    other ranks would wait for this one for ever.
     """
     from pala.system.errors import CollectiveError
     from pala.system.runtime import prepare
@@ -42,7 +46,9 @@ def fit(config: Config, make_env: Callable[[], Any] | None = None, resume: str |
         prepare(config.run.threads or cores)
         from pala.run.session import run_session
 
-        return run_session(comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None)
+        return run_session(
+            comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, trust_run=trust_run
+        )
     except CollectiveError:
         raise  # on every rank
     except BaseException as error:

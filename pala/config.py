@@ -13,6 +13,7 @@ released settings; [A3C] Mnih et al. 2016, arXiv 1602.01783; [DQN] Mnih et al. 2
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import sys
 import types
 import typing
@@ -29,6 +30,9 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+_MOST_SHOWN = 200
+_shown = reprlib.Repr()  # a file from elsewhere may hold values of any size
+_shown.maxstring = _shown.maxother = _MOST_SHOWN
 
 
 @dataclass(frozen=True)
@@ -358,10 +362,13 @@ def check(config: Config, source: str) -> None:
     values = flatten(to_table(config))
     for key, (low, high) in _RANGES.items():
         if not low <= values[key] <= high:
-            raise PalaError(f"{source}: '{key}' is {values[key]!r} but must lie between {low:g} and {high:g}.")
+            raise PalaError(
+                f"{source}: '{key}' is {_shown.repr(values[key])} but must lie between {low:g} and {high:g}."
+            )
     for key in ("network.conv_channels", "network.mlp_hidden"):
-        if not all(width >= 1 for width in values[key]):
-            raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
+        if not all(1 <= width <= 1e6 for width in values[key]):
+            shown = _shown.repr(values[key])
+            raise PalaError(f"{source}: '{key}' is {shown} but every width must lie between 1 and 1e+06.")
     check_exchange(config.exchange, source)
     check_gorila(config.gorila, source)
     least = config.gorila.min_replay_steps
@@ -459,7 +466,7 @@ def _build(cls: Any, table: dict[str, Any], source: str, prefix: str, known: lis
     hints = typing.get_type_hints(cls)
     unknown = [key for key in table if key not in hints]
     if unknown:
-        key = prefix + unknown[0]
+        key = prefix + unknown[0][:_MOST_SHOWN]
         guess = nearest(key, known) or nearest(key, [k for k in known if k.endswith("." + unknown[0])])
         raise PalaError(f"{source}: unknown key '{key}'{guess or '; here are ' + ', '.join(hints) + '.'}")
     values = {key: _convert(value, hints[key], source, prefix + key, known) for key, value in table.items()}
@@ -471,7 +478,7 @@ def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> 
     if dataclasses.is_dataclass(hint):
         if isinstance(value, dict):
             return _build(hint, value, source, key + ".", known)
-        raise PalaError(f"{source}: '{key}' is a section and needs a table, not {value!r}.")
+        raise PalaError(f"{source}: '{key}' is a section and needs a table, not {_shown.repr(value)}.")
     if hint is Any:
         return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -479,17 +486,18 @@ def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> 
         if value in arguments:
             return value
         choices = ", ".join(repr(a) for a in arguments)
-        raise PalaError(f"{source}: '{key}' is {value!r} but must be one of {choices}{nearest(str(value), arguments)}")
+        guess = nearest(value, arguments) if isinstance(value, str) else ""
+        raise PalaError(f"{source}: '{key}' is {_shown.repr(value)} but must be one of {choices}{guess}")
     if origin is dict and isinstance(value, dict):
         return {name: _convert(item, arguments[1], source, f"{key}.{name}", known) for name, item in value.items()}
     if origin is tuple and isinstance(value, (list, tuple)):
         inner = arguments[0]
         if arguments[-1] is not Ellipsis and len(value) != len(arguments):
-            raise PalaError(f"{source}: '{key}' needs {len(arguments)} values, not {value!r}.")
+            raise PalaError(f"{source}: '{key}' needs {len(arguments)} values, not {_shown.repr(value)}.")
         return tuple(_convert(item, inner, source, key, known) for item in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     wanted = hint.__name__ if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else str(hint)
-    raise PalaError(f"{source}: '{key}' is {value!r} ({type(value).__name__}) but must be of type {wanted}.")
+    raise PalaError(f"{source}: '{key}' is {_shown.repr(value)} ({type(value).__name__}) but must be of type {wanted}.")

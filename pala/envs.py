@@ -143,7 +143,7 @@ def make_envs(config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None 
     """The environments of one rank. A `make_env` of the user's wins over `config.id`."""
     if make_env is None and config.id.startswith("ALE/"):
         return AtariEnvs(atari_rom(config.id), config, num_threads)
-    factory = make_env if make_env is not None else lambda: gymnasium.make(_checked_id(config.id))
+    factory = make_env if make_env is not None else lambda: gymnasium.make(checked_id(config.id))
     try:
         return Envs(_vector_env(factory, config), clip_rewards=config.clip_rewards == "sign")
     except gymnasium.error.Error as error:
@@ -168,7 +168,7 @@ def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorE
 
 def atari_rom(env_id: str) -> str:
     """`ALE/SpaceInvaders-v5` -> `space_invaders`, checked against the ROMs that ale-py brings."""
-    _checked_id(env_id)
+    checked_id(env_id)
     rom = str(gymnasium.spec(env_id).kwargs["game"])
     from ale_py import roms
 
@@ -180,7 +180,9 @@ def atari_rom(env_id: str) -> str:
     return rom
 
 
-def _checked_id(env_id: str) -> str:
+def checked_id(env_id: str) -> str:
+    """The id of an environment that is registered. Raises PalaError for any other; `module:id`, by which gymnasium
+    would import a module, is one."""
     try:
         if env_id.startswith("ALE/"):
             import ale_py

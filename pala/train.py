@@ -37,6 +37,9 @@ class Command:
     """TOML file with settings (configs/); the options below win over it."""
     resume: Path | None = None
     """Folder of an earlier run to go on with, perhaps with another number of ranks. Its settings are the defaults."""
+    trust_run: bool = False
+    """With `--resume`: load the environment that the run keeps as a pickle, though it came from elsewhere. Loading a
+    pickle runs code."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -77,7 +80,9 @@ def main() -> None:
         from pala.run.session import run_session
 
         preset = command.preset.stem if command.preset else ""
-        result = run_session(comm, command.config, resume=command.resume, preset=preset, facts=facts)
+        result = run_session(
+            comm, command.config, resume=command.resume, preset=preset, facts=facts, trust_run=command.trust_run
+        )
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")

@@ -53,7 +53,7 @@ def test_every_preset_loads_and_says_something(path):
         ("[network]\nconv_channels = [32, 64]", "'network.conv_channels' needs 3 values, not [32, 64]."),
         ("[network]\nconv_channels = 32", "'network.conv_channels' is 32 (int) but must be of type tuple"),
         ("[network]\nmlp_hidden = [64, 'x']", "'network.mlp_hidden' is 'x' (str) but must be of type int."),
-        ("[network]\nmlp_hidden = [0]", "every width must be at least 1."),
+        ("[network]\nmlp_hidden = [0]", "every width must lie between 1 and 1e+06."),
         ("total_steps = 0", "'total_steps' is 0 but must lie between 1 and 1e+15."),
         ("[a2c]\ngamma = 1.1", "'a2c.gamma' is 1.1 but must lie between 0 and 1."),
         ("[a2c]\nlearning_rate = nan", "'a2c.learning_rate' is nan but must lie between"),

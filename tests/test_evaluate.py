@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import human_normalised, reference_scores
 from pala.evaluation.video import _atari_screen, record_video
 from pala.networks.network import ActorCritic, FlatParameters
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint, environment, run_folder
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
 
@@ -215,15 +214,16 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     config = Config(env=EnvConfig(id="ALE/Pong-v5"), network=NetworkConfig(mlp_hidden=(8,)))
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
-    (run / "make_env.pkl").write_bytes(cloudpickle.dumps(Sparkle))
+    environment.keep(run, Sparkle)
     evaluation = evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
     assert evaluation.returns == [5, 5, 5]
     assert (evaluation.environment, evaluation.noop_max) == ("environment made in Python", None)
     with pytest.raises(PalaError, match="draws no pictures"):
         record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+    (run / "make_env.txt").unlink()
     (run / "make_env.pkl").write_bytes(b"nonsense")
     with pytest.raises(PalaError, match="cannot be loaded"):
-        evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
+        evaluate(run, 3, 2, greedy=False, seed=0, threads=1, trust_run=True)
 
 
 def test_the_program_writes_json_and_keeps_earlier_results(
@@ -279,7 +279,7 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
         network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
     if game == "Sparkle":
-        (run / "make_env.pkl").write_bytes(cloudpickle.dumps(lambda: Sparkle("rgb_array")))
+        environment.keep(run, lambda: Sparkle("rgb_array"))
     sentence = record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
     steps, size, frames_per_s = (20, (320, 420), 15) if game == "Pong" else (5, (330, 606), 10)
     assert f"an episode of {steps} steps" in sentence

@@ -46,7 +46,10 @@ class A2CParts(Parts[ModelExchange]):
 
     def restore(self, comm: Communicator, saved: Saved) -> RankState:
         """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
-        state = saved.own or self._average(comm, saved)
+        own = saved.own
+        if own is not None:
+            collectively(comm, lambda: checkpoint.check_actor_critic(own))
+        state = own or self._average(comm, saved)
         for name, tensor in self.a2c.tensors.items():
             if name in state.tensors:  # the run may have begun without momentum
                 tensor.copy_(state.tensors[name])
@@ -71,8 +74,13 @@ class A2CParts(Parts[ModelExchange]):
             "every rank starts from the average of the ranks' parameters and of RMSprop's mean squares (independent "
             "learners: from the first's)",
         )
-        states = collectively(comm, lambda: checkpoint.load_all(saved.segment, self.flat.signature))
-        return checkpoint.average(states, independent=kind_of(self.config.exchange).policy == "first")
+        independent = kind_of(self.config.exchange).policy == "first"
+
+        def average() -> RankState:
+            states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
+            return checkpoint.average(states, independent)
+
+        return collectively(comm, average)
 
     def _begin_alike(self, comm: Communicator, state: RankState) -> None:
         """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Collective."""

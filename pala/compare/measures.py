@@ -91,7 +91,8 @@ class Run:
     def steps_per_s(self) -> float | None:
         """Speed of the ranks of the newest start: the sum of their medians over intervals."""
         ranks = self.ranks[: self.last.get("ranks")]
-        speeds = [[record["local_steps_per_s"] for record in settled(rank)] for rank in ranks]
+        key = "local_steps_per_s"
+        speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in ranks]
         return sum(map(statistics.median, filter(None, speeds))) or None
 
     @property

@@ -17,7 +17,7 @@ from pala.envs import Envs, Episode, atari_rom, make_envs
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
-from pala.run import run_folder
+from pala.run import environment, run_folder
 from pala.system.errors import PalaError
 from pala.system.runtime import say
 from pala.system.seeding import derive
@@ -25,16 +25,19 @@ from pala.system.seeding import derive
 _PROGRESS_S = 30.0
 
 
-def evaluate(run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, threads: int) -> Evaluation:
+def evaluate(
+    run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, threads: int, trust_run: bool = False
+) -> Evaluation:
     """Play `episodes` whole episodes with the policy of a run, at most `num_envs` of them at the same time.
 
     Equal arguments give equal returns, unless the environment has chance of its own. `threads`: of torch and Atari.
-    Raises PalaError. Writes nothing; see `record.save`.
+    `trust_run`: load an environment that came from elsewhere as a pickle, which runs its code. Raises PalaError. Writes
+    nothing; see `record.save`.
     """
     config = run_folder.config_of(run)
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
     torch.set_num_threads(threads)
-    make_env = run_folder.load_make_env(run)
+    make_env = environment.load(run, trust_run)
     envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env)
     try:
         policy = load_policy(run, config, envs)

@@ -68,7 +68,7 @@ class GorilaParts(Parts[GorilaExchange]):
         joint = self._restore_shards(comm, saved)
         if saved.own is not None:
             limits = {"deviations": self.filter.deviations, "horizon": self.filter.horizon}  # they may have changed
-            self.filter = LossFilter(**saved.own.counters["gorila"]["filter"] | limits)
+            self.filter = LossFilter(**saved.own.counters["gorila"].get("filter", {}) | limits)
         self._restore_replay(comm, saved)
         return saved.own or joint
 
@@ -78,8 +78,8 @@ class GorilaParts(Parts[GorilaExchange]):
         def read() -> RankState | None:
             if comm.rank != 0:
                 return None
-            states = checkpoint.load_all(saved.segment, self.flat.signature)
-            begin = assemble(states)
+            states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
+            begin = assemble(states, len(self.flat.data))
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
                 mine.copy_(of_all)
             self.version = begin.version

