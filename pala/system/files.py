@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """`write_atomically` for what is too large to be held as bytes: the file takes its place when the block ends."""
-    neighbour = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    neighbour = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")  # two may write at once
     try:
         with open(neighbour, "wb") as file:
             yield file
