@@ -414,7 +414,7 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
         f"    open('{tmp_path}/mended', 'w').close()\n"
         "    time.sleep(3)\n    os.kill(os.getpid(), 9)\n"
     )
-    environment = {"PYTHONPATH": str(tmp_path / "broken")}
+    environment = {"PYTHONPATH": f"{tmp_path / 'broken'}:{REPOSITORY}"}
     options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "30"]
     job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
     job.wait()
