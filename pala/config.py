@@ -264,6 +264,8 @@ class EvaluationConfig:
     """A2C: the most probable action instead of a sampled one [PALA and GALA sample]."""
     epsilon: float = 0.05
     """Gorila: probability of a random action instead of the best, unless `greedy` [DQN, Gorila: 0.05]."""
+    timeout_s: float = 14400.0
+    """The evaluation at the end of training is given up after so long; the run is complete all the same."""
 
 
 @dataclass(frozen=True)
@@ -354,6 +356,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "run.start_timeout_s": (1, 1e6),
     "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
     "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4), "evaluation.epsilon": (0, 1),
+    "evaluation.timeout_s": (1, 1e6),
 }  # fmt: skip
 
 

@@ -76,24 +76,21 @@ def main() -> None:
         cores = cores_per_rank(comm)
         prepare(command.config.run.threads or cores)
         # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
-        from pala.run import conclusion
+        from pala.run.conclusion import conclude
         from pala.run.session import run_session
 
         preset = command.preset.stem if command.preset else ""
         result = run_session(
-            comm, command.config, resume=command.resume, preset=preset, facts=facts, trust_run=command.trust_run
-        )
+            comm, command.config, resume=command.resume, preset=preset, facts=facts, conclude=conclude,
+            trust_run=command.trust_run,
+        )  # fmt: skip
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")
         sys.exit(2)
     except (Exception, KeyboardInterrupt) as error:
         abort(comm, error)
-    leave = leave_mpi(comm)
-    status = 0 if result.signal is None else 128 + result.signal
-    if result.leads:
-        status = conclusion.conclude(result, command.config) or status
-    leave(status)
+    leave_mpi(comm)(result.exit_status)
 
 
 if __name__ == "__main__":

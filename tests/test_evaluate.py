@@ -125,6 +125,13 @@ def test_an_odd_number_of_episodes_is_shared_out() -> None:
     assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]
 
 
+def test_games_that_do_not_end_are_given_up() -> None:
+    with pytest.raises(
+        PalaError, match=r"given up after 0\.1 s \('evaluation\.timeout_s'\) with \d+ of 1000000 episodes"
+    ):
+        play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=10**6, timeout_s=0.1)
+
+
 def test_statistics_and_repeatability(cartpole_run: Path) -> None:
     first, second, other = (evaluate(cartpole_run, 6, 4, greedy=False, seed=s, threads=1) for s in (0, 0, 1))
     assert first.returns == second.returns != other.returns

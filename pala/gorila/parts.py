@@ -35,6 +35,8 @@ from pala.system.seeding import stream, torch_weights
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
 
+_SAVE_REPLAY_S = 3600.0
+
 
 @dataclass
 class GorilaParts(Parts[GorilaExchange]):
@@ -122,7 +124,8 @@ class GorilaParts(Parts[GorilaExchange]):
                 file.unlink()
 
     def after_training(self, comm: Communicator, segment: Path) -> None:
-        """The replay, however long that takes: who has none, or a fast disk, waits for the others. Collective."""
+        """The replay: who has none, or a fast disk, waits for the others, and a signal does not hurry it. Collective.
+        Raises EndError when they have not saved theirs after an hour."""
         if not self.config.gorila.save_replay:
             return
         if self.store is not None:
@@ -130,7 +133,7 @@ class GorilaParts(Parts[GorilaExchange]):
                 self.store.save(self._replay_prefix(segment))
             except OSError as error:
                 say(f"[rank {self.rank}] the replay cannot be saved: {error}. A resumed run will fill it anew.")
-        comm.among_the_living(lambda living: None, None, Interrupt())  # a signal does not hurry it
+        comm.among_the_living(lambda living: None, _SAVE_REPLAY_S, Interrupt())
 
     def _replay_prefix(self, segment: Path) -> Path:
         return segment / f"rank-{self.rank:04d}"

@@ -6,13 +6,13 @@ Every rank has a metrics file. The lowest rank that lives leads: it keeps run.js
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pala.config import Config
 from pala.run.console import Reporter
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.run.run_folder import RunRecord
+from pala.run.segment import Segment
 from pala.system.errors import PalaError
 from pala.system.runtime import say
 from pala.transport.agreement import collectively
@@ -23,11 +23,11 @@ class Records:
     """What one rank records, from the start of a segment to its end."""
 
     def __init__(
-        self, comm: Communicator, config: Config, run: Path, start: Record, description: dict[str, Any]
+        self, comm: Communicator, config: Config, segment: Segment, start: Record, description: dict[str, Any]
     ) -> None:
         """`start`: the first record of this rank's metrics; `description`: what run.json says of the segment.
         Collective."""
-        self._rank, self._size, self._config, self._run = comm.rank, comm.size, config, run
+        self._rank, self._size, self._config, self._segment, run = comm.rank, comm.size, config, segment, segment.run
         self._hosts = comm.allgather(comm.host)
         self._metrics = MetricsWriter(metrics_path(run, comm.rank), comm.rank)
         self._record: RunRecord | None = None  # of who leads
@@ -36,7 +36,8 @@ class Records:
 
         def open_on_rank_0() -> None:
             if comm.rank == 0:
-                self._record = RunRecord.begin(run, config, description | {"hosts": self._hosts})
+                described = {"segment": segment.path.name, **description, "hosts": self._hosts}
+                self._record = RunRecord.begin(run, config, described, segment.check_folder)
 
         collectively(comm, open_on_rank_0)
 
@@ -51,7 +52,8 @@ class Records:
             self._record.note(**facts)
 
     def write(self, records: list[Record]) -> None:
-        """Append to this rank's metrics."""
+        """Append to this rank's metrics. Raises EndError if the run's folder is another job's by now."""
+        self._segment.check_folder()
         self._metrics.write(records)
 
     def report(self, global_steps: int) -> None:
@@ -74,7 +76,9 @@ class Records:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
-            self._record, self._reporter = RunRecord.take_over(self._run), self._make_reporter()
+            self._record = self._take_over()
+            if self._record.is_running:
+                self._reporter = self._make_reporter()
         lost = {entry["rank"]: entry for entry in self._record.segment.get("lost_ranks", [])}
         fresh = [rank for rank in range(self._size) if rank not in living and rank not in lost]
         if fresh:
@@ -87,11 +91,9 @@ class Records:
             self._reporter.view.living = living
 
     def end(self, status: str, **facts: Any) -> None:
-        """Close console and TensorBoard, and say in run.json how it ended: `completed`, `stopped` (by a signal) or
-        `failed`. Who does not lead does nothing."""
-        if self._reporter is not None:
-            self._reporter.close()
-            self._reporter = None
+        """Close console and TensorBoard, and say in run.json how it ended: `completed`, or `stopped` by a signal. Who
+        does not lead does nothing."""
+        self._close_reporter()
         if self._record is None:
             return
         try:
@@ -101,6 +103,34 @@ class Records:
                 raise
             say(f"run.json cannot be written: {error}.")
 
+    def fail(self, error: BaseException) -> None:
+        """The same for `failed`, and why. Any rank may say so, since who leads may be the one that does not answer;
+        not of a run that is complete, and who comes first is believed."""
+        self._close_reporter()
+        why = str(error) if isinstance(error, PalaError) else f"{type(error).__name__}: {error}"
+        try:
+            record = self._record or self._take_over()
+            is_ours = record.segment["segment"] == self._segment.path.name
+            if is_ours and record.segment["status"] in ("running", "stopped"):
+                record.end("failed", error=why)
+        except (OSError, PalaError) as fault:
+            say(f"[rank {self._rank}] run.json cannot be written: {fault}.")
+
+    def conclude(self, outcomes: dict[str, str]) -> None:
+        """Note what became of the last words, if this rank leads."""
+        try:
+            self.note(conclusion=outcomes | {"rank": self._rank})
+        except OSError as error:
+            say(f"run.json cannot be written: {error}.")
+
+    def _take_over(self) -> RunRecord:
+        return RunRecord.take_over(self._segment.run, self._segment.check_folder)
+
+    def _close_reporter(self) -> None:
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+
     def _make_reporter(self) -> Reporter:
         run = self._config.run
-        return Reporter(self._run, self._size, self._config.total_steps, run.console, run.tensorboard)
+        return Reporter(self._segment.run, self._size, self._config.total_steps, run.console, run.tensorboard)

@@ -13,13 +13,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pala.config import Config, from_table, to_table
-from pala.system.errors import PalaError
+from pala.system.errors import EndError, PalaError
 from pala.system.files import open_to_append, open_to_read, read_json, write_atomically
 from pala.system.runtime import say
 
@@ -80,9 +80,13 @@ def create(config: Config, preset: str) -> Path:
                 (path / "metrics").mkdir(exist_ok=True)
                 return path
             if config.run.name:
+                has_begun = (path / "run.json").exists()
+                other = (
+                    f"go on with it by `--resume {path}`" if has_begun else "move it away: it holds no run to resume"
+                )
                 raise PalaError(
-                    f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or go on "
-                    f"with it by `--resume {path}`."
+                    f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or "
+                    f"{other}."
                 ) from None
         except OSError as error:
             raise PalaError(f"Run folder '{path}' cannot be made: {error}; see 'run.dir'.") from None
@@ -123,23 +127,90 @@ def lock(run: Path) -> BinaryIO | None:
     except OSError as error:
         raise PalaError(f"No job can work in folder '{run}': its '{_LOCK}' cannot be opened ({error}).") from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(OSError):  # a full disk: the text is for people only
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}".encode())
-            file.flush()
+        _lock_for_one(file)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # not atomic: another job may come in between, and wins
     except BlockingIOError:
         file.close()
         raise PalaError(
-            f"Another job works in folder '{run}' ({_holder(run)}), and two would mix their files. Wait for its end or "
-            "stop it, then give this command again."
+            f"Another job works in folder '{run}' ({_holder(run / _LOCK)}), and two would mix their files. Wait for "
+            "its end or stop it, then give this command again."
         ) from None
     except OSError as error:
         file.close()
         say(f"Folder '{run}' cannot be locked ({error.strerror}): see to it that no other job works in it.")
         return None
     return file
+
+
+def _lock_for_one(file: BinaryIO) -> None:
+    """Lock an open file for this process alone, and say so in it. Raises OSError, BlockingIOError if another has it."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError):  # a full disk: the text is for people only
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}".encode())
+        file.flush()
+
+
+@contextlib.contextmanager
+def supervised(run: Path) -> Iterator[None]:
+    """Keep other supervisors away from a run, whose folder may not be there yet, until the block ends or this process
+    does: by a file beside the folder. Raises PalaError if another supervises it.
+    """
+    path = run.with_name(f".{run.name}.supervisor")
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked_file(path)
+    except BlockingIOError:
+        raise PalaError(
+            f"Another supervisor works on run '{run}' ({_holder(path)}). Wait for its end or stop it, then give this "
+            "command again."
+        ) from None
+    except OSError as error:
+        say(f"'{path}' cannot be locked ({error.strerror}): see to it that nobody else supervises the run.")
+        yield
+        return
+    with file:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _locked_file(path: Path) -> BinaryIO:
+    """A file that this process has locked; it may be deleted as long as it is. Raises OSError."""
+    while True:
+        file = open_to_append(path)
+        try:
+            _lock_for_one(file)
+            if path.exists() and path.samefile(f"/proc/self/fd/{file.fileno()}"):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # who had it before has just deleted it
+
+
+def lock_identity(lock: BinaryIO | None) -> tuple[int, int] | None:
+    """What tells the folder of this lock from another of the same name, as long as the lock is open."""
+    if lock is None:
+        return None
+    status = os.fstat(lock.fileno())
+    return status.st_dev, status.st_ino
+
+
+def check_identity(run: Path, identity: tuple[int, int] | None) -> None:
+    """Raise EndError if another folder, which another job has locked, has taken the place of the one of this identity;
+    None: of any."""
+    try:
+        status = (run / _LOCK).stat()
+    except OSError:  # deleted, or it does not answer: what is written to it fails by itself
+        return
+    if identity is not None and identity != (status.st_dev, status.st_ino):
+        raise EndError(
+            f"Run folder '{run}' was deleted while this job trained, and another job works in a new one of that name "
+            f"({_holder(run / _LOCK)}): this job ends here, and has written nothing to it."
+        )
 
 
 def join_lock(run: Path) -> BinaryIO:
@@ -161,15 +232,31 @@ def who_trains(run: Path) -> str | None:
         with open_to_append(run / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(run)
+        return _holder(run / _LOCK)
     except OSError:
         return None
     return None
 
 
-def _holder(run: Path) -> str:
-    with open_to_read(run / _LOCK) as file:
-        return file.read(200).decode(errors="replace") or "it does not say which"
+def _holder(lock: Path) -> str:
+    try:
+        with open_to_read(lock) as file:
+            return file.read(200).decode(errors="replace") or "it does not say which"
+    except OSError:
+        return "it is ending"
+
+
+def is_over(run: Path, earlier_segments: int) -> bool:
+    """Whether a job that came after so many segments has done all that it does, by its record, and no rank of it lives,
+    as far as the folder's lock tells."""
+    try:
+        segments = read(run)["segments"]
+    except PalaError:
+        return False
+    if len(segments) <= earlier_segments or segments[-1]["status"] == "running":
+        return False
+    concluded = segments[-1]["status"] != "completed" or "conclusion" in segments[-1]
+    return concluded and who_trains(run) is None
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -243,29 +330,42 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
+def _nothing() -> None:
+    """What is checked of a folder that nobody else can have made anew."""
+
+
 class RunRecord:
     """Writes `run.json`; one segment for each start. Only the lowest rank that lives has one."""
 
-    def __init__(self, path: Path, record: dict[str, Any]) -> None:
-        self._file, self._record = path / "run.json", record
+    def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None] = _nothing) -> None:
+        """`check` is called before each writing, and may raise."""
+        self._file, self._record, self._check = path / "run.json", record, check
         self.segment: dict[str, Any] = record["segments"][-1]
 
     @classmethod
-    def begin(cls, path: Path, config: Config, segment: dict[str, Any]) -> RunRecord:
+    def begin(
+        cls, path: Path, config: Config, segment: dict[str, Any], check: Callable[[], None] = _nothing
+    ) -> RunRecord:
         """The record with a segment that starts. One before it that never said how it ended was lost."""
         earlier = read(path)["segments"] if (path / "run.json").exists() else []
         for old in earlier:
             if old["status"] == "running":
                 old["status"] = "lost"
         begun = {"started": _now(), "ended": None, "status": "running"} | segment
-        record = cls(path, {"format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, begun]})
+        text = {"format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, begun]}
+        record = cls(path, text, check)
         record._write()
         return record
 
     @classmethod
-    def take_over(cls, path: Path) -> RunRecord:
+    def take_over(cls, path: Path, check: Callable[[], None] = _nothing) -> RunRecord:
         """The record of a segment that goes on after the rank that kept it was lost."""
-        return cls(path, read(path))
+        return cls(path, read(path), check)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether nobody has said yet how the segment ended."""
+        return bool(self.segment["status"] == "running")
 
     def end(self, status: str, **facts: Any) -> None:
         """`completed`, `stopped` (by a signal) or `failed`."""
@@ -279,4 +379,5 @@ class RunRecord:
         self._write()
 
     def _write(self) -> None:
+        self._check()
         write_atomically(self._file, (json.dumps(self._record, indent=2) + os.linesep).encode())

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,11 +25,17 @@ class Segment:
     run: Path
     path: Path  # for this start's checkpoints
     previous: Path | None  # with the checkpoints that it goes on from
+    identity: tuple[int, int] | None = None  # of the run's folder, where it is locked
 
     @property
     def is_resumed(self) -> bool:
         """Whether the run goes on from an earlier start."""
         return self.previous is not None
+
+    def check_folder(self) -> None:
+        """Raise EndError if the run's folder was deleted and another job has made it anew. Before anything is written:
+        the two would mix their files. Not collective."""
+        run_folder.check_identity(self.run, self.identity)
 
     @contextmanager
     def removed_if_nobody_starts(self, rank: int) -> Iterator[None]:
@@ -77,7 +83,7 @@ def open_segment(
         segment, is_locked = made
         with segment.removed_if_nobody_starts(comm.rank):
             collectively(comm, join)
-        yield segment
+        yield replace(segment, identity=run_folder.lock_identity(lock))
     finally:
         if lock is not None:
             with contextlib.suppress(OSError):  # of a network file system that is gone: the real outcome is another

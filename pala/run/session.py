@@ -10,10 +10,10 @@ outlive it (`pala/transport/mpi_process.py`, `abort`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM, Signals
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -52,18 +52,30 @@ class Result:
     global_steps: int
     signal: int | None  # number of the signal that stopped it
     leads: bool  # True on the lowest rank that lives
+    exit_status: int  # for this rank's process
+
+
+class Conclusion(NamedTuple):
+    """What became of what the first rank does when training is over."""
+
+    exit_status: int
+    outcomes: dict[str, str]  # for run.json: task -> what became of it
+
+
+Conclude = Callable[[Result, Config, Interrupt], Conclusion]
 
 
 def run_session(
     comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
     facts: dict[str, Any] | None = None, on_update: Callable[[int], None] = nothing_on_update,
-    interrupt: Interrupt | None = None, trust_run: bool = False,
+    interrupt: Interrupt | None = None, conclude: Conclude | None = None, trust_run: bool = False,
 ) -> Result:  # fmt: skip
     """Train on all ranks of `comm`. Collective.
 
     `resume`: the run's folder; `preset`: what a new one's name begins with; `facts`: for run.json; `on_update(updates)`
-    is called after each update of this rank; `interrupt`: in place of the process's signals; `trust_run`: a resumed
-    run's environment may be a pickle that came from elsewhere (`environment.py`).
+    is called after each update of this rank; `interrupt`: in place of the process's signals; `conclude`: what the first
+    rank that lives does at the very end, alone; `trust_run`: a resumed run's environment may be a pickle that came from
+    elsewhere (`environment.py`).
     """
     with (interrupt or Interrupt()).installed() as interrupt:
         check_agreement(comm, config)
@@ -81,7 +93,8 @@ def run_session(
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: save(comm, parts, progress, segment, exchange=None))
                     records = _open_records(comm, config, parts, progress, segment, description)
-                return Session(comm, config, envs, parts, segment, progress, records, interrupt).run(on_update)
+                session = Session(comm, config, envs, parts, segment, progress, records, interrupt)
+                return session.run(on_update, conclude)
         except CollectiveError:
             envs.close()
             raise
@@ -103,7 +116,8 @@ def save(
     comm: Communicator, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None
 ) -> None:
     """This rank's checkpoint, unless its tensors are not finite; `exchange`: None before training. Not collective.
-    Raises OSError."""
+    Raises OSError, and EndError if the run's folder is another job's by now."""
+    segment.check_folder()
     tensors, numbers = parts.state(exchange)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         say(f"[rank {comm.rank}] its parameters are not finite: the checkpoint before is kept.")
@@ -129,10 +143,10 @@ def _open_records(
         "global_steps": start.base_steps + sum(start.local_steps),
     }  # fmt: skip
     description |= {
-        "ranks": comm.size, "resumed": segment.is_resumed, "segment": segment.path.name, **comm.facts(),
+        "ranks": comm.size, "resumed": segment.is_resumed, **comm.facts(),
         "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
-    return Records(comm, config, segment.run, first, description)
+    return Records(comm, config, segment, first, description)
 
 
 class Session:
@@ -146,13 +160,14 @@ class Session:
         self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
         self._leads = comm.rank == 0  # at the end: whether no lower rank lives
 
-    def run(self, on_update: Callable[[int], None]) -> Result:
-        """Train, then average and export. Collective."""
+    def run(self, on_update: Callable[[int], None], conclude: Conclude | None = None) -> Result:
+        """Train, then average, export and conclude. Collective."""
         try:
-            return self._train(on_update)
+            result = self._train(on_update)
+            return result if conclude is None else self._conclude(result, conclude)
         except BaseException as error:
             if self._comm.is_alone() or isinstance(error, (CollectiveError, EndError)):
-                self._records.end("failed")
+                self._records.fail(error)
             raise
 
     def _train(self, on_update: Callable[[int], None]) -> Result:
@@ -170,9 +185,11 @@ class Session:
         elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
             stop = Stop.SIGNAL
             self._record_stop(exchange)
+        self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal)
-        return Result(self._segment.run, status, exchange.global_steps, signal, self._leads)
+        exit_status = 0 if signal is None else 128 + signal
+        return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status)
 
     # ---- training: no collectives --------------------------------------------------------------------------------
 
@@ -229,6 +246,7 @@ class Session:
         if not self._leads:
             return
         self._records.lead(living.members, self._progress.counters.time_s)
+        self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         header = {
             "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._comm.size
@@ -236,3 +254,22 @@ class Session:
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)
         self._records.end("completed", global_steps=exchange.global_steps)
+
+    def _conclude(self, result: Result, conclude: Conclude) -> Result:
+        """The first of the living concludes, while the others wait asleep: if it dies, the next one does. Collective,
+        unless a signal stopped the run: then there is nothing to do that could be missed."""
+        if result.signal is not None:
+            if result.leads:
+                conclude(result, self._config, self._interrupt)
+            return result
+        done: list[Conclusion] = []
+
+        def conclude_first(living: Living) -> None:
+            self._leads = self._records.lead_if_first(living.members, self._progress.counters.time_s)
+            if self._leads and not done:
+                done.append(conclude(result, self._config, self._interrupt))
+                self._records.conclude(done[0].outcomes)
+
+        limit_s = self._config.evaluation.timeout_s + _PATIENCE_S
+        self._comm.among_the_living(conclude_first, limit_s, self._interrupt)
+        return replace(result, leads=self._leads, exit_status=done[0].exit_status if done else 0)

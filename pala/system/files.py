@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import stat
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """`write_atomically` for what is too large to be held as bytes: the file takes its place when the block ends."""
-    neighbour = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    neighbour = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")  # two may write at once
     try:
         with open(neighbour, "wb") as file:
             yield file

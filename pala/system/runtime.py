@@ -191,10 +191,25 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._raises = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.signal = signal.Signals(number)
+        if self._raises:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def raised_at_once(self) -> Iterator[None]:
+        """Raise KeyboardInterrupt where a signal meets the block, or at its begin if one has come before; for what does
+        not look."""
+        self._raises = True
+        try:
+            if self.signal is not None:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = False
 
     @contextmanager
     def installed(self) -> Iterator[Interrupt]:

@@ -274,7 +274,7 @@ class MemoryCommunicator(Communicator):
             except _MemberDiedError:
                 whole = False
             agreement = _Group(self, group.members, ("agreement", self._all._number))
-            done = agreement.gather_living(whole, None, self._patient)
+            done = agreement.gather_living(whole, timeout_s, interrupt)
             if list(done) == group.members and all(done.values()):
                 return result
 
