@@ -1,25 +1,60 @@
 """Every state that gossip between a few ranks can come to: `python -m pala.simulate explore`.
 
-Breadth first over all orders of events, so what is found wrong comes with a shortest trace. The ranks run training's own
-driver and protocol (`explore_rank.py`); what can happen to them, and what must hold, is in `explore_world.py`.
+Breadth first over all orders of events, so what is found wrong comes with a shortest trace. The ranks run training's
+own driver and protocol (`explore_rank.py`); what can happen to them, and what must hold, is in `explore_world.py`.
 
 Nobody may wait for ever: there must be no state in which somebody waits and nothing can happen, and, of the states in
-which a rank waits, no cycle that a fair execution can stay in. Fair: whatever can happen all the time there, and need not
-be a fault, does happen there; and so does what time alone brings again and again (`_AGAIN_AND_AGAIN`).
+which a rank waits, no cycle that a fair execution can stay in. Fair: whatever can happen all the time there, and is no
+fault, does happen there; and so does what time alone brings again and again (`_AGAIN_AND_AGAIN`).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.topology import TOPOLOGIES
+from pala.report.text import table
 from pala.simulate.explore_rank import Case, Mode
-from pala.simulate.explore_world import UNFAIR, Label, State, World
+from pala.simulate.explore_world import FAULTS, UNFAIR, Label, State, World
+from pala.system.command_line import read_command
+from pala.system.errors import PalaError
 
+_PROGRAM = "pala.simulate explore"
 _LOOK_EVERY = 1024
 _AGAIN_AND_AGAIN = ("timer", "patience", "tick")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Explore every order of events of a few ranks, for each combination of the settings below."""
+
+    ranks: tuple[int, ...] = (2,)
+    """Numbers of ranks."""
+    topologies: tuple[str, ...] = ("ring",)
+    """Who sends to whom; of two ranks all but the complete graph are alike."""
+    mixings: tuple[str, ...] = ("uniform", "paired")
+    """Mixing rules. Which weights push_sum comes to has no end, so it needs `updates`; in all else it is uniform."""
+    staleness: tuple[int, ...] = (0, 1, 2)
+    """Updates that a rank may begin without a mix."""
+    faults: tuple[str, ...] = ()
+    """What may happen besides updates and messages; `--faults help` tells."""
+    together: int = 0
+    """Take each choice of so many of the faults for a case of its own; 0: all of them at once."""
+    updates: int = 0
+    """The budget of all ranks together, in updates; 0: none, and any rank may find the budget met (fault `stop`)."""
+    whole_every: int = 1
+    """One of so many models is whole, the others are parts."""
+    most_states: int = 2_000_000
+    """Give a case up when it has more (300 bytes each, twice as much with liveness)."""
+    most_s: float = 600.0
+    """Give a case up after so many seconds."""
+    liveness: bool = True
+    """Look for endless waits among the states; if not, states that differ only by ranks' numbers are one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +85,7 @@ class Explorer:
     """One search."""
 
     def __init__(self, case: Case, symmetry: bool = False, liveness: bool = True) -> None:
-        """`symmetry`: take states that differ by the ranks' numbers for one; not with `liveness`, which follows a rank."""
+        """`symmetry`: states that differ by the ranks' numbers are one; not with `liveness`, which follows a rank."""
         assert not (symmetry and liveness)
         self.world = World(case, symmetry)
         self._liveness = liveness
@@ -100,8 +135,8 @@ class Explorer:
             if self._liveness and label[0] not in UNFAIR:
                 self._targets.append(target)
                 self._edges.append(number)
-        if not goes_on and not world.has_ended(state):
-            waiting = [r for r in range(world.n) if world.mode(state, r) is Mode.WAITS]
+        waiting = [r for r in range(world.n) if world.mode(state, r) is Mode.WAITS]
+        if waiting and not goes_on:
             self._note(f"deadlock: ranks {waiting} wait for ever", k)
         return len(successors)
 
@@ -215,3 +250,71 @@ def told(label: Label) -> str:
     else:
         text = " ".join([word, *map(str, ranks)])
     return " ".join([text, *(f"({x})" for x in more)])
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def run(arguments: list[str]) -> None:
+    """The program. Raises PalaError after a mistake, or if something does not hold."""
+    command = read_command(_PROGRAM, arguments, Command())
+    if command.faults == ("help",):
+        print(table(("fault", "what may happen"), list(FAULTS.items())))
+        return
+    rows, violations = [], 0
+    for case in cases(command):
+        explored = Explorer(case, not command.liveness, command.liveness).run(command.most_states, command.most_s)
+        rows.append(row(case, explored))
+        print(*rows[-1], sep=", ", flush=True)
+        for violation in explored.violations:
+            print(violation, flush=True)
+        violations += len(explored.violations)
+    print(table(HEADER, rows))
+    if violations:
+        raise PalaError(f"{violations} things do not hold; their traces are above.")
+
+
+def cases(command: Command) -> list[Case]:
+    """What a command asks for. Raises PalaError."""
+    named = (("topologies", TOPOLOGIES), ("mixings", RULES), ("faults", FAULTS))
+    for option, known in named:
+        for value in getattr(command, option):
+            if value not in known:
+                raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
+    if min(command.ranks) < 2 or min(command.staleness) < 0 or min(command.updates, command.together) < 0:
+        raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates' and '--together' 0.")
+    if "push_sum" in command.mixings and not command.updates:
+        raise PalaError("'--mixings' has 'push_sum', whose weights have no end without '--updates'.")
+    together = command.together or len(command.faults)
+    return [
+        Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every)
+        for ranks, topology, mixing, staleness, faults in itertools.product(
+            command.ranks, command.topologies, command.mixings, command.staleness,
+            itertools.combinations(command.faults, together),
+        )
+        if (mixing, topology) != ("paired", "complete")
+    ]  # fmt: skip
+
+
+HEADER = (
+    "ranks",
+    "topology",
+    "mixing",
+    "staleness",
+    "faults",
+    "states",
+    "transitions",
+    "finished",
+    "seconds",
+    "violations",
+)
+
+
+def row(case: Case, explored: Explored) -> tuple[str, ...]:
+    """Of the table."""
+    faults = " + ".join(fault for fault in FAULTS if fault in case.faults) or "none"
+    return (
+        str(case.ranks), case.topology, case.mixing, str(case.max_staleness), faults, f"{explored.states:,}",
+        f"{explored.transitions:,}", "yes" if explored.finished else "no", f"{explored.seconds:.0f}",
+        str(len(explored.violations)),
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """One rank of the explorer: training's own driver and protocol, between two states that can be compared.
 
-`LocalRank` makes live objects of a frozen state, lets one thing happen to them, and freezes them again. What is left out
-of a frozen state, or made alike in it, must not matter to anything that can happen later; each such place says why.
+`LocalRank` makes live objects of a frozen state, lets one thing happen to them, and freezes them again. What is left
+out of a frozen state, or made alike in it, must not matter to anything that can happen later; each place says why.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Case:
     max_staleness: int = 1
     faults: frozenset[str] = frozenset()
     updates: int = 0
-    """The budget in updates of all ranks together; 0: unbounded, and any rank may find the budget met at any time. Steps
-    are only ever compared with the budget, so that covers whatever the counters say."""
+    """The budget in updates of all ranks together; 0: none, and by the fault `stop` any rank may find the budget met at
+    any time. Steps are only ever compared with the budget, so that covers whatever the counters say."""
     whole_every: int = 1
     snapshots: int = 2
     protocol: type[GossipProtocol] | None = None
@@ -220,13 +220,13 @@ class SymbolicModels:
     def mix(self, own_weight: float, measure: bool) -> None:
         if not self.inbox:
             self.faults.append("mixed nothing")
-        self._take()
+        self._take(mixes=True)
 
     def pull(self, fraction: float, measure: bool) -> None:
         if self._answered != dict.fromkeys(self.inbox, fraction):
             self.faults.append("sum of all models: moved otherwise than it answered")
         self._answered = {}
-        self._take()
+        self._take(mixes=True)
 
     def keep(self, offer: _Packet) -> None:
         if self._opened[1].number != CURRENT:
@@ -258,14 +258,16 @@ class SymbolicModels:
     def give_up_memory(self) -> None:
         pass
 
-    def _take(self) -> None:
-        """The inbox into the model."""
+    def _take(self, mixes: bool = False) -> None:
+        """The inbox into the model; `mixes`: and not in its place."""
         letters = self.inbox.values()
         if not all(letter.finite for letter in letters):
             self.faults.append("poison was mixed")
-        if not self.old and any(letter.old for letter in letters):
-            self.faults.append("stale: mixed what was sent while it was away")
-        self.old = self.old and all(letter.old for letter in letters)
+        if any(letter.old for letter in letters):
+            self.faults.append("stale: took what was sent while it was away")
+        if mixes and self.old:
+            self.faults.append("stale: mixed its own model of before it was away")
+        self.old = False
         self.mixes += 1
         self.inbox.clear()
 
@@ -366,7 +368,9 @@ class LocalRank:
 
     def patience(self) -> None:
         """So long goes by, in which nothing comes and the rank is there."""
-        self._excused = True
+        self._excused |= self._mode is Mode.WAITS
+        if self.gives_up:
+            self._mark_old(False)
         for _ in range(2):
             self._transport.now += 0.6 * PATIENCE_S
             self.driver.on_tick()
@@ -374,9 +378,17 @@ class LocalRank:
     def absence(self) -> None:
         """The rank is stopped for so long, and goes on: no clock has been looked at yet."""
         self._transport.now += _OLD_S
-        self.models.old = self._excused = True
-        for sender, letter in self.models.inbox.items():
-            self.models.inbox[sender] = letter._replace(old=True)
+        self._mark_old(True)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the end of its patience lets it go on with the model that it has, and take whatever comes."""
+        return self._mode is Mode.WAITS and self.protocol.healthy
+
+    def _mark_old(self, old: bool) -> None:
+        models = self.models
+        models.old = old
+        models.inbox = {sender: letter._replace(old=old) for sender, letter in models.inbox.items()}
 
     def tick(self) -> None:
         self.driver.on_tick()
@@ -397,7 +409,14 @@ class LocalRank:
             faults.append(f"second offer: to ranks {open_}")
         if self.driver.num_snapshots > max(self._case.snapshots, 2 * self._case.ranks):
             faults.append(f"memory for {self.driver.num_snapshots} snapshots")
-        letters = tuple((peer, self._numbered(peer, letter)) for peer, letter in sent)
+        if set(self.models.inbox) != set(self.protocol._inbox):
+            faults.append(f"inbox: models of {sorted(self.models.inbox)}, counted {sorted(self.protocol._inbox)}")
+        open_or_answered = {*getattr(self.protocol, "_offers", ()), *getattr(self.protocol, "_answers", ())}
+        if set(offers) != open_or_answered:
+            faults.append(f"offers: kept those to {sorted(offers)}, open or answered {sorted(open_or_answered)}")
+        if any(peer == self.number for peer, _ in sent):
+            faults.append("sent a message to itself")
+        letters = tuple((peer, self._numbered(peer, letter)) for peer, letter in sent if peer != self.number)
         return Outcome(self.save(), letters, closed, tuple(faults))
 
     def _numbered(self, peer: int, letter: Letter) -> Letter:
@@ -420,17 +439,18 @@ class LocalRank:
         budget = _freeze_fields(p.budget, {"rank", "size", "budget_steps"})
         lock = sorted(p.lock._held_since_s.items(), key=lambda held: (held[1], held[0]))
         peer_of = {id(snapshot): peer for peer, snapshot in self.driver._offers.items()}
-        snapshots = sorted(
-            self._freeze_snapshot(snapshot, peer_of.get(id(snapshot), -1))
-            for snapshot in self.driver._snapshots
-            if not snapshot.is_free  # those that are free are all alike
-        )
+        snapshots = [self._freeze_snapshot(s, peer_of.get(id(s), -1)) for s in self.driver._snapshots]
+        snapshots = sorted(s for s in snapshots if s.to or s.offered_to >= 0)  # those that are free are all alike
+        num_snapshots = len(self.driver._snapshots)
+        if self._case.mixing == "paired" or self._mode is Mode.ENDED:  # the same: how many are free does not matter
+            num_snapshots = max(len(snapshots), self._case.snapshots)
         models = self.models
-        inbox = tuple(sorted((sender, letter._replace(stop=Stop.NONE, local_steps=(), number=ANY)) for sender, letter in models.inbox.items()))
+        inbox = sorted(
+            (peer, x._replace(stop=Stop.NONE, local_steps=(), number=ANY)) for peer, x in models.inbox.items()
+        )
         return Frozen(
-            self.number, self._mode, self._made, min(self._since_mix, self._case.max_staleness + 2), self._excused,
-            fields, budget, tuple(lock), p.mixing.weight, tuple(snapshots), len(self.driver._snapshots), models.finite,
-            models.old, inbox,
+            self.number, self._mode, self._made, self._since_mix, self._excused, fields, budget, tuple(lock),
+            p.mixing.weight, tuple(snapshots), num_snapshots, models.finite, models.old, tuple(inbox),
         )  # fmt: skip
 
     def load(self, frozen: Frozen) -> None:
@@ -464,10 +484,10 @@ class LocalRank:
 
     def _freeze_snapshot(self, snapshot: Any, offered_to: int) -> Snapshot:
         packet: _Packet = snapshot.packet
-        return Snapshot(
-            tuple(sorted(packet.to)), offered_to, self._age(snapshot.sent_s) > PATIENCE_S, packet.answer,
-            packet.before_heal,
-        )  # fmt: skip
+        to = () if self._mode is Mode.ENDED else tuple(sorted(packet.to))  # it fills no more
+        # The paired exchange takes more memory when there is none, however old what is on its way is.
+        is_old = self._case.mixing != "paired" and self._age(snapshot.sent_s) > PATIENCE_S
+        return Snapshot(to, offered_to, is_old, packet.answer, packet.before_heal)
 
     def _age(self, time_s: float) -> float:
         return self._transport.now - time_s
@@ -475,42 +495,54 @@ class LocalRank:
     def _forget(self) -> None:
         """Make alike what does not matter."""
         p, case = self.protocol, self._case
-        # Times are only ever compared with the patience, or with the time until a rank sends again, both of which pass
-        # in one event: what is older stays older, and what is younger is as if it had just been.
+        self._forget_times(p)
+        # Rounds matter by their peers, and as numbers of offers (see CURRENT).
+        p.round = _FIRST_ROUND + (p.round - _FIRST_ROUND) % case.period
+        for offer in getattr(p, "_offers", {}).values():
+            offer.number = CURRENT
+        p._num_sends %= case.whole_every
+        p.staleness = min(p.staleness, case.max_staleness + 1)  # only compared with the bound
+        self._since_mix = min(self._since_mix, case.max_staleness + 2)  # the same
+        # Added to what is in the inbox, which must be something, and compared with the models of a round ...
+        a_round, most = case.ranks - 1 if case.topology == "complete" else 1, case.ranks
+        cap = a_round - 1
+        if case.max_staleness == 0:  # ... or divided by them: a number of rounds, of which the last ones leave a debt
+            cap = a_round * (most + case.period) - 1
+            p._rounds_due = _least(p._rounds_due, most, case.period)
+        p._num_rejected = _least(p._num_rejected, cap, a_round * case.period if case.max_staleness == 0 else 1)
+        if p.budget.stop is not Stop.NONE:  # it sends no models of its own, and never waits
+            p._owed.clear()
+            p._wants_whole.clear()
+            p._gave_up = self._excused = False
+            p.staleness = self._since_mix = 0
+            if not case.has_clock:  # by whose age a peer is silent
+                p.lock._held_since_s.clear()
+        if self._mode is Mode.ENDED:  # nor does it mix, but at the close
+            p.lock._held_since_s.clear()
+            p._num_rejected, p._rounds_due, p.round = 0, 1, _FIRST_ROUND
+
+    def _forget_times(self, p: GossipProtocol) -> None:
+        """Times are only ever compared with the patience, or with the time until a rank sends again, each of which goes
+        by in one event: what is older stays older, and what is younger is as if it had just been."""
         p.lock._held_since_s = {
             peer: -_OLD_S if self._age(since_s) > PATIENCE_S else 0.0
             for peer, since_s in p.lock._held_since_s.items()
         }  # fmt: skip
+        if not p._between_updates:  # the next look at the clock sets them so
+            p._waits_since_s = p._sent_again_s = math.inf
         if p._waits_since_s != math.inf:
             p._waits_since_s = -_OLD_S if self._age(p._waits_since_s) > PATIENCE_S else 0.0
             p._sent_again_s = -2 * AGAIN_S if self._age(p._sent_again_s) > AGAIN_S else 0.0
         p._now_s = -_OLD_S if self._age(p._now_s) > PATIENCE_S else 0.0
-        # Updates and transfers are taken to be short, so patience is as set, once there has been an update. Longer
-        # ones would only make it longer, and it may end at any time here, or never.
+        # Updates and transfers are taken to be short, so after the first update patience is as set. Longer ones would
+        # make it longer; here it may end at any time, or never.
         p._resumed_s = p._transfer_s = 0.0
-        p._update_s = min(p._update_s, math.inf) if p._update_s == math.inf else 0.0
-        # Rounds matter by their peers, and as numbers of offers (see CURRENT).
-        p.round = _FIRST_ROUND + (p.round - _FIRST_ROUND) % case.period
-        p._num_sends %= case.whole_every
-        p.staleness = min(p.staleness, case.max_staleness + 1)  # only compared with the bound
-        # Compared with the models of a round; with staleness 0 also divided by them, which gives a number of rounds of
-        # which at most as many as there are ranks leave a debt. Beyond, only the round's place in the period is left.
-        a_round = case.ranks - 1
-        cap = a_round if case.max_staleness else a_round * (case.ranks + 1)
-        if p._num_rejected > cap:
-            p._num_rejected = cap + (p._num_rejected - cap) % (math.lcm(a_round, 1) * case.period if not case.max_staleness else 1)
-        if p._rounds_due > case.ranks + 1:
-            p._rounds_due = case.ranks + 1 + (p._rounds_due - case.ranks - 1) % case.period
-        if p.budget.stop is not Stop.NONE:  # it sends no more models
-            p._owed.clear()
-            p._wants_whole.clear()
-        if self._mode is Mode.ENDED:  # nor does it wait or mix, but at the close
-            p.lock._held_since_s.clear()
-            p.staleness = p._num_rejected = self._since_mix = 0
-            p._rounds_due, p.round = 1, _FIRST_ROUND
-            self._excused = False
-        for offer in getattr(p, "_offers", {}).values():
-            offer.number = CURRENT
+        p._update_s = math.inf if p._update_s == math.inf else 0.0
+
+
+def _least(count: int, cap: int, period: int) -> int:
+    """The least number that is `count` up to the cap, and beyond it the same as `count` modulo the period."""
+    return count if count <= cap else cap + (count - cap) % period
 
 
 def _letter(message: Message) -> Letter:

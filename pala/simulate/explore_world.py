@@ -1,14 +1,15 @@
 """All ranks and what is on its way between them: states of the explorer, and what can happen in each.
 
-A state is a tuple of small numbers: one a rank, then three a pair of ranks, for what is on its way (small messages, models,
-and models that are too late, each in the order in which they were sent). What a number stands for is in the tables of
-`World`. One thing happens to one rank, so what comes of it is computed once for each state of that *rank* and each event,
-by the real driver and protocol, and looked up from then on.
+A state is a tuple of small numbers: one a rank, then three a pair of ranks, for what is on its way (small messages,
+models, and models that are too late, each in the order in which they were sent). What a number stands for is in the
+tables of `World`. One thing happens to one rank, so what comes of it is computed once for each state of that *rank* and
+each event, by the real driver and protocol, and looked up from then on.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from operator import itemgetter
@@ -63,6 +64,7 @@ class _About(NamedTuple):
     mode: Mode
     living: tuple[int, ...]
     useful: bool  # its model could heal others'
+    gives_up: bool  # as `LocalRank.gives_up`
     events: tuple[tuple[str, tuple[Any, ...]], ...]  # what can happen to it alone
 
 
@@ -104,7 +106,11 @@ class World:
         rounds = range(max(1, self.case.period)) if "resume" in self._faults else range(1)
         states = []
         for begin in itertools.product(rounds, repeat=self.n):
-            weights = [Fraction(2 * k + 1, self.n) for k in range(self.n)] if "resume" in self._faults else [Fraction(1)] * self.n
+            weights = (
+                [Fraction(2 * k + 1, self.n) for k in range(self.n)]
+                if "resume" in self._faults
+                else [Fraction(1)] * self.n
+            )
             ranks = [LocalRank(self.case, k, begin[k], weights[k]).save() for k in range(self.n)]
             states.append(self.canonical((*map(self._rank_id, ranks), *nothing)))
         return list(dict.fromkeys(states))
@@ -139,7 +145,11 @@ class World:
                 yield f"push-sum weight: {total} of {n}"
         if self.case.updates:
             made = sum(rank.made for rank in ranks)
-            known = max(sum(dict(rank.budget)["local_steps"][1]) + dict(rank.budget)["base_steps"] for rank in ranks if rank.mode is not Mode.DEAD)
+            known = max(
+                sum(dict(rank.budget)["local_steps"][1]) + dict(rank.budget)["base_steps"]
+                for rank in ranks
+                if rank.mode is not Mode.DEAD
+            )
             if known > made:
                 yield f"known steps that nobody made: {known} of {made}"
 
@@ -163,13 +173,19 @@ class World:
         last = sum(rank.useful for rank in about) == 1  # whose model alone can still heal others
         for r in range(self.n):
             for word, event in about[r].events:
-                if word in ("nan", "absence") and last and about[r].useful and not (
-                    word == "absence" and "patience" in self._faults
+                if (
+                    word in ("nan", "absence")
+                    and last
+                    and about[r].useful
+                    and not (word == "absence" and "patience" in self._faults)
                 ):
                     continue
                 if word == "timer" and "timer" not in self._faults and not self._is_quiet(state, about, r):
                     continue
-                self._happens(found, (word, r), state, r, event)
+                since = state
+                if word == "absence" or (word == "patience" and "absence" in self._faults and about[r].gives_up):
+                    since = self._mark_old(state, r, word == "absence")
+                self._happens(found, (word, r), state, r, event, since)
         self._deaths(found, state, about, last)
         for (sender, receiver), at in self._pairs.items():
             if state[at] or state[at + 1] or state[at + 2]:
@@ -178,7 +194,15 @@ class World:
             self._close(found, state)
         return found
 
-    def _happens(self, found: list[Successor], label: Label, before: State, r: int, event: tuple[Any, ...], since: State | None = None) -> None:
+    def _happens(
+        self,
+        found: list[Successor],
+        label: Label,
+        before: State,
+        r: int,
+        event: tuple[Any, ...],
+        since: State | None = None,
+    ) -> None:
         """To rank r, `event`, after what has already changed `before` into `since`."""
         since = before if since is None else since
         steps = self._step(since[r], event)
@@ -242,7 +266,12 @@ class World:
                 faults += step.faults
             budget = dict(rank.budget)
             known = sum(budget["local_steps"][1]) + budget["base_steps"]
-            if self.case.updates and budget["stop"] is Stop.BUDGET and not self._faults & {"stop"} and known < self.case.updates:
+            if (
+                self.case.updates
+                and budget["stop"] is Stop.BUDGET
+                and not self._faults & {"stop"}
+                and known < self.case.updates
+            ):
                 faults.append(f"budget: rank {rank.number} ended at {known} steps of {self.case.updates}")
         if faults:
             found.append(Successor(("close",), None, tuple(faults)))
@@ -269,6 +298,16 @@ class World:
             else:
                 at = self._pairs[r, peer] + lane
                 after[at] = self._pushed(after[at], letter)
+        return tuple(after)
+
+    def _mark_old(self, state: State, r: int, old: bool) -> State:
+        """The models on their way to rank r were sent before it goes on."""
+        after = list(state)
+        for (_, receiver), at in self._pairs.items():
+            for lane in (at + _BULK, at + _LATE):
+                if receiver == r and after[lane]:
+                    letters = (self.letters[k]._replace(old=old) for k in self.lanes[after[lane]])
+                    after[lane] = self._lane_id(tuple(map(self._letter_id, letters)))
         return tuple(after)
 
     def _die(self, state: State, r: int) -> State:
@@ -325,7 +364,7 @@ class World:
 
     def _look_at(self, frozen: Frozen) -> _About:
         if frozen.mode is Mode.DEAD:
-            return _About(Mode.DEAD, (), False, ())
+            return _About(Mode.DEAD, (), False, False, ())
         p, budget, f = dict(frozen.protocol), dict(frozen.budget), self._faults
         away = p["_now_s"] < 0
         events: list[tuple[str, tuple[Any, ...]]] = []
@@ -334,16 +373,19 @@ class World:
         if frozen.mode is Mode.WAITS:
             events += [("advance", ("advance",)), ("timer", ("timer",))]
         if budget["stop"] is Stop.NONE:
-            events += [(word, ("stop", stop)) for word, stop in (("stop", Stop.BUDGET), ("signal", Stop.SIGNAL)) if word in f]
+            events += [
+                (word, ("stop", stop)) for word, stop in (("stop", Stop.BUDGET), ("signal", Stop.SIGNAL)) if word in f
+            ]
         if frozen.mode is not Mode.ENDED and self.case.has_clock:
             if away:
                 events.append(("tick", ("tick",)))
             else:
                 events += [("patience", ("patience",))] * ("patience" in f)
-                if "absence" in f and not frozen.old:  # once more while it is away changes nothing
+                if "absence" in f and p["patience_s"] < math.inf:  # in its first update it cannot tell
                     events.append(("absence", ("absence",)))
         useful = frozen.finite and not ((away or p["_returning"]) and "patience" not in f)
-        return _About(frozen.mode, budget["living"][1], useful, tuple(events))
+        gives_up = frozen.mode is Mode.WAITS and p["healthy"]
+        return _About(frozen.mode, budget["living"][1], useful, gives_up, tuple(events))
 
     def _left(self, rank: int, peer: int, kind: Kind) -> int:
         """A model has left that rank: its snapshot may be filled anew."""
@@ -375,8 +417,8 @@ class World:
 
     def _symmetries(self) -> list[tuple[int, ...]]:
         """Ranks may change their numbers so without anything being different: around the ring, as all graphs are the
-        same from every rank; in the complete graph in any way, if there are so few that all hear of the end at once. Not
-        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
+        same from every rank; in the complete graph in any way, if so few that all hear of the end at once. Not by the
+        paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
         n = self.n
         if self.case.mixing == "paired" or self.case.updates or self.case.protocol is not None:
             return []
