@@ -49,6 +49,8 @@ class Command:
     """The budget of all ranks together, in updates; 0: none, and any rank may find the budget met (fault `stop`)."""
     whole_every: int = 1
     """One of so many models is whole, the others are parts."""
+    rare: int = 2
+    """How many messages of a run may be damaged (faults `garbled`, `refused`) or come twice (`duplicate`)."""
     most_states: int = 2_000_000
     """Give a case up when it has more (300 bytes each, twice as much with liveness)."""
     most_s: float = 600.0
@@ -281,13 +283,14 @@ def cases(command: Command) -> list[Case]:
         for value in getattr(command, option):
             if value not in known:
                 raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
-    if min(command.ranks) < 2 or min(command.staleness) < 0 or min(command.updates, command.together) < 0:
-        raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates' and '--together' 0.")
+    if min(command.ranks) < 2 or min(*command.staleness, command.updates, command.together, command.rare) < 0:
+        raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
     if "push_sum" in command.mixings and not command.updates:
         raise PalaError("'--mixings' has 'push_sum', whose weights have no end without '--updates'.")
     together = command.together or len(command.faults)
     return [
-        Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every)
+        Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every,
+             most_rare=command.rare)
         for ranks, topology, mixing, staleness, faults in itertools.product(
             command.ranks, command.topologies, command.mixings, command.staleness,
             itertools.combinations(command.faults, together),

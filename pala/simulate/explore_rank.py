@@ -60,6 +60,8 @@ class Case:
     any time. Steps are only ever compared with the budget, so that covers whatever the counters say."""
     whole_every: int = 1
     snapshots: int = 2
+    most_rare: int = 2
+    """How many messages of one run may be damaged or come twice."""
     protocol: type[GossipProtocol] | None = None
     driver: type[GossipDriver] = GossipDriver
 
@@ -142,6 +144,7 @@ class Outcome(NamedTuple):
     letters: tuple[tuple[int, Letter], ...]  # to whom
     closed: tuple[int, ...]  # peers to which the offer that was open is open no more
     faults: tuple[str, ...]
+    failed: bool  # by an exception
 
 
 class _Packet:
@@ -318,8 +321,10 @@ class LocalRank:
                 self.protocol.round = round_
             models, before = self.models, {peer: offer.packet for peer, offer in self.driver._offers.items()}
             kept = [peer for peer, packet in before.items() if packet.answer is not None]
+            failed = True
             try:
                 getattr(self, event[0])(*event[1:])
+                failed = False
             except (AssertionError, LookupError, ValueError, TypeError, AttributeError) as error:
                 models.faults.append(f"{type(error).__name__}: {error}")
             if models.mixes:
@@ -328,7 +333,7 @@ class LocalRank:
             forgotten = [peer for peer in kept if peer in closed and before[peer] not in models.moved]
             if forgotten and not models.healed:
                 models.faults.append(f"sum of all models: forgot the answer of rank {forgotten[0]}")
-            outcome = self._outcome(tuple(sorted(closed)))
+            outcome = self._outcome(tuple(sorted(closed)))._replace(failed=failed)
             if outcome not in outcomes:
                 outcomes.append(outcome)
         return outcomes
@@ -407,7 +412,8 @@ class LocalRank:
         open_ = [peer for peer in offers if peer not in self.protocol.silent and offers[peer].packet.answer is None]
         if len(open_) > 1 and any(letter.kind is Kind.OFFER for _, letter in sent):
             faults.append(f"second offer: to ranks {open_}")
-        if self.driver.num_snapshots > max(self._case.snapshots, 2 * self._case.ranks):
+        damaged = self._case.most_rare if "garbled" in self._case.faults else 0
+        if self.driver.num_snapshots > max(self._case.snapshots, 2 * self._case.ranks) + damaged:
             faults.append(f"memory for {self.driver.num_snapshots} snapshots")
         if set(self.models.inbox) != set(self.protocol._inbox):
             faults.append(f"inbox: models of {sorted(self.models.inbox)}, counted {sorted(self.protocol._inbox)}")
@@ -417,7 +423,7 @@ class LocalRank:
         if any(peer == self.number for peer, _ in sent):
             faults.append("sent a message to itself")
         letters = tuple((peer, self._numbered(peer, letter)) for peer, letter in sent if peer != self.number)
-        return Outcome(self.save(), letters, closed, tuple(faults))
+        return Outcome(self.save(), letters, closed, tuple(faults), False)
 
     def _numbered(self, peer: int, letter: Letter) -> Letter:
         """Of an offer: whether it is the open one. The numbers of one-way models and their credits are never read."""
@@ -502,7 +508,9 @@ class LocalRank:
             offer.number = CURRENT
         p._num_sends %= case.whole_every
         p.staleness = min(p.staleness, case.max_staleness + 1)  # only compared with the bound
-        self._since_mix = min(self._since_mix, case.max_staleness + 2)  # the same
+        self._since_mix = 0 if self._excused else min(self._since_mix, case.max_staleness + 2)  # the same
+        if self._mode is Mode.UPDATES and not p._debts_stay:  # what is owed now is dropped at the end of the update
+            p._owed.clear()
         # Added to what is in the inbox, which must be something, and compared with the models of a round ...
         a_round, most = case.ranks - 1 if case.topology == "complete" else 1, case.ranks
         cap = a_round - 1

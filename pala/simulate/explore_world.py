@@ -1,9 +1,9 @@
 """All ranks and what is on its way between them: states of the explorer, and what can happen in each.
 
 A state is a tuple of small numbers: one a rank, then three a pair of ranks, for what is on its way (small messages,
-models, and models that are too late, each in the order in which they were sent). What a number stands for is in the
-tables of `World`. One thing happens to one rank, so what comes of it is computed once for each state of that *rank* and
-each event, by the real driver and protocol, and looked up from then on.
+models, and models that are too late, each in the order in which they were sent), then how many rare faults there were.
+What a number stands for is in the tables of `World`. One thing happens to one rank, so what comes of it is computed once
+for each state of that *rank* and each event, by the real driver and protocol, and looked up from then on.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ UNFAIR = frozenset(
     {"stop", "signal", "death", "nan", "absence", "late", "garbled", "refused", "duplicate", "false death", "lose"}
 )
 """Labels of what need not happen, ever."""
+RARE = ("garbled", "refused", "duplicate")
+"""Labels that come at most `Case.most_rare` times in a run: each may leave one more model on its way."""
+_REPLIES = (Kind.CREDIT, Kind.ASK_WHOLE, Kind.ANSWER)
 _SMALL, _BULK, _LATE = range(3)
 _LANES = ("message", "model", "late model")
 
@@ -56,6 +59,7 @@ class _Step(NamedTuple):
     letters: tuple[tuple[int, int, int], ...]  # to whom, lane, letter
     closed: tuple[int, ...]
     faults: tuple[str, ...]
+    failed: bool  # by an exception: it cannot go on from there
 
 
 class _About(NamedTuple):
@@ -102,7 +106,7 @@ class World:
 
     def initial(self) -> list[State]:
         """Where runs begin; of resumed ones, each with other rounds and weights."""
-        nothing = (0,) * (3 * len(self._pairs))
+        nothing = (0,) * (3 * len(self._pairs) + 1)
         rounds = range(max(1, self.case.period)) if "resume" in self._faults else range(1)
         states = []
         for begin in itertools.product(rounds, repeat=self.n):
@@ -134,12 +138,15 @@ class World:
         n, ranks = self.n, [self.ranks[i] for i in state[: self.n]]
         if not self._faults & {"duplicate", "false-death"}:
             for (sender, receiver), at in self._pairs.items():
-                if ranks[receiver].mode is not Mode.DEAD and self._models_held(state, ranks, sender, receiver, at) > 1:
+                back = self._pairs[receiver, sender]
+                lanes = state[at : at + 3], state[back : back + 3]
+                key = "held", sender, state[receiver], lanes
+                if self._recall(key, lambda: self._models_held(sender, self.ranks[state[receiver]], *lanes)) > 1:  # noqa: B023
                     yield f"process lock: rank {receiver} holds two models of rank {sender}"
         dead = any(rank.mode is Mode.DEAD for rank in ranks)
         if self.case.mixing == "push_sum" and not dead and "garbled" not in self._faults:
             held = sum(rank.weight + sum(letter.weight for _, letter in rank.inbox) for rank in ranks)
-            sent = (self.letters[k] for lane in state[n:] for k in self.lanes[lane])
+            sent = (self.letters[k] for lane in state[n:-1] for k in self.lanes[lane])
             total = held + sum(letter.weight for letter in sent if letter.kind is Kind.MODEL)
             if total != n:
                 yield f"push-sum weight: {total} of {n}"
@@ -153,16 +160,18 @@ class World:
             if known > made:
                 yield f"known steps that nobody made: {known} of {made}"
 
-    def _models_held(self, state: State, ranks: list[Frozen], sender: int, receiver: int, at: int) -> int:
+    def _models_held(self, sender: int, receiver: Frozen, there: State, back: State) -> int:
         """Models of one rank that another is to take in, and credits for them on their way back."""
-        back = self._pairs[receiver, sender]
-        there = [self.letters[k] for lane in state[at : at + 3] for k in self.lanes[lane]]
-        here = [self.letters[k] for lane in state[back : back + 3] for k in self.lanes[lane]]
-        paired = self.case.mixing == "paired"
-        num = sum(x.kind is Kind.MODEL or (x.kind is Kind.OFFER and x.number == CURRENT) for x in there)
-        num += sum(peer == sender for peer, _ in ranks[receiver].inbox) if not paired else 0
-        replies = (Kind.CREDIT, Kind.ASK_WHOLE, Kind.ANSWER)
-        return num + sum(x.kind in replies and (x.number == CURRENT if paired else True) for x in here)
+        if receiver.mode is Mode.DEAD:
+            return 0
+        coming = [self.letters[k] for lane in there for k in self.lanes[lane]]
+        replies = [self.letters[k] for lane in back for k in self.lanes[lane] if self.letters[k].kind in _REPLIES]
+        if self.case.mixing == "paired":  # one that is taken for an offer that could not be read may come on top
+            return sum(x.number == CURRENT for x in coming if x.kind is Kind.OFFER) + sum(
+                x.number == CURRENT for x in replies
+            )
+        held = sum(peer == sender for peer, _ in receiver.inbox)
+        return sum(x.kind is Kind.MODEL for x in coming) + held + len(replies)
 
     # ---- what can happen -----------------------------------------------------------------------------------------
 
@@ -190,7 +199,7 @@ class World:
         for (sender, receiver), at in self._pairs.items():
             if state[at] or state[at + 1] or state[at + 2]:
                 self._messages(found, state, about, sender, receiver, at)
-        if not any(state[self.n :]) and self.has_ended(state):
+        if not any(state[self.n : -1]) and self.has_ended(state):
             self._close(found, state)
         return found
 
@@ -207,7 +216,7 @@ class World:
         since = before if since is None else since
         steps = self._step(since[r], event)
         for choice, step in enumerate(steps):
-            if any(": " in fault and "Error" in fault for fault in step.faults):
+            if step.failed:
                 found.append(Successor(label, None, step.faults))
                 continue
             after = self._after(since, r, step)
@@ -248,12 +257,17 @@ class World:
                 without[at + lane] = self._lane_id(tuple(rest))
                 without[at + _LATE] = self._pushed(state[at + _LATE], first)
                 found.append(Successor(("late", *where), tuple(without), ()))
+            if state[-1] == self.case.most_rare:
+                continue
+            event = "deliver", sender, first, "garbled"
+            once_more = (*taken[:-1], state[-1] + 1)
             if lane == _BULK and "garbled" in self._faults:
-                self._happens(found, ("garbled", *where), state, receiver, ("deliver", sender, first, "garbled"), taken)
+                self._happens(found, ("garbled", *where), state, receiver, event, once_more)
             if lane == _SMALL and "refused" in self._faults:
-                self._happens(found, ("refused", *where), state, receiver, ("deliver", sender, first, "garbled"), taken)
+                self._happens(found, ("refused", *where), state, receiver, event, once_more)
             if lane == _SMALL and letter.kind is not Kind.STOP and "duplicate" in self._faults:
-                self._happens(found, ("duplicate", *where), state, receiver, ("deliver", sender, first, ""))
+                event = "deliver", sender, first, ""
+                self._happens(found, ("duplicate", *where), state, receiver, event, (*state[:-1], state[-1] + 1))
 
     def _close(self, found: list[Successor], state: State) -> None:
         """All have closed: what each then does on its own."""
@@ -349,7 +363,7 @@ class World:
                 _Step(
                     self._rank_id(outcome.rank),
                     tuple((peer, _BULK if x.bulk else _SMALL, self._letter_id(x)) for peer, x in outcome.letters),
-                    outcome.closed, outcome.faults,
+                    outcome.closed, outcome.faults, outcome.failed,
                 )
                 for outcome in self._live[frozen.number].play(frozen, event)
             ]  # fmt: skip
@@ -439,7 +453,7 @@ class World:
                 if i not in tables:
                     tables[i] = self._rank_id(relabelled(self.ranks[i], numbers))
                 ranks.append(tables[i])
-            return (*ranks, *pick(state))
+            return (*ranks, *pick(state), state[-1])
 
         return permuted
 
