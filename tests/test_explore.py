@@ -12,7 +12,6 @@ import test_schedules as of_schedules
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.simulate import explore
 from pala.simulate.explore import Explored, Explorer
 from pala.simulate.explore_rank import Case
@@ -41,7 +40,7 @@ class RefusesWhoRefuses(PairedProtocol):
         return self.rank < sender and sender in self._offers and sender not in self.silent
 
 
-PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
+PROTOCOL_BUGS: list[Any] = [
     (LosesCreditsWhileItWaits, "deadlock", {}),
     (of_schedules.CountsReceivedWeightTwice, "push-sum weight", {"mixing": "push_sum", "updates": 6}),
     (of_schedules.KeepsTheWeightItSends, "push-sum weight", {"mixing": "push_sum", "updates": 6}),
@@ -64,12 +63,17 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (of_paired.NobodyAnswersWhenOffersCross, "wait", {}),
     (of_paired.MakesASecondOffer, "second offer", {"ranks": 3, "topology": "random"}),
     (of_paired.MovesByItsOwnFraction, "sum of all models", {"ranks": 3, "topology": "random"}),
-    (of_paired.ForgetsToCloseAtADeath, "wait", {"ranks": 3, "faults": "death", "max_staleness": 0}),
+    pytest.param(
+        of_paired.ForgetsToCloseAtADeath,
+        "deadlock",
+        {"ranks": 3, "faults": "death", "max_staleness": 0, "topology": "random"},
+        marks=pytest.mark.slow,
+    ),
     (of_paired.ForgetsTheAnswersOfTheDead, "sum of all models", {"faults": "death"}),
     (of_paired.AnswersWithoutMoving, "staleness", {}),
     (of_paired.AnswersWhenItHasMoved, "moved", {}),
     (of_paired.AnswersOnlyTheFirst, "sum of all models", {"ranks": 3, "topology": "random"}),
-    (of_paired.ClosesNothingThatIsRefused, "wait", {"ranks": 3, "max_staleness": 0}),
+    (of_paired.ClosesNothingThatIsRefused, "wait", {"faults": "nan", "max_staleness": 0}),
     (of_paired.ClosesOffersToTheSilent, "memory for", {"faults": "patience"}),
     (of_paired.KeepsTheAnswersToVoidOffers, "before it was healed|sum", {"faults": "nan"}),
     (of_paired.DoesNotVoidAfterHealing, "before it was healed", {"faults": "nan"}),
@@ -130,41 +134,43 @@ def test_a_trace_is_the_shortest_and_told_in_words() -> None:
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-@pytest.mark.parametrize("faults", ["", "stop", "timer", "death", "death timer"])
+@pytest.mark.parametrize("faults", ["", "stop", "timer", "death stop", "duplicate"])
 def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
     assert_holds(explored(faults, mixing=mixing, max_staleness=max_staleness))
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+@pytest.mark.parametrize("faults", ["nan", "patience"])
+def test_two_ranks_hold_with_worse_faults(mixing: str, faults: str) -> None:
+    assert_holds(explored(faults, mixing=mixing, max_staleness=0))
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_three_ranks_hold(topology: str, max_staleness: int) -> None:
-    assert_holds(explored(symmetry=True, ranks=3, topology=topology, max_staleness=max_staleness))
+def test_three_ranks_hold(max_staleness: int) -> None:
+    assert_holds(explored(symmetry=True, ranks=3, topology="ring", max_staleness=max_staleness))
+    assert_holds(explored(ranks=3, topology="ring", mixing="paired", max_staleness=max_staleness))
 
 
 @pytest.mark.parametrize("faults", ["", "nan", "death"])
 def test_push_sum_keeps_its_weights(faults: str) -> None:
-    assert_holds(explored(faults + " resume", mixing="push_sum", updates=6))
+    assert_holds(explored(faults + " resume", mixing="push_sum", updates=4))
 
 
 def test_ranks_that_resume_in_unlike_rounds_hold() -> None:
     world = World(Case(3, "exponential", faults=frozenset({"resume"})))
     assert len(world.initial()) == 8
-    assert_holds(explored("resume", symmetry=True, ranks=3, topology="exponential", max_staleness=0))
+    assert_holds(explored("resume", symmetry=True, ranks=3, topology="exponential", max_staleness=0, updates=3))
 
 
 def assert_holds(found: Explored) -> None:
     assert found.finished and not found.violations, "\n".join(map(str, found.violations))
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete", "exponential"])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_symmetry_leaves_out_nothing(topology: str) -> None:
     """The least of each class of states that differ by the ranks' numbers is what is found with symmetry."""
-    case = Case(
-        3 if topology != "ring" else 2,
-        topology,
-        max_staleness=0,
-        faults=frozenset({"stop"} if topology == "ring" else ()),
-    )
+    ranks, faults = (2, {"stop", "nan"}) if topology == "complete" else (3, set())
+    case = Case(ranks, topology, max_staleness=0, faults=frozenset(faults))
     plain, reduced = Explorer(case, liveness=False), Explorer(case, symmetry=True, liveness=False)
     plain.run()
     reduced.run()

@@ -314,7 +314,7 @@ class LocalRank:
 
     def play(self, frozen: Frozen, event: tuple[Any, ...]) -> list[Outcome]:
         """All that can come of an event (a method's name, then its arguments) in a state."""
-        outcomes = []
+        outcomes: list[Outcome] = []
         for round_ in self._case.first_rounds or [None]:
             self.load(frozen)
             if round_ is not None:
@@ -333,9 +333,12 @@ class LocalRank:
             forgotten = [peer for peer in kept if peer in closed and before[peer] not in models.moved]
             if forgotten and not models.healed:
                 models.faults.append(f"sum of all models: forgot the answer of rank {forgotten[0]}")
+            began_a_round = self.protocol.round != round_
             outcome = self._outcome(tuple(sorted(closed)))._replace(failed=failed)
             if outcome not in outcomes:
                 outcomes.append(outcome)
+            if not began_a_round:
+                break
         return outcomes
 
     def finish(self, poison: bool) -> None:

@@ -2,8 +2,8 @@
 
 A state is a tuple of small numbers: one a rank, then three a pair of ranks, for what is on its way (small messages,
 models, and models that are too late, each in the order in which they were sent), then how many rare faults there were.
-What a number stands for is in the tables of `World`. One thing happens to one rank, so what comes of it is computed once
-for each state of that *rank* and each event, by the real driver and protocol, and looked up from then on.
+What a number stands for is in the tables of `World`. One thing happens to one rank, so what comes of it is computed
+once for each state of that *rank* and each event, by the real driver and protocol, and looked up from then on.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class _About(NamedTuple):
     living: tuple[int, ...]
     useful: bool  # its model could heal others'
     gives_up: bool  # as `LocalRank.gives_up`
+    deaf_to: tuple[Kind, ...]  # messages that change nothing in it, whatever happens
     events: tuple[tuple[str, tuple[Any, ...]], ...]  # what can happen to it alone
 
 
@@ -309,10 +310,20 @@ class World:
             if self._about[after[peer]].mode is Mode.DEAD:  # it is lost, and its memory free
                 if lane == _BULK:
                     after[r] = self._left(after[r], peer, self.letters[letter].kind)
-            else:
+            elif self.letters[letter].kind not in self._about[after[peer]].deaf_to:
                 at = self._pairs[r, peer] + lane
                 after[at] = self._pushed(after[at], letter)
+        if deaf_to := self._about[step.rank].deaf_to:
+            for peer in range(self.n):  # as if each came at its turn, at once
+                at = self._pairs.get((peer, r))
+                if at is not None and after[at]:
+                    after[at] = self._without(after[at], deaf_to)
         return tuple(after)
+
+    def _without(self, lane: int, kinds: tuple[Kind, ...]) -> int:
+        letters = self.lanes[lane]
+        left = (letter for letter in letters if self.letters[letter].kind not in kinds)
+        return self._recall(("without", lane, kinds), lambda: self._lane_id(tuple(left)))
 
     def _mark_old(self, state: State, r: int, old: bool) -> State:
         """The models on their way to rank r were sent before it goes on."""
@@ -378,7 +389,7 @@ class World:
 
     def _look_at(self, frozen: Frozen) -> _About:
         if frozen.mode is Mode.DEAD:
-            return _About(Mode.DEAD, (), False, False, ())
+            return _About(Mode.DEAD, (), False, False, (), ())
         p, budget, f = dict(frozen.protocol), dict(frozen.budget), self._faults
         away = p["_now_s"] < 0
         events: list[tuple[str, tuple[Any, ...]]] = []
@@ -399,7 +410,17 @@ class World:
                     events.append(("absence", ("absence",)))
         useful = frozen.finite and not ((away or p["_returning"]) and "patience" not in f)
         gives_up = frozen.mode is Mode.WAITS and p["healthy"]
-        return _About(frozen.mode, budget["living"][1], useful, gives_up, tuple(events))
+        deaf_to = self._deaf_to(frozen.mode, budget["stop"])
+        return _About(frozen.mode, budget["living"][1], useful, gives_up, deaf_to, tuple(events))
+
+    def _deaf_to(self, mode: Mode, stop: Stop) -> tuple[Kind, ...]:
+        """News of the end, unless it brings steps, are none to who knows. Who sends no more models needs no credit of
+        the one-way rules, but to know who is silent, until it has ended."""
+        if stop is Stop.NONE or self.case.updates:
+            return ()
+        if self.case.mixing == "paired" or (self.case.has_clock and mode is not Mode.ENDED):
+            return (Kind.STOP,)
+        return Kind.STOP, Kind.CREDIT, Kind.ASK_WHOLE
 
     def _left(self, rank: int, peer: int, kind: Kind) -> int:
         """A model has left that rank: its snapshot may be filled anew."""
