@@ -233,7 +233,7 @@ class Explorer:
                         parent = path[-1][0]
                         low[parent] = min(low[parent], low[k])
                     if low[k] == order[k]:
-                        component = []
+                        component: list[int] = []
                         while not component or component[-1] != k:
                             component.append(stack.pop())
                             on_stack.discard(component[-1])

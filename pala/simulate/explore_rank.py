@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -306,7 +306,7 @@ class LocalRank:
         self._transport, self.models = _Outbox(), SymbolicModels()
         self.driver = case.driver(protocol, self._transport, self.models, case.snapshots, report=lambda sentence: None)
         self.protocol = protocol
-        self.models.offered = lambda: [offer.packet for offer in self.driver._offers.values()]
+        self.models.offered = lambda: list(self._open_packets().values())
         self._mode, self._made, self._since_mix, self._excused = Mode.UPDATES, 0, 0, False
         self.driver.start()
 
@@ -315,11 +315,11 @@ class LocalRank:
     def play(self, frozen: Frozen, event: tuple[Any, ...]) -> list[Outcome]:
         """All that can come of an event (a method's name, then its arguments) in a state."""
         outcomes: list[Outcome] = []
-        for round_ in self._case.first_rounds or [None]:
+        for round_ in self._case.first_rounds or [-1]:
             self.load(frozen)
-            if round_ is not None:
+            if round_ >= 0:
                 self.protocol.round = round_
-            models, before = self.models, {peer: offer.packet for peer, offer in self.driver._offers.items()}
+            models, before = self.models, self._open_packets()
             kept = [peer for peer, packet in before.items() if packet.answer is not None]
             failed = True
             try:
@@ -405,14 +405,18 @@ class LocalRank:
         """All ranks have ended, and nothing is on its way."""
         self.driver.finish()
 
+    def _open_packets(self) -> dict[int, _Packet]:
+        """Of the offers that are open or answered."""
+        return {peer: cast(_Packet, offer.packet) for peer, offer in self.driver._offers.items()}
+
     def _is_still_open(self, peer: int) -> bool:
         """The offer that was open when the step began."""
         offer = self.driver._offers.get(peer)
         return offer is not None and offer.packet.data.number == CURRENT
 
     def _outcome(self, closed: tuple[int, ...]) -> Outcome:
-        offers, faults, sent = self.driver._offers, self.models.faults, self._transport.sent
-        open_ = [peer for peer in offers if peer not in self.protocol.silent and offers[peer].packet.answer is None]
+        offers, faults, sent = self._open_packets(), self.models.faults, self._transport.sent
+        open_ = [peer for peer in offers if peer not in self.protocol.silent and offers[peer].answer is None]
         if len(open_) > 1 and any(letter.kind is Kind.OFFER for _, letter in sent):
             faults.append(f"second offer: to ranks {open_}")
         damaged = self._case.most_rare if "garbled" in self._case.faults else 0

@@ -315,9 +315,8 @@ class World:
                 after[at] = self._pushed(after[at], letter)
         if deaf_to := self._about[step.rank].deaf_to:
             for peer in range(self.n):  # as if each came at its turn, at once
-                at = self._pairs.get((peer, r))
-                if at is not None and after[at]:
-                    after[at] = self._without(after[at], deaf_to)
+                if peer != r and after[self._pairs[peer, r]]:
+                    after[self._pairs[peer, r]] = self._without(after[self._pairs[peer, r]], deaf_to)
         return tuple(after)
 
     def _without(self, lane: int, kinds: tuple[Kind, ...]) -> int:
