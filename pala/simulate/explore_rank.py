@@ -298,7 +298,7 @@ class LocalRank:
     """The live objects of one rank, and what can happen to them."""
 
     def __init__(self, case: Case, number: int, round_: int = 0, weight: Fraction = Fraction(1)) -> None:
-        self._case, self.number = case, number
+        self._case, self.number, self._rounds = case, number, case.first_rounds or [-1]
         patience_s = PATIENCE_S if case.has_clock else NO_PATIENCE_S
         rules = Rules(case.topology, case.max_staleness, 0, case.whole_every, AGAIN_S, patience_s)
         budget = StepBudget(number, case.ranks, case.updates or _MANY_STEPS)
@@ -315,7 +315,7 @@ class LocalRank:
     def play(self, frozen: Frozen, event: tuple[Any, ...]) -> list[Outcome]:
         """All that can come of an event (a method's name, then its arguments) in a state."""
         outcomes: list[Outcome] = []
-        for round_ in self._case.first_rounds or [-1]:
+        for round_ in self._rounds:
             self.load(frozen)
             if round_ >= 0:
                 self.protocol.round = round_
