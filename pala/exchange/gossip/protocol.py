@@ -234,6 +234,8 @@ class GossipProtocol:
 
     def _take_in(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         if message.kind is Kind.MODEL:
+            if message.sender in self._inbox:
+                return self._second_model_came(message)
             return self._model_came(message, took_s, late, rejected)
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
             self._credit_came(message.sender, wants_whole=message.kind is Kind.ASK_WHOLE)
@@ -278,6 +280,13 @@ class GossipProtocol:
         self._gave_up = False
         self._inbox[sender] = self.mixing.receive(message.weight)
         return [Accept(self._inbox[sender])]
+
+    def _second_model_came(self, message: Message) -> list[Action]:
+        """Its sender had a credit too many, as from a message that was damaged on its way. The credit for the first
+        model is one for both."""
+        self.counts["models_refused"] += 1
+        self.mixing.reject(message.weight)
+        return []
 
     def _note_transfer(self, sender: int, took_s: float) -> bool:
         """True if the model that has come from `sender`, in so many seconds, is too old to be received: its sender
