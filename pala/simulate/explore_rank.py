@@ -478,13 +478,15 @@ class LocalRank:
         driver.distances.clear()
         driver._complained_of.clear()  # only what is said of it
         driver._num_asked = 0  # only whether a distance is measured
+        driver._replies.clear()  # they leave at once
         driver._offers.clear()
         driver._snapshots.clear()
         for snapshot in frozen.snapshots:
             packet = _Packet(Letter(Kind.OFFER, CURRENT))
             packet.to, packet.pending = list(snapshot.to), len(snapshot.to)
             packet.answer, packet.before_heal = snapshot.answer, snapshot.before_heal
-            live = _Snapshot(packet, -_OLD_S if snapshot.is_old else 0.0, snapshot.offered_to >= 0)
+            peers = tuple(peer for peer, _ in snapshot.to)
+            live = _Snapshot(packet, -_OLD_S if snapshot.is_old else 0.0, peers, is_offer=snapshot.offered_to >= 0)
             if snapshot.offered_to >= 0:
                 driver._offers[snapshot.offered_to] = live
             driver._snapshots.append(live)

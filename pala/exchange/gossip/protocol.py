@@ -272,9 +272,6 @@ class GossipProtocol:
             self._num_rejected += 1
             self.mixing.reject(message.weight)
             return self._return_credit(sender)
-        if sender in self._inbox:  # sent without a credit, which its sender may have read out of something damaged
-            self.counts["models_refused"] += 1
-            return []
         self.counts["models_received"] += 1
         self._whole_came |= message.format is not Format.TOP_K
         self._gave_up = False
