@@ -377,7 +377,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="resume '--run.name' if it has begun")
-    parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s)")
+    parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s; by train.sh 0)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="before the first; it doubles (%(default)s)")
     parser.add_argument("--mpirun", default="mpirun", help="and its options, in quotes (%(default)s)")
     options, others = parser.parse_known_args(arguments)

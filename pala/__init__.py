@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.config import Config, load_preset
+from pala.config import Config, checked, load_preset
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
@@ -32,16 +32,19 @@ def fit(
     process needs it. The run keeps it: by name if it is defined in a module that can be imported, else as a pickle.
     `resume`: the folder of an earlier run to go on with; without `make_env`, in the environment that it keeps.
     `trust_run`: load that also if it is a pickle that came from elsewhere, which runs its code. Raises PalaError for a
-    mistake that all ranks see. With several ranks, any other error ends the whole job with its traceback, because the
-    other ranks would wait for this one for ever.
+    mistake that all ranks see; a script that does not catch it ends with the sentence alone, printed once. With several
+    ranks, any other error ends the whole job with its traceback, because the other ranks would wait for this one for
+    ever.
     """
     from pala.system.errors import CollectiveError
-    from pala.system.runtime import prepare
-    from pala.transport.agreement import cores_per_rank
+    from pala.system.runtime import one_sentence_for_mistakes, prepare
+    from pala.transport.agreement import collectively, cores_per_rank
     from pala.transport.mpi_process import abort, start_mpi
 
     comm = start_mpi()
+    one_sentence_for_mistakes(comm.rank)
     try:
+        config = collectively(comm, lambda: checked(config))
         cores = cores_per_rank(comm)
         prepare(config.run.threads or cores)
         from pala.run.session import run_session

@@ -260,6 +260,8 @@ class EvaluationConfig:
     """Whole episodes; 0 leaves the evaluation out."""
     num_envs: int = 16
     """Episodes played at the same time."""
+    max_episode_steps: int = 100_000
+    """Other than Atari: an episode is cut after so many steps, for environments without an end. Ours."""
     greedy: bool = False
     """A2C: the most probable action instead of a sampled one [PALA and GALA sample]."""
     epsilon: float = 0.05
@@ -301,7 +303,7 @@ def load_preset(path: str | Path) -> Config:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a preset. Raises PalaError that names the file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a byte order mark
     except FileNotFoundError:
         siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise PalaError(
@@ -316,6 +318,13 @@ def from_table(table: dict[str, Any], source: str) -> Config:
     config = build(Config, table, source)
     check(config, source)
     return config
+
+
+def checked(config: Config) -> Config:
+    """The same, made in Python rather than read, so that nothing has looked at it yet. Raises PalaError."""
+    if not isinstance(config, Config):
+        raise PalaError(f"The configuration is of type '{type(config).__name__}' but must be a pala.Config.")
+    return from_table(to_table(config), source="Config")
 
 
 def to_table(config: Config) -> dict[str, Any]:
@@ -356,7 +365,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "run.start_timeout_s": (1, 1e6),
     "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
     "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4), "evaluation.epsilon": (0, 1),
-    "evaluation.timeout_s": (1, 1e6),
+    "evaluation.max_episode_steps": (1, 1e12), "evaluation.timeout_s": (1, 1e6),
 }  # fmt: skip
 
 

@@ -216,3 +216,11 @@ def test_processes_give_what_this_process_gives():
             np.testing.assert_array_equal(a, b)
     assert any(step.truncated.any() for step in trajectories[0])
     assert any(step.terminated.any() for step in trajectories[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["Pong-v5", "PongNoFrameskip-v4", "Pong-v0", "PongDeterministic-v4", "ALE/Pong-v4", "ALE/Pong"]
+)
+def test_a_game_under_a_former_name_is_told_its_name(name: str):
+    with pytest.raises(PalaError, match=r"^'env.id': no environment '.*' is registered; did you mean 'ALE/Pong-v5'"):
+        make_envs(EnvConfig(name))

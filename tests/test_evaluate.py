@@ -120,6 +120,16 @@ def test_short_episodes_are_not_favoured() -> None:
     assert steps == 40
 
 
+def test_an_episode_without_an_end_is_cut(cartpole_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_folder.config_of(cartpole_run)
+    table = json.loads((cartpole_run / "run.json").read_text())
+    table["config"] = to_table(replace(config, evaluation=replace(config.evaluation, max_episode_steps=5)))
+    (cartpole_run / "run.json").write_text(json.dumps(table))
+    evaluation = evaluate(cartpole_run, 4, 2, False, 1, 1)
+    assert evaluation.mean_length_steps == evaluation.mean_return == 5
+    assert "4 of 4 episodes were cut after 5 steps ('evaluation.max_episode_steps')" in capsys.readouterr().err
+
+
 def test_an_odd_number_of_episodes_is_shared_out() -> None:
     played, _ = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=5)
     assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]

@@ -253,6 +253,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+def test_a_mistake_in_a_users_script_is_one_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
+    job = any_mpi.script(2, "import pala\npala.fit(pala.Config(total_steps=-1))\n", tmp_path)
+    assert job.status == 1 and "Traceback" not in job.output
+    assert job.output.count("pala: error: Config: 'total_steps' is -1 but must lie between") == 1
+
+
+@pytest.mark.slow
 def test_an_exception_in_a_users_own_environment_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
     """Also without `python -m pala.train`: the script calls `pala.fit`, and rank 1 alone raises."""
     source = SCRIPT_WITH_FACTORY.format(vectorization="sync").replace(

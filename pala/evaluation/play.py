@@ -46,7 +46,8 @@ def evaluate(
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
     torch.set_num_threads(threads)
     make_env = environment.load(run, trust_run)
-    envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env)
+    limit = config.evaluation.max_episode_steps
+    envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env, limit)
     try:
         policy = load_policy(run, config, envs)
         act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
@@ -56,6 +57,11 @@ def evaluate(
         seconds = time.perf_counter() - begin
     finally:
         envs.close()
+    cut = sum(episode.length_steps >= limit for episode in played)
+    if cut and (make_env is not None or not config.env.id.startswith("ALE/")):
+        say(
+            f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps')."
+        )
     return Evaluation(
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         policy=policy.source,

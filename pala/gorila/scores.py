@@ -201,6 +201,9 @@ def write(folders: Sequence[Path], output: Path) -> Path:
     found = {folder: read(folder) for folder in given}
     runs = sorted((run for run in found.values() if isinstance(run, Run)), key=lambda run: (run.rom, run.config.seed))
     left_out = [f"`{folder.name}` {why}" for folder, why in found.items() if isinstance(why, str)]
+    if not runs:
+        why = f": {left_out[0]}" if left_out else ""
+        raise PalaError(f"There is no completed run of Gorila on one of the 49 games in the folders named{why}.")
     texts = {
         "scores.md": markdown(runs, left_out),
         "games.csv": csv_text(game_rows(runs)),

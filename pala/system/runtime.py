@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+
+from pala.system.errors import CollectiveError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LAUNCHERS = (
@@ -238,6 +240,19 @@ def say(message: str) -> None:
     with suppress(OSError):
         sys.stderr.write(message.rstrip("\n") + "\n")
         sys.stderr.flush()
+
+
+def one_sentence_for_mistakes(rank: int) -> None:
+    """From here on a mistake that all ranks raise and nobody catches is printed by rank 0 alone, as its sentence."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, CollectiveError):
+            before(kind, error, traceback)
+        elif rank == 0:
+            say(f"pala: error: {error}")
+
+    sys.excepthook = hook
 
 
 def tell(message: str) -> None:
