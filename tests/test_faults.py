@@ -234,7 +234,7 @@ def test_nobody_spins_or_is_deaf_while_a_rank_is_stopped_as_it_saves_the_policy(
     time.sleep(4)
     share = (sum(map(processor_seconds, others)) - used_s) / (time.monotonic() - began_s) / len(others)
     print(f"\nwho waits takes {share:.3f} of a core")
-    assert len(others) == 2 and share < 0.25
+    assert len(others) == 2 and share < 0.05
     end_by(job, signal.SIGUSR1, tmp_path)
     assert job.status != 0 and "did not end within 10 s of the signal" in job.output, job.output
     record = record_of(tmp_path / "runs/r")
