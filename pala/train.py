@@ -24,7 +24,7 @@ from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import Launch, announce, die_with_launcher, prepare, say
 from pala.transport.agreement import collectively, cores_per_rank
-from pala.transport.mpi_process import abort, check_slurm_tasks, leave_mpi, start_mpi
+from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi
 
 _PROGRAM = "pala.train"
 
@@ -84,6 +84,8 @@ def main() -> None:
         sys.exit(2)
     except (Exception, KeyboardInterrupt) as error:
         abort(comm, error)
+    if result.status == "left":
+        leave_job()
     leave = leave_mpi(comm)
     status = 0 if result.signal is None else 128 + result.signal
     if result.leads:

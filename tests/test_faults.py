@@ -113,6 +113,27 @@ def test_a_rank_of_a_paired_exchange_may_be_killed(any_mpi: Launcher, tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_rank_told_to_leave_goes_and_the_others_go_on(mpi: Launcher, tmp_path: Path) -> None:
+    """Under MPICH, which needs its process, it sleeps."""
+    ranks = (str(mpi.folder / "python"), "-m", "pala.train", *CARTPOLE, "--run.name", "r", *ENDLESS)
+    survivable = ("--with-ft", "ulfm") if mpi.name == "openmpi" else ()
+    job, run = mpi.start(*survivable, "-np", "3", *ranks, cwd=tmp_path), tmp_path / "runs/r"
+    pids = wait_until_all_train(tmp_path, 3)
+    os.kill(pids[0], signal.SIGUSR2)
+    wait_for(lambda: "left_ranks" in record_of(run)["segments"][0], what="the news that rank 0 has left")
+    if mpi.name == "openmpi":
+        wait_for(lambda: pids[0] not in processes_in(tmp_path), 10, "the end of rank 0")
+    left_at, number = local_steps(run)[0], len(intervals(run, 1))
+    wait_for(lambda: len(intervals(run, 1)) > number + 3, what="more records of rank 1")
+    os.kill(pids[1], signal.SIGUSR1)
+    job.wait()
+    segment = record_of(run)["segments"][0]
+    assert segment["status"] == "stopped" and "lost_ranks" not in segment and local_steps(run)[0] == left_at
+    assert "[rank 0] leaves (SIGUSR2); 2 go on." in job.output and "has died" not in job.output
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+@pytest.mark.slow
 def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: Path) -> None:
     job, run = start(any_mpi, 3, "--total-steps", "9000", "--exchange.kind", "none", cwd=tmp_path), tmp_path / "runs/r"
     os.kill(wait_until_all_train(tmp_path, 3)[0], signal.SIGKILL)

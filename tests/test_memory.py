@@ -139,6 +139,17 @@ def own_steps(states: Iterable[RankState]) -> list[int]:
     return [state.counters["own_steps"] for state in states]
 
 
+def leave_at(*ranks: int, update: int) -> Callable[[MemoryCommunicator, int], None]:
+    """These ranks get SIGUSR2 when they have made so many updates."""
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_update(updates)
+        if comm.rank in ranks and updates == update:
+            comm.interrupt.is_told_to_leave = True
+
+    return on_update
+
+
 def parameters(states: Iterable[RankState]) -> Tensor:
     return torch.stack([state.tensors["parameters"] for state in states])
 
@@ -227,6 +238,53 @@ def test_the_living_make_the_rest(kind: str, dead: list[int], tmp_path: Path, ca
 def test_a_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) -> None:
     trained = train(3, configure(tmp_path, patience_s=0.5), [fail_at_message(1, n)])
     assert isinstance(trained.results[1], Killed) and trained.ended_well(but_for=[1])
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
+@pytest.mark.parametrize("left", [[0], [1, 3]])
+def test_the_others_go_on_when_ranks_leave(
+    left: list[int], mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    job = train(4, configure(tmp_path, steps=1200, mixing=mixing, max_staleness=1), on_update=leave_at(*left, update=5))
+    assert job.ended_well(but_for=left)
+    assert [job.results[rank].status for rank in left] == ["left"] * len(left)
+    assert [entry["rank"] for entry in job.segment["left_ranks"]] == left and "lost_ranks" not in job.segment
+    states = job.states()
+    # Unlike that of the dead, all of their work is counted.
+    assert job.segment["global_steps"] == sum(own_steps(states)) >= 1200
+    assert [own_steps(states)[rank] for rank in left] == [5 * BATCH] * len(left)
+    assert job.total("waits_given_up") == 0 and "has died" not in capsys.readouterr().err
+    resumed = job.resume(4, steps=1600)
+    assert resumed.ended_well() and "left_ranks" not in resumed.segment
+
+
+def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.outlives_ranks = False
+        leave_at(0, update=5)(comm, updates)
+
+    job = train(3, configure(tmp_path, steps=900), on_update=on_update)
+    assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
+    assert own_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(own_steps(job.states()))
+    others = job.states()[1:]
+    policy = torch.cat([tensor.flatten() for tensor in job.policy.values()])
+    assert math.isclose(float(policy.norm()), float(parameters(others).mean(0).norm()), rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp_path: Path) -> None:
+    job = train(ranks, configure(tmp_path, steps=ENDLESS), on_update=leave_at(*range(ranks), update=5))
+    statuses = [result.status for result in job.results]
+    assert set(statuses) <= {"left", "stopped"} and "stopped" in statuses
+    assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2"
+    steps = sum(own_steps(job.states()))
+    assert job.resume(ranks, steps=steps + 200).ended_well()
+
+
+@pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
+def test_who_cannot_leave_says_so_and_stays(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    job = train(2, configure(tmp_path, kind, steps=300), on_update=leave_at(1, update=5))
+    assert job.ended_well() and "only ranks that gossip can: it stays" in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_is_as_good_as_dead(tmp_path: Path) -> None:

@@ -539,8 +539,8 @@ class MovesByItsOwnFraction(PairedProtocol):
 
 
 class ForgetsToCloseAtADeath(PairedProtocol):
-    def peer_died(self, peer):
-        return GossipProtocol.peer_died(self, peer)
+    def _forget(self, peer):
+        return GossipProtocol._forget(self, peer)
 
 
 class ForgetsTheAnswersOfTheDead(PairedProtocol):
@@ -633,7 +633,7 @@ def paired_schedules(number: int = 100) -> Iterable[Scenario]:
 @pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
 def test_a_planted_bug_is_found(bug: type[PairedProtocol], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError), match=symptom):
-        for scenario in paired_schedules():
+        for scenario in paired_schedules(200):
             check(scenario, bug)
 
 

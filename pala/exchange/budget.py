@@ -34,7 +34,10 @@ class StepBudget:
         self.local_steps = np.array(np.zeros(size) if local_steps is None else list(local_steps), np.uint64)
         self._sum = int(self.local_steps.sum())
         self.stop = Stop.NONE  # why training ends here
-        self.living: Sequence[int] = range(size)  # a list once a rank is dead: 10,000 such lists would take 4 GB
+        # Lists only once a rank is gone: 10,000 lists of 10,000 ranks would take 4 GB.
+        self.present: Sequence[int] = range(size)  # ranks whose process lives, as far as known here; sorted
+        self.living: Sequence[int] = range(size)  # those of them that train
+        self.left: set[int] = set()  # ranks that have left in good order, dead since or not
         self._stop_told = False
         self._check_budget()
 
@@ -64,23 +67,37 @@ class StepBudget:
 
     def peer_died(self, peer: int) -> None:
         """`peer` is gone."""
-        if peer in self.living:
-            self.living = [p for p in self.living if p != peer]
+        if peer in self.present:
+            self.present = [p for p in self.present if p != peer]
             self._stop_told = False  # whom the dead peer should have told must hear it from others
+            self._count()
+
+    def rank_left(self, rank: int) -> None:
+        """`rank`, perhaps this one, makes no more steps. It may live on, and then hears of the end."""
+        self.left.add(rank)
+        self._count()
+
+    def stay(self) -> None:
+        """This rank had left, but nobody else trains."""
+        self.left.discard(self.rank)
+        self._count()
 
     def tell_stop(self) -> tuple[int, ...]:
         """Peers to tell that training ends: once, when it does."""
         if self.stop is Stop.NONE or self._stop_told:
             return ()
         self._stop_told = True
-        return broadcast_peers(self.rank, self.living)
+        return broadcast_peers(self.rank, self.present)
+
+    def _count(self) -> None:
+        self.living = [rank for rank in self.present if rank not in self.left]
 
     def _check_budget(self) -> None:
         if self.global_steps >= self.budget_steps:
             self.stop_now(Stop.BUDGET)
 
 
-def broadcast_peers(rank: int, living: Sequence[int]) -> tuple[int, ...]:
+def broadcast_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
     """Whom to tell a piece of news so that, passed on once by everyone, it reaches all in log2 n hops."""
-    n, place = len(living), living.index(rank)
-    return tuple(living[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))
+    n, place = len(ranks), ranks.index(rank)
+    return tuple(ranks[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))

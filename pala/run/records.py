@@ -5,7 +5,7 @@ Every rank has a metrics file. The lowest rank that lives leads: it keeps run.js
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,32 +59,48 @@ class Records:
         if self._reporter is not None:
             self._reporter.report(global_steps)
 
-    def lead_if_first(self, living: Sequence[int], time_s: float) -> bool:
-        """Take the lead if this is the lowest rank that lives, and note who has died; whether this rank leads.
-        `time_s`: training time. Not collective."""
+    def resign(self) -> None:
+        """This rank has left: who leads now goes on with run.json and the console."""
+        if self._reporter is not None:
+            self._reporter.close()
+        self._record = self._reporter = None
+
+    def lead_if_first(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> bool:
+        """Take the lead if this is the lowest rank that lives, and note who has died or `left`; whether this rank
+        leads. `time_s`: training time. Not collective."""
         if self._rank != living[0]:
             return False
         try:
-            self.lead(living, time_s)
+            self.lead(living, time_s, left)
         except (OSError, PalaError) as error:  # a full disk: the next interval tries again
             say(f"[rank {self._rank}] 'run.json' cannot be written: {error}. Training goes on.")
         return True
 
-    def lead(self, living: Sequence[int], time_s: float) -> None:
+    def lead(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> None:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
             self._record, self._reporter = RunRecord.take_over(self._run), self._make_reporter()
-        lost = {entry["rank"]: entry for entry in self._record.segment.get("lost_ranks", [])}
-        fresh = [rank for rank in range(self._size) if rank not in living and rank not in lost]
-        if fresh:
-            now_s = round(time_s, 3)
-            entries = [{"rank": rank, "host": self._hosts[rank], "noticed_s": now_s} for rank in fresh]
-            self._record.note(lost_ranks=sorted([*lost.values(), *entries], key=lambda entry: entry["rank"]))
-            for rank in fresh:
-                say(f"[rank {self._rank}] rank {rank} on {self._hosts[rank]} has died; {len(living)} go on.")
+        gone = [rank for rank in range(self._size) if rank not in living]
+        self._note("left_ranks", [rank for rank in gone if rank in left], time_s)
+        for rank in self._note("lost_ranks", [rank for rank in gone if rank not in self._noted("left_ranks")], time_s):
+            say(f"[rank {self._rank}] rank {rank} on {self._hosts[rank]} has died; {len(living)} go on.")
         if self._reporter is not None:
             self._reporter.view.living = living
+
+    def _noted(self, key: str) -> dict[int, Any]:
+        assert self._record is not None
+        return {entry["rank"]: entry for entry in self._record.segment.get(key, [])}
+
+    def _note(self, key: str, ranks: Collection[int], time_s: float) -> list[int]:
+        """See to it that run.json names these ranks under this key; returns those that are new there."""
+        noted = self._noted(key)
+        fresh = [rank for rank in ranks if rank not in noted]
+        if fresh:
+            entries = [{"rank": rank, "host": self._hosts[rank], "noticed_s": round(time_s, 3)} for rank in fresh]
+            assert self._record is not None
+            self._record.note(**{key: sorted([*noted.values(), *entries], key=lambda entry: entry["rank"])})
+        return fresh
 
     def end(self, status: str, **facts: Any) -> None:
         """Close console and TensorBoard, and say in run.json how it ended: `completed`, `stopped` (by a signal) or

@@ -9,6 +9,7 @@ outlive it (`pala/transport/mpi_process.py`, `abort`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from pala.transport.agreement import check_agreement, collectively, cores_per_ra
 from pala.transport.base import Communicator, Living
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
+_LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _BUILD: dict[str, Callable[[Communicator, Config, Envs], Parts[Any]]] = {  # collective
     "a2c": a2c.build, "gorila": gorila.build,
 }  # fmt: skip
@@ -48,7 +50,7 @@ class Result:
     """What `run_session` gives back on every rank."""
 
     run: Path
-    status: str  # "completed", or "stopped" by a signal
+    status: str  # "completed", "stopped" by a signal; of a rank that others go on without, "left"
     global_steps: int
     signal: int | None  # number of the signal that stopped it
     leads: bool  # True on the lowest rank that lives
@@ -149,6 +151,12 @@ class Session:
         loop = self._parts.make_loop(self._comm.rank, self._envs, exchange, self._progress, self._interrupt)
         self._records.note(message_bytes=exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self._loop(loop, exchange, on_update)
+        if stop is Stop.NONE:  # it has left
+            self._records.resign()
+            if self._comm.outlives_ranks:
+                self._comm.depart()
+                return Result(self._segment.run, "left", exchange.global_steps, None, False)
+            stop = self._sit_out(exchange)
         if exchange.close(_PATIENCE_S) is Stop.BUDGET:
             final = exchange.final_parameters(_PATIENCE_S)
             self._comm.among_the_living(
@@ -160,6 +168,18 @@ class Session:
         self._parts.after_training(self._comm, self._segment.path)
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal)
         return Result(self._segment.run, status, exchange.global_steps, signal, self._leads)
+
+    def _sit_out(self, exchange: Exchange) -> Stop:
+        """Wait for the end, which this MPI does not reach without every rank; returns why it ended."""
+        say(
+            f"[rank {self._comm.rank}] trains no more, but this MPI needs its process until the job ends; it sleeps. "
+            "Open MPI 5 with `mpirun --with-ft ulfm` lets it go."
+        )
+        while exchange.stop is Stop.NONE:
+            if self._interrupt.signal is not None:
+                exchange.stop_now(Stop.SIGNAL)
+            time.sleep(_LOOK_S)
+        return exchange.stop
 
     # ---- training: no collectives --------------------------------------------------------------------------------
 
@@ -184,7 +204,7 @@ class Session:
         return stop
 
     def _lead_if_first(self, exchange: Exchange) -> bool:
-        return self._records.lead_if_first(exchange.living, self._progress.counters.time_s)
+        return self._records.lead_if_first(exchange.living, self._progress.counters.time_s, exchange.left)
 
     @property
     def _signal(self) -> Signals:
@@ -215,7 +235,7 @@ class Session:
         self._leads = self._comm.rank == living.members[0]
         if not self._leads:
             return
-        self._records.lead(living.members, self._progress.counters.time_s)
+        self._records.lead(living.members, self._progress.counters.time_s, exchange.left)
         self._parts.flat.data.copy_(final)
         header = {
             "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._comm.size

@@ -113,6 +113,10 @@ class Transport(abc.ABC):
     def poll(self) -> None:  # noqa: B027  a simulated network has nothing to poll
         """Move on what there is to send and to receive, at once. The learner's thread, without any lock held."""
 
+    def has_sent(self) -> bool:
+        """True if everything that was to be sent has left. Any thread."""
+        return True
+
     def hurry(self, waiting: bool) -> None:  # noqa: B027
         """Whether this rank's learner is waiting for a message. Any thread."""
 
@@ -227,6 +231,15 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def is_alone(self) -> bool:
         """True if the job ends when this rank does: no other lives, or none would outlive it. Not collective."""
+
+    @property
+    @abc.abstractmethod
+    def outlives_ranks(self) -> bool:
+        """Whether the others go on when a rank ends before them."""
+
+    def depart(self) -> None:  # noqa: B027
+        """This rank ends here, and the others shall notice: its process must end without another call of this. Only if
+        they outlive it. Not collective."""
 
     @abc.abstractmethod
     def open_transport(self) -> Transport:

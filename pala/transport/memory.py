@@ -200,6 +200,8 @@ class MemoryCommunicator(Communicator):
     """The communicator of ranks that are threads. `interrupt` is this rank's: a test sets its `signal`, as the kernel
     would."""
 
+    outlives_ranks = True  # a test may say otherwise, if it kills none
+
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.rank, self.size, self.host = world, rank, world.size, platform.node()
         self.interrupt = Interrupt()
@@ -280,6 +282,9 @@ class MemoryCommunicator(Communicator):
 
     def deaths(self) -> Deaths:
         return _MemoryDeaths(self)
+
+    def depart(self) -> None:
+        self.world.say_that(self.rank, self.world.dead)
 
     def is_alone(self) -> bool:
         with self.world.changed:

@@ -136,6 +136,10 @@ class MpiCommunicator(Communicator):
         """Ranks that this one has been told are dead; 0 where nobody would outlive them. Not collective."""
         return self.mpi.Get_failed().size if can_survive() else 0
 
+    @property
+    def outlives_ranks(self) -> bool:
+        return can_survive()
+
     def is_alone(self) -> bool:
         return not can_survive() or self.num_dead == self.size - 1
 

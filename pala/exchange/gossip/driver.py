@@ -162,6 +162,11 @@ class GossipDriver(Receiver):
         with self.lock:
             self._perform(self.protocol.end(reason))
 
+    def leave(self) -> None:
+        """This rank trains no more: tell the others, who go on."""
+        with self.lock:
+            self._perform(self.protocol.leave())
+
     def finish(self) -> None:
         """The transport has closed: mix whatever has come."""
         with self.lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from pala.exchange.gossip.protocol import Rules
 from pala.exchange.gossip.protocols import PROTOCOLS
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt, say
+from pala.system.runtime import LEAVE, Interrupt, say
 from pala.system.seeding import derive
 from pala.transport.base import Communicator
 
@@ -60,12 +60,32 @@ class Gossip(ModelExchange):
         return self._protocol.living
 
     @property
+    def left(self) -> Collection[int]:  # type: ignore[override]
+        return self._protocol.budget.left
+
+    @property
     def stop(self) -> Stop:
         self._transport.raise_failure()
         return self._protocol.budget.stop
 
     def stop_now(self, reason: Stop) -> None:
         self._driver.end(reason)
+
+    def leave(self) -> bool:
+        rank, budget = self._comm.rank, self._protocol.budget
+        if budget.stop is Stop.NONE and list(self.living) != [rank]:
+            self._wait_until_all_is_sent()
+            self._driver.leave()
+            self._wait_until_all_is_sent()
+            if self.living and budget.stop is Stop.NONE:
+                say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
+                return True
+        if budget.stop is Stop.NONE:
+            budget.stay()  # perhaps others were told to leave at the same time
+            say(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
+            self._interrupt.signal = LEAVE
+            self._driver.end(Stop.SIGNAL)
+        return False
 
     def after_update(self, steps: int, healthy: bool) -> bool:
         mixes = self._driver.counts["mixes"]
@@ -91,8 +111,9 @@ class Gossip(ModelExchange):
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        # A model as old as the time that this rank was away counts only if all are.
-        weight = self._protocol.mixing.weight * (1.0 if self._protocol.has_model else 1e-9)
+        # A model as old as the time that this rank was away, or has left, counts only if all are.
+        fresh = self._protocol.has_model and not self._protocol.has_left
+        weight = self._protocol.mixing.weight * (1.0 if fresh else 1e-9)
         return average_of_ranks(self._comm, self._parameters, weight, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
@@ -108,9 +129,19 @@ class Gossip(ModelExchange):
     def state(self) -> ExchangeState:
         with self._driver.lock:
             budget = self._protocol.budget
-            lost = [rank for rank in range(budget.size) if rank not in budget.living]
+            lost = [rank for rank in range(budget.size) if rank not in budget.living and rank != budget.rank]
             steps = [int(s) for s in budget.local_steps]
             return ExchangeState(steps, budget.base_steps, self._protocol.round, self._protocol.mixing.weight, lost)
+
+    def _wait_until_all_is_sent(self) -> None:
+        """But for peers that are stopped not longer than this rank's patience."""
+        deadline = time.monotonic() + self._protocol.rules.patience_s
+        self._transport.hurry(True)
+        while not self._transport.has_sent() and time.monotonic() < deadline:
+            self._transport.raise_failure()
+            self._transport.poll()
+            time.sleep(0.001)
+        self._transport.hurry(False)
 
     def _wait(self) -> None:
         """Until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the lock

@@ -16,6 +16,7 @@ class Kind(enum.IntEnum):
     ASK_WHOLE = 4  # a credit from a rank that only a whole model can heal
     OFFER = 5  # of the paired exchange: a model that asks for an answer
     ANSWER = 6  # the model of who has moved towards an offer; its weight is the fraction that both move by
+    LEAVE = 7  # its sender trains no more; these are its last steps
 
 
 WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)

@@ -81,9 +81,6 @@ class PairedProtocol(GossipProtocol):
         self.counts["models_refused"] += 1  # its offer has come, so this was its answer
         return self._close(sender)
 
-    def peer_died(self, peer: int) -> list[Action]:
-        return self._close(peer) + super().peer_died(peer)
-
     def finish(self) -> list[Action]:
         """Both models of an offer that nobody answered stay as they are."""
         if self.has_model:
@@ -172,6 +169,9 @@ class PairedProtocol(GossipProtocol):
         """The offer to this peer will move nothing."""
         self.lock.release(peer)
         return [Close(peer)] if self._offers.pop(peer, None) is not None else []
+
+    def _forget(self, peer: int) -> list[Action]:
+        return self._close(peer) + super()._forget(peer)
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 

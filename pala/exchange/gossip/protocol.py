@@ -163,6 +163,11 @@ class GossipProtocol:
         """From `message.sender`. Of a model: the seconds that it took to come; `late`: so many that its memory has been
         given up; `rejected`: it holds what no model may hold."""
         self.budget.news(message.local_steps, message.stop)
+        if message.kind is Kind.LEAVE:
+            self.budget.rank_left(message.sender)
+            return self._forget(message.sender) + self._tell_stop()
+        if self.has_left:
+            return self._tell_stop()
         return self._take_in(message, took_s, late, rejected) + self._tell_stop()
 
     def unreadable_model_came(self, sender: int) -> list[Action]:
@@ -173,10 +178,13 @@ class GossipProtocol:
     def peer_died(self, peer: int) -> list[Action]:
         """`peer` is gone, and with it the weight it held."""
         self.budget.peer_died(peer)
-        self.lock.release(peer)
-        self.silent.discard(peer)
-        self._owed = [p for p in self._owed if p != peer]
-        return self._tell_stop()
+        return self._forget(peer) + self._tell_stop()
+
+    def leave(self) -> list[Action]:
+        """This rank trains no more, and the others take over its share of the budget. Nothing of its models should be
+        on the way any more: the news might overtake it."""
+        self.budget.rank_left(self.rank)
+        return [SendControl(self._message(Kind.LEAVE), peer) for peer in self.budget.present if peer != self.rank]
 
     def end(self, reason: Stop) -> list[Action]:
         """This rank ends training."""
@@ -191,8 +199,13 @@ class GossipProtocol:
 
     @property
     def living(self) -> Sequence[int]:
-        """Ranks that live, as far as known here; sorted."""
+        """Ranks that live and train, as far as known here; sorted."""
         return self.budget.living
+
+    @property
+    def has_left(self) -> bool:
+        """True of a rank that trains no more, though others do."""
+        return self.rank in self.budget.left
 
     @property
     def transfer_patience_s(self) -> float:
@@ -234,6 +247,13 @@ class GossipProtocol:
             return self._model_came(message, took_s, late, rejected)
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
             self._credit_came(message.sender, wants_whole=message.kind is Kind.ASK_WHOLE)
+        return []
+
+    def _forget(self, peer: int) -> list[Action]:
+        """Nothing is expected of this peer any more, nor sent to it."""
+        self.lock.release(peer)
+        self.silent.discard(peer)
+        self._owed = [p for p in self._owed if p != peer]
         return []
 
     def _send_owed(self, can_send: Callable[[], bool]) -> list[Action]:
