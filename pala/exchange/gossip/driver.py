@@ -14,7 +14,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -161,6 +161,19 @@ class GossipDriver(Receiver):
         """This rank ends training: tell the others."""
         with self.lock:
             self._perform(self.protocol.end(reason))
+
+    def wake(self, models: Models, whole_every: int) -> None:
+        """This rank has slept, without a model, and has one from now on, though of no use."""
+        with self.lock:
+            self.models = models
+            self.protocol.rules = replace(self.protocol.rules, whole_every=whole_every)
+            self._num_snapshots = _SNAPSHOTS
+            self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(_SNAPSHOTS)]
+
+    def take_place(self) -> None:
+        """Train from now on; `advance` says when a peer's model has come."""
+        with self.lock:
+            self.protocol.take_place(self.transport.now_s())
 
     def leave(self) -> None:
         """This rank trains no more: tell the others, who go on."""

@@ -17,6 +17,7 @@ class Kind(enum.IntEnum):
     OFFER = 5  # of the paired exchange: a model that asks for an answer
     ANSWER = 6  # the model of who has moved towards an offer; its weight is the fraction that both move by
     LEAVE = 7  # its sender trains no more; these are its last steps
+    JOIN = 8  # its sender, a spare, takes a place, and asks for a whole model
 
 
 WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)

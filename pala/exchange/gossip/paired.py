@@ -67,9 +67,8 @@ class PairedProtocol(GossipProtocol):
         self.clock(now_s)
         actions = self._move()
         if self.must_wait:
-            return [*actions, *self._offer(), *self._drop_parts(), Wait()]
-        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
-        self._between_updates, self._resumed_s = False, self._now_s
+            return [*actions, *self._offer(), *self._drop_parts(), *self._ask(), Wait()]
+        self._begin_update()
         if self._mix_is_due:
             actions += self._mix(give_credit=True)
         return [*actions, *self._offer(), GoOn()]

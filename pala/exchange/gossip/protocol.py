@@ -93,6 +93,7 @@ class GossipProtocol:
         self._waits_since_s = self._sent_again_s = math.inf
         self._gave_up = False  # waited in vain: goes on without a mix until a model comes
         self._returning = False
+        self._asks_again_s, self._num_asked = math.inf, 0  # of a rank that takes a place: when it asks for a model
         self._stale: set[int] = set()  # of a rank that was away: peers whose next model may be as old as its own was
 
     # ---- events --------------------------------------------------------------------------------------------------
@@ -150,9 +151,8 @@ class GossipProtocol:
         self.clock(now_s)
         actions = self._send_owed(can_send)
         if self.must_wait:
-            return [*actions, *self._drop_parts(), Wait()]
-        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
-        self._between_updates, self._resumed_s = False, self._now_s
+            return [*actions, *self._drop_parts(), *self._ask(), Wait()]
+        self._begin_update()
         if self._mix_is_due:
             actions += self._mix(give_credit=True)
         return [*actions, GoOn()]
@@ -166,7 +166,11 @@ class GossipProtocol:
         if message.kind is Kind.LEAVE:
             self.budget.rank_left(message.sender)
             return self._forget(message.sender) + self._tell_stop()
+        if message.kind is Kind.JOIN:
+            self._joined(message.sender)
         if self.has_left:
+            if message.kind is Kind.MODEL:
+                self.mixing.reject(message.weight)
             return self._tell_stop()
         return self._take_in(message, took_s, late, rejected) + self._tell_stop()
 
@@ -179,6 +183,13 @@ class GossipProtocol:
         """`peer` is gone, and with it the weight it held."""
         self.budget.peer_died(peer)
         return self._forget(peer) + self._tell_stop()
+
+    def take_place(self, now_s: float) -> None:
+        """This rank, which has slept, trains from now on. It has no model, and `advance` asks for one."""
+        self.clock(now_s)
+        self.budget.rank_joined(self.rank)
+        self.healthy, self._between_updates, self._asks_again_s = False, True, now_s
+        self.patience_s = self.rules.patience_s  # it does not know its own pace yet
 
     def leave(self) -> list[Action]:
         """This rank trains no more, and the others take over its share of the budget. Nothing of its models should be
@@ -194,6 +205,12 @@ class GossipProtocol:
     def finish(self) -> list[Action]:
         """All ranks have ended and nothing is in flight: mix whatever has come, and give no credit."""
         return self._mix(give_credit=False) if self.has_model or self._whole_came else []
+
+    def _begin_update(self) -> None:
+        if len(self.living) == 1:
+            self.staleness = 0  # nobody's model is newer; a spare may join
+        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
+        self._between_updates, self._resumed_s = False, self._now_s
 
     # ---- what follows from them ----------------------------------------------------------------------------------
 
@@ -248,6 +265,24 @@ class GossipProtocol:
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
             self._credit_came(message.sender, wants_whole=message.kind is Kind.ASK_WHOLE)
         return []
+
+    def _ask(self) -> list[Action]:
+        """Of a rank that takes a place: tell log2 n peers that it is there and needs a whole model; after a while,
+        others. The rest hear of it by the steps that it makes."""
+        if self._now_s < self._asks_again_s:
+            return []
+        n, place = len(self.living), self.living.index(self.rank)
+        first, self._num_asked = self._num_asked, self._num_asked + 1
+        self._asks_again_s = self._now_s + self.rules.again_s
+        further = {1 + (first + (1 << k) - 1) % (n - 1) for k in range((n - 1).bit_length())}
+        return [SendControl(self._message(Kind.JOIN), self.living[(place + i) % n]) for i in sorted(further)]
+
+    def _joined(self, peer: int) -> None:
+        """`peer` takes a place; it gets a whole model with the next, or at once if this rank waits."""
+        self.budget.rank_joined(peer)
+        self._wants_whole.add(peer)
+        if self._between_updates and peer not in self._owed:
+            self._owed.append(peer)
 
     def _forget(self, peer: int) -> list[Action]:
         """Nothing is expected of this peer any more, nor sent to it."""
@@ -339,6 +374,8 @@ class GossipProtocol:
         senders, received = list(self._inbox), sum(self._inbox.values())
         mix = Mix(self.mixing.weight, len(senders)) if self.has_model else Heal(len(senders))
         self._inbox.clear()
+        if self._asks_again_s < math.inf:  # it has taken a place
+            self.healthy, self._asks_again_s = True, math.inf
         self._whole_came = self._returning = self._gave_up = False
         self._num_rejected = self.staleness = 0
         self.mixing.mixed(received)
