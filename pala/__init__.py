@@ -17,7 +17,7 @@ from pala.config import Config, load_preset
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
-    from pala.run.session import Result
+    from pala.run.result import Result
 
 __version__ = "0.1.0"
 __all__ = ["Config", "PalaError", "fit", "load_preset"]
@@ -29,20 +29,24 @@ def fit(config: Config, make_env: Callable[[], Any] | None = None, resume: str |
     `make_env`: returns one fresh `gymnasium.Env`; wins over `config.env.id` and travels with cloudpickle to where a
     process needs it. `resume`: the folder of an earlier run to go on with. Raises PalaError for a mistake that
     all ranks see. With several ranks, any other error ends the whole job with its traceback, because the other ranks
-    would wait for this one for ever.
+    would wait for this one for ever. Where the others go on without a rank, one that was told to leave or a spare that
+    nobody needed, it does not return: the process ends.
     """
     from pala.system.errors import CollectiveError
     from pala.system.runtime import prepare
     from pala.transport.agreement import cores_per_rank
-    from pala.transport.mpi_process import abort, start_mpi
+    from pala.transport.mpi_process import abort, leave_job, start_mpi
 
     comm = start_mpi()
     try:
-        cores = cores_per_rank(comm)
+        cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)
-        from pala.run.session import run_session
+        from pala.run.rank import run_rank
 
-        return run_session(comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None)
+        result = run_rank(comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None)
+        if result.departs:
+            leave_job()
+        return result
     except CollectiveError:
         raise  # on every rank
     except BaseException as error:

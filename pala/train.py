@@ -70,25 +70,26 @@ def main() -> None:
         check_slurm_tasks(comm.size)
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
-        cores = cores_per_rank(comm)
+        cores = cores_per_rank(comm, command.config.run.spares)
         prepare(command.config.run.threads or cores)
-        # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
-        from pala.run import conclusion
-        from pala.run.session import run_session
+        # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
+        from pala.run.rank import run_rank
 
         preset = command.preset.stem if command.preset else ""
-        result = run_session(comm, command.config, resume=command.resume, preset=preset, facts=facts)
+        result = run_rank(comm, command.config, resume=command.resume, preset=preset, facts=facts)
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")
         sys.exit(2)
     except (Exception, KeyboardInterrupt) as error:
         abort(comm, error)
-    if result.status == "left":
+    if result.departs:
         leave_job()
-    leave = leave_mpi(comm)
+    leave = leave_mpi(comm, finalize=command.config.run.spares == 0)
     status = 0 if result.signal is None else 128 + result.signal
     if result.leads:
+        from pala.run import conclusion
+
         status = conclusion.conclude(result, command.config) or status
     leave(status)
 

@@ -12,7 +12,7 @@ from pala.config import Config
 from pala.evaluation.play import evaluate
 from pala.evaluation.record import save
 from pala.plot import plot
-from pala.run.session import Result
+from pala.run.result import Result
 from pala.system.errors import PalaError
 from pala.system.runtime import tell
 

@@ -22,23 +22,24 @@ from pala.transport.base import Communicator
 class Records:
     """What one rank records, from the start of a segment to its end."""
 
-    def __init__(
-        self, comm: Communicator, config: Config, run: Path, start: Record, description: dict[str, Any]
-    ) -> None:
-        """`start`: the first record of this rank's metrics; `description`: what run.json says of the segment.
-        Collective."""
-        self._rank, self._size, self._config, self._run = comm.rank, comm.size, config, run
-        self._hosts = comm.allgather(comm.host)
-        self._metrics = MetricsWriter(metrics_path(run, comm.rank), comm.rank)
+    def __init__(self, rank: int, hosts: list[str], config: Config, run: Path, start: Record) -> None:
+        """`hosts`: of all ranks, the spares too; `start`: the first record of this rank's metrics."""
+        self._rank, self._hosts, self._config, self._run = rank, hosts, config, run
+        self._num_trainers = len(hosts) - config.run.spares
+        self._trained = set(range(self._num_trainers))  # ranks that train, or did
+        self._metrics = MetricsWriter(metrics_path(run, rank), rank)
         self._record: RunRecord | None = None  # of who leads
         self._reporter: Reporter | None = None
         self._metrics.write([start])
 
-        def open_on_rank_0() -> None:
-            if comm.rank == 0:
-                self._record = RunRecord.begin(run, config, description | {"hosts": self._hosts})
+    def begin(self, comm: Communicator, description: dict[str, Any]) -> None:
+        """Begin run.json, or a segment in it, that `description` tells of. Collective."""
 
-        collectively(comm, open_on_rank_0)
+        def on_rank_0() -> None:
+            if self._rank == 0:
+                self._record = RunRecord.begin(self._run, self._config, description | {"hosts": self._hosts})
+
+        collectively(comm, on_rank_0)
 
     def open_reporter(self) -> None:
         """Begin what the console and TensorBoard show, if this rank leads. Raises OSError, PalaError."""
@@ -68,7 +69,8 @@ class Records:
     def lead_if_first(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> bool:
         """Take the lead if this is the lowest rank that lives, and note who has died or `left`; whether this rank
         leads. `time_s`: training time. Not collective."""
-        if self._rank != living[0]:
+        self._trained |= set(living)
+        if not living or self._rank != living[0]:  # of a rank that has left all others may be gone, too
             return False
         try:
             self.lead(living, time_s, left)
@@ -81,10 +83,14 @@ class Records:
         after the death of who kept it."""
         if self._record is None:
             self._record, self._reporter = RunRecord.take_over(self._run), self._make_reporter()
-        gone = [rank for rank in range(self._size) if rank not in living]
+        self._trained |= set(living)
+        gone = sorted(self._trained.difference(living))
         self._note("left_ranks", [rank for rank in gone if rank in left], time_s)
         for rank in self._note("lost_ranks", [rank for rank in gone if rank not in self._noted("left_ranks")], time_s):
             say(f"[rank {self._rank}] rank {rank} on {self._hosts[rank]} has died; {len(living)} go on.")
+        spares = [rank for rank in sorted(self._trained) if rank >= self._num_trainers]
+        for rank in self._note("joined_ranks", spares, time_s):
+            say(f"[rank {self._rank}] rank {rank}, a spare, on {self._hosts[rank]} has joined; {len(living)} train.")
         if self._reporter is not None:
             self._reporter.view.living = living
 
@@ -119,4 +125,5 @@ class Records:
 
     def _make_reporter(self) -> Reporter:
         run = self._config.run
-        return Reporter(self._run, self._size, self._config.total_steps, run.console, run.tensorboard)
+        steps = self._config.total_steps
+        return Reporter(self._run, self._num_trainers, steps, run.console, run.tensorboard, run.spares)

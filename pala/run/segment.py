@@ -28,6 +28,7 @@ class Segment:
     run: Path
     path: Path  # for this start's checkpoints
     previous: Path | None  # with the checkpoints that it goes on from
+    is_locked: bool = False  # the run's folder, by every rank; not where the file system has no locks
 
     @property
     def is_resumed(self) -> bool:
@@ -46,6 +47,14 @@ class Segment:
 
 
 @contextmanager
+def joined(segment: Segment) -> Iterator[None]:
+    """Keep the run's folder locked on a rank that comes later than others, until the block ends. Raises PalaError if it
+    cannot see the folder."""
+    with run_folder.join_lock(segment.run) if segment.is_locked else contextlib.nullcontext():
+        yield
+
+
+@contextmanager
 def open_segment(
     comm: Communicator, config: Config, resume: Path | None, preset: str, make_env: MakeEnv | None
 ) -> Iterator[Segment]:
@@ -55,7 +64,7 @@ def open_segment(
     """
     lock: IO[str] | None = None  # held on every rank, so that the folder stays locked while any of them lives
 
-    def make() -> tuple[Segment, bool] | None:
+    def make() -> Segment | None:
         nonlocal lock
         if comm.rank != 0:
             return None
@@ -64,20 +73,20 @@ def open_segment(
         if lock is not None:
             run_folder.remove_unfinished(run)
         previous = checkpoint.newest_segment(run) if resume is not None else None
-        segment = Segment(run, checkpoint.new_segment(run), previous)
+        segment = Segment(run, checkpoint.new_segment(run), previous, lock is not None)
         if make_env is not None:
             write_atomically(run / "make_env.pkl", cloudpickle.dumps(make_env))
-        return segment, lock is not None
+        return segment
 
     def join() -> None:
         nonlocal lock
-        if is_locked and comm.rank != 0:
+        if segment.is_locked and comm.rank != 0:
             lock = run_folder.join_lock(segment.run)
 
     try:
         made = comm.bcast(collectively(comm, make))
         assert made is not None
-        segment, is_locked = made
+        segment = made
         with segment.removed_if_nobody_starts(comm.rank):
             collectively(comm, join)
         yield segment

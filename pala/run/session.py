@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -24,18 +23,22 @@ from pala.config import Config, to_table
 from pala.envs import Envs, MakeEnv
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
+from pala.exchange.gossip.exchange import Gossip
+from pala.exchange.gossip.sleeping import Beginning, SleepingGossip
 from pala.gorila import parts as gorila
 from pala.run import checkpoint, run_folder
-from pala.run.begin import begin, env_seeds
+from pala.run.begin import begin, env_seeds, make_generator
 from pala.run.checkpoint import RankState
-from pala.run.loop import Loop, Progress, nothing_on_update
+from pala.run.job import Briefing, Job
+from pala.run.loop import Counters, Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
 from pala.run.parts import Parts, build_envs
 from pala.run.records import Records
-from pala.run.segment import Segment, open_segment
-from pala.system.errors import CollectiveError, EndError
+from pala.run.result import Result
+from pala.run.segment import Segment, joined, open_segment
+from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.runtime import Interrupt, process_age_s, say
-from pala.transport.agreement import check_agreement, collectively, cores_per_rank
+from pala.transport.agreement import collectively
 from pala.transport.base import Communicator, Living
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
@@ -45,109 +48,135 @@ _BUILD: dict[str, Callable[[Communicator, Config, Envs], Parts[Any]]] = {  # col
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Result:
-    """What `run_session` gives back on every rank."""
-
-    run: Path
-    status: str  # "completed", "stopped" by a signal; of a rank that others go on without, "left"
-    global_steps: int
-    signal: int | None  # number of the signal that stopped it
-    leads: bool  # True on the lowest rank that lives
-
-
-def run_session(
-    comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
-    facts: dict[str, Any] | None = None, on_update: Callable[[int], None] = nothing_on_update,
-    interrupt: Interrupt | None = None,
+def train(
+    job: Job, config: Config, make_env: MakeEnv | None, resume: Path | None, preset: str,
+    facts: dict[str, Any] | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
 ) -> Result:  # fmt: skip
-    """Train on all ranks of `comm`. Collective.
-
-    `resume`: the run's folder; `preset`: what a new one's name begins with; `facts`: for run.json; `on_update(updates)`
-    is called after each update of this rank; `interrupt`: in place of the process's signals.
-    """
-    with (interrupt or Interrupt()).installed() as interrupt:
-        check_agreement(comm, config)
-        cores = cores_per_rank(comm)
-        threads = config.run.threads or cores
+    """What `run_rank` does on a rank that trains from the beginning. Collective."""
+    comm = job.trainers
+    assert comm is not None, "a spare stands by"
+    with job.telling_of_failure():
         if make_env is None and resume is not None:
             make_env = collectively(comm, lambda: run_folder.load_make_env(resume))
-        envs = build_envs(comm, config, threads, make_env)
-        description = (facts or {}) | {"threads_per_rank": threads, "python_environment": make_env is not None}
+        envs = build_envs(comm, config, job.threads, make_env)
+        description = (facts or {}) | {"threads_per_rank": job.threads, "python_environment": make_env is not None}
         try:
             parts = _BUILD[config.algorithm](comm, config, envs)
             with open_segment(comm, config, resume, preset or config.env.id.split("/")[-1], make_env) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
-                    progress = begin(comm, config.seed, parts, segment)
+                    progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
-                    collectively(comm, lambda: save(comm, parts, progress, segment, exchange=None))
-                    records = _open_records(comm, config, parts, progress, segment, description)
-                return Session(comm, config, envs, parts, segment, progress, records, interrupt).run(on_update)
+                    collectively(comm, lambda: save(job, parts, progress, segment, exchange=None))
+                    records = _open_records(job, config, parts, progress, segment)
+                    records.begin(comm, _described(job, config, parts, segment, description))
+                session = Session(job, config, envs, parts, segment, progress, records, interrupt)
+                return session.run(session.begin, on_update or nothing_on_update)
         except CollectiveError:
             envs.close()
             raise
 
 
-def save(
-    comm: Communicator, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None
-) -> None:
+def take_place(
+    job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: SleepingGossip, make_env: MakeEnv | None,
+    on_update: Callable[[int], None] | None, interrupt: Interrupt,
+) -> Result | None:  # fmt: skip
+    """What a spare does when it is needed: build, ask a peer for its model, train. None if training ended before.
+    `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
+    alone, rank = job.comm.alone(), job.comm.rank
+    segment = Segment(briefing.run, briefing.segment, briefing.previous, briefing.is_locked)
+    try:
+        make_env = make_env or run_folder.load_make_env(segment.run)
+        envs = build_envs(alone, config, job.threads, make_env)
+        parts: Parts[Any] = _BUILD[config.algorithm](alone, config, envs)
+    except CollectiveError as error:  # of this rank alone
+        raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
+    with joined(segment):
+        exchange = Gossip(job.comm, parts.flat.data, parts.flat.signature, config, None, interrupt, sleeping)
+        if not exchange.take_place():
+            envs.close()
+            return None
+        say(f"[rank {rank}] takes the place of a rank that is gone.")
+        counters = Counters(time_s=time.perf_counter() - began_s)
+        progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
+        records = _open_records(job, config, parts, progress, segment)
+        session = Session(job, config, envs, parts, segment, progress, records, interrupt)
+        return session.run(lambda: exchange, on_update or nothing_on_update)
+
+
+def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None) -> None:
     """This rank's checkpoint, unless its tensors are not finite; `exchange`: None before training. Not collective.
     Raises OSError."""
+    rank = job.comm.rank
     tensors, numbers = parts.state(exchange)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        say(f"[rank {comm.rank}] its parameters are not finite: the checkpoint before is kept.")
+        say(f"[rank {rank}] its parameters are not finite: the checkpoint before is kept.")
         return
     counted = progress.counters
     counters = {
-        "updates": counted.updates, "own_steps": counted.local_steps, "time_s": counted.time_s,
+        "updates": counted.updates, "own_steps": counted.local_steps, "time_s": counted.time_s, "spares": job.spares,
     } | (exchange.state() if exchange is not None else progress.start)._asdict() | numbers  # fmt: skip
     streams = {"actions": progress.generator.get_state()}
-    state = RankState(comm.rank, comm.size, parts.flat.signature, tensors, streams, counters)
+    state = RankState(rank, job.comm.size, parts.flat.signature, tensors, streams, counters)
     checkpoint.save_rank(segment.path, state)
 
 
-def _open_records(
-    comm: Communicator, config: Config, parts: Parts[Any], progress: Progress, segment: Segment,
-    description: dict[str, Any],
-) -> Records:  # fmt: skip
-    """Say in all files that the segment begins. Collective."""
+def _open_records(job: Job, config: Config, parts: Parts[Any], progress: Progress, segment: Segment) -> Records:
+    """Begin this rank's metrics."""
     counters, start = progress.counters, progress.start
     first: Record = {
-        "type": "start", "segment": segment.path.name, "rank": comm.rank, "ranks": comm.size,
+        "type": "start", "segment": segment.path.name, "rank": job.comm.rank, "ranks": job.num_trainers,
         "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
         "global_steps": start.base_steps + sum(start.local_steps),
     }  # fmt: skip
-    description |= {
-        "ranks": comm.size, "resumed": segment.is_resumed, "segment": segment.path.name, **comm.facts(),
+    return Records(job.comm.rank, job.hosts, config, segment.run, first)
+
+
+def _described(
+    job: Job, config: Config, parts: Parts[Any], segment: Segment, description: dict[str, Any]
+) -> dict[str, Any]:
+    """What run.json says of a segment when it begins."""
+    return description | {
+        "ranks": job.num_trainers, "resumed": segment.is_resumed, "segment": segment.path.name, **job.comm.facts(),
         "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
-    return Records(comm, config, segment.run, first, description)
 
 
 class Session:
     """A rank that is ready to train: everything has been saved and recorded once."""
 
     def __init__(
-        self, comm: Communicator, config: Config, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
+        self, job: Job, config: Config, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
         records: Records, interrupt: Interrupt,
     ) -> None:  # fmt: skip
-        self._comm, self._config, self._envs, self._parts = comm, config, envs, parts
+        self._job, self._config, self._envs, self._parts = job, config, envs, parts
         self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
-        self._leads = comm.rank == 0  # at the end: whether no lower rank lives
+        self._comm = job.comm
+        self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
 
-    def run(self, on_update: Callable[[int], None]) -> Result:
+    def run(self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None]) -> Result:
         """Train, then average and export. Collective."""
         try:
-            return self._train(on_update)
+            return self._train(make_exchange(), on_update)
         except BaseException as error:
             if self._comm.is_alone() or isinstance(error, (CollectiveError, EndError)):
                 self._records.end("failed")
             raise
 
-    def _train(self, on_update: Callable[[int], None]) -> Result:
-        collectively(self._comm, self._records.open_reporter)
+    def begin(self) -> Exchange:
+        """The exchange of ranks that train from the beginning. Collective."""
+        assert self._job.trainers is not None
+        collectively(self._job.trainers, self._records.open_reporter)
         self._parts.before_training(self._comm.rank, self._segment.previous)
-        exchange: Exchange = self._parts.make_exchange(self._comm, self._progress.start, self._interrupt)
+        segment, start, flat = self._segment, self._progress.start, self._parts.flat
+        told = Beginning(flat.data.numel(), flat.signature, start.local_steps, start.base_steps, start.round)
+        time_s = self._progress.counters.time_s
+        self._job.brief(
+            Briefing(segment.run, segment.path, segment.previous, segment.is_locked, time_s, told)
+        )  # fmt: skip
+        exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
+        return exchange
+
+    def _train(self, exchange: Exchange, on_update: Callable[[int], None]) -> Result:
         loop = self._parts.make_loop(self._comm.rank, self._envs, exchange, self._progress, self._interrupt)
         self._records.note(message_bytes=exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self._loop(loop, exchange, on_update)
@@ -217,7 +246,7 @@ class Session:
         self._records.end("stopped", global_steps=exchange.global_steps, signal=self._signal.name)
 
     def _save(self, exchange: Exchange) -> None:
-        save(self._comm, self._parts, self._progress, self._segment, exchange)
+        save(self._job, self._parts, self._progress, self._segment, exchange)
 
     def _save_or_say(self, exchange: Exchange) -> None:
         try:
@@ -238,7 +267,7 @@ class Session:
         self._records.lead(living.members, self._progress.counters.time_s, exchange.left)
         self._parts.flat.data.copy_(final)
         header = {
-            "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._comm.size
+            "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._job.num_trainers
         }  # fmt: skip
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)

@@ -208,6 +208,14 @@ class Communicator(abc.ABC):
         """In place: the root's array. Collective."""
 
     @abc.abstractmethod
+    def first(self, size: int) -> Communicator | None:
+        """The first so many ranks, with the same numbers; None on the others. Collective."""
+
+    @abc.abstractmethod
+    def alone(self) -> Communicator:
+        """This rank without the others, as rank 0 of one. Not collective."""
+
+    @abc.abstractmethod
     def barrier(self) -> Callable[[], bool]:
         """Begin a barrier; what is returned says whether all have come, and never waits. Collective. Raises EndError,
         then or later, if a rank has died."""

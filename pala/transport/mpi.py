@@ -91,6 +91,16 @@ class MpiCommunicator(Communicator):
         self.meet()
         self.mpi.Bcast(array, root)
 
+    def first(self, size: int) -> MpiCommunicator | None:
+        if size == self.size:
+            return self
+        self.meet()
+        part = self.mpi.Split(0 if self.rank < size else MPI.UNDEFINED, self.rank)
+        return MpiCommunicator(part) if self.rank < size else None
+
+    def alone(self) -> MpiCommunicator:
+        return MpiCommunicator(MPI.COMM_SELF)
+
     def barrier(self) -> Callable[[], bool]:
         with self._ending_at_a_death():
             request = self.mpi.Ibarrier()

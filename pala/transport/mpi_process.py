@@ -80,14 +80,15 @@ def check_slurm_tasks(size: int) -> None:
         say(f"Slurm has allocated {tasks} tasks, but this job has {ranks}; `mpirun -np` and `--ntasks` should agree.")
 
 
-def leave_mpi(comm: MpiCommunicator) -> Callable[[int], NoReturn]:
+def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], NoReturn]:
     """Let the other ranks end; returns how this one is to exit, with which status. Collective, unless somebody died.
 
-    MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death nobody calls it.
+    MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death nobody calls it, nor
+    without `finalize`: spares have ended before, which not every rank may have heard.
     """
     from mpi4py import MPI
 
-    if comm.num_dead > 0:
+    if comm.num_dead > 0 or not finalize:
         return _exit_at_once
     faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # somebody may die now, still
     MPI.Finalize()
