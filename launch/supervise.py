@@ -12,7 +12,8 @@ Whether the run is complete is read in its `run.json`; mpirun's exit status can 
 does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
 of the user's, after SIGTERM, SIGUSR1 or ^C (the job is told to write its checkpoint and end; a second ^C goes on to
 mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks outlive mpirun
-is waited for: the run's folder is locked as long as one of them lives.
+is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its ranks by three
+minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from pala.train import parse
 _LONGEST_PAUSE_S = 300.0
 _PROBE_S = 60.0  # for a host to start one process
 _LEFT_OVER_S = 60.0  # for ranks to end after their mpirun
+_LOOK_S, _LINGER_S = 5.0, 180.0  # for an mpirun to end after its ranks, who may need two minutes to leave MPI
 _DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
 _ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
@@ -125,8 +127,15 @@ class Supervisor:
         self._signal: int | None = None
 
     def supervise(self) -> int:
-        """Returns what this process' exit status should be."""
+        """Returns what this process' exit status should be. Raises PalaError if another supervises this run."""
+        with run_folder.supervised(self.run):
+            return self._supervise()
+
+    def _supervise(self) -> int:
         steps, futile, has_trained = -1, 0, False
+        goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
+        if goes_on and (fault := self._left_over()) is not None:
+            return self._give_up(fault)
         for start in range(self.restarts + 1):
             hosts = self.hosts if start == 0 else self._answering()
             before = self._num_segments()
@@ -195,11 +204,11 @@ class Supervisor:
         arrivals, segments = Arrivals(ranks), self._num_segments()
         relay = threading.Thread(target=self._relay, args=[self._job.stderr, arrivals], daemon=True)
         relay.start()
-        watch = threading.Thread(
-            target=self._end_if_it_does_not_start, args=[self._job, arrivals, segments], daemon=True
-        )
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch, args=[self._job, arrivals, segments, ended], daemon=True)
         watch.start()
         status = self._job.wait()
+        ended.set()
         arrivals.over.set()
         watch.join()
         self._job, self._starting = None, False
@@ -207,6 +216,22 @@ class Supervisor:
         if arrivals.late:
             return status if status > 0 else 1
         return status if status >= 0 else 128 - status
+
+    def _watch(self, job: subprocess.Popen[bytes], arrivals: Arrivals, segments: int, ended: threading.Event) -> None:
+        self._end_if_it_does_not_start(job, arrivals, segments)
+        self._end_if_it_does_not_end(job, segments, ended)
+
+    def _end_if_it_does_not_end(self, job: subprocess.Popen[bytes], segments: int, ended: threading.Event) -> None:
+        """Open MPI's mpirun (5.0.11) was seen to wait for itself for ever when all its ranks had ended."""
+        over_s = 0.0
+        while not ended.wait(_LOOK_S):
+            over_s = over_s + _LOOK_S if run_folder.is_over(self.run, segments) else 0.0
+            if over_s >= _LINGER_S:
+                self._say(
+                    f"the job was over {_LINGER_S:g} s ago, by its record, but mpirun has not ended: it is ended."
+                )
+                self._end(job)
+                return
 
     def _end_if_it_does_not_start(self, job: subprocess.Popen[bytes], arrivals: Arrivals, segments: int) -> None:
         """Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before. A job that has made
@@ -218,6 +243,10 @@ class Supervisor:
             f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {arrivals.missing()}; the job is ended. Look "
             "above for what these ranks or their hosts said, or run `python -m pala.doctor` in the same way."
         )
+        self._end(job)
+
+    @staticmethod
+    def _end(job: subprocess.Popen[bytes]) -> None:
         job.terminate()
         try:
             job.wait(_DEAF_S)
@@ -266,8 +295,11 @@ class Supervisor:
 
     def _left_over(self) -> str | None:
         """Wait for ranks that outlive their mpirun; what to say if they do not end."""
-        deadline = time.monotonic() + _LEFT_OVER_S
+        deadline, said = time.monotonic() + _LEFT_OVER_S, False
         while (who := run_folder.who_trains(self.run)) is not None:
+            if not said:
+                self._say(f"waits for the ranks of a job that still train in '{self.run}' ({who}).")
+                said = True
             if time.monotonic() > deadline:
                 return f"ranks of a job still train in it ({who}), and a second job would mix its files; end them"
             time.sleep(0.2)
@@ -351,7 +383,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="resume '--run.name' if it has begun")
-    parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s)")
+    parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s; by train.sh 0)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="before the first; it doubles (%(default)s)")
     parser.add_argument("--mpirun", default="mpirun", help="and its options, in quotes (%(default)s)")
     options, others = parser.parse_known_args(arguments)

@@ -9,7 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case " $* " in
-    *" --resume"* | *" --help "* | *" -h "* | *".toml "*) ;;
+    *" --resume"* | *" --help "* | *" -h "* | *".toml "* | *" --env.id"* | *" --algorithm"*) ;; # not the quickstart's
     *) set -- "$@" "$repository/configs/quickstart.toml" ;;
 esac
 

@@ -13,6 +13,7 @@ released settings; [A3C] Mnih et al. 2016, arXiv 1602.01783; [DQN] Mnih et al. 2
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import sys
 import types
 import typing
@@ -29,6 +30,9 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+_MOST_SHOWN = 200
+_shown = reprlib.Repr()  # a file from elsewhere may hold values of any size
+_shown.maxstring = _shown.maxother = _MOST_SHOWN
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,12 @@ class A2CConfig:
     `shared_memory` N over the progress that mixing keeps, `none` 1 (docs/architecture.md). Ours."""
     learning_rate_most_scaling: float = 4.0
     """The most that `ranks` multiplies by: ranks whose policies differ too much act badly. Ours (results/mixing/)."""
+    momentum: float = 0.0
+    """Quasi-global momentum (arXiv 2102.04761): beside its own step a rank moves by so many times the running mean of
+    how its model moves, exchange and all. The mean of the models goes 1 / (1 - momentum) times as far; the noise of a
+    rank's own step grows hardly at all. 0 turns it off. Ours (results/mixing/)."""
+    momentum_smoothing: float = 0.8
+    """Decay of that running mean an update. Ours."""
     rmsprop_alpha: float = 0.99
     """Decay of the mean square an update [GALA]."""
     rmsprop_epsilon: float = 1e-5
@@ -174,6 +184,10 @@ class GorilaConfig:
     update_period_steps: int = 4
     """Environment steps over all ranks for each gradient over all learners, who wait rather than learn more often
     [DQN: 4]."""
+    patience_s: float = 60.0
+    """Seconds after which a rank that takes in no message (stopped, or behind a link that is cut) counts as silent. An
+    actor plays on without a silent replay; the job ends if a shard, or all who have another role, are silent. Ours;
+    longer than gossip's, which never ends a job."""
     parameters_period_updates: int = 1
     """Gradients of a learner between two fetches of parameters; an actor's rank without learner: as many times
     `update_period_steps` of its steps. Ours."""
@@ -249,10 +263,14 @@ class EvaluationConfig:
     """Whole episodes; 0 leaves the evaluation out."""
     num_envs: int = 16
     """Episodes played at the same time."""
+    max_episode_steps: int = 100_000
+    """Other than Atari: an episode is cut after so many steps, for environments without an end. Ours."""
     greedy: bool = False
     """A2C: the most probable action instead of a sampled one [PALA and GALA sample]."""
     epsilon: float = 0.05
     """Gorila: probability of a random action instead of the best, unless `greedy` [DQN, Gorila: 0.05]."""
+    timeout_s: float = 14400.0
+    """The evaluation at the end of training is given up after so long; the run is complete all the same."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +306,7 @@ def load_preset(path: str | Path) -> Config:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a preset. Raises PalaError that names the file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a byte order mark
     except FileNotFoundError:
         siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise PalaError(
@@ -303,6 +321,13 @@ def from_table(table: dict[str, Any], source: str) -> Config:
     config = build(Config, table, source)
     check(config, source)
     return config
+
+
+def checked(config: Config) -> Config:
+    """The same, made in Python rather than read, so that nothing has looked at it yet. Raises PalaError."""
+    if not isinstance(config, Config):
+        raise PalaError(f"The configuration is of type '{type(config).__name__}' but must be a pala.Config.")
+    return from_table(to_table(config), source="Config")
 
 
 def to_table(config: Config) -> dict[str, Any]:
@@ -327,7 +352,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "env.repeat_action_probability": (0, 1), "env.max_episode_frames": (1, 1e9),
     "network.conv_hidden": (1, 1e6),
     "a2c.rollout_steps": (1, 1e6), "a2c.gamma": (0, 1), "a2c.gae_lambda": (0, 1), "a2c.learning_rate": (0, 1e6),
-    "a2c.learning_rate_most_scaling": (1, 1e6),
+    "a2c.learning_rate_most_scaling": (1, 1e6), "a2c.momentum": (0, 0.999), "a2c.momentum_smoothing": (0, 0.999),
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
     "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.1, 1e6), "exchange.top_k_fraction": (1e-9, 1),
@@ -335,7 +360,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "gorila.num_shards": (1, 1e6), "gorila.replay_capacity_steps": (1, 1e12), "gorila.min_replay_steps": (1, 1e12),
     "gorila.minibatch_size": (1, 1e6), "gorila.update_period_steps": (1, 1e9),
     "gorila.parameters_period_updates": (1, 1e9), "gorila.gamma": (0, 1), "gorila.target_period_updates": (1, 1e12),
-    "gorila.adagrad_learning_rate": (0, 1e6), "gorila.adagrad_epsilon": (1e-15, 1),
+    "gorila.patience_s": (1, 1e6), "gorila.adagrad_learning_rate": (0, 1e6), "gorila.adagrad_epsilon": (1e-15, 1),
     "gorila.rmsprop_learning_rate": (0, 1e6), "gorila.rmsprop_alpha": (0, 1), "gorila.rmsprop_epsilon": (1e-15, 1),
     "gorila.max_staleness_updates": (0, 1e12),
     "gorila.loss_filter_deviations": (0, 1e6), "gorila.loss_filter_horizon_updates": (2, 1e9),
@@ -343,6 +368,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "run.spares": (0, 1e6), "run.start_timeout_s": (1, 1e6),
     "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
     "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4), "evaluation.epsilon": (0, 1),
+    "evaluation.max_episode_steps": (1, 1e12), "evaluation.timeout_s": (1, 1e6),
 }  # fmt: skip
 
 
@@ -351,10 +377,13 @@ def check(config: Config, source: str) -> None:
     values = flatten(to_table(config))
     for key, (low, high) in _RANGES.items():
         if not low <= values[key] <= high:
-            raise PalaError(f"{source}: '{key}' is {values[key]!r} but must lie between {low:g} and {high:g}.")
+            raise PalaError(
+                f"{source}: '{key}' is {_shown.repr(values[key])} but must lie between {low:g} and {high:g}."
+            )
     for key in ("network.conv_channels", "network.mlp_hidden"):
-        if not all(width >= 1 for width in values[key]):
-            raise PalaError(f"{source}: '{key}' is {values[key]!r} but every width must be at least 1.")
+        if not all(1 <= width <= 1e6 for width in values[key]):
+            shown = _shown.repr(values[key])
+            raise PalaError(f"{source}: '{key}' is {shown} but every width must lie between 1 and 1e+06.")
     check_exchange(config.exchange, source)
     check_gorila(config.gorila, source)
     check_spares(config, source)
@@ -470,7 +499,7 @@ def _build(cls: Any, table: dict[str, Any], source: str, prefix: str, known: lis
     hints = typing.get_type_hints(cls)
     unknown = [key for key in table if key not in hints]
     if unknown:
-        key = prefix + unknown[0]
+        key = prefix + unknown[0][:_MOST_SHOWN]
         guess = nearest(key, known) or nearest(key, [k for k in known if k.endswith("." + unknown[0])])
         raise PalaError(f"{source}: unknown key '{key}'{guess or '; here are ' + ', '.join(hints) + '.'}")
     values = {key: _convert(value, hints[key], source, prefix + key, known) for key, value in table.items()}
@@ -482,7 +511,7 @@ def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> 
     if dataclasses.is_dataclass(hint):
         if isinstance(value, dict):
             return _build(hint, value, source, key + ".", known)
-        raise PalaError(f"{source}: '{key}' is a section and needs a table, not {value!r}.")
+        raise PalaError(f"{source}: '{key}' is a section and needs a table, not {_shown.repr(value)}.")
     if hint is Any:
         return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -490,17 +519,18 @@ def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> 
         if value in arguments:
             return value
         choices = ", ".join(repr(a) for a in arguments)
-        raise PalaError(f"{source}: '{key}' is {value!r} but must be one of {choices}{nearest(str(value), arguments)}")
+        guess = nearest(value, arguments) if isinstance(value, str) else ""
+        raise PalaError(f"{source}: '{key}' is {_shown.repr(value)} but must be one of {choices}{guess}")
     if origin is dict and isinstance(value, dict):
         return {name: _convert(item, arguments[1], source, f"{key}.{name}", known) for name, item in value.items()}
     if origin is tuple and isinstance(value, (list, tuple)):
         inner = arguments[0]
         if arguments[-1] is not Ellipsis and len(value) != len(arguments):
-            raise PalaError(f"{source}: '{key}' needs {len(arguments)} values, not {value!r}.")
+            raise PalaError(f"{source}: '{key}' needs {len(arguments)} values, not {_shown.repr(value)}.")
         return tuple(_convert(item, inner, source, key, known) for item in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     wanted = hint.__name__ if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else str(hint)
-    raise PalaError(f"{source}: '{key}' is {value!r} ({type(value).__name__}) but must be of type {wanted}.")
+    raise PalaError(f"{source}: '{key}' is {_shown.repr(value)} ({type(value).__name__}) but must be of type {wanted}.")

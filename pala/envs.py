@@ -13,6 +13,7 @@ Three ends are told apart:
 from __future__ import annotations
 
 import multiprocessing
+import re
 import signal
 import warnings
 from collections.abc import Callable
@@ -139,13 +140,18 @@ class AtariEnvs(Envs):
         return ended
 
 
-def make_envs(config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None) -> Envs:
-    """The environments of one rank. A `make_env` of the user's wins over `config.id`."""
+def make_envs(
+    config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None, max_episode_steps: int | None = None
+) -> Envs:
+    """The environments of one rank. A `make_env` of the user's wins over `config.id`. Other than Atari, episodes are
+    truncated after `max_episode_steps`, if not before."""
     if make_env is None and config.id.startswith("ALE/"):
         return AtariEnvs(atari_rom(config.id), config, num_threads)
-    factory = make_env if make_env is not None else lambda: gymnasium.make(_checked_id(config.id))
+    factory = make_env if make_env is not None else lambda: gymnasium.make(checked_id(config.id))
+    limit = max_episode_steps
+    limited = factory if limit is None else lambda: gymnasium.wrappers.TimeLimit(factory(), limit)
     try:
-        return Envs(_vector_env(factory, config), clip_rewards=config.clip_rewards == "sign")
+        return Envs(_vector_env(limited, config), clip_rewards=config.clip_rewards == "sign")
     except gymnasium.error.Error as error:
         raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
 
@@ -168,7 +174,7 @@ def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorE
 
 def atari_rom(env_id: str) -> str:
     """`ALE/SpaceInvaders-v5` -> `space_invaders`, checked against the ROMs that ale-py brings."""
-    _checked_id(env_id)
+    checked_id(env_id)
     rom = str(gymnasium.spec(env_id).kwargs["game"])
     from ale_py import roms
 
@@ -180,12 +186,16 @@ def atari_rom(env_id: str) -> str:
     return rom
 
 
-def _checked_id(env_id: str) -> str:
+def checked_id(env_id: str) -> str:
+    """The id of an environment that is registered. Raises PalaError for any other; `module:id`, by which gymnasium
+    would import a module, is one."""
     try:
-        if env_id.startswith("ALE/"):
+        if env_id.startswith("ALE/") or env_id not in gymnasium.registry:  # perhaps a game under its former name
             import ale_py
 
             gymnasium.register_envs(ale_py)
+        if (now := _as_now_named(env_id)) != env_id:  # ale-py has the former names, too, without any preprocessing
+            raise PalaError(f"'env.id': no environment '{env_id}' is registered; did you mean '{now}'?")
         gymnasium.spec(env_id)
     except gymnasium.error.Error as error:
         hint = nearest(env_id, gymnasium.registry)
@@ -193,3 +203,11 @@ def _checked_id(env_id: str) -> str:
     except ImportError as error:
         raise PalaError(f"'env.id' is '{env_id}', but its package cannot be imported: {error}.") from None
     return env_id
+
+
+def _as_now_named(env_id: str) -> str:
+    """`Pong-v5` and `PongNoFrameskip-v4`, as Atari games were called, with today's name; others as they are."""
+    if env_id in gymnasium.registry and not str(gymnasium.registry[env_id].entry_point).startswith("ale_py"):
+        return env_id
+    game = re.sub(r"(-ram)?((NoFrameskip|Deterministic)?-v\d+)?$", "", env_id.removeprefix("ALE/"))
+    return now if (now := f"ALE/{game}-v5") in gymnasium.registry else env_id

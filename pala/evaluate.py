@@ -7,8 +7,8 @@
 Prints one line; `RUN/evaluation.json` holds the newest result, `RUN/evaluations.jsonl` every one.
 
 The policy is `RUN/policy.safetensors`; a run that has not completed is scored on the mean of its ranks' newest
-checkpoints. It is computed on the CPU. A run that was trained on an environment made in Python brings it along as
-`make_env.pkl`, and loading a pickle runs code: evaluate such a run only if you trust whoever made it.
+checkpoints. It is computed on the CPU. A run that was trained on an environment made in Python brings it along: by
+name, or as a pickle, and loading one runs code. If it came from elsewhere, that asks for `--trust-run`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Command:
     """Also record one more episode into this MP4 file."""
     threads: int = 0
     """Threads of torch and Atari; 0: all cores."""
+    trust_run: bool = False
+    """Load the environment that the run keeps as a pickle, though it came from elsewhere. Loading one runs code."""
 
 
 def parse(arguments: list[str]) -> Command:
@@ -68,7 +70,7 @@ def main() -> None:
     from pala.evaluation.play import evaluate
     from pala.evaluation.video import record_video
 
-    common = command.greedy, command.seed, command.threads
+    common = command.greedy, command.seed, command.threads, command.trust_run
     if command.episodes != 0 or command.video is None:
         evaluation = evaluate(command.run, command.episodes, command.num_envs, *common)
         print(evaluation, flush=True)

@@ -40,6 +40,7 @@ from pala.run import run_folder
 from pala.run.metrics import read_run
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
+from pala.system.runtime import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
 GroupBy = Literal["preset", "none"]
 
 _MOST_DIFFERENCES = 3  # that a label names
+
+
+class NothingToDrawError(PalaError):
+    """A run that is too young."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def plot(
         raise PalaError("Name the folder of at least one run to draw.")
     if smooth < 1:
         raise PalaError(f"'smooth' is {smooth} but must be at least 1 episode.")
-    loaded = [read(Path(path)) for path in runs]
+    loaded = _read_all(runs)
     figure = _draw_one(loaded[0], smooth) if len(loaded) == 1 else _draw_many(_grouped(loaded, group_by), smooth)
     if title:
         figure.suptitle(title)
@@ -105,12 +110,29 @@ def read(path: Path) -> Run:
     records = [record for rank in read_run(path) for record in rank]
     episodes = [(r["global_steps"], r["time_s"], r["return"]) for r in records if r["type"] == "episode"]
     if not episodes:
-        raise PalaError(f"Run '{path}' has no whole episode yet, so there is nothing to draw; try again later.")
+        raise NothingToDrawError(
+            f"Run '{path}' has no whole episode yet, so there is nothing to draw; try again later."
+        )
     distances = [
         (r["global_steps"], r["consensus_distance"]) for r in records if r.get("consensus_distance") is not None
     ]
     steps, time_s, returns = np.array(episodes, np.float64).T
     return Run(path, facts, steps, time_s, returns, np.array(sorted(distances), np.float64).reshape(-1, 2))
+
+
+def _read_all(paths: Sequence[Path]) -> list[Run]:
+    """The runs that have something to draw; of several, those that have not are named. Raises PalaError if none has."""
+    found, faults = [], []
+    for path in paths:
+        try:
+            found.append(read(Path(path)))
+        except NothingToDrawError as error:
+            faults.append(error)
+    if not found:
+        raise faults[0]
+    for fault in faults:
+        say(f"{fault} It is left out.")
+    return found
 
 
 # ---- groups and their names ------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ import tyro
 
 from pala.config import Config, check, load_preset
 from pala.run import run_folder
+from pala.run.result import Conclusion, Result
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import Launch, announce, die_with_launcher, prepare, say
+from pala.system.runtime import Interrupt, Launch, announce, die_with_launcher, prepare, say
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi
 
@@ -37,6 +38,9 @@ class Command:
     """TOML file with settings (configs/); the options below win over it."""
     resume: Path | None = None
     """Folder of an earlier run to go on with, perhaps with another number of ranks. Its settings are the defaults."""
+    trust_run: bool = False
+    """With `--resume`: load the environment that the run keeps as a pickle, though it came from elsewhere. Loading a
+    pickle runs code."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -51,6 +55,12 @@ def parse(arguments: list[str]) -> Command:
     command = read_command(_PROGRAM, arguments, replace(first, config=config))
     check(command.config, source="Command line")
     return command
+
+
+def _conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
+    from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
+
+    return conclude(result, config, interrupt)
 
 
 def main() -> None:
@@ -76,7 +86,10 @@ def main() -> None:
         from pala.run.rank import run_rank
 
         preset = command.preset.stem if command.preset else ""
-        result = run_rank(comm, command.config, resume=command.resume, preset=preset, facts=facts)
+        result = run_rank(
+            comm, command.config, resume=command.resume, preset=preset, facts=facts, conclude=_conclude,
+            trust_run=command.trust_run,
+        )  # fmt: skip
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")
@@ -85,13 +98,7 @@ def main() -> None:
         abort(comm, error)
     if result.departs:
         leave_job()
-    leave = leave_mpi(comm, finalize=command.config.run.spares == 0)
-    status = 0 if result.signal is None else 128 + result.signal
-    if result.leads:
-        from pala.run import conclusion
-
-        status = conclusion.conclude(result, command.config) or status
-    leave(status)
+    leave_mpi(comm, finalize=command.config.run.spares == 0)(result.exit_status)
 
 
 if __name__ == "__main__":

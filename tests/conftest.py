@@ -3,13 +3,16 @@ which."""
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +21,10 @@ from pathlib import Path
 
 import pytest
 from standing_ranks import StandingRanks
+
+if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' own, on all ranks that they start
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pala-state-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CARTPOLE = [

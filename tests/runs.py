@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from pala.run.checkpoint import RankState, _rank_path, _read_rank, newest_segment
 from pala.run.metrics import read_run
+from pala.system.errors import PalaError
 
 
 def intervals(run: Path, rank: int) -> list[dict]:
@@ -43,9 +45,18 @@ def all_train(run: Path, ranks: int) -> bool:
 
 
 def states_of(run: Path, ranks: int) -> list[RankState]:
-    """The ranks' newest checkpoints."""
+    """The ranks' newest checkpoints, also while they save."""
     folder = newest_segment(run)
-    return [_read_rank(_rank_path(folder, rank)) for rank in range(ranks)]
+    return [_newest(folder, rank) for rank in range(ranks)]
+
+
+def _newest(folder: Path, rank: int) -> RankState:
+    """A rank that saves makes its checkpoint the one before, and then puts the new one in its place."""
+    with suppress(PalaError):
+        return _read_rank(_rank_path(folder, rank))
+    with suppress(PalaError):
+        return _read_rank(_rank_path(folder, rank, previous=True))
+    return _read_rank(_rank_path(folder, rank))
 
 
 def parameters_of(run: Path, rank: int) -> torch.Tensor:

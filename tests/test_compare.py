@@ -100,6 +100,7 @@ def make_run(
             records.append(stamp("interval", end * (i + 1) / 4, config.total_steps * (i + 1) / 4) | {
                 "local_steps_per_s": factor * speed / ranks, "time_wait": 0.25, "memory_peak_bytes": 2**20,
                 "staleness_updates": i, "consensus_distance_relative": None if i == 1 else 0.5,
+                "own_movement": [1.0, 0.0], "movement": [1.0, -7.0] if rank else [0.5, 7.0],
             })  # fmt: skip
         MetricsWriter(metrics_path(folder, rank), rank).write(records)
     if completed:
@@ -378,7 +379,7 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
     assert cells_of(page, "Scores")[0][:6] == ["Pole", "1", "gossip", "2", "3,000", "55.0 [50.0, 60.0]"]
     assert cells_of(page, "Speed")[2] == ["Pole", "2", "gossip", "250 (180-320)", "0.850 (0.800-0.900)", "25.0%", "1"]
     assert [row[-1] for row in cells_of(page, "Scaling")] == ["1.00"] * 4
-    assert [row[2:] for row in cells_of(page, "What was exchanged")] == [["gossip", "0.5000", "2.0", "3"]]
+    assert [row[2:] for row in cells_of(page, "What was exchanged")] == [["gossip", "0.75", "0.5000", "2.0", "3"]]
     # The mean of 100 episodes is i / 10 - 4.95, so 20 at the first i >= 249.5, and there are 250.
     assert cells_of(page, "The way to a target return")[0][3:] == ["20.0", "0 of 2", "not reached", "not reached"]
     first = next(row for row in rows if row["run"] == "gossip-Pole-2-1")
@@ -435,6 +436,7 @@ def test_the_area_is_the_mean_height(there: Path, no_pictures: None) -> None:
     assert float(rows[0]["area"]) == pytest.approx(slow, abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_report_can_be_made_again_from_the_results_alone(there: Path) -> None:
     plant(plan_of(PRESET.replace("seeds = [1, 2]", "seeds = [1]")), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
     report()
@@ -445,6 +447,7 @@ def test_the_report_can_be_made_again_from_the_results_alone(there: Path) -> Non
     assert {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()} == made
 
 
+@pytest.mark.slow
 def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> None:
     plan = plan_of()
     mine = plan.runs[0]
@@ -472,6 +475,7 @@ def test_a_run_made_again_for_more_steps_replaces_the_shorter_one(there: Path, n
     assert "Left out for a longer run of the same seed: `gossip-Pole-1-1`." in page
 
 
+@pytest.mark.slow
 def test_variants_may_differ_in_budget_alone(there: Path, no_pictures: None) -> None:
     plan = plan_of(PRESET + "[variants.gossip_long]\ntotal_steps = 9000\n")
     for run in plan.runs:

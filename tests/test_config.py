@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pala.config
-from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig, from_table, load_preset, to_table
+from pala.config import (
+    A2CConfig,
+    Config,
+    EnvConfig,
+    ExchangeConfig,
+    NetworkConfig,
+    RunConfig,
+    checked,
+    from_table,
+    load_preset,
+    to_table,
+)
 from pala.system.errors import PalaError
+from pala.train import parse
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PRESETS = [path for path in sorted(CONFIGS.glob("**/*.toml")) if path.parent.name != "compare"]
@@ -53,7 +66,7 @@ def test_every_preset_loads_and_says_something(path):
         ("[network]\nconv_channels = [32, 64]", "'network.conv_channels' needs 3 values, not [32, 64]."),
         ("[network]\nconv_channels = 32", "'network.conv_channels' is 32 (int) but must be of type tuple"),
         ("[network]\nmlp_hidden = [64, 'x']", "'network.mlp_hidden' is 'x' (str) but must be of type int."),
-        ("[network]\nmlp_hidden = [0]", "every width must be at least 1."),
+        ("[network]\nmlp_hidden = [0]", "every width must lie between 1 and 1e+06."),
         ("total_steps = 0", "'total_steps' is 0 but must lie between 1 and 1e+15."),
         ("[a2c]\ngamma = 1.1", "'a2c.gamma' is 1.1 but must lie between 0 and 1."),
         ("[a2c]\nlearning_rate = nan", "'a2c.learning_rate' is nan but must lie between"),
@@ -152,3 +165,51 @@ def test_every_field_is_explained():
 def _is_section(field: ast.AnnAssign) -> bool:
     """Sections are explained by their class."""
     return ast.unparse(field.annotation).endswith("Config")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Config(exchange=ExchangeConfig(kind="all_reduce")), "'exchange.kind' is 'all_reduce' but must be one of"),
+        (Config(exchange=ExchangeConfig(topology="star")), "'exchange.topology' is 'star' but must be one of"),
+        (Config(a2c=A2CConfig(learning_rate=-1)), "'a2c.learning_rate' is -1.0 but must lie between"),
+        (Config(a2c=A2CConfig(rollout_steps=0)), "'a2c.rollout_steps' is 0"),
+        (Config(env=EnvConfig(num_envs=0)), "'env.num_envs' is 0"),
+        (Config(total_steps=-1), "'total_steps' is -1"),
+        (Config(seed=-1), "'seed' is -1"),
+        (Config(run=RunConfig(name="../../x")), "'run.name' is '../../x' but must be a plain folder name"),
+        ({"seed": 1}, "is of type 'dict' but must be a pala.Config"),
+    ],
+)
+def test_a_mistake_in_python_is_named_as_one_in_a_preset(config, words):
+    with pytest.raises(PalaError, match=r"^(Config: |The configuration)") as caught:
+        checked(config)
+    assert words in str(caught.value)
+
+
+def test_what_is_right_in_python_stays_as_it_is():
+    config = Config(total_steps=1000, a2c=A2CConfig(gamma=1), network=NetworkConfig(mlp_hidden=[8, 8]))
+    assert checked(config) == Config(
+        total_steps=1000, a2c=A2CConfig(gamma=1.0), network=NetworkConfig(mlp_hidden=(8, 8))
+    )
+
+
+def test_a_preset_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xef\xbb\xbfseed = 7")
+    assert load_preset(path).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [(["--total-steps", "1e6"], 10**6), (["--total-steps=2.5E3"], 2500), (["--total_steps", "1_000"], 1000)],
+)
+def test_whole_numbers_may_have_exponents(arguments, steps):
+    assert parse([*arguments, "--run.name", "1e6"]).config == replace(
+        Config(), total_steps=steps, run=RunConfig(name="1e6")
+    )
+
+
+def test_what_is_no_whole_number_is_refused():
+    with pytest.raises(PalaError, match="command line was not understood"):
+        parse(["--total-steps", "1.5e0"])

@@ -369,6 +369,7 @@ def test_the_watchdog_ends_with_a_process_that_is_killed(tmp_path: Path) -> None
 # ---- real jobs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_sound_job(mpi: Launcher, tmp_path: Path) -> None:
     done = mpi.start("-np", "2", str(mpi.folder / "python"), "-m", "pala.doctor", "--json", "facts.json", cwd=tmp_path)
@@ -401,6 +402,7 @@ def test_by_hand_mpirun_is_tried(any_mpi: Launcher, tmp_path: Path) -> None:
     assert "fits the library" in " ".join(done.stdout.split())  # the path before it may be long
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("launched_by", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
 def test_a_mixed_job_is_named_in_one_sentence(launched_by: str, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_atari_rewards_can_stay_unclipped():
     assert max(rewards) > 1
 
 
+@pytest.mark.slow
 def test_atari_time_limit_truncates_and_hands_over_the_last_observation():
     """The final observation is the one of a game without the limit, not that of the next game."""
     actions = random_actions(25, 2, 6)
@@ -105,6 +106,7 @@ def test_atari_time_limit_truncates_and_hands_over_the_last_observation():
     assert (limited.observations[:, :3] != free.observations[:, :3]).any(axis=(1, 2, 3)).all()
 
 
+@pytest.mark.slow
 def test_atari_is_determined_by_its_seeds():
     actions = random_actions(40, 3, 4)
 
@@ -214,3 +216,11 @@ def test_processes_give_what_this_process_gives():
             np.testing.assert_array_equal(a, b)
     assert any(step.truncated.any() for step in trajectories[0])
     assert any(step.terminated.any() for step in trajectories[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["Pong-v5", "PongNoFrameskip-v4", "Pong-v0", "PongDeterministic-v4", "ALE/Pong-v4", "ALE/Pong"]
+)
+def test_a_game_under_a_former_name_is_told_its_name(name: str):
+    with pytest.raises(PalaError, match=r"^'env.id': no environment '.*' is registered; did you mean 'ALE/Pong-v5'"):
+        make_envs(EnvConfig(name))

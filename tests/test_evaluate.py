@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import human_normalised, reference_scores
 from pala.evaluation.video import _atari_screen, record_video
 from pala.networks.network import ActorCritic, FlatParameters
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint, environment, run_folder
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
 
@@ -121,9 +120,26 @@ def test_short_episodes_are_not_favoured() -> None:
     assert steps == 40
 
 
+def test_an_episode_without_an_end_is_cut(cartpole_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_folder.config_of(cartpole_run)
+    table = json.loads((cartpole_run / "run.json").read_text())
+    table["config"] = to_table(replace(config, evaluation=replace(config.evaluation, max_episode_steps=5)))
+    (cartpole_run / "run.json").write_text(json.dumps(table))
+    evaluation = evaluate(cartpole_run, 4, 2, False, 1, 1)
+    assert evaluation.mean_length_steps == evaluation.mean_return == 5
+    assert "4 of 4 episodes were cut after 5 steps ('evaluation.max_episode_steps')" in capsys.readouterr().err
+
+
 def test_an_odd_number_of_episodes_is_shared_out() -> None:
     played, _ = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=5)
     assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]
+
+
+def test_games_that_do_not_end_are_given_up() -> None:
+    with pytest.raises(
+        PalaError, match=r"given up after 0\.1 s \('evaluation\.timeout_s'\) with \d+ of 1000000 episodes"
+    ):
+        play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=10**6, timeout_s=0.1)
 
 
 def test_statistics_and_repeatability(cartpole_run: Path) -> None:
@@ -150,7 +166,8 @@ def test_one_episode_has_no_standard_error(cartpole_run: Path) -> None:
     assert "over 1 episode, greedy actions" in str(evaluation)
 
 
-def test_atari_is_normalised_and_playswhole_games(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_atari_is_normalised_and_plays_whole_games(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", PONG, network_of(PONG))
     evaluation = evaluate(run, 2, 2, greedy=False, seed=0, threads=1)
     assert evaluation.mean_length_steps == 20
@@ -214,15 +231,16 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     config = Config(env=EnvConfig(id="ALE/Pong-v5"), network=NetworkConfig(mlp_hidden=(8,)))
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
-    (run / "make_env.pkl").write_bytes(cloudpickle.dumps(Sparkle))
+    environment.keep(run, Sparkle)
     evaluation = evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
     assert evaluation.returns == [5, 5, 5]
     assert (evaluation.environment, evaluation.noop_max) == ("environment made in Python", None)
     with pytest.raises(PalaError, match="draws no pictures"):
         record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+    (run / "make_env.txt").unlink()
     (run / "make_env.pkl").write_bytes(b"nonsense")
     with pytest.raises(PalaError, match="cannot be loaded"):
-        evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
+        evaluate(run, 3, 2, greedy=False, seed=0, threads=1, trust_run=True)
 
 
 def test_the_program_writes_json_and_keeps_earlier_results(
@@ -267,7 +285,7 @@ def test_errors_are_sentences(
     assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("game", ["Sparkle", "Pong"])
+@pytest.mark.parametrize("game", ["Sparkle", pytest.param("Pong", marks=pytest.mark.slow)])
 def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
     imageio = pytest.importorskip("imageio.v2")
     pytest.importorskip("imageio_ffmpeg")
@@ -278,7 +296,7 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
         network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
     if game == "Sparkle":
-        (run / "make_env.pkl").write_bytes(cloudpickle.dumps(lambda: Sparkle("rgb_array")))
+        environment.keep(run, lambda: Sparkle("rgb_array"))
     sentence = record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
     steps, size, frames_per_s = (20, (320, 420), 15) if game == "Pong" else (5, (330, 606), 10)
     assert f"an episode of {steps} steps" in sentence

@@ -34,6 +34,20 @@ pytestmark = pytest.mark.mpi
 ENDLESS = ["--total-steps", "100000000"]
 
 
+def state_of(pid: int) -> str:
+    """`T` if it is stopped."""
+    return _stat_of(pid)[0]
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time that a process has taken."""
+    return sum(map(int, _stat_of(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
 def start(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
     """A job that can outlive its ranks, as launch/train.sh starts it."""
     python = str(launcher.folder / "python")
@@ -332,6 +346,64 @@ def test_a_rank_that_never_comes_to_the_end_ends_the_job(
 
 
 @pytest.mark.slow
+def test_nobody_spins_or_is_deaf_while_a_rank_is_stopped_as_it_saves_the_policy(
+    any_mpi: Launcher, tmp_path: Path
+) -> None:
+    disturbance = """
+        if steps == 1:
+            from pala.run import checkpoint
+            training._PATIENCE_S = 300.0
+            checkpoint.save_policy = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)"""
+    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "3000", cwd=tmp_path)
+    wait_for(lambda: any(state_of(pid) == "T" for pid in pids_of_ranks(tmp_path).values()), what="a stopped rank")
+    others = [pid for pid in pids_of_ranks(tmp_path).values() if state_of(pid) != "T"]
+    began_s, used_s = time.monotonic(), sum(map(processor_seconds, others))
+    time.sleep(4)
+    share = (sum(map(processor_seconds, others)) - used_s) / (time.monotonic() - began_s) / len(others)
+    print(f"\nwho waits takes {share:.3f} of a core")
+    assert len(others) == 2 and share < 0.05
+    end_by(job, signal.SIGUSR1, tmp_path)
+    assert job.status != 0 and "did not end within 10 s of the signal" in job.output, job.output
+    record = record_of(tmp_path / "runs/r")
+    assert not record["completed"] and record["segments"][0]["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_when_the_rank_that_evaluates_is_killed_another_does(any_mpi: Launcher, tmp_path: Path) -> None:
+    job = start(any_mpi, 3, "--total-steps", "3000", "--evaluation.episodes", "1000000", cwd=tmp_path)
+    job.wait_for_output("evaluation: plays 1,000,000 episodes")
+    os.kill(pids_of_ranks(tmp_path)[0], signal.SIGKILL)
+    wait_for(lambda: record_of(tmp_path / "runs/r")["segments"][0].get("lost_ranks"), what="the next rank's turn")
+    end_by(job, signal.SIGUSR1, tmp_path)
+    record, (segment,) = record_of(tmp_path / "runs/r"), record_of(tmp_path / "runs/r")["segments"]
+    assert record["completed"] and [lost["rank"] for lost in segment["lost_ranks"]] == [0]
+    assert segment["conclusion"] == {"evaluation": "interrupted by SIGUSR1", "rank": 1}
+    assert job.status != 0 and job.output.count("evaluation: plays") <= 2, job.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guilty", ["rank == 1", "True"])
+def test_allreduce_ends_with_the_name_of_the_rank_whose_observations_are_not_finite(
+    any_mpi: Launcher, guilty: str, tmp_path: Path
+) -> None:
+    disturbance = f"""
+        if steps > 100 and {guilty}:
+            observation, *rest = super().step(action)
+            return observation * float("nan"), *rest"""
+    options = ["--exchange.kind", "allreduce", *ENDLESS]
+    job = start_disturbed(any_mpi, 3, disturbance, *options, cwd=tmp_path).wait()
+    sentences = dict(re.findall(r"pala: error: \[rank (\d)\] update \d+: (.*)no finite gradient", job.output))
+    assert job.status != 0, job.output
+    if guilty == "True":
+        assert set(sentences.values()) == {""}, job.output
+    else:
+        assert sentences.pop("1") == "" and set(sentences.values()) == {"rank 1 has given "}, job.output
+    (segment,) = record_of(tmp_path / "runs/r")["segments"]
+    assert segment["status"] == "failed" and "no finite gradient" in segment["error"]
+    wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
+
+
+@pytest.mark.slow
 def test_without_fault_tolerance_the_job_ends_and_is_resumed(
     mpi: Launcher, standing: StandingRanks, tmp_path: Path
 ) -> None:
@@ -416,7 +488,6 @@ def test_a_signal_during_the_evaluation(any_mpi: Launcher, number: int, tmp_path
     job = start(any_mpi, 2, "--total-steps", "2000", "--evaluation.episodes", "1000000", cwd=tmp_path)
     run = tmp_path / "runs/r"
     job.wait_for_output("evaluation: plays 1,000,000 episodes")
-    wait_for(lambda: len(pids_of_ranks(tmp_path)) == 1, what="the end of the other rank")
     end_by(job, number, tmp_path)
     assert record_of(run)["completed"] and not (run / "evaluation.json").exists()
     assert job.status != 0

@@ -108,6 +108,7 @@ WHOLE = Experience(
         ({"truncated": np.zeros(3, bool)}, "its truncated episodes are 0, its final frames 1"),
         ({"terminated": np.array([1, 1, 0], bool)}, "an episode is both terminated and truncated"),
         ({"first": np.array([1, 0, 1], bool)}, "no new episode follows a truncated one"),
+        ({"first": np.array([0, 1, 1], bool)}, "a new episode follows one that has not ended"),
     ],
 )
 def test_what_no_actor_sends_is_refused(changes, words):

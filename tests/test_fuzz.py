@@ -6,6 +6,7 @@ without it each test tries the same ones every time.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -25,12 +26,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_checkpoint import SIGNATURE, file_of, make_state, same
 from test_codecs import COMPRESSIONS, PARAMETERS, RANKS, Node
+from test_compare import GAME, plan_of
+from test_compare import make_run as make_compared_run
 
-from pala.exchange.gossip.messages import Kind
-from pala.exchange.wire import Format, Message, Refusal
+from pala import plot
+from pala.compare.collect import load
+from pala.compare.plan import Plan
+from pala.config import ExchangeConfig
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.gossip.codecs import make_codec
+from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.messages import Kind, gossip_sizes
+from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.models import TensorModels
+from pala.exchange.gossip.protocol import Rules
+from pala.exchange.gossip.protocols import PROTOCOLS
+from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat
+from pala.report.curves import curve_of
 from pala.run import checkpoint
+from pala.run.metrics import RunView, metrics_path
 from pala.system.errors import PalaError
+from pala.transport.base import Packet, Received, Receiver, Transport
 
 EXAMPLES = int(os.environ.get("PALA_FUZZ_EXAMPLES", "0"))
 MOST_GROWTH_KIB = 300 << 10  # of a process that reads inputs of a few hundred kilobytes
@@ -237,6 +254,208 @@ def test_a_message_is_taken_as_it_is_or_refused_without_a_trace(compression: str
     assert min(seen.values()) > 0.03 * sum(seen.values()), f"too much of one kind: {seen}"
 
 
+# ---- the protocol behind them ----------------------------------------------------------------------------------------
+
+
+class Outbox(Transport):
+    """Keeps what is sent until a test takes it, and has a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.clock_s, self.sent = 0.0, list[tuple[int, Packet, bool]]()
+
+    def start(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+
+    def now_s(self) -> float:
+        return self.clock_s
+
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        packet.pending += 1
+        self.sent.append((peer, packet, bulk))
+
+    def take(self, peers: set[int]) -> None:
+        """What is on its way to these has left."""
+        for peer, packet, _ in self.sent:
+            packet.pending -= peer in peers
+        self.sent = [entry for entry in self.sent if entry[0] not in peers]
+
+
+class Gossiping:
+    """Rank 0 of five with everything but a network, as training drives it."""
+
+    def __init__(self, mixing: str, compression: str, max_staleness: int) -> None:
+        config = ExchangeConfig(mixing=mixing, compression=compression, top_k_fraction=0.1)  # type: ignore[arg-type]
+        self.parameters, self.transport = own.clone(), Outbox()
+        codec, protocol = make_codec(config, self.parameters), PROTOCOLS[mixing]
+        self.wire = Wire(RANKS, PARAMETERS, SIGNATURE_ON_WIRE, gossip_sizes(codec.sizes, protocol.kinds))
+        self.models = TensorModels(self.parameters, codec, self.wire)
+        rules = Rules("random", max_staleness, whole_every=codec.whole_every)
+        self.protocol = protocol(StepBudget(0, RANKS, 10**6), RULES[mixing](), rules)
+        self.complaints: list[str] = []
+        self.driver = GossipDriver(self.protocol, self.transport, self.models, report=self.complaints.append)
+        self.driver.start()
+        self.waits = False
+
+    def go_on(self) -> None:
+        """An update, or what follows from what came while it waits."""
+        if not self.waits:
+            self.driver.finish_update(1, bool(self.parameters.isfinite().all()))
+        self.waits = not self.driver.advance()
+
+    @property
+    def refused(self) -> int:
+        counts = self.driver.counts + self.protocol.counts
+        return counts["models_refused"] + counts["models_stale"]
+
+    def hear(self, source: int, data: bytes, bulk: bool, took_s: float, late: bool) -> None:
+        block = self.models.memory_for(len(data)) if bulk else None
+        received = np.frombuffer(data, np.uint8).copy()
+        if block is not None:
+            block[:] = received
+            received = block
+        message, before = self.wire.decode(received), self.refused
+        self.driver.on_message(Received(source, received, bulk, took_s, late))
+        if isinstance(message, Refusal) or message.sender != source:
+            assert self.refused > before, "a refusal that nobody counts"
+
+    def check(self) -> None:
+        """What any messages, in any order, must leave as it is."""
+        assert len(self.driver._snapshots) <= 2 + 6 * RANKS, "memory grows"
+        assert len(self.transport.sent) <= 2 + 20 * RANKS, "what is sent piles up"
+        assert len(self.protocol._inbox) < RANKS and len(self.protocol._owed) <= 2 * RANKS
+        assert len(self.complaints) <= RANKS
+        assert 0 < self.protocol.mixing.weight < math.inf
+
+
+def gossip_messages(paired: bool, compression: str) -> dict[str, bytes]:
+    """One of each kind, from rank 1."""
+    sender = Node(own + 1, compression)
+    whole, part = sender.message(whole=True).tobytes(), sender.message().tobytes()
+    found = {}
+    for kind in ("OFFER", "ANSWER") if paired else ("MODEL",):
+        weight = 0.5 if kind == "ANSWER" else 1.0
+        fields = {"kind": Kind[kind], "sender": 1, "round": 1, "weight": weight}
+        found |= {f"{kind} {size}": with_fields(data, fields) for size, data in (("whole", whole), ("part", part))}
+    for kind in (Kind.CREDIT, Kind.STOP, Kind.ASK_WHOLE):
+        data = np.zeros(CONTROL, np.uint8)
+        sender.wire.encode(Message(kind, 1, 1, 1.0, 0, np.zeros(RANKS, np.uint64)), data)
+        found[kind.name] = data.tobytes()
+    return found
+
+
+@st.composite
+def sequences(draw: st.DrawFn, valid: dict[str, bytes]) -> list[tuple[Any, ...]]:
+    """What happens to a rank: updates, time, deaths, messages that leave, and ones that come, most of them of some use
+    but at the wrong time, some damaged."""
+    peers, rounds = st.integers(1, RANKS - 1), st.integers(0, 6)
+    names = [name for name in sorted(valid) if name != "STOP"] * 4 + ["STOP"]
+
+    def message() -> tuple[Any, ...]:
+        name, sender = draw(st.sampled_from(names)), draw(peers)
+        data = with_fields(valid[name], {"sender": sender, "round": draw(rounds)})
+        bulk, took_s, late = len(data) > CONTROL, 0.0, False
+        if draw(st.integers(0, 3)) == 0:
+            data = draw(messages(valid))
+            sender = draw(st.sampled_from([sender, data[16] % RANKS if len(data) > 16 else 0]))
+            bulk = draw(st.booleans())
+        elif draw(st.integers(0, 5)) == 0:
+            took_s, late = draw(st.sampled_from([(0.0, True), (100.0, True), (100.0, False)]))
+        return "message", sender, data, bulk, took_s, late
+
+    happenings = []
+    for _ in range(draw(st.integers(1, 25))):
+        how = draw(st.sampled_from(["message"] * 6 + ["go on"] * 4 + ["take", "time", "death"]))
+        if how == "message":
+            happenings.append(message())
+        else:
+            happenings.append((how, draw(peers), draw(st.sampled_from([0.1, 1.0, 3.0, 6.0, 100.0]))))
+    return happenings
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
+def test_any_sequence_of_messages_ends_in_refusals(mixing: str, compression: str) -> None:
+    if (mixing, compression) == ("push_sum", "top_k"):
+        pytest.skip("not allowed together")
+    valid = gossip_messages(mixing == "paired", compression)
+
+    @fuzz(40)
+    @given(sequences(valid), st.sampled_from([0, 1, 10]), st.booleans())
+    def check(happenings: list[tuple[Any, ...]], max_staleness: int, taken: bool) -> None:
+        node = Gossiping(mixing, compression, max_staleness)
+        for how, *facts in happenings:
+            if how == "message":
+                node.hear(*facts)
+            elif how == "go on":
+                node.go_on()
+            elif how == "take":
+                node.transport.take({facts[0]})
+            elif how == "death":
+                node.driver.on_death(facts[0])
+            else:
+                node.transport.clock_s += facts[1]
+                node.driver.on_tick()
+            if taken:
+                node.transport.take(set(range(RANKS)))
+            node.check()
+        node.driver.end(Stop.BUDGET)
+        node.driver.finish()
+
+    check()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
+def test_a_flood_of_messages_takes_no_memory(mixing: str, taken: bool) -> None:
+    """From a peer that waits for nothing, and takes what is sent to it, or nothing."""
+    valid, node = gossip_messages(mixing == "paired", "none"), Gossiping(mixing, "none", 0)
+    names = [name for name in sorted(valid) if name != "STOP"]
+    for number in range(3000):
+        data = valid[names[number % 7 % len(names)]] if number % 5 else bytes(len(valid[names[0]]))
+        data = with_fields(data, {"round": number // 10}) if number % 5 else data
+        node.hear(1, data, len(data) > CONTROL, 0.0, False)
+        node.go_on()
+        node.transport.clock_s += 0.1
+        node.driver.on_tick()
+        if taken:
+            node.transport.take({1})
+        node.transport.take({2, 3, 4})
+        node.check()
+
+
+def test_a_second_model_on_one_credit_is_refused() -> None:
+    valid, node = gossip_messages(False, "none"), Gossiping("uniform", "none", 10)
+    for _ in range(3):
+        node.hear(1, valid["MODEL whole"], True, 0.0, False)
+    assert (node.protocol.counts["models_received"], node.refused) == (1, 2)
+    node.go_on()
+    torch.testing.assert_close(node.parameters, own + 0.5)
+
+
+def test_an_answer_moves_a_rank_by_no_more_than_half() -> None:
+    valid, node = gossip_messages(True, "none"), Gossiping("paired", "none", 10)
+    node.go_on()
+    ((peer, _, _),) = node.transport.sent
+    answer = with_fields(valid["ANSWER whole"], {"sender": peer, "weight": 4.0})
+    node.hear(peer, answer, True, 0.0, False)
+    node.go_on()
+    assert node.refused == 1 and node.parameters.equal(own)
+
+
+@pytest.mark.parametrize(
+    ("mixing", "kind"), [("uniform", Kind.OFFER), ("uniform", Kind.ANSWER), ("paired", Kind.MODEL)]
+)
+def test_a_model_of_another_mixing_gives_its_credit_back(mixing: str, kind: Kind) -> None:
+    """Else its sender would wait for that for ever."""
+    name = "OFFER whole" if mixing == "paired" else "MODEL whole"
+    data = with_fields(gossip_messages(mixing == "paired", "none")[name], {"kind": kind})
+    node = Gossiping(mixing, "none", 10)
+    node.hear(1, data, True, 0.0, False)
+    ((peer, packet, _),) = node.transport.sent
+    reply = node.wire.decode(packet.data)
+    assert node.refused == 1 and peer == 1 and isinstance(reply, Message) and reply.kind is Kind.CREDIT
+
+
 # ---- steps and minibatches -------------------------------------------------------------------------------------------
 
 NUM_ENVS, NUM_ACTIONS, FRAME = 3, 5, 2  # bytes a frame
@@ -281,7 +500,9 @@ def is_step_or_batch(data: bytes, of: object) -> bool:
     if of is BATCHES:
         return all(map(math.isfinite, (a, b, c)))
     ends = list(zip(flags[:3], flags[3:6], flags[6:], strict=True))
-    return sum(flags[3:6]) == cut and all(not truncated or (first and not over) for over, truncated, first in ends)
+    return sum(flags[3:6]) == cut and all(
+        (first and not over) if truncated else (over or not first) for over, truncated, first in ends
+    )
 
 
 def test_a_step_or_a_minibatch_is_taken_as_it_is_or_refused() -> None:
@@ -469,5 +690,143 @@ def test_a_policy_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
         if not forged:
             assert header["global_steps"] == 5 and read.keys() == named.keys()
             assert all(read[name].equal(tensor) for name, tensor in named.items())
+
+    check()
+
+
+# ---- records and metrics ---------------------------------------------------------------------------------------------
+
+odd_texts = st.sampled_from(["", "completed", "\0", "\ud800", "x" * 3000, "ALE/Pong-v5", "a:b-v0"]) | st.text(
+    max_size=4
+)
+odd_floats = st.sampled_from([math.nan, math.inf, -math.inf, -1e300, 1e-320, 0.5])
+odd_values = st.recursive(
+    odd_numbers | odd_floats | odd_texts | st.sampled_from([10**400, -(2**63), 2**63]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(odd_texts, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def places_in(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where there is something in it: keys and indices, one after the other."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place, *(found for key, of in inner for found in places_in(of, (*place, key)))]
+
+
+@st.composite
+def altered(draw: st.DrawFn, whole: Any) -> bytes:
+    """JSON with other values, without some, nested, or with other bytes."""
+    text = json.dumps(whole)
+    for _ in range(draw(st.integers(1, 2))):
+        changed = json.loads(text)
+        *parents, last = draw(st.sampled_from(places_in(changed)[1:] or [(0,)]))
+        inner = changed
+        for key in parents:
+            inner = inner[key]
+        if draw(st.integers(0, 3)) == 0:
+            del inner[last]
+        else:
+            inner[last] = draw(odd_values)
+        text = json.dumps(changed)
+    how = draw(st.sampled_from(["values"] * 6 + ["bytes", "nested"]))
+    if how == "nested":
+        depth = draw(st.sampled_from([10, 200, 900, 950, 1000, 100_000]))
+        text = text.replace(draw(st.sampled_from(["1", "true", '"completed"', "null"])), "[" * depth + "]" * depth, 1)
+    data = text.encode(errors="surrogatepass")
+    return damaged(data, draw(damages)) if how == "bytes" else data
+
+
+def measure(run: Path, plan: Plan) -> None:
+    """What the programs compute of a run's files, but for pictures."""
+    drawn = plot.read(run)
+    curve_of(drawn.steps, drawn.returns, 100)
+    plot._grouped([drawn, drawn], "preset")
+    loaded = load(run, plan)
+    figures = loaded.steps_per_s, loaded.training_s, loaded.mean("time_wait"), loaded.most("staleness_updates")
+    assert all(figure is None or isinstance(figure, (int, float)) for figure in figures)
+    assert loaded.num_lost >= 0 and loaded.training_score is not None
+    loaded.reaches(3.0)
+    loaded.area(100.0)
+
+
+def measured(run: Path, plan: Plan) -> bool:
+    """False if that was refused with a sentence."""
+    try:
+        with np.errstate(all="ignore"):
+            measure(run, plan)
+    except PalaError as error:
+        assert len(str(error)) < 4000 + len(str(run))
+        return False
+    return True
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Plan]:
+    """A run, and a comparison that it is of."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.toml").write_text(GAME)
+    plan = plan_of()
+    run = plan.runs[0].folder
+    make_compared_run(run, plan.runs[0].config, 2, episodes=20)
+    assert measured(run, plan)
+    return run, plan
+
+
+def test_any_record_of_a_run_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
+    run, plan = compared
+    file = run / "run.json"
+    whole = json.loads(file.read_text())
+    seen = {True: 0, False: 0}
+
+    @fuzz(150)
+    @given(altered(whole))
+    def check(data: bytes) -> None:
+        file.write_bytes(data)
+        seen[measured(run, plan)] += 1
+
+    check()
+    assert min(seen.values()) > 0.02 * sum(seen.values()), seen
+
+
+def test_any_evaluation_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
+    run, plan = compared
+    whole = json.loads((run / "evaluation.json").read_text())
+
+    @fuzz(60)
+    @given(altered(whole), st.sampled_from(["evaluation.json", "evaluations.jsonl"]))
+    def check(data: bytes, name: str) -> None:
+        (run / "evaluation.json").unlink(missing_ok=True)
+        (run / name).write_bytes(data)
+        measured(run, plan)
+
+    check()
+
+
+def test_any_metrics_are_read_or_refused(compared: tuple[Path, Plan], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also packed, and by the view of a training that goes on beside them."""
+    run, plan = compared
+    file = metrics_path(run, 1)
+    lines = file.read_bytes().splitlines()
+    records = [json.loads(line) for line in lines]
+    sizes = st.sampled_from(["plain", "packed", "damaged"])
+
+    @fuzz(150)
+    @given(st.sampled_from(range(len(lines))), st.data(), sizes, st.booleans())
+    def check(number: int, data: st.DataObject, how: str, first: bool) -> None:
+        line = data.draw(altered(records[number]))
+        text = b"\n".join([*lines[:number], line, *lines[number + 1 :]]) + b"\n"
+        for name in (file, file.with_name(f"{file.name}.gz")):
+            name.unlink(missing_ok=True)
+        if how == "plain":
+            file.write_bytes(text)
+            view = RunView(run, 2)
+            view.refresh()
+            assert view.num_episodes <= 20 and view.total("staleness_updates") is not None
+        else:
+            packed = gzip.compress(text)
+            packed = damaged(packed, data.draw(damages)) if how == "damaged" else packed
+            file.with_name(f"{file.name}.gz").write_bytes(packed)
+        assert measured(run, plan) or how == "damaged"
+        capsys.readouterr()
 
     check()

@@ -400,7 +400,7 @@ def test_bundled_ranks_do_everything(num_ranks, num_shards, replay):
     assert roles.actors == roles.learners == roles.replays == everybody
     assert roles.shards == everybody[:num_shards]
     assert all(roles.replay_of(rank) == rank for rank in everybody)
-    assert all(roles.sampled_by(rank) == ((rank,) if replay == "local" else everybody) for rank in everybody)
+    assert all(roles.sampled_by(rank, everybody) == ((rank,) if replay == "local" else everybody) for rank in everybody)
 
 
 @st.composite
@@ -426,13 +426,19 @@ def test_separate_ranks_have_one_role_each_and_counts_are_as_asked(case):
     assert roles.shards[0] == 0
 
 
-@given(separate())
+@given(separate(), st.data())
 @settings(derandomize=True, deadline=None, max_examples=100)
-def test_every_replay_is_filled_and_sampled_and_every_learner_has_some(case):
+def test_every_replay_is_filled_and_sampled_and_every_learner_has_some_whoever_lives(case, data):
     roles = assign(*case)
     assert {roles.replay_of(actor) for actor in roles.actors} == set(roles.replays)
-    assert {replay for learner in roles.learners for replay in roles.sampled_by(learner)} == set(roles.replays)
-    assert all(roles.sampled_by(learner) for learner in roles.learners)
+    learners, replays = (
+        data.draw(st.just(ranks) | st.lists(st.sampled_from(ranks), min_size=1, unique=True))
+        for ranks in (roles.learners, roles.replays)
+    )
+    sampled = [roles.sampled_by(learner, {*learners, *replays}) for learner in learners]
+    assert all(sampled) and set().union(*sampled) == set(replays)
+    if roles.replay_is_local and len(learners) <= len(replays):
+        assert sum(map(len, sampled)) == len(replays), "shared out"
 
 
 def test_a_small_job_by_hand():
@@ -442,7 +448,10 @@ def test_a_small_job_by_hand():
     )
     assert [assign(config, 8).replay_of(actor) for actor in (5, 6, 7)] == [1, 2, 1]
     local = assign(GorilaConfig("separate", num_actors=3, num_learners=2), 6)
-    assert [local.sampled_by(learner) for learner in local.learners] == [(3, 5), (4,)]
+    assert [local.sampled_by(learner, range(6)) for learner in local.learners] == [(3, 5), (4,)]
+    assert local.sampled_by(2, {2, 4, 5}) == (4, 5)
+    assert [local.watched_by(rank) for rank in (0, 1, 3)] == [(1, 2, 3, 4, 5), (0,), (0,)]
+    assert [assign(config, 8).watched_by(rank) for rank in (2, 6)] == [(0,), (0, 2)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 5, 7, 100])

@@ -247,6 +247,22 @@ def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoin
     assert assemble(states_of(run, 3)).parameters.equal(begin.parameters)
 
 
+# ---- stops -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_shard_ends_the_job_with_a_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Also the process that is stopped."""
+    job = start_ulfm(any_mpi, 3, "--gorila.patience-s", "1", *ENDLESS, cwd=tmp_path)
+    run = tmp_path / "runs/r"
+    wait_for(lambda: all_learn(run, 3), what="learning")
+    os.kill(pids_of_ranks(tmp_path)[0], signal.SIGSTOP)
+    job.wait(60)
+    assert job.status != 0 and "Traceback" not in job.output, job.output
+    assert "Rank 0 has not answered for 1 s ('gorila.patience_s'), which serves shard 0; nothing can be" in job.output
+    assert not record_of(run)["completed"]
+    wait_for(lambda: not processes_in(tmp_path), 30, "the end of all ranks")
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 

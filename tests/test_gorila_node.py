@@ -576,6 +576,7 @@ WAYS = {  # who sends it, who takes it
     Kind.SAMPLE: ({LEARNER}, {REPLAY}),
     Kind.BATCH: ({REPLAY}, {LEARNER}),
     Kind.STOP: (set(range(4)), set(range(4))),
+    Kind.PING: (set(range(4)), set(range(4))),
 }
 
 
@@ -584,7 +585,7 @@ def every_kind() -> tuple[list[Rank], dict[Kind, tuple[int, int, bytes]]]:
     cluster = make_ranks(4, make_config(parameters_period_updates=2, **GLOBAL))
     play_steps(cluster, 70)
     messages = {kind: (rank.rank, *rank.last[kind]) for rank in cluster for kind in rank.last}
-    assert messages.keys() == WAYS.keys() - {Kind.STOP}
+    assert messages.keys() == WAYS.keys() - {Kind.STOP, Kind.PING}
     return cluster, messages
 
 
@@ -608,7 +609,7 @@ def test_a_message_of_a_kind_that_roles_do_not_exchange_is_refused(capsys: pytes
     cluster[0].node.send_stop()
     refused = 0
     for kind, (senders, receivers) in WAYS.items():
-        data = messages[Kind.FETCH][2] if kind is Kind.STOP else messages[kind][2]
+        data = messages[Kind.FETCH][2] if kind in (Kind.STOP, Kind.PING) else messages[kind][2]
         for sender in range(4):
             for rank in cluster:
                 if sender == rank.rank:
@@ -646,16 +647,21 @@ def test_a_message_of_another_shards_size_or_in_anothers_name_is_refused() -> No
     assert [rank.node.counts["messages_refused"] for rank in cluster] == [1, 1, 3, 0]
 
 
-def test_steps_before_the_first_frames_are_refused() -> None:
-    played, messages = every_kind()
-    cluster = make_ranks(4, make_config(**GLOBAL))
-    replay = cluster[REPLAY]
-    replay.hear(ACTOR, messages[Kind.EXPERIENCE][2])
-    assert (len(replay.store), replay.node.counts["messages_refused"]) == (0, 1)
-    replay.hear(ACTOR, messages[Kind.RESET][2])
-    replay.hear(ACTOR, messages[Kind.EXPERIENCE][2])
-    assert (len(replay.store), replay.node.counts["messages_refused"]) == (1, 1)
-    assert len(played[REPLAY].store) > 50
+def numbered(rank: Rank, data: bytes, first: int, last: int) -> list[bytes]:
+    """The same step as an actor's first to its last."""
+    return [from_rank(rank, data, round=number) for number in range(first, last + 1)]
+
+
+def test_a_replay_whose_first_frames_were_refused_begins_with_the_next() -> None:
+    """Else all that this actor plays would be lost, and nobody learn."""
+    _, messages = every_kind()
+    replay = make_ranks(4, make_config(**GLOBAL))[REPLAY]
+    replay.hear(ACTOR, messages[Kind.RESET][2][:-1])
+    lengths = []
+    for data in numbered(replay, messages[Kind.EXPERIENCE][2], 2, 5):
+        replay.hear(ACTOR, data)
+        lengths.append(len(replay.store))
+    assert lengths == [0, 0, 1, 2] and replay.node.counts["messages_refused"] == 1
 
 
 def test_what_was_played_around_a_refused_step_is_not_joined() -> None:
@@ -665,10 +671,22 @@ def test_what_was_played_around_a_refused_step_is_not_joined() -> None:
     step = messages[Kind.EXPERIENCE][2]
     replay.hear(ACTOR, messages[Kind.RESET][2])
     lengths = []
-    for data in (step, step[:-1], step, step):
+    first, second, *rest = numbered(replay, step, 2, 5)
+    for data in (first, second[:-1], *rest):
         replay.hear(ACTOR, data)
         lengths.append(len(replay.store))
     assert lengths == [1, 1, 1, 2] and replay.node.counts["messages_refused"] == 1
+
+
+def test_what_was_played_around_a_step_that_was_not_sent_is_not_joined() -> None:
+    _, messages = every_kind()
+    replay = make_ranks(4, make_config(**GLOBAL))[REPLAY]
+    first, _, *rest = numbered(replay, messages[Kind.EXPERIENCE][2], 2, 5)
+    lengths = []
+    for data in (messages[Kind.RESET][2], first, *rest):
+        replay.hear(ACTOR, data)
+        lengths.append(len(replay.store))
+    assert lengths == [0, 1, 1, 2] and replay.node.counts["messages_refused"] == 0
 
 
 def test_steps_of_an_actor_of_another_replay_are_refused() -> None:

@@ -45,7 +45,7 @@ def write(run: Path, *records: Record, rank: int = 0) -> None:
 
 def start(steps: int, time_s: float | None = None, segment="segment-000") -> Record:
     time_s = float(steps) if time_s is None else time_s
-    return {"type": "start", "time_s": time_s, "local_steps": steps, "segment": segment}
+    return {"type": "start", "time_s": time_s, "local_steps": steps, "global_steps": steps, "segment": segment}
 
 
 def episode(steps: int, time_s: float | None = None, return_: float = 0.0) -> Record:

@@ -59,6 +59,7 @@ def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
     assert "completed after" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) -> None:
     source = (
         "import pala.train as cli, pala.envs, gymnasium\n"
@@ -249,6 +250,13 @@ if __name__ == "__main__":
         from pala.evaluation.record import save
         save(result.run, evaluate(result.run, 4, 2, False, 1, 1))
 """
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_users_script_is_one_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
+    job = any_mpi.script(2, "import pala\npala.fit(pala.Config(total_steps=-1))\n", tmp_path)
+    assert job.status == 1 and "Traceback" not in job.output
+    assert job.output.count("pala: error: Config: 'total_steps' is -1 but must lie between") == 1
 
 
 @pytest.mark.slow

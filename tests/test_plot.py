@@ -121,7 +121,9 @@ def test_errors_are_sentences(
 ) -> None:
     run, empty = make_run(tmp_path / "a"), make_run(tmp_path / "b", episodes=0)
     with pytest.raises(PalaError, match="has no whole episode yet"):
-        plot([run, empty], tmp_path / "x.png")
+        plot([empty, empty], tmp_path / "x.png")
+    assert plot([run, empty], tmp_path / "x.png").exists()
+    assert f"Run '{empty}' has no whole episode yet" in (said := capsys.readouterr().err) and "left out" in said
     with pytest.raises(PalaError, match="at least one run"):
         plot([])
     with pytest.raises(PalaError, match="'smooth' is 0"):

@@ -550,3 +550,17 @@ def test_a_wrong_mix_is_found_in_lockstep() -> None:
 
     assert np.diag(weights(GossipProtocol)).tolist() == [0.5, 0.5, 0.5]
     assert np.diag(weights(ForgetsItself)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("how", [{}, {"rejected": True}, {"late": True}], ids=str)
+def test_a_second_model_on_one_credit_is_refused_and_one_credit_is_for_both(how) -> None:
+    """A credit came twice, or something was damaged so that it looks like one. It ended the rank that got the models:
+    `pala.simulate explore --faults duplicate --mixings uniform --staleness 0` found it after 12 events."""
+    p = protocol(0, 3, mixing="push_sum")
+    (accepted,) = model_came(p, 2, weight=0.5)
+    assert isinstance(accepted, Accept)
+    assert model_came(p, 2, weight=0.25, **how) == [] and p.counts["models_refused"] == 1
+    assert p.mixing.weight == 1.25, "no weight is lost"
+    actions = update(p)
+    mix = mixed(actions)
+    assert isinstance(mix, Mix) and mix.num_models == 1 and told(actions) == [(Kind.CREDIT, 2)]

@@ -221,9 +221,11 @@ def atari(game: str, **settings: object) -> Iterator[tuple[np.ndarray, Step]]:
     [
         ("Breakout", {}, 260, {"life", "over"}),
         ("Breakout", {"terminal_on_life_loss": False}, 260, {"over"}),
-        ("Seaquest", {"max_episode_frames": 500}, 260, {"life", "limit"}),
+        pytest.param("Seaquest", {"max_episode_frames": 500}, 260, {"life", "limit"}, marks=pytest.mark.slow),
         ("Pong", {"max_episode_frames": 100, "frame_stack": 2}, 110, {"limit"}),
-        ("SpaceInvaders", {"frame_stack": 1, "frame_skip": 12}, 260, {"life", "over"}),
+        pytest.param(
+            "SpaceInvaders", {"frame_stack": 1, "frame_skip": 12}, 260, {"life", "over"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_rebuilt_stacks_are_what_the_emulators_gave(game, settings, steps, ends):

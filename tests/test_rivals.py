@@ -24,7 +24,7 @@ from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
 from pala.transport.base import Communicator
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 KINDS = ["allreduce", "shared_memory"]
 ENDLESS = ["--total-steps", "100000000"]
@@ -84,7 +84,7 @@ def mix_in_step(comm: Communicator, topology: str, senders: list[list[int]]) -> 
     assert figures["mixes"] == 5 and figures["models_mixed"] == 5 * len(senders[0]), figures
 
 
-@pytest.mark.parametrize("topology", ["ring", pytest.param("complete", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_shared_memory_mixes_by_galas_formula(each_standing: StandingRanks, topology: str, tmp_path: Path) -> None:
     """In step (staleness 0): x <- (x + sum of in-peers) / (1 + k), against the formula in float64."""
     senders = [[i for i in range(4) if rank in out_peers(topology, i, range(4), 0, 0)] for rank in range(4)]
@@ -122,7 +122,6 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
         comm.meet()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_no_model_is_read_while_it_is_written(standing: StandingRanks, topology: str, tmp_path: Path) -> None:
     """Every model is one number over and over, so a torn one would show; ranks of unlike speed, never further than
@@ -133,7 +132,7 @@ def test_no_model_is_read_while_it_is_written(standing: StandingRanks, topology:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["allreduce", pytest.param("shared_memory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["allreduce", "shared_memory"])
 def test_training_completes_with_the_budget_met(each_standing: StandingRanks, kind: str, tmp_path: Path) -> None:
     done = each_standing.train(3, *trainer_of(kind), "--total-steps", "6000", cwd=tmp_path)
     assert done.status == 0, done.output
@@ -152,7 +151,6 @@ def test_training_completes_with_the_budget_met(each_standing: StandingRanks, ki
         assert total(run, "models_mixed") > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(
     standing: StandingRanks, kind: str, tmp_path: Path
@@ -173,7 +171,6 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(
     assert made + 2000 <= record_of(run)["segments"][-1]["global_steps"] < made + 2000 + 2 * 3 * 20
 
 
-@pytest.mark.slow
 def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(
     standing: StandingRanks, tmp_path: Path
 ) -> None:
@@ -199,7 +196,6 @@ def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(
     assert not any(torch.equal(states[0].tensors["parameters"], old.tensors["parameters"]) for old in killed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_death_of_a_rank_ends_the_job_with_a_sentence(
     any_mpi: Launcher, standing: StandingRanks, kind: str, tmp_path: Path

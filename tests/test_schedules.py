@@ -473,7 +473,7 @@ BUGS = {
     KeepsTheWeightItSends: "push-sum weight",
     LosesTheWeightOfTheRefused: "push-sum weight",
     PaysNoDebtsWhileItWaits: "deadlock",
-    IgnoresTheLock: "process lock|sent twice on one credit",
+    IgnoresTheLock: "process lock|push-sum weight",
     WaitsOneUpdateTooLate: "staleness",
     AddsUpWhatItHears: "known steps",
     TellsNobodyOfTheEnd: "deadlock",

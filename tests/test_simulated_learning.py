@@ -51,6 +51,7 @@ def test_synchronous_ranks_hold_one_model_and_wait_for_the_slowest() -> None:
     assert slow.updates == alike.updates
 
 
+@pytest.mark.slow
 def test_gossip_does_not_wait_for_a_slow_rank_and_outlives_dead_ones() -> None:
     slow = learn("paired", CONFIG, Conditions(ranks=3, slow_ranks=1, slowness=4.0))
     assert slow.updates[0] < 0.5 * slow.updates[1]

@@ -152,10 +152,15 @@ def test_the_whole_suite_needs_no_second_mean(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_count_is_told(rom: str, facts: dict[str, Any], why: str, tmp_path: Path) -> None:
-    make_run(tmp_path / "odd", rom, **{"score": 5.0} | facts)
-    page, games = written(tmp_path / "odd", output=tmp_path)
-    assert f"- Left out: `odd` {why}" in page and "0 completed runs of 0 of" in page
-    assert not any(row["ours"] for row in games.values())
+    odd, counting = tmp_path / "odd", tmp_path / "counting"
+    make_run(odd, rom, **{"score": 5.0} | facts)
+    with pytest.raises(PalaError, match=f"no completed run of Gorila on one of the 49 games .*: `odd` {why}"):
+        scores.write([odd], tmp_path / "tables")
+    assert not (tmp_path / "tables").exists()
+    make_run(counting, "alien", 5.0)
+    page, games = written(odd, counting, output=tmp_path)
+    assert f"- Left out: `odd` {why}" in page and "1 completed run of 1 of" in page
+    assert [name for name, row in games.items() if row["ours"]] == ["alien"]
 
 
 def test_other_settings_are_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -124,6 +125,98 @@ def test_a_job_that_trains_is_not_ended_for_want_of_announcements(there: Path, t
         supervisor._end_if_it_does_not_start(job, arrivals, segments=0)
         assert (arrivals.late, job.poll() is None) == (not trains, trains)
         job.kill()
+
+
+@pytest.mark.parametrize(
+    ("status", "concluded", "over"),
+    [("running", False, False), ("completed", False, False), ("completed", True, True), ("failed", False, True)],
+)
+def test_an_mpirun_that_outlives_its_ranks_is_ended(
+    there: Path, monkeypatch: pytest.MonkeyPatch, status: str, concluded: bool, over: bool
+) -> None:
+    """But not while they train, evaluate, or live."""
+    supervisor = Scripted(["--run.name", "r"], [])
+    attempt(100, 0)(supervisor)
+    record = run_folder.RunRecord.take_over(supervisor.run)
+    if status != "running":
+        record.end(status)
+    if concluded:
+        record.note(conclusion={})
+    is_over, looks, ended = run_folder.is_over, itertools.count(), threading.Event()
+
+    def look(run: Path, segments: int) -> bool:
+        if next(looks) == 30:
+            ended.set()
+        assert not is_over(run, segments + 1), "an earlier job's entry says nothing of this one"
+        return is_over(run, segments)
+
+    monkeypatch.setattr(run_folder, "is_over", look)
+    monkeypatch.setattr(supervise, "_LOOK_S", 0.01)
+    monkeypatch.setattr(supervise, "_LINGER_S", 0.1)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
+        with run_folder.lock(supervisor.run) as rank:  # type: ignore[union-attr]
+            supervisor._end_if_it_does_not_end(job, 0, ended)
+            assert job.poll() is None and rank
+        looks = itertools.count()
+        ended.clear()
+        supervisor._end_if_it_does_not_end(job, 0, ended)
+        assert (job.poll() is not None) == over
+        job.kill()
+
+
+# ---- beside another supervisor, or a job that one has left -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--continue", "--run.name", "r"], ["--resume", "runs/r"]])
+def test_a_second_supervisor_is_refused(there: Path, arguments: list[str]) -> None:
+    """It would begin another run beside the first, which may not have got as far as a record."""
+    attempt(5, 137)(Scripted(["--run.name", "r"], []))
+    second = Scripted(arguments, [attempt(9, 0, completes=True)])
+
+    def meanwhile(of: Scripted) -> int:
+        with pytest.raises(PalaError, match=rf"Another supervisor works on run 'runs/r' \(process {os.getpid()} on "):
+            second.supervise()
+        return attempt(9, 0, completes=True)(of)
+
+    assert Scripted(arguments, [meanwhile]).supervise() == 0
+    assert not second.told and second.supervise() == 0
+    assert not list(there.glob("runs/.*")), "what kept the other away is left"
+
+
+def test_of_many_supervisors_one_at_a_time_has_a_run(there: Path) -> None:
+    """Also when one deletes what it has locked while another waits to open that."""
+    turns = []
+
+    def try_often() -> None:
+        for _ in range(300):
+            try:
+                with run_folder.supervised(Path("runs/r")):
+                    (there / "owner").touch(exist_ok=False)
+                    (there / "owner").unlink()
+                    turns.append(threading.current_thread())
+            except PalaError:
+                continue
+
+    threads = [threading.Thread(target=try_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(turns) > 100
+
+
+def test_a_job_that_outlived_its_supervisor_is_not_doubled(
+    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has locked its folder, but has not made its record yet."""
+    monkeypatch.setattr(supervise, "_LEFT_OVER_S", 0.0)
+    (there / "runs/r").mkdir(parents=True)
+    supervisor = Scripted(["--continue", "--run.name", "r"], [attempt(9, 0, completes=True)])
+    with run_folder.lock(there / "runs/r"):  # type: ignore[union-attr]
+        assert supervisor.supervise() == 1 and not supervisor.told
+    said = capsys.readouterr().err
+    assert f"waits for the ranks of a job that still train in 'runs/r' (process {os.getpid()} on " in said
+    assert supervisor.supervise() == 0
 
 
 def test_ranks_that_do_not_come_up_are_named() -> None:
@@ -329,7 +422,7 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
         f"    open('{tmp_path}/mended', 'w').close()\n"
         "    time.sleep(3)\n    os.kill(os.getpid(), 9)\n"
     )
-    environment = {"PYTHONPATH": str(tmp_path / "broken")}
+    environment = {"PYTHONPATH": f"{tmp_path / 'broken'}:{REPOSITORY}"}
     options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "30"]
     job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
     job.wait()
@@ -396,6 +489,7 @@ def test_a_users_mistake_is_not_restarted(mpi: Launcher, tmp_path: Path) -> None
     assert job.status == 2 and "'nowhere/mpirun' is not installed" in job.output and "Traceback" not in job.output
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, SCRIPT, "--mpirun", "false", "--pause-s", "60"],

@@ -20,10 +20,10 @@ from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from pala.transport.base import Communicator
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_any_number_of_ranks_trains_one_policy(standing: StandingRanks, ranks: int, tmp_path: Path) -> None:
     done = standing.train(ranks, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", cwd=tmp_path)
     assert done.status == 0, done.output
@@ -53,7 +53,6 @@ def assert_trained_one_policy(run: Path, ranks: int) -> None:
         if (topology, mixing) != ("complete", "paired")
     ],
 )
-@pytest.mark.slow
 def test_every_topology_and_mixing_under_mpi(
     standing: StandingRanks, topology: str, mixing: str, tmp_path: Path
 ) -> None:
@@ -68,7 +67,6 @@ def test_every_topology_and_mixing_under_mpi(
     assert worst <= 3  # max_staleness + the update after which it waits
 
 
-@pytest.mark.slow
 def test_complete_uniform_lockstep_keeps_models_close(standing: StandingRanks, tmp_path: Path) -> None:
     """Under MPI models then stay close; that the average is exact is tested in test_protocol, without float noise."""
     done = standing.train(
@@ -81,7 +79,6 @@ def test_complete_uniform_lockstep_keeps_models_close(standing: StandingRanks, t
     assert max(distance for distance in distances if distance is not None) < 0.05
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
 def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
     each_standing: StandingRanks, compression: str, tmp_path: Path
@@ -108,7 +105,6 @@ def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
     assert all(float((model - mean).norm()) < 0.1 * float(mean.norm()) for model in models)
 
 
-@pytest.mark.slow
 def test_exchange_none_leaves_ranks_apart(standing: StandingRanks, tmp_path: Path) -> None:
     done = standing.train(
         2, *CARTPOLE, "--total-steps", "2000", "--run.name", "r", "--exchange.kind", "none", cwd=tmp_path
@@ -120,7 +116,6 @@ def test_exchange_none_leaves_ranks_apart(standing: StandingRanks, tmp_path: Pat
     assert local_steps(run) == [1000, 1000]
 
 
-@pytest.mark.slow
 def test_one_gossiping_rank_equals_no_exchange_bit_for_bit(standing: StandingRanks, tmp_path: Path) -> None:
     for kind in ("gossip", "none"):
         done = standing.train(
@@ -130,7 +125,6 @@ def test_one_gossiping_rank_equals_no_exchange_bit_for_bit(standing: StandingRan
     assert torch.equal(parameters_of(tmp_path / "runs/gossip", 0), parameters_of(tmp_path / "runs/none", 0))
 
 
-@pytest.mark.slow
 def test_two_gossiping_ranks_learn_cartpole(standing: StandingRanks, tmp_path: Path) -> None:
     """In lockstep, so that the models mixed do not depend on how busy the machine is."""
     done = standing.train(
@@ -148,7 +142,6 @@ def test_two_gossiping_ranks_learn_cartpole(standing: StandingRanks, tmp_path: P
     assert means.max() > 150
 
 
-@pytest.mark.slow
 def test_continuous_actions(standing: StandingRanks, tmp_path: Path) -> None:
     done = standing.train(
         2, *CARTPOLE, "--env.id", "Pendulum-v1", "--total-steps", "4000", "--run.name", "r", cwd=tmp_path
@@ -160,7 +153,6 @@ def test_continuous_actions(standing: StandingRanks, tmp_path: Path) -> None:
     assert set(lengths) == {200}
 
 
-@pytest.mark.slow
 def test_a_factory_of_environments_and_the_evaluation_of_its_policy(standing: StandingRanks, tmp_path: Path) -> None:
     def make_env() -> gymnasium.Env:
         return gymnasium.make("CartPole-v1", max_episode_steps=37)
@@ -194,7 +186,6 @@ def train_poisoned(comm: Communicator, arguments: list[str]) -> int:
         return train(comm, arguments)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "top_k"])
 def test_nan_on_one_rank_is_refused_reported_and_healed(
     each_standing: StandingRanks, compression: str, tmp_path: Path
@@ -212,7 +203,6 @@ def test_nan_on_one_rank_is_refused_reported_and_healed(
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_resume_with_another_number_of_ranks(standing: StandingRanks, tmp_path: Path) -> None:
     assert standing.train(3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", cwd=tmp_path).status == 0
     run = tmp_path / "runs" / "r"
@@ -252,7 +242,6 @@ def test_damaged_checkpoints(standing: StandingRanks, tmp_path: Path) -> None:
     assert re.search(r"Rank 1: Checkpoint '.*rank-0001.safetensors' cannot be read", done.output)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_another_network(standing: StandingRanks, tmp_path: Path) -> None:
     assert standing.train(2, *CARTPOLE, "--total-steps", "500", "--run.name", "r", cwd=tmp_path).status == 0
     done = standing.train(2, "--resume", "runs/r", "--network.mlp-hidden", "8", cwd=tmp_path)

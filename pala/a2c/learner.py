@@ -20,7 +20,7 @@ from pala.exchange.budget import Stop
 from pala.exchange.kinds import learning_rate_factor
 from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
-from pala.system.errors import PalaError
+from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt, say
 
 _MOST_SKIPPED_UPDATES = 100
@@ -122,22 +122,33 @@ class Learner(Loop):
         if healthy:
             self._movement.learned(self._flat.data)
         with self._exchanging():
+            heals = self._exchange.heals
             finite = self._exchange.after_update(self._config.steps_per_update, healthy)
-        if healthy:
+        if healthy and self._exchange.heals == heals:
             self._movement.exchanged(self._flat.data)
         else:
             self._movement.restart(self._flat.data)
-        if result.applied:
-            return
-        where = f"[rank {self._rank}] update {self.counters.updates}"
-        say(f"{where}: the loss or its gradient is not finite; the update is left out.")
+            self._a2c.restart_momentum()
+        if not result.applied:
+            self._report_left_out(healthy, finite)
+
+    def _report_left_out(self, healthy: bool, finite: bool) -> None:
+        """Say so of an update; of one for which another rank is to blame, that rank does. Raises PalaError, or EndError
+        where the others cannot go on without this rank, if there is no way on."""
+        where, fault = f"[rank {self._rank}] update {self.counters.updates}", ""
+        culprits = ", ".join(map(str, self._exchange.culprits))
+        if not culprits:
+            say(f"{where}: the loss or its gradient is not finite; the update is left out.")
         if not healthy and finite:
             self._a2c.mean_square.zero_()
             say(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
         elif not finite and self._exchange.stop is Stop.NONE:
-            raise PalaError(f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}")
-        if self._skipped_in_a_row >= _MOST_SKIPPED_UPDATES:
-            raise PalaError(f"{where}: no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}")
+            fault = f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}"
+        elif self._skipped_in_a_row >= _MOST_SKIPPED_UPDATES:
+            whose = f"rank {culprits} has given " if culprits else ""
+            fault = f"{where}: {whose}no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}"
+        if fault:
+            raise (EndError if self._exchange.needs_all else PalaError)(fault)
 
     def _learning_rate(self) -> float:
         """Of this update. Ranks that died do not count."""

@@ -42,19 +42,23 @@ class A2CParts(Parts[ModelExchange]):
 
     @property
     def shared_tensors(self) -> list[Tensor]:
-        return [self.flat.data, self.a2c.mean_square]
+        return list(self.a2c.tensors.values())
 
     def restore(self, comm: Communicator, saved: Saved) -> RankState:
         """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
-        state = saved.own or self._average(comm, saved)
-        self.flat.data.copy_(state.tensors["parameters"])
-        self.a2c.mean_square.copy_(state.tensors["mean_square"])
+        own = saved.own
+        if own is not None:
+            collectively(comm, lambda: checkpoint.check_actor_critic(own))
+        state = own or self._average(comm, saved)
+        for name, tensor in self.a2c.tensors.items():
+            if name in state.tensors:  # the run may have begun without momentum
+                tensor.copy_(state.tensors[name])
         if kind_of(self.config.exchange).one_model and saved.own is not None:
             self._begin_alike(comm, state)
         return state
 
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {"parameters": self.flat.data, "mean_square": self.a2c.mean_square}, {}
+        return self.a2c.tensors, {}
 
     def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> ModelExchange:
         return make_exchange(comm, self.flat.data, self.flat.signature, self.config, start, interrupt)
@@ -70,8 +74,13 @@ class A2CParts(Parts[ModelExchange]):
             "every rank starts from the average of the ranks' parameters and of RMSprop's mean squares (independent "
             "learners: from the first's)",
         )
-        states = collectively(comm, lambda: checkpoint.load_all(saved.segment, self.flat.signature))
-        return checkpoint.average(states, independent=kind_of(self.config.exchange).policy == "first")
+        independent = kind_of(self.config.exchange).policy == "first"
+
+        def average() -> RankState:
+            states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
+            return checkpoint.average(states, independent)
+
+        return collectively(comm, average)
 
     def _begin_alike(self, comm: Communicator, state: RankState) -> None:
         """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Collective."""

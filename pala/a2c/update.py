@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pala.a2c.momentum import Momentum
 from pala.a2c.returns import advantages_and_returns
 from pala.config import A2CConfig
 from pala.networks.network import Categorical, FlatParameters, Gaussian
@@ -100,6 +101,18 @@ class A2C:
     ) -> None:
         self.distribution, self.tape, self.flat, self._config = distribution, tape, flat, config
         self.mean_square = torch.zeros_like(flat.data)
+        self._momentum = Momentum(flat.data, config.momentum, config.momentum_smoothing) if config.momentum else None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint keeps, by its name there."""
+        state = {"parameters": self.flat.data, "mean_square": self.mean_square}
+        return state | ({"movement": self._momentum.movement} if self._momentum is not None else {})
+
+    def restart_momentum(self) -> None:
+        """The exchange has put another model in the place of this one."""
+        if self._momentum is not None:
+            self._momentum.restart()
 
     def step(self, loss: Loss, learning_rate: float) -> UpdateResult:
         """Clip the gradient in `flat.gradient` and take one optimiser step, unless it is not finite."""
@@ -107,6 +120,8 @@ class A2C:
         norm = clip_gradient_(self.flat.gradient, config.max_gradient_norm)
         finite = math.isfinite(norm)
         if finite:
+            if self._momentum is not None:
+                self._momentum.push_()
             rmsprop_(
                 self.flat.data, self.flat.gradient, self.mean_square, learning_rate,
                 config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,

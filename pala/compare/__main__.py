@@ -62,7 +62,7 @@ def compare(command: Command) -> list[Planned]:
     if not command.report_only:
         executor = Executor(plan, chosen(plan, command.only), results)
         if command.dry_run:
-            print("\n".join(shlex.join(task.words) for task in executor.tasks) or "Nothing is missing.")
+            print("\n".join(shlex.join(task.words) for task in executor.tasks) or executor.nothing_missing)
             return []
         failures = executor.run()
     _report(plan, command.preset, added, results)

@@ -21,7 +21,7 @@ from pala.report.settings import differences, method_of, phrase
 from pala.run import run_folder
 from pala.run.metrics import read_run
 from pala.system.errors import PalaError
-from pala.system.files import write_atomically
+from pala.system.files import open_to_read, write_atomically
 
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:[\w.+@~-]+/)*(?=[\w.])")
 
@@ -39,13 +39,19 @@ def keep(run: Path, folder: Path) -> None:
     try:
         (copy / "metrics").mkdir(parents=True, exist_ok=True)
         for file in (run / "metrics").glob("rank-*.jsonl*"):
-            packed = file.read_bytes() if file.suffix == ".gz" else gzip.compress(file.read_bytes(), mtime=0)
+            data = _bytes_of(file)
+            packed = data if file.suffix == ".gz" else gzip.compress(data, mtime=0)
             _write(copy / "metrics" / f"{file.name.removesuffix('.gz')}.gz", packed)
         for name in ("evaluation.json", "evaluations.jsonl", "run.json"):
             if (run / name).exists():
-                _write(copy / name, without_paths((run / name).read_text(encoding="utf-8")).encode())
+                _write(copy / name, without_paths(_bytes_of(run / name).decode(errors="replace")).encode())
     except OSError as error:
         raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {error}.") from None
+
+
+def _bytes_of(path: Path) -> bytes:
+    with open_to_read(path) as file:
+        return file.read()
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -72,6 +78,8 @@ def _progress(run: Path) -> tuple[int, bool]:
 def load(folder: Path, plan: Plan) -> Run:
     """A run and the place in the comparison that its own record gives it. Raises PalaError."""
     record, config = run_folder.read(folder), run_folder.config_of(folder)
+    if record["completed"] and "global_steps" not in record["segments"][-1]:
+        raise PalaError(f"'{folder / 'run.json'}' is of a completed run, but its last segment has no 'global_steps'.")
     ranks = read_run(folder)
     episodes = sorted(
         (r["time_s"], r["global_steps"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"

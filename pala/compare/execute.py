@@ -108,6 +108,14 @@ class Executor:
         self.tasks = [task for run in runs if (task := task_of(run, results)) is not None]
         self._seconds = self._steps = 0.0  # of runs trained from start to end
 
+    @property
+    def nothing_missing(self) -> str:
+        """What to say if there is no task."""
+        return (
+            f"Nothing is missing: all runs are complete, here or in '{self._results}'. To make them anew, give the "
+            "results another folder, as in `--output results/mine`."
+        )
+
     def run(self) -> list[Planned]:
         """Returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
         if another comparison runs in the same folder."""
@@ -121,6 +129,8 @@ class Executor:
     def _run(self) -> list[Planned]:
         done = self._num_runs - len(self.tasks)
         print(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete", flush=True)
+        if not self.tasks:
+            print(f"      {self.nothing_missing}", flush=True)
         failures: list[Planned] = []
         for number, task in enumerate(self.tasks):
             place = f"      {done + number + 1}/{self._num_runs}  {task.run}"

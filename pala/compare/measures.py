@@ -13,7 +13,7 @@ from pala.compare.plan import Cell
 from pala.config import Config
 from pala.evaluation.scores import human_normalised
 from pala.report.curves import curve_of, running_mean
-from pala.run.metrics import Record
+from pala.run.metrics import Record, progress_kept
 
 WINDOW = 100  # episodes of a running mean
 _RESAMPLES = 2000
@@ -91,7 +91,8 @@ class Run:
     def steps_per_s(self) -> float | None:
         """Speed of the ranks of the newest start: the sum of their medians over intervals."""
         ranks = self.ranks[: self.last.get("ranks")]
-        speeds = [[record["local_steps_per_s"] for record in settled(rank)] for rank in ranks]
+        key = "local_steps_per_s"
+        speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in ranks]
         return sum(map(statistics.median, filter(None, speeds))) or None
 
     @property
@@ -107,6 +108,14 @@ class Run:
     def most(self, key: str) -> float | None:
         """The greatest value of a key of the metrics, start-up included."""
         return max((r[key] for rank in self.ranks for r in rank if r.get(key) is not None), default=None)
+
+    @property
+    def progress_kept(self) -> float | None:
+        """Share of the ranks' own steps that the mean of their models made; None if the metrics do not tell."""
+        records = [record for rank in self.ranks for record in rank if record.get("own_movement")]
+        if not records:
+            return None
+        return progress_kept((r["own_movement"] for r in records), (r["movement"] for r in records))
 
     def reaches(self, target: float) -> tuple[float, float] | None:
         """(steps, seconds) when the mean of 100 episodes first is at least `target`; None if it never is."""

@@ -62,6 +62,7 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
         "steps_per_s": run.steps_per_s, "target_return": target,
         "steps_to_target": reached[0] if reached else None, "s_to_target": reached[1] if reached else None,
         "consensus_distance_relative": run.mean("consensus_distance_relative"),
+        "progress_kept": run.progress_kept,
         "staleness_updates": run.mean("staleness_updates"), "staleness_updates_most": run.most("staleness_updates"),
         "time_exchange": run.mean("time_exchange"), "time_wait": run.mean("time_wait"),
         "memory_peak_mib": memory / 2**20 if memory else None,
@@ -240,14 +241,16 @@ def _scaling(comparison: Comparison) -> str:
 
 
 def _exchange(comparison: Comparison) -> str:
-    header = ("game", "ranks", "variant", "relative distance", "staleness, updates", "most")
+    header = ("game", "ranks", "variant", "progress kept", "relative distance", "staleness, updates", "most")
     rows = []
     for cell, runs in comparison.cells.items():
         if cell.ranks == 1 or kind_of(runs[0].config.exchange).independent:
             continue
         most = _values(runs, lambda run: run.most("staleness_updates"))
+        kept = _values(runs, lambda run: run.progress_kept)
         values = (
-            _mean(runs, "consensus_distance_relative", ".4f"), _mean(runs, "staleness_updates", ".1f"),
+            f"{statistics.fmean(kept):.2f}" if kept else "", _mean(runs, "consensus_distance_relative", ".4f"),
+            _mean(runs, "staleness_updates", ".1f"),
             f"{max(most):.0f}" if most else "",
         )  # fmt: skip
         if any(values):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pala.envs import Envs, Episode, atari_rom, make_envs
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
-from pala.run import run_folder
+from pala.run import environment, run_folder
 from pala.system.errors import PalaError
 from pala.system.runtime import say
 from pala.system.seeding import derive
@@ -25,25 +26,42 @@ from pala.system.seeding import derive
 _PROGRESS_S = 30.0
 
 
-def evaluate(run: Path, episodes: int, num_envs: int, greedy: bool, seed: int, threads: int) -> Evaluation:
+def evaluate(
+    run: Path,
+    episodes: int,
+    num_envs: int,
+    greedy: bool,
+    seed: int,
+    threads: int,
+    trust_run: bool = False,
+    timeout_s: float = math.inf,
+) -> Evaluation:
     """Play `episodes` whole episodes with the policy of a run, at most `num_envs` of them at the same time.
 
     Equal arguments give equal returns, unless the environment has chance of its own. `threads`: of torch and Atari.
-    Raises PalaError. Writes nothing; see `record.save`.
+    `trust_run`: load an environment that came from elsewhere as a pickle, which runs its code. Raises PalaError, also
+    when the episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
     """
     config = run_folder.config_of(run)
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
     torch.set_num_threads(threads)
-    make_env = run_folder.load_make_env(run)
-    envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env)
+    make_env = environment.load(run, trust_run)
+    limit = config.evaluation.max_episode_steps
+    envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env, limit)
     try:
         policy = load_policy(run, config, envs)
         act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
-        played, steps = play(envs, act, derive(seed, 0, "evaluation environments", envs.num_envs), episodes)
+        seeds = derive(seed, 0, "evaluation environments", envs.num_envs)
+        played, steps = play(envs, act, seeds, episodes, timeout_s)
         seconds = time.perf_counter() - begin
     finally:
         envs.close()
+    cut = sum(episode.length_steps >= limit for episode in played)
+    if cut and (make_env is not None or not config.env.id.startswith("ALE/")):
+        say(
+            f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps')."
+        )
     return Evaluation(
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         policy=policy.source,
@@ -113,15 +131,17 @@ def whole_games(env: EnvConfig, num_envs: int) -> EnvConfig:
     return replace(env, num_envs=num_envs, terminal_on_life_loss=False, clip_rewards="none")
 
 
-def play(envs: Envs, act: Actor, seeds: np.ndarray, episodes: int) -> tuple[list[Episode], int]:
+def play(
+    envs: Envs, act: Actor, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
+) -> tuple[list[Episode], int]:
     """(`episodes` whole episodes, environment steps made).
 
     Each environment contributes a number of episodes fixed beforehand; those it plays beyond are ignored. Taking
-    the first `episodes` to end instead would favour short ones. `seeds` int32 [B].
+    the first `episodes` to end instead would favour short ones. `seeds` int32 [B]. Raises PalaError after `timeout_s`.
     """
     quota = [episodes // envs.num_envs + (i < episodes % envs.num_envs) for i in range(envs.num_envs)]
     played: list[Episode] = []
-    steps, next_line = 0, time.monotonic() + _PROGRESS_S
+    steps, next_line, deadline = 0, time.monotonic() + _PROGRESS_S, time.monotonic() + timeout_s
     observations = envs.reset(seeds)
     while len(played) < episodes:
         step = envs.step(act(observations))
@@ -130,7 +150,12 @@ def play(envs: Envs, act: Actor, seeds: np.ndarray, episodes: int) -> tuple[list
             if quota[episode.env_index] > 0:
                 quota[episode.env_index] -= 1
                 played.append(episode)
-        if time.monotonic() > next_line:
+        if (now := time.monotonic()) > deadline:
+            raise PalaError(
+                f"given up after {timeout_s:g} s ('evaluation.timeout_s') with {len(played)} of {episodes} episodes; "
+                "`python -m pala.evaluate` takes as long as it needs."
+            )
+        if now > next_line:
             say(f"Evaluation: {len(played)} of {episodes} episodes.")
             next_line += _PROGRESS_S
     return played, steps

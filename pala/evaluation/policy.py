@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,8 +60,7 @@ def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
     flat = FlatParameters(network, torch.device("cpu"))
     file = run / "policy.safetensors"
     if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy
-        named, header = checkpoint.load_policy(file)
-        _check_layout(file, dict(network.state_dict()), named)
+        named, header = checkpoint.load_policy(file, network.state_dict())
         network.load_state_dict(named)
         policy = Policy(network, header["global_steps"], "final", header.get("environment"), config.evaluation.epsilon)
     else:
@@ -76,22 +74,12 @@ def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
 def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
     """Into `flat`: the weighted mean of the ranks' parameters, of independent learners rank 0's; of Gorila the shards
     put together. Returns (global steps, words for it)."""
-    states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature)
+    states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature, len(flat.data))
     ranks = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
     steps = checkpoint.joint_counters(states)["base_steps"]
     if config.algorithm == "gorila":
-        flat.data.copy_(assemble(states).parameters)
+        flat.data.copy_(assemble(states, len(flat.data)).parameters)
         return steps, f"checkpoints of {ranks}"
     independent = kind_of(config.exchange).policy == "first"
     flat.data.copy_(checkpoint.average(states, independent).tensors["parameters"])
     return steps, f"checkpoint of rank 0 of {ranks}" if independent else f"mean of checkpoints of {ranks}"
-
-
-def _check_layout(file: Path, wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    for name in sorted(wanted.keys() | found.keys()):
-        sides = [list(side[name].shape) if name in side else "missing" for side in (wanted, found)]
-        if sides[0] != sides[1]:
-            raise PalaError(
-                f"Policy '{file}' is of another network than its run's settings and environment give: '{name}' should "
-                f"be {sides[0]} and is {sides[1]}."
-            )

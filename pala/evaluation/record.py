@@ -9,7 +9,9 @@ from typing import Any
 
 from pala.report.text import counted, short_number
 from pala.system.errors import PalaError
-from pala.system.files import write_atomically
+from pala.system.files import is_number, open_to_append, read_json, write_atomically
+
+_NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ def save(run: Path, evaluation: Evaluation) -> None:
     table = evaluation.to_table()
     try:
         write_atomically(run / "evaluation.json", (json.dumps(table, indent=2) + "\n").encode())
-        with open(run / "evaluations.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(table, separators=(",", ":")) + "\n")
+        with open_to_append(run / "evaluations.jsonl") as file:
+            file.write((json.dumps(table, separators=(",", ":")) + "\n").encode())
     except OSError as error:
         raise PalaError(f"The evaluation cannot be written to '{run}': {error}.") from None
 
@@ -82,15 +84,19 @@ def save(run: Path, evaluation: Evaluation) -> None:
 def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     """The newest evaluation, if it is of the final policy of a run that has completed. Raises PalaError."""
     try:
-        if (folder / "evaluation.json").exists():
-            text = (folder / "evaluation.json").read_text(encoding="utf-8")
-        elif (folder / "evaluations.jsonl").exists():
-            text = (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        else:
+        evaluation = read_json(folder / "evaluation.json")
+    except FileNotFoundError:
+        try:
+            evaluation = read_json(folder / "evaluations.jsonl", last_line=True)
+        except FileNotFoundError:
             return None
-        evaluation: dict[str, Any] = json.loads(text)
-        is_final = evaluation["policy"] == "final"
-        is_final &= evaluation["global_steps"] == record["segments"][-1].get("global_steps")
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise PalaError(f"The evaluation of run '{folder}' cannot be read: {error!r}.") from None
-    return evaluation if record["completed"] and is_final else None
+    numbers = [evaluation.get(key) for key in _NUMBERS] if isinstance(evaluation, dict) else [None]
+    if None in numbers or not all(map(is_number, [*numbers, evaluation.get("standard_error", 0) or 0])):
+        raise PalaError(
+            f"The evaluation of run '{folder}' cannot be read: {', '.join(_NUMBERS)} are not all numbers; "
+            f"`python -m pala.evaluate {folder}` makes it anew."
+        )
+    is_final = evaluation.get("policy") == "final"
+    is_final &= evaluation["global_steps"] == record["segments"][-1].get("global_steps")
+    found: dict[str, Any] = evaluation
+    return found if record["completed"] and is_final else None

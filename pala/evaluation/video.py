@@ -18,11 +18,11 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs import Envs, Episode, MakeEnv, atari_rom, make_envs
+from pala.envs import Envs, Episode, MakeEnv, atari_rom, checked_id, make_envs
 from pala.evaluation.play import check_numbers, whole_games
 from pala.evaluation.policy import Actor, load_policy
 from pala.report.text import short_number
-from pala.run import run_folder
+from pala.run import environment, run_folder
 from pala.system.errors import PalaError
 from pala.system.seeding import derive
 
@@ -33,10 +33,10 @@ _LEAST_VIDEO_WIDTH = 320  # pixels
 _ATARI_FRAMES_PER_S = 60
 
 
-def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int) -> str:
+def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int, trust_run: bool = False) -> str:
     """Write one whole episode as an MP4 file, a picture a step; returns a sentence that says what was played.
 
-    At most 20,000 steps are recorded. Raises PalaError.
+    At most 20,000 steps are recorded. `trust_run`: as of `evaluate`. Raises PalaError.
     """
     check_numbers(seed=(seed, 0), threads=(threads, 1))
     if file.suffix != ".mp4":
@@ -44,7 +44,7 @@ def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int) -
     torch.set_num_threads(threads)
     config = run_folder.config_of(run)
     seeds = derive(seed, 0, "video environment")
-    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), run_folder.load_make_env(run), seeds, threads)
+    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), environment.load(run, trust_run), seeds, threads)
     try:
         act = load_policy(run, config, envs).actor(greedy, int(derive(seed, 0, "video actions")[0]))
         ended: list[Episode] = []
@@ -106,7 +106,7 @@ def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
     """An environment that draws pictures. Raises PalaError if it cannot."""
     if make_env is None:
         try:
-            return gymnasium.make(env.id, render_mode="rgb_array")
+            return gymnasium.make(checked_id(env.id), render_mode="rgb_array")
         except (gymnasium.error.Error, ImportError) as error:
             raise PalaError(f"'{env.id}' cannot be drawn for a video: {error}.") from None
     made = make_env()

@@ -6,6 +6,7 @@ slowest rank, and the death of one ends the job.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +25,19 @@ _LONGEST_SLEEP_S = 2e-4
 
 
 class AllReduce(ModelExchange):
-    """One reduction an update, of the flat gradient and one word more: whether a rank ends training."""
+    """One reduction an update, of the flat gradient and some words more: whether a rank ends training, and which ranks'
+    gradients are not finite."""
+
+    needs_all = True
 
     def __init__(
         self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
     ) -> None:
         """`parameters`: equal on all ranks."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
-        self._buffer = torch.zeros(parameters.numel() + 1, pin_memory=parameters.is_cuda)
+        self._buffer = torch.zeros(parameters.numel() + 1 + comm.size, pin_memory=parameters.is_cuda)
+        self._gradient, self._words = self._buffer.split((parameters.numel(), 1 + comm.size))
+        self._ends, self._not_finite = self._words.split((1, comm.size))
         self.message_bytes = self._buffer.nbytes
         self._local_steps, self._base_steps = np.array(start.local_steps, np.uint64), start.base_steps
         self._budget_steps = budget_steps
@@ -58,11 +64,15 @@ class AllReduce(ModelExchange):
             self._stop = reason
 
     def average_gradient(self, gradient: Tensor) -> bool:
-        self._buffer[:-1].copy_(gradient)
+        self._gradient.copy_(gradient)
+        self._words.zero_()
+        self._not_finite[self._comm.rank] = not math.isfinite(float(self._gradient.norm()))
         self._reduce(timeout_s=None)
         if self._all_know:
             return False
-        gradient.copy_(self._buffer[:-1]).div_(self._comm.size)
+        gradient.copy_(self._gradient).div_(self._comm.size)
+        guilty = self._not_finite.nonzero().flatten().tolist()
+        self.culprits = () if self._comm.rank in guilty else guilty
         return True
 
     def after_update(self, steps: int, healthy: bool) -> bool:
@@ -99,13 +109,13 @@ class AllReduce(ModelExchange):
 
     def _reduce(self, timeout_s: float | None) -> None:
         """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core."""
-        self._buffer[-1] = float(self._stop is not Stop.NONE)
+        self._ends.fill_(self._stop is not Stop.NONE)
         begin, barrier = time.perf_counter(), self._comm.barrier()
         what = f"[rank {self._comm.rank}] a gradient of every rank"
         wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, what)
         self.waited_s += time.perf_counter() - begin
         self._comm.reduce(self._buffer.numpy(), "sum")
-        if float(self._buffer[-1]) > 0:
+        if float(self._ends) > 0:
             self._stop, self._all_know = Stop.SIGNAL, True
 
     def _are_here(self, barrier: Callable[[], bool]) -> bool:

@@ -133,6 +133,14 @@ class Exchange(abc.ABC):
 class ModelExchange(Exchange):
     """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
+    needs_all = False  # whether the job ends when one rank cannot go on
+    culprits: Sequence[int] = ()  # other ranks whose gradients made the last average not finite
+
+    @property
+    def heals(self) -> int:
+        """How often `after_update` has put what peers sent in the place of this rank's model."""
+        return 0
+
     def average_gradient(self, gradient: Tensor) -> bool:
         """The flat gradient of an update, before the optimiser takes it; may be changed in place, and may wait.
 

@@ -124,25 +124,23 @@ class GorilaExchange(Exchange, Receiver):
         self._raise_failure()
         budget = self._node.budget
         end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt)
-        for rank in set(budget.living) - set(end.living):
-            self._node.peer_died(rank)
         budget.news(end.local_steps, end.stop)
-        self._raise_failure()
+        self._forget_all_but(end.living)
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
         """The shards' slices put together."""
 
-        def join(living: Living) -> Tensor:
+        def join(living: Living) -> tuple[Tensor, Sequence[int]]:
             rules, shard = self._node.rules, self._node.shard
             whole = torch.zeros(rules.wire.num_parameters)
             if shard is not None:
                 whole[rules.slices[rules.roles.shards.index(self._comm.rank)]] = shard.parameters
             living.reduce(whole.numpy(), "sum", timeout_s, self._interrupt)
-            return whole
+            return whole, living.members
 
-        final = self._comm.among_the_living(join, timeout_s, self._interrupt)
-        self._raise_failure()
+        final, members = self._comm.among_the_living(join, timeout_s, self._interrupt)
+        self._forget_all_but(members)
         return final
 
     def metrics(self) -> dict[str, Any]:
@@ -212,7 +210,13 @@ class GorilaExchange(Exchange, Receiver):
 
     def _replay_keeps_up(self) -> bool:
         self._experience = [block for block in self._experience if block.pending]
-        return len(self._experience) <= _MOST_UNDER_WAY
+        return len(self._experience) <= _MOST_UNDER_WAY or self._node.replay_is_silent
+
+    def _forget_all_but(self, living: Sequence[int]) -> None:
+        """Who has not come to the end has died. Raises EndError if it served a shard."""
+        for rank in set(self._node.budget.living) - set(living):
+            self._node.peer_died(rank)
+        self._raise_failure()
 
     def _raise_failure(self) -> None:
         self._transport.raise_failure()
@@ -234,6 +238,15 @@ class GorilaExchange(Exchange, Receiver):
                 say(f"[rank {self._comm.rank}] {self._node.refusals.popleft()}. Later ones are only counted.")
             self._changed.notify_all()
 
+    def on_tick(self) -> None:
+        with self._changed:
+            watch = self._node.watch
+            before = set(watch.silent)
+            self._node.look(self._transport.now_s())
+            for rank in sorted(before ^ watch.silent):
+                answers = f"has not answered for {watch.patience_s:g} s" if rank in watch.silent else "answers again"
+                say(f"[rank {self._comm.rank}] rank {rank} {answers}")
+
     def on_death(self, rank: int) -> None:
         with self._changed:
             self._node.peer_died(rank)
@@ -241,4 +254,4 @@ class GorilaExchange(Exchange, Receiver):
             self._changed.notify_all()
 
 
-_COUNTS = ("gradients_sent", "parameters_received", "bytes_sent", "messages_refused")
+_COUNTS = ("gradients_sent", "parameters_received", "bytes_sent", "messages_refused", "steps_not_sent")

@@ -140,4 +140,6 @@ def _wrong_ends(experience: Experience) -> Refusal | None:
         return Refusal("an episode is both terminated and truncated")
     if (truncated & ~experience.first).any():
         return Refusal("no new episode follows a truncated one")
+    if (experience.first & ~truncated & ~experience.terminated).any():
+        return Refusal("a new episode follows one that has not ended")
     return None

@@ -15,7 +15,8 @@ class Kind(enum.IntEnum):
     PARAMETERS = 8  # a shard's slice, of version `round`
     FETCH_TARGET = 9  # asks a shard for TARGET
     TARGET = 10  # a shard's slice of the target network, the `round`-th
-    RESET = 11  # the first frames of an actor's environments
-    EXPERIENCE = 12  # one step of an actor's environments
+    RESET = 11  # the first frames of an actor's environments; numbered as a step
+    EXPERIENCE = 12  # one step of an actor's environments, its `round`-th
     SAMPLE = 13  # asks for BATCH
     BATCH = 14  # a minibatch of transitions
+    PING = 15  # that it is received shows that its receiver answers

@@ -4,11 +4,15 @@
 
 What a rank has to tell itself goes without a message. Every message carries everybody's steps (`StepBudget`). Once
 training ends, nobody is answered any more: gradients that still come are applied, and that is all.
+
+With a message that is refused a question may be lost, or its answer. So what does not come is asked for again, and who
+answers twice does no harm.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,6 +31,7 @@ from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard, slices
 from pala.gorila.store import ReplayStore
+from pala.gorila.watch import Watch
 from pala.networks.network import FlatParameters
 from pala.transport.base import Bytes
 
@@ -75,7 +80,7 @@ def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats
     part: Sizes = {Format.FLOAT32: range(min(lengths), max(lengths) + 1, 4)}
     sizes: dict[Kind, Sizes] = {
         Kind.GRADIENT: part, Kind.GRADIENT_AND_FETCH: part, Kind.PARAMETERS: part, Kind.TARGET: part,
-        Kind.FETCH: NOTHING, Kind.FETCH_TARGET: NOTHING, Kind.SAMPLE: NOTHING, Kind.STOP: NOTHING,
+        Kind.FETCH: NOTHING, Kind.FETCH_TARGET: NOTHING, Kind.SAMPLE: NOTHING, Kind.STOP: NOTHING, Kind.PING: NOTHING,
         Kind.RESET: {Format.ARRAYS: formats.reset.sizes},
         Kind.EXPERIENCE: {Format.ARRAYS: formats.experience.sizes},
         Kind.BATCH: {Format.ARRAYS: formats.batch.sizes},
@@ -84,7 +89,8 @@ def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats
 
 
 class Node:
-    """One rank. The loop's thread calls the methods; `on_message` and `peer_died` come with messages."""
+    """One rank. The loop's thread calls the methods; `on_message` and `peer_died` come with messages, `look` with
+    time."""
 
     def __init__(
         self, budget: StepBudget, rules: Rules, version: int, shard: Shard | None, store: ReplayStore | None,
@@ -99,12 +105,15 @@ class Node:
         self._targets = [version // self._config.target_period_updates] * len(self._parts)
         self._arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
         self._arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
-        self._unanswered: set[int] = set()  # shards that owe parameters
-        self._num_gradients = self._steps_since_fetch = 0
+        self._open: dict[tuple[int, Kind], int] = {}  # (rank, what it owes) -> the period in which it was asked
+        self._periods = 0  # each as long as the patience
+        self._sampled: tuple[int, ...] = ()  # ranks whose replay this learner samples, once it has begun
+        self._num_gradients = self._steps_since_fetch = self._num_steps = 0
         self._batches: deque[tuple[int, Batch]] = deque()  # replay rank, minibatch
         self.counts: Counter[str] = Counter()
         self.refusals: deque[str] = deque()  # sentences, the first of each sender
-        self._begun: set[int] = set()  # actors whose first frames came
+        self._next_step: dict[int, int] = {}  # actor -> number of its step, or new games, that is to come
+        self.watch = Watch(self.roles.watched_by(self._rank), self._config.patience_s, self._send_ping)
         self._refused: set[int] = set()
         self.fault = ""  # why training cannot go on
 
@@ -114,7 +123,7 @@ class Node:
         """This rank's environments made so many steps; asks for parameters if it is time and no learner did."""
         self.budget.add_steps(steps)
         period = self._config.parameters_period_updates * self._config.update_period_steps
-        if self._steps_since_fetch >= period and not self._unanswered:
+        if self._steps_since_fetch >= period and not self._is_owed(Kind.PARAMETERS):
             self._fetch()
         self._steps_since_fetch += steps  # those just made: a learner on this rank may still fetch after them
 
@@ -124,16 +133,26 @@ class Node:
         if replay == self._rank and self.store is not None:
             self.store.begin(self._rank, frames)
         else:
-            self._send_arrays(replay, Kind.RESET, self._formats.reset, frames)
+            self._num_steps += 1
+            self._send_arrays(replay, Kind.RESET, self._formats.reset, frames, self._num_steps)
 
     def experienced(self, experience: Experience) -> Bytes | None:
-        """What `stepped` counted. Returns the message, if one is needed."""
+        """What `stepped` counted. Returns the message, if one is needed: a silent replay gets none."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
             self.store.add(self._rank, experience)
             self._serve()
             return None
-        return self._send_arrays(replay, Kind.EXPERIENCE, self._formats.experience, experience)
+        self._num_steps += 1
+        if self.replay_is_silent:
+            self.counts["steps_not_sent"] += len(experience.actions)
+            return None
+        return self._send_arrays(replay, Kind.EXPERIENCE, self._formats.experience, experience, self._num_steps)
+
+    @property
+    def replay_is_silent(self) -> bool:
+        """Whether the replay of this actor is."""
+        return self.roles.replay_of(self._rank) in self.watch.silent
 
     def take_parameters(self, flat: Tensor) -> bool:
         """Copy what has come since the last call, and tell whether anything has. `flat`: the network's parameters."""
@@ -165,8 +184,7 @@ class Node:
 
     def ask_for_batches(self) -> None:
         """Once, when training begins: every replay that this learner samples owes it one minibatch from now on."""
-        for rank in self.roles.sampled_by(self._rank):
-            self._ask(rank)
+        self._share_out_replays()
 
     def next_batch(self) -> Batch | None:
         """The next minibatch, if there is one; asks for another."""
@@ -174,13 +192,14 @@ class Node:
         if not self._batches:
             return None
         rank, batch = self._batches.popleft()
-        self._ask(rank)
+        if rank in self._sampled:
+            self._ask(rank, Kind.BATCH)
         return batch
 
     @property
     def may_send_gradient(self) -> bool:
         """False while the answer to the last gradient that asked for one is still to come, if the next one asks."""
-        return not (self._unanswered and self._next_fetches)
+        return not (self._next_fetches and self._is_owed(Kind.PARAMETERS))
 
     def send_gradient(self, gradient: Tensor) -> None:
         """The flat gradient, computed with the parameters that were last taken."""
@@ -193,7 +212,7 @@ class Node:
                 self.shard.apply(part, version)
                 continue
             if kind is Kind.GRADIENT_AND_FETCH:
-                self._unanswered.add(rank)
+                self._open[rank, Kind.PARAMETERS] = self._periods
                 self._steps_since_fetch = 0
             self._send(rank, kind, part.numpy(), version)
         self.counts["gradients_sent"] += 1
@@ -216,21 +235,23 @@ class Node:
             refusal = self._act_on(message, data[self._wire.control_bytes :])
         if refusal is not None:
             self.counts["messages_refused"] += 1
-            if self.store is not None and source in self._begun:
-                self.store.lose_step(source)  # it may have been one
             if source not in self._refused:
                 self._refused.add(source)
                 self.refusals.append(f"refused a message from rank {source}: {refusal.reason}")
 
     def peer_died(self, rank: int) -> None:
-        """Actors and learners may die, as long as some live."""
+        """Actors and learners may die, as long as some live; when training ends, everybody but the shards."""
         self.budget.peer_died(rank)
+        self.watch.forget(rank)
+        self._open = {of: asked for of, asked in self._open.items() if of[0] != rank}
         if self.store is not None:
             self.store.forget(rank)
         roles, living = self.roles, set(self.budget.living)
         only_replay = set(roles.replays) - set(roles.actors)
         if rank in roles.shards:
             loss = f"served shard {roles.shards.index(rank)} of the parameters"
+        elif self.budget.stop is not Stop.NONE:
+            return
         elif rank in only_replay:
             loss = "held the replay of other ranks"
         elif living.isdisjoint(roles.learners):
@@ -238,11 +259,41 @@ class Node:
         elif living.isdisjoint(roles.actors):
             loss = "was the last actor"
         else:
+            if self._sampled:
+                self._share_out_replays()
             return
-        self.fault = (
-            f"Rank {rank} has died, which {loss}; nothing can be learned without it, so the job ends here. Go on from "
-            "the last checkpoint by `--resume`."
-        )
+        self.fault = f"Rank {rank} has died, which {loss}; {_END}"
+
+    def look(self, now_s: float) -> None:
+        """Some times a second: see who answers, and ask again for what has not come. Nothing once training ends."""
+        if self.budget.stop is not Stop.NONE:
+            return
+        self.watch.look(now_s)
+        self._judge_silence()
+        periods = int(self.watch.awake_s / self._config.patience_s)
+        if periods > self._periods:
+            self._periods = periods
+            for (rank, what), asked in list(self._open.items()):
+                if periods > asked + 1:
+                    self._ask(rank, what)
+
+    def _judge_silence(self) -> None:
+        """Training goes on as long as all shards answer, and somebody of each other role."""
+        silent, roles = self.watch.silent, self.roles
+        if not silent:
+            return
+        answering = set(self.budget.living) - silent
+        losses: list[tuple[tuple[int, ...], str]] = [
+            ((rank,), f"serves shard {index}") for index, rank in enumerate(roles.shards) if rank in silent
+        ]
+        for ranks, verb in ((roles.replays, "holds replay"), (roles.learners, "learns"), (roles.actors, "acts")):
+            if answering.isdisjoint(ranks):
+                losses.append((ranks, f"{verb}, as no other rank does that answers"))
+        for ranks, loss in losses[:1]:
+            self.fault = (
+                f"Rank {', '.join(str(rank) for rank in ranks if rank in silent)} has not answered for "
+                f"{self._config.patience_s:g} s ('gorila.patience_s'), which {loss}; {_END}"
+            )
 
     def send_stop(self) -> None:
         """Tell others that training ends, if it does and they have not been told."""
@@ -251,7 +302,7 @@ class Node:
 
     def _act_on(self, message: Message, payload: np.ndarray) -> Refusal | None:
         """Dispatch; a Refusal if its way is none of `_WAYS`, or the payload says what cannot be."""
-        if message.kind is Kind.STOP:
+        if message.kind in (Kind.STOP, Kind.PING):
             return None
         senders, receivers = _WAYS[message.kind]
         for rank, roles in ((message.sender, senders), (self._rank, receivers)):
@@ -286,10 +337,12 @@ class Node:
         if len(payload) != 4 * (part.stop - part.start):
             return Refusal(f"it has {len(payload)} bytes of shard {index}, not {4 * (part.stop - part.start)}")
         values = payload.view(np.float32)
+        if not math.isfinite(torch.from_numpy(values).norm()):
+            return Refusal("its parameters are not finite")
+        self._open.pop((message.sender, Kind(message.kind)), None)
         if message.kind is Kind.TARGET:
             self._arrived_targets[index] = message.round, values
             return None
-        self._unanswered.discard(message.sender)
         self._arrived[index] = message.round, values
         self.counts["parameters_received"] += 1
         return None
@@ -298,7 +351,8 @@ class Node:
         batch = self._formats.batch.decode(payload)
         if isinstance(batch, Refusal):
             return batch
-        self._batches.append((message.sender, batch))
+        if self._open.pop((message.sender, Kind.BATCH), None) is not None:  # or it was asked for twice
+            self._batches.append((message.sender, batch))
         return None
 
     def _as_replay(self, message: Message, payload: np.ndarray) -> Refusal | None:
@@ -306,7 +360,7 @@ class Node:
         assert store is not None
         if message.kind is Kind.SAMPLE:
             if self.budget.stop is Stop.NONE:
-                store.ask(source)
+                self._wait_in_line(source)
                 self._serve()
             return None
         if self.roles.replay_of(source) != self._rank:
@@ -316,13 +370,18 @@ class Node:
             if isinstance(frames, Refusal):
                 return frames
             store.begin(source, frames)
-            self._begun.add(source)
+            self._next_step[source] = message.round + 1
             return None
-        if source not in self._begun:
-            return Refusal("the first frames of its sender's environments have not come")
         experience = self._formats.experience.decode(payload)
         if isinstance(experience, Refusal):
             return experience
+        expected, self._next_step[source] = self._next_step.get(source), message.round + 1
+        if expected is None:  # the first frames were refused, so these are the first
+            store.begin(source, experience.frames)
+            store.lose_step(source)
+            return None
+        if message.round != expected:  # steps between were refused, or not sent
+            store.lose_step(source)
         store.add(source, experience)
         self._serve()
         return None
@@ -336,43 +395,65 @@ class Node:
         rank = self.roles.shards[index]
         if target > self._targets[index] and rank != self._rank and self._rank in self.roles.learners:
             self._targets[index] = target  # asked for
-            self._send(rank, Kind.FETCH_TARGET)
+            self._ask(rank, Kind.TARGET)
 
     def _fetch(self) -> None:
         self._steps_since_fetch = 0
         for rank in self.roles.shards:
             if rank != self._rank:
-                self._unanswered.add(rank)
-                self._send(rank, Kind.FETCH)
+                self._ask(rank, Kind.PARAMETERS)
 
-    def _ask(self, rank: int) -> None:
+    def _share_out_replays(self) -> None:
+        """Among the learners that live. Those that are new to this one owe it a minibatch, too."""
+        self._sampled = self.roles.sampled_by(self._rank, set(self.budget.living))
+        have = {rank for rank, _ in self._batches}
+        for rank in self._sampled:
+            if rank not in have and (rank, Kind.BATCH) not in self._open:
+                self._ask(rank, Kind.BATCH)
+
+    def _ask(self, rank: int, what: Kind) -> None:
+        """Perhaps not for the first time."""
+        self._open[rank, what] = self._periods
         if rank != self._rank:
-            self._send(rank, Kind.SAMPLE)
-        elif self.store is not None:
-            self.store.ask(rank)
+            self._send(rank, _QUESTIONS[what])
+        else:
+            self._wait_in_line(rank)
+
+    def _wait_in_line(self, learner: int) -> None:
+        """For a minibatch of this rank's replay, once."""
+        if self.store is not None and not self.store.is_waiting(learner):
+            self.store.ask(learner)
+
+    def _is_owed(self, what: Kind) -> bool:
+        return any(kind is what for _, kind in self._open)
 
     def _serve(self) -> None:
         if self.store is None or self.budget.stop is not Stop.NONE:
             return
         for learner, batch in self.store.serve():
             if learner == self._rank:
+                self._open.pop((learner, Kind.BATCH), None)
                 self._batches.append((learner, batch))
             else:
                 self._send_arrays(learner, Kind.BATCH, self._formats.batch, batch)
 
-    def _send(self, rank: int, kind: Kind, values: np.ndarray | None = None, round_: int = 0) -> None:
+    def _send_ping(self, rank: int) -> Bytes:
+        return self._send(rank, Kind.PING)
+
+    def _send(self, rank: int, kind: Kind, values: np.ndarray | None = None, round_: int = 0) -> Bytes:
         """A message with nothing, or with float32 values, which are copied."""
         payload = np.empty(0, np.uint8) if values is None else values.view(np.uint8)
         data = np.empty(self._wire.control_bytes + len(payload), np.uint8)
         data[self._wire.control_bytes :] = payload
-        self._post(rank, Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.local_steps), data)
+        message = Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.local_steps)
+        return self._post(rank, message, data)
 
-    def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any) -> Bytes:
+    def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any, round_: int = 0) -> Bytes:
         header = self._wire.control_bytes
         data = np.empty(header + format_.sizes[-1], np.uint8)
         used = format_.encode(value, data[header:])
         stop, steps = self.budget.stop, self.budget.local_steps
-        message = Message(kind, self._rank, 0, 1.0, stop, steps, Format.ARRAYS)
+        message = Message(kind, self._rank, round_, 1.0, stop, steps, Format.ARRAYS)
         return self._post(rank, message, data[: header + len(used)])
 
     def _post(self, rank: int, message: Message, data: np.ndarray) -> Bytes:
@@ -381,6 +462,9 @@ class Node:
         return self._send_bytes(rank, data)
 
 
+_END = "nothing can be learned without it, so the job ends here. Go on from the last checkpoint by `--resume`."
+# How to ask for what.
+_QUESTIONS = {Kind.PARAMETERS: Kind.FETCH, Kind.TARGET: Kind.FETCH_TARGET, Kind.BATCH: Kind.SAMPLE}
 # The fields of `Roles` that the sender and the receiver of each kind have, any of them.
 _WAYS: dict[enum.IntEnum, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Kind.GRADIENT: (("learners",), ("shards",)),

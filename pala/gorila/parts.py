@@ -35,6 +35,8 @@ from pala.system.seeding import stream, torch_weights
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
 
+_SAVE_REPLAY_S = 3600.0
+
 
 @dataclass
 class GorilaParts(Parts[GorilaExchange]):
@@ -68,7 +70,7 @@ class GorilaParts(Parts[GorilaExchange]):
         joint = self._restore_shards(comm, saved)
         if saved.own is not None:
             limits = {"deviations": self.filter.deviations, "horizon": self.filter.horizon}  # they may have changed
-            self.filter = LossFilter(**saved.own.counters["gorila"]["filter"] | limits)
+            self.filter = LossFilter(**saved.own.counters["gorila"].get("filter", {}) | limits)
         self._restore_replay(comm, saved)
         return saved.own or joint
 
@@ -78,8 +80,8 @@ class GorilaParts(Parts[GorilaExchange]):
         def read() -> RankState | None:
             if comm.rank != 0:
                 return None
-            states = checkpoint.load_all(saved.segment, self.flat.signature)
-            begin = assemble(states)
+            states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
+            begin = assemble(states, len(self.flat.data))
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
                 mine.copy_(of_all)
             self.version = begin.version
@@ -122,7 +124,8 @@ class GorilaParts(Parts[GorilaExchange]):
                 file.unlink()
 
     def after_training(self, comm: Communicator, segment: Path) -> None:
-        """The replay, however long that takes: who has none, or a fast disk, waits for the others. Collective."""
+        """The replay: who has none, or a fast disk, waits for the others, and a signal does not hurry it. Collective.
+        Raises EndError when they have not saved theirs after an hour."""
         if not self.config.gorila.save_replay:
             return
         if self.store is not None:
@@ -130,7 +133,7 @@ class GorilaParts(Parts[GorilaExchange]):
                 self.store.save(self._replay_prefix(segment))
             except OSError as error:
                 say(f"[rank {self.rank}] the replay cannot be saved: {error}. A resumed run will fill it anew.")
-        comm.among_the_living(lambda living: None, None, Interrupt())  # a signal does not hurry it
+        comm.among_the_living(lambda living: None, _SAVE_REPLAY_S, Interrupt())
 
     def _replay_prefix(self, segment: Path) -> Path:
         return segment / f"rank-{self.rank:04d}"

@@ -6,6 +6,7 @@ first, then replays, learners and actors, one role each; with a local replay, ac
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from pala.config import GorilaConfig
@@ -25,16 +26,27 @@ class Roles(NamedTuple):
         """The rank that holds what this actor plays."""
         return self.replays[self.actors.index(actor) % len(self.replays)]
 
-    def sampled_by(self, learner: int) -> tuple[int, ...]:
-        """The ranks whose replay this learner samples: all, or of a local replay its share (bundled: its own).
+    def sampled_by(self, learner: int, living: Container[int]) -> tuple[int, ...]:
+        """The ranks whose replay this learner samples, of those who live: all, or of a local replay its share (bundled:
+        its own). So every replay is sampled as long as a learner lives, and every learner has one as long as one lives.
 
         With fewer replays than learners, several learners share one.
         """
-        if not self.replay_is_local:
-            return self.replays
-        groups = min(len(self.learners), len(self.replays))
-        mine = self.learners.index(learner) % groups
-        return self.replays[mine::groups]
+        replays = tuple(rank for rank in self.replays if rank in living)
+        if not self.replay_is_local or not replays:
+            return replays
+        learners = [rank for rank in self.learners if rank in living]
+        groups = min(len(learners), len(replays))
+        return replays[learners.index(learner) % groups :: groups]
+
+    def watched_by(self, rank: int) -> tuple[int, ...]:
+        """The ranks of which this one looks whether they answer: all shards, and an actor's replay; the first shard
+        looks at everybody."""
+        everybody = {*self.shards, *self.replays, *self.learners, *self.actors}
+        watched = everybody if rank == self.shards[0] else {*self.shards}
+        if rank in self.actors:
+            watched |= {self.replay_of(rank)}
+        return tuple(sorted(watched - {rank}))
 
 
 def assign(config: GorilaConfig, num_ranks: int) -> Roles:

@@ -28,7 +28,7 @@ from pala.evaluation.record import final_evaluation
 from pala.evaluation.scores import human_normalised, score_table
 from pala.report.settings import differences, phrase
 from pala.report.text import counted, csv_text, short_number, table
-from pala.run import run_folder
+from pala.run import environment, run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
@@ -66,7 +66,7 @@ def read(folder: Path) -> Run | str:
     record, config = run_folder.read(folder), run_folder.config_of(folder)
     if config.algorithm != "gorila":
         return f"trains '{config.algorithm}'"
-    is_atari = config.env.id.startswith("ALE/") and not (folder / "make_env.pkl").exists()
+    is_atari = config.env.id.startswith("ALE/") and not environment.is_kept(folder)
     rom = atari_rom(config.env.id) if is_atari else ""
     if rom not in score_table(PUBLISHED):
         return "plays none of the 49 games"
@@ -201,6 +201,9 @@ def write(folders: Sequence[Path], output: Path) -> Path:
     found = {folder: read(folder) for folder in given}
     runs = sorted((run for run in found.values() if isinstance(run, Run)), key=lambda run: (run.rom, run.config.seed))
     left_out = [f"`{folder.name}` {why}" for folder, why in found.items() if isinstance(why, str)]
+    if not runs:
+        why = f": {left_out[0]}" if left_out else ""
+        raise PalaError(f"There is no completed run of Gorila on one of the 49 games in the folders named{why}.")
     texts = {
         "scores.md": markdown(runs, left_out),
         "games.csv": csv_text(game_rows(runs)),

@@ -13,8 +13,10 @@ from torch.optim.adagrad import adagrad
 
 from pala.a2c.update import rmsprop_
 from pala.config import GorilaConfig
+from pala.gorila.dqn import LossFilter
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
+from pala.system.files import is_number
 
 
 def slices(num_parameters: int, num_shards: int) -> list[slice]:
@@ -112,8 +114,28 @@ class Shard:
             )  # fmt: skip
 
 
-def assemble(states: Sequence[RankState]) -> Beginning:
-    """What the checkpoints of a run's ranks hold of its shards. Raises PalaError if a shard is missing."""
+def _is_of_shard(state: RankState) -> bool:
+    """Whether what is read of it is there: it may come from elsewhere."""
+    counts = state.counters.get("gorila")
+    if not isinstance(counts, dict) or "mean_square" in state.tensors:
+        return False
+    shard, losses = counts.get("shard"), counts.get("filter", {})
+    numbers = [shard or 0, *(counts.get(key) for key in ("num_shards", "version", "num_targets"))]
+    return (
+        all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        and counts["num_shards"] <= state.ranks
+        and (not state.tensors or (shard is not None and shard < counts["num_shards"]))
+        and isinstance(losses, dict)
+        and losses.keys() <= LossFilter.__dataclass_fields__.keys()
+        and all(map(is_number, losses.values()))
+    )
+
+
+def assemble(states: Sequence[RankState], parameters: int | None = None) -> Beginning:
+    """What the checkpoints of a run's ranks hold of its shards, which together must have so many `parameters`. Raises
+    PalaError if a shard is missing."""
+    if not all(_is_of_shard(state) for state in states):
+        raise PalaError("The checkpoints are of another algorithm than the run; its 'run.json' or they were changed.")
     saved = {state.counters["gorila"]["shard"]: state for state in states if state.tensors}
     num_shards = max((state.counters["gorila"]["num_shards"] for state in states), default=0)
     missing = sorted(set(range(num_shards)) - set(saved))
@@ -123,6 +145,9 @@ def assemble(states: Sequence[RankState]) -> Beginning:
             "cannot be gone on with from there."
         )
     in_order = [saved[shard] for shard in range(num_shards)]
+    found = sum(len(state.tensors["parameters"]) for state in in_order)
+    if parameters not in (None, found):
+        raise PalaError(f"The checkpoints hold {found} parameters, but the run's network has {parameters}.")
     counters = [state.counters["gorila"] for state in in_order]
     num_targets = max(counts["num_targets"] for counts in counters)
     return Beginning(

@@ -79,6 +79,10 @@ class ReplayStore:
         """Put a learner that wants a minibatch at the end of the queue."""
         self._waiting.append(learner)
 
+    def is_waiting(self, learner: int) -> bool:
+        """Whether this learner is in the queue."""
+        return learner in self._waiting
+
     def forget(self, learner: int) -> None:
         """Leave a learner out that died. Of an actor that died, what it played stays and is sampled on."""
         self._waiting = deque(other for other in self._waiting if other != learner)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,21 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from pala.system.errors import PalaError
-from pala.system.files import sync_folder, write_atomically
+from pala.system.files import open_to_read, sync_folder, write_atomically
 from pala.system.runtime import say
 
 _FORMAT = 1
 _MOST_HEADER_BYTES = 4 << 20  # counters of 100,000 ranks fit
 _COUNTS = ("updates", "own_steps", "base_steps", "round")
+_STREAM, _MOST_STREAMS, _MOST_STREAM_BYTES = "random.", 16, 1 << 20
+_DTYPES = {"F32": str(torch.float32), "U8": str(torch.uint8)}  # safetensors' names of those that are read
+Layout = dict[str, list[Any]]  # name of a tensor -> its type and shape
+Check = Callable[[dict[str, Any], Layout], None]
 
 
 _CONTENTS = (
     {"parameters", "mean_square"},  # A2C: of the whole network; RMSprop's mean squares
+    {"parameters", "mean_square", "movement"},  # and quasi-global momentum's mean movement
     {"parameters", "squares", "target"},  # Gorila: a shard's slices; the optimiser's squares; the target network
     set[str](),  # Gorila: a rank that serves no shard
 )
@@ -61,7 +67,7 @@ def _rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
 def save_rank(folder: Path, state: RankState) -> None:
     """Write a rank's checkpoint and keep the one before it. Raises OSError and then leaves both as they were."""
     tensors = {name: tensor.detach().cpu() for name, tensor in state.tensors.items()}
-    tensors |= {f"random.{name}": value for name, value in state.random_states.items()}
+    tensors |= {f"{_STREAM}{name}": value for name, value in state.random_states.items()}
     header = {"rank": state.rank, "ranks": state.ranks, "signature": state.signature, "counters": state.counters}
     data = _pack(tensors, header)
     path = _rank_path(folder, state.rank)
@@ -73,15 +79,18 @@ def save_rank(folder: Path, state: RankState) -> None:
     sync_folder(folder)
 
 
-def load_rank(folder: Path, rank: int, signature: int, ranks: int | None = None) -> RankState:
+def load_rank(
+    folder: Path, rank: int, signature: int, ranks: int | None = None, parameters: int | None = None
+) -> RankState:
     """A rank's newest readable checkpoint, which must be of a job of so many `ranks`; None: of any number.
 
-    Raises PalaError if neither generation can be read.
+    `parameters`: of the network; a file whose tensors are longer is refused before they are read: a few kilobytes on
+    the disk can say that they are gigabytes. Raises PalaError if neither generation can be read.
     """
     faults = []
     for path in (_rank_path(folder, rank), _rank_path(folder, rank, previous=True)):
         try:
-            state = _read_rank(path)
+            state = _read_rank(path, parameters)
             _check_owner(path, state, rank, ranks)
         except PalaError as error:
             faults.append(str(error))
@@ -105,15 +114,15 @@ def _check_owner(path: Path, state: RankState, rank: int, ranks: int | None) -> 
         raise PalaError(f"Checkpoint '{path}' is rank {state.rank}'s of {state.ranks} ranks, not that of {expected}.")
 
 
-def load_all(folder: Path, signature: int) -> list[RankState]:
-    """The checkpoints of all ranks of a segment, but for those that died: theirs are old."""
-    first = load_rank(folder, 0, signature)
+def load_all(folder: Path, signature: int, parameters: int | None = None) -> list[RankState]:
+    """The checkpoints of all ranks of a segment, but for those that died: theirs are old. As `load_rank`."""
+    first = load_rank(folder, 0, signature, parameters=parameters)
     states, faults = {0: first}, {}
     for rank in range(1, first.ranks):
         if rank >= first.trainers and not _rank_path(folder, rank).exists():
             continue  # a spare that nobody needed
         try:
-            states[rank] = load_rank(folder, rank, signature, first.ranks)
+            states[rank] = load_rank(folder, rank, signature, first.ranks, parameters)
         except PalaError as error:
             faults[rank] = error
     lost = {rank for state in states.values() for rank in state.counters.get("lost", [])}
@@ -131,11 +140,12 @@ def global_steps(run: Path) -> int:
         folder = newest_segment(run)
     except PalaError:
         return 0
-    states = []
+    found = []
     for path in folder.glob("rank-*.safetensors"):
         with contextlib.suppress(PalaError):
-            states.append(_read_rank(path))
-    return max((s.counters["base_steps"] + sum(s.counters["local_steps"]) for s in states), default=0)
+            counters = _read_head(path).counters
+            found.append(counters["base_steps"] + sum(counters["local_steps"]))
+    return max(found, default=0)
 
 
 def average(states: list[RankState], independent: bool = False) -> RankState:
@@ -145,6 +155,8 @@ def average(states: list[RankState], independent: bool = False) -> RankState:
     made. Not kept: each rank's random streams. A rank whose parameters are not finite is left out; raises PalaError if
     that leaves none. Of `independent` learners (exchange `none`), whose average means nothing, rank 0's are taken.
     """
+    for state in states:
+        check_actor_critic(state)
     counters = joint_counters(states)
     states = [
         state for state in states[: 1 if independent else None] if bool(state.tensors["parameters"].isfinite().all())
@@ -158,6 +170,12 @@ def average(states: list[RankState], independent: bool = False) -> RankState:
         for name in states[0].tensors
     }
     return RankState(0, 1, states[0].signature, tensors, {}, counters)
+
+
+def check_actor_critic(state: RankState) -> None:
+    """Raise PalaError for another algorithm's."""
+    if set(state.tensors) not in _CONTENTS[:2]:
+        raise PalaError("The checkpoints are of another algorithm than the run; its 'run.json' or they were changed.")
 
 
 def joint_counters(states: list[RankState]) -> dict[str, Any]:
@@ -185,7 +203,7 @@ def _segment_number(folder: Path) -> int:
 
 def _ranks_of(path: Path) -> int:
     try:
-        return _read_rank(path).trainers
+        return _read_head(path).trainers
     except PalaError:
         return 1  # damaged: `load_rank` falls back or says so
 
@@ -203,14 +221,24 @@ def save_policy(path: Path, named: dict[str, Tensor], header: dict[str, Any]) ->
     write_atomically(path, _pack({k: v.detach().cpu().contiguous() for k, v in named.items()}, header))
 
 
-def load_policy(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(named parameters, header) of an exported policy. Raises PalaError."""
-    named, header = _unpack(path)
-    if not isinstance(header.get("global_steps"), int) or any(
-        tensor.dtype != torch.float32 for tensor in named.values()
-    ):
-        raise PalaError(f"'{path}' is not a policy that PALA exported.")
-    return named, header
+def load_policy(path: Path, wanted: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(named parameters, header) of an exported policy; before they are read, their shapes must be those `wanted`.
+    Raises PalaError."""
+
+    def check(header: dict[str, Any], layout: Layout) -> None:
+        steps_are_known = isinstance(header.get("global_steps"), int)
+        if not steps_are_known or any(dtype != str(torch.float32) for dtype, *_ in layout.values()):
+            raise PalaError(f"'{path}' is not a policy that PALA exported.")
+        for name in sorted(layout.keys() | wanted.keys()) if wanted is not None else ():
+            assert wanted is not None
+            sides = [list(wanted[name].shape) if name in wanted else "missing", layout.get(name, ["", "missing"])[1:]]
+            if sides[0] != sides[1]:
+                raise PalaError(
+                    f"Policy '{path}' is of another network than its run's settings and environment give: '{name}' "
+                    f"should be {sides[0]} and is {sides[1] if name in layout else 'missing'}."
+                )
+
+    return _unpack(path, check)
 
 
 def _pack(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
@@ -219,22 +247,33 @@ def _pack(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
     return safetensors_bytes(tensors, {"pala": text, "crc32": _text_crc(text)})
 
 
-def _unpack(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Believes nothing: any bytes give what was packed, or a PalaError."""
+def _unpack(path: Path, check: Check) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Believes nothing: any bytes give what was packed, or a PalaError. `check` raises one for what is not wanted."""
+    with _opened(path) as (file, header, layout):
+        check(header, layout)
+        tensors = {name: file.get_tensor(name) for name in layout}
+    crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
+    # The checksums say nothing of the layout. The first files have none.
+    if header.get("crc32") != crcs or header.get("layout", _layout(tensors)) != _layout(tensors):
+        raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
+    return tensors, header
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], Layout]]:
+    """The file, its checked header, and what it says of its tensors, of which none has been read."""
     try:
+        open_to_read(path).close()  # a pipe would be waited for
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             header = _header(path, metadata["pala"], metadata.get("crc32"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            layout = {name: [_DTYPES.get(of.get_dtype(), ""), *of.get_shape()] for name, of in slices.items()}
+            yield file, header, layout
     except FileNotFoundError:
         raise PalaError(f"Checkpoint '{path}' does not exist.") from None
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise PalaError(f"Checkpoint '{path}' cannot be read ({error}).") from None
-    layout = _layout(tensors)  # of which the checksums say nothing
-    crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
-    if header.get("crc32") != crcs or header.get("layout", layout) != layout:  # the first files have no layout
-        raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
-    return tensors, header
 
 
 def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
@@ -259,29 +298,48 @@ def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
     return header
 
 
-def _read_rank(path: Path) -> RankState:
-    tensors, header = _unpack(path)
+def _read_rank(path: Path, parameters: int | None = None) -> RankState:
+    """`parameters`: of the network, if it is known."""
+
+    def check(header: dict[str, Any], layout: Layout) -> None:
+        _state_of(path, header, {}, {})
+        if not _are_vectors(layout, parameters):
+            raise PalaError(f"Checkpoint '{path}' cannot be read (its tensors are not those of this run's network).")
+
+    tensors, header = _unpack(path, check)
+    streams = {k.removeprefix(_STREAM): v for k, v in tensors.items() if k.startswith(_STREAM)}
+    return _state_of(path, header, {k: v for k, v in tensors.items() if not k.startswith(_STREAM)}, streams)
+
+
+def _read_head(path: Path) -> RankState:
+    """The same without its tensors, of which nothing is checked."""
+    with _opened(path) as (_, header, _):
+        return _state_of(path, header, {}, {})
+
+
+def _state_of(path: Path, header: dict[str, Any], tensors: dict[str, Tensor], streams: dict[str, Tensor]) -> RankState:
     try:
-        random_states = {k.removeprefix("random."): v for k, v in tensors.items() if k.startswith("random.")}
-        flat = {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
-        state = RankState(
-            header["rank"], header["ranks"], header["signature"], flat, random_states, header["counters"]
-        )  # fmt: skip
+        state = RankState(header["rank"], header["ranks"], header["signature"], tensors, streams, header["counters"])
     except KeyError as error:
         raise PalaError(f"Checkpoint '{path}' lacks {error}.") from None
-    if not (_are_vectors(state) and _are_counters(state)):
+    if not _are_counters(state):
         raise PalaError(f"Checkpoint '{path}' cannot be read (what it holds is not a rank's state).")
     return state
 
 
-def _are_vectors(state: RankState) -> bool:
-    """True if the tensors are what `save_rank` writes: flat, alike, of the right types."""
-    flat, streams = state.tensors.values(), state.random_states.values()
+def _are_vectors(layout: Layout, parameters: int | None) -> bool:
+    """True if the tensors are what `save_rank` writes: flat, alike, of the right types, no longer than the network."""
+    flat = {name: of for name, of in layout.items() if not name.startswith(_STREAM)}
+    streams = [of for name, of in layout.items() if name.startswith(_STREAM)]
+    lengths = {of[1] for of in flat.values() if len(of) == 2}
     return (
-        set(state.tensors) in _CONTENTS
-        and len({tensor.numel() for tensor in flat}) <= 1
-        and all(tensor.dtype == torch.float32 and tensor.dim() == 1 for tensor in flat)
-        and all(stream.dtype == torch.uint8 and stream.dim() == 1 for stream in streams)
+        set(flat) in _CONTENTS
+        and all(len(of) == 2 and of[0] == str(torch.float32) for of in flat.values())
+        and len(lengths) <= 1
+        and (parameters is None or all(length <= parameters for length in lengths))
+        and (parameters is None or set(flat) != _CONTENTS[0] or lengths == {parameters})
+        and len(streams) <= _MOST_STREAMS
+        and all(len(of) == 2 and of[0] == str(torch.uint8) and of[1] <= _MOST_STREAM_BYTES for of in streams)
     )
 
 
@@ -306,10 +364,10 @@ def _are_counters(state: RankState) -> bool:
 
 
 def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _layout(tensors: dict[str, Tensor]) -> dict[str, list[Any]]:
+def _layout(tensors: dict[str, Tensor]) -> Layout:
     return {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
 
 

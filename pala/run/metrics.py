@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from pala.system.errors import PalaError
+from pala.system.files import is_number, open_to_append, open_to_read
 from pala.system.runtime import say
 
 Record = dict[str, Any]
+LIMIT = "PALA_METRICS_LIMIT_MIB"  # environment variable
+_LIMIT_MIB = 512.0  # of a run's metrics, unpacked; as records they take up to ten times that
+_MOST_EXPANSION = 30  # of a packed file: metrics pack to a tenth
+_SMALL_BYTES = 16 << 20  # is read however it was packed
+_MOST_LINE_BYTES = 1 << 20
 
 
 def metrics_path(run: Path, rank: int) -> Path:
@@ -39,7 +48,7 @@ class MetricsWriter:
         """Append the records, each a line."""
         text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
         try:
-            with open(self._path, "ab+") as file:
+            with open_to_append(self._path) as file:
                 file.write(("\n" * _is_cut(file) + text).encode())
         except OSError as error:
             if not self._failed:
@@ -58,43 +67,142 @@ def _is_cut(file: BinaryIO) -> bool:
 
 
 class Tail:
-    """Reads what has been appended to a metrics file (or .gz) since the last call; a line without its end waits."""
+    """Reads what has been appended to a metrics file (or .gz) since the last call; a line without its end waits.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+    A line that is no record (cut by a full disk, or damaged) is left out, which is said once.
+    """
+
+    def __init__(self, path: Path, most_bytes: float = math.inf) -> None:
+        """`most_bytes`: of the whole file, unpacked."""
+        self._path, self._most_bytes, self._offset = path, most_bytes, 0
+        self._num_lines = self._left_out = self._first_left_out = 0
+        self._in_long_line = False
 
     def read(self) -> list[Record]:
-        """The new whole records. A line that is not JSON (cut by a full disk) is left out."""
+        """The new whole records. Raises PalaError if the file is damaged, none, or too large."""
+        return list(self.stream())
+
+    def stream(self) -> Iterator[Record]:
+        """The same, one after the other."""
+        left_out = self._left_out
         try:
-            with (gzip.open if self._path.suffix == ".gz" else open)(self._path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        records = []
-        for line in data[:end].splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                continue
-        return records
+            with open_to_read(self._path) as packed:
+                most_bytes = self._most_bytes
+                if self._path.suffix == ".gz":
+                    size = os.fstat(packed.fileno()).st_size
+                    most_bytes = min(most_bytes, max(_SMALL_BYTES, _MOST_EXPANSION * size))
+                    with gzip.open(packed, "rb") as file:
+                        yield from self._records(cast(BinaryIO, file), most_bytes)
+                else:
+                    yield from self._records(packed, most_bytes)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (OSError, EOFError, zlib.error) as error:
+            raise PalaError(f"Metrics '{self._path}' cannot be read, or are damaged: {error}.") from None
+        if self._left_out > 0 and left_out == 0:
+            lines = f"{self._left_out} lines that are" if self._left_out > 1 else "a line that is"
+            say(f"Metrics '{self._path}': {lines} no record left out, line {self._first_left_out} first.")
+
+    @property
+    def num_bytes(self) -> int:
+        """That have been read."""
+        return self._offset
+
+    def _records(self, file: BinaryIO, most_bytes: float) -> Iterator[Record]:
+        file.seek(self._offset)
+        while line := file.readline(_MOST_LINE_BYTES):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) < _MOST_LINE_BYTES:
+                return
+            self._offset += len(line)
+            if self._offset > most_bytes:
+                raise self._refusal(most_bytes)
+            record = _record_of(line) if is_whole and not self._in_long_line else None
+            self._num_lines += is_whole
+            if record is not None:
+                yield record
+            elif is_whole and (self._in_long_line or line.strip()):
+                self._left_out += 1
+                self._first_left_out = self._first_left_out or self._num_lines
+            self._in_long_line = not is_whole
+
+    def _refusal(self, most_bytes: float) -> PalaError:
+        if most_bytes < self._most_bytes:
+            return PalaError(
+                f"Metrics '{self._path}' unpack to more than {_MOST_EXPANSION} times their size, which no run's do. If "
+                "you trust them, unpack them by `gunzip` and try again."
+            )
+        return PalaError(
+            f"The metrics of '{self._path.parent.parent}' are larger than {limit_mib():g} MiB; to read them all the "
+            f"same, set the environment variable {LIMIT} to more."
+        )
+
+
+def _record_of(line: bytes) -> Record | None:
+    """What a line holds: an object with a type, finite times and steps, and numbers; None if it is no record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("type"), str) or record["type"] not in _NEEDED:
+        return None
+    for key, value in record.items():
+        if key in _TEXTS:
+            is_right = isinstance(value, str)
+        elif key in _SKETCHES:
+            is_right = value is None or (isinstance(value, list) and all(map(is_number, value)))
+        elif key in _STAMPS:
+            is_right = is_number(value) and math.isfinite(value)
+        else:
+            is_right = value is None or isinstance(value, bool) or is_number(value)
+        if not is_right:
+            return None
+    return record if all(record.get(key) is not None for key in _NEEDED[record["type"]]) else None
+
+
+_TEXTS, _SKETCHES, _STAMPS = (
+    ("type", "segment"),
+    ("own_movement", "movement"),
+    ("time_s", "local_steps", "global_steps"),
+)
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "start": ("time_s", "segment"), "episode": ("time_s", "global_steps", "return"), "interval": ("time_s",),
+}  # fmt: skip
+
+
+def limit_mib() -> float:
+    """The most that the metrics of a run may be, unpacked. Raises PalaError if the environment says something else than
+    a number."""
+    text = os.environ.get(LIMIT, "")
+    try:
+        return float(text) if text else _LIMIT_MIB
+    except ValueError:
+        raise PalaError(f"The environment variable {LIMIT} is '{text}', but must be a number of MiB.") from None
 
 
 def read_rank(path: Path) -> list[Record]:
-    """All records of a rank that count: those made after a checkpoint and lost with a crash are left out."""
+    """All records of a rank that count: those made after a checkpoint and lost with a crash are left out. Raises
+    PalaError."""
+    return _counting(Tail(path, limit_mib() * 2**20))
+
+
+def _counting(tail: Tail) -> list[Record]:
     kept: list[Record] = []
-    for record in Tail(path).read():
-        if record["type"] == "start":
-            kept = [old for old in kept if old["time_s"] <= record["time_s"]]
+    for record in tail.stream():
+        while record["type"] == "start" and kept and kept[-1]["time_s"] > record["time_s"]:
+            kept.pop()  # they are in the order of time
         kept.append(record)
     return kept
 
 
 def read_run(run: Path) -> list[list[Record]]:
-    """`read_rank` for every rank of a run. Of ranks that the newest segment no longer has, only what it began from."""
-    ranks = [read_rank(path) for path in sorted((run / "metrics").glob("rank-*.jsonl*"))]
+    """`read_rank` for every rank of a run. Of ranks that the newest segment no longer has, only what it began from.
+    Raises PalaError if a file is damaged, or all are too large together."""
+    ranks, left_bytes = [], limit_mib() * 2**20
+    for path in sorted((run / "metrics").glob("rank-*.jsonl*")):
+        tail = Tail(path, left_bytes)
+        ranks.append(_counting(tail))
+        left_bytes -= tail.num_bytes
     starts = [[record for record in records if record["type"] == "start"][-1:] for records in ranks]
     newest = max((start[0]["segment"] for start in starts if start), default="")
     begin_s = min((start[0]["time_s"] for start in starts if start and start[0]["segment"] == newest), default=0.0)
@@ -113,16 +221,22 @@ class RunView:
         self.last: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)
         self.num_episodes = 0
+        self._unreadable: set[int] = set()
 
     def refresh(self) -> None:
         """Read what is new."""
         fresh: list[tuple[float, float]] = []
         for rank, tail in enumerate(self._tails):
-            for record in tail.read():
-                if record["type"] == "episode":
-                    fresh.append((record["time_s"], record["return"]))
-                elif record["type"] == "interval":
-                    self.last[rank] = record
+            try:
+                for record in tail.stream():
+                    if record["type"] == "episode":
+                        fresh.append((record["time_s"], record["return"]))
+                    elif record["type"] == "interval":
+                        self.last[rank] = record
+            except PalaError as error:  # training does not depend on what is shown of it
+                if rank not in self._unreadable:
+                    say(f"{error} Training goes on.")
+                self._unreadable.add(rank)
         self.num_episodes += len(fresh)
         self._episodes.extend(sorted(fresh))
 

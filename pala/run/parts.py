@@ -35,12 +35,16 @@ class Saved:
     num_lost: int  # ranks that had died
 
     @classmethod
-    def find(cls, comm: Communicator, segment: Path, signature: int) -> Saved:
-        """Read the checkpoints of a network of this signature. Collective."""
-        first = collectively(comm, lambda: checkpoint.load_rank(segment, 0, signature))
+    def find(cls, comm: Communicator, segment: Path, flat: FlatParameters) -> Saved:
+        """Read the checkpoints of such a network. Collective."""
+
+        def load(rank: int, ranks: int | None = None) -> RankState:
+            return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
+
+        first = collectively(comm, lambda: load(0))
         if first.trainers != comm.size:
             return cls(segment, None, first, 0)
-        own = collectively(comm, lambda: checkpoint.load_rank(segment, comm.rank, signature, first.ranks))
+        own = collectively(comm, lambda: load(comm.rank, first.ranks))
         num_lost = max(comm.allgather(len(own.counters.get("lost", []))))
         return cls(segment, own if num_lost == 0 else None, first, num_lost)
 

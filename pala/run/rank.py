@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pala.config import Config
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.run.job import Job
-from pala.run.result import Result
+from pala.run.result import Conclude, Result
 from pala.system.errors import CollectiveError
 from pala.system.runtime import Interrupt
 from pala.transport.base import Communicator
@@ -28,25 +28,28 @@ _PATIENCE_S = 300.0  # for the slowest rank at the end
 def run_rank(
     comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
     facts: dict[str, Any] | None = None, on_update: Callable[[int], None] | None = None,
-    interrupt: Interrupt | None = None,
+    interrupt: Interrupt | None = None, conclude: Conclude | None = None, trust_run: bool = False,
 ) -> Result:  # fmt: skip
     """Train on all ranks of `comm`, of which the last `run.spares` sleep until they are needed. Collective.
 
     `resume`: the run's folder; `preset`: what a new one's name begins with; `facts`: for run.json; `on_update(updates)`
-    is called after each update of this rank; `interrupt`: in place of the process's signals.
+    is called after each update of this rank; `interrupt`: in place of the process's signals; `conclude`: what the first
+    rank that lives does at the very end, alone; `trust_run`: a resumed run's environment may be a pickle that came from
+    elsewhere (`environment.py`).
     """
     with (interrupt or Interrupt()).installed() as interrupt:
         job = Job(comm, config)
         if job.trainers is None:
-            return _stand_by(job, config, make_env, on_update, interrupt)
+            return _stand_by(job, config, make_env, on_update, interrupt, conclude)
         from pala.run.session import train
 
-        return train(job, config, make_env, resume, preset, facts, on_update, interrupt)
+        return train(job, config, make_env, resume, preset, facts, on_update, interrupt, conclude, trust_run)
 
 
 def _stand_by(
-    job: Job, config: Config, make_env: MakeEnv | None, on_update: Callable[[int], None] | None, interrupt: Interrupt
-) -> Result:
+    job: Job, config: Config, make_env: MakeEnv | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
+    conclude: Conclude | None,
+) -> Result:  # fmt: skip
     """Sleep until this rank is needed, then train to the end; or until training ends."""
     briefing = job.brief(None)
     if briefing is None:
@@ -56,10 +59,10 @@ def _stand_by(
     if sleeping.until_needed():
         from pala.run.session import take_place  # torch, environments: now they are needed
 
-        result = take_place(job, config, briefing, began_s, sleeping, make_env, on_update, interrupt)
+        result = take_place(job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude)
         if result is not None:
             return result
     if not interrupt.is_told_to_leave:
         sleeping.close(_PATIENCE_S)
     job.comm.depart()
-    return Result(briefing.run, "spared", sleeping.global_steps, None, False)
+    return Result(briefing.run, "spared", sleeping.global_steps, None, False, 0)

@@ -6,13 +6,13 @@ Every rank has a metrics file. The lowest rank that lives leads: it keeps run.js
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from pala.config import Config
 from pala.run.console import Reporter
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.run.run_folder import RunRecord
+from pala.run.segment import Segment
 from pala.system.errors import PalaError
 from pala.system.runtime import say
 from pala.transport.agreement import collectively
@@ -22,12 +22,12 @@ from pala.transport.base import Communicator
 class Records:
     """What one rank records, from the start of a segment to its end."""
 
-    def __init__(self, rank: int, hosts: list[str], config: Config, run: Path, start: Record) -> None:
+    def __init__(self, rank: int, hosts: list[str], config: Config, segment: Segment, start: Record) -> None:
         """`hosts`: of all ranks, the spares too; `start`: the first record of this rank's metrics."""
-        self._rank, self._hosts, self._config, self._run = rank, hosts, config, run
+        self._rank, self._hosts, self._config, self._segment = rank, hosts, config, segment
         self._num_trainers = len(hosts) - config.run.spares
         self._trained = set(range(self._num_trainers))  # ranks that train, or did
-        self._metrics = MetricsWriter(metrics_path(run, rank), rank)
+        self._metrics = MetricsWriter(metrics_path(segment.run, rank), rank)
         self._record: RunRecord | None = None  # of who leads
         self._reporter: Reporter | None = None
         self._metrics.write([start])
@@ -37,7 +37,10 @@ class Records:
 
         def on_rank_0() -> None:
             if self._rank == 0:
-                self._record = RunRecord.begin(self._run, self._config, description | {"hosts": self._hosts})
+                described = {"segment": self._segment.path.name, **description, "hosts": self._hosts}
+                self._record = RunRecord.begin(
+                    self._segment.run, self._config, described, self._segment.check_folder
+                )  # fmt: skip
 
         collectively(comm, on_rank_0)
 
@@ -52,7 +55,8 @@ class Records:
             self._record.note(**facts)
 
     def write(self, records: list[Record]) -> None:
-        """Append to this rank's metrics."""
+        """Append to this rank's metrics. Raises EndError if the run's folder is another job's by now."""
+        self._segment.check_folder()
         self._metrics.write(records)
 
     def report(self, global_steps: int) -> None:
@@ -62,9 +66,8 @@ class Records:
 
     def resign(self) -> None:
         """This rank has left: who leads now goes on with run.json and the console."""
-        if self._reporter is not None:
-            self._reporter.close()
-        self._record = self._reporter = None
+        self._close_reporter()
+        self._record = None
 
     def lead_if_first(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> bool:
         """Take the lead if this is the lowest rank that lives, and note who has died or `left`; whether this rank
@@ -82,7 +85,9 @@ class Records:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
-            self._record, self._reporter = RunRecord.take_over(self._run), self._make_reporter()
+            self._record = self._take_over()
+            if self._record.is_running:
+                self._reporter = self._make_reporter()
         self._trained |= set(living)
         gone = sorted(self._trained.difference(living))
         self._note("left_ranks", [rank for rank in gone if rank in left], time_s)
@@ -109,11 +114,9 @@ class Records:
         return fresh
 
     def end(self, status: str, **facts: Any) -> None:
-        """Close console and TensorBoard, and say in run.json how it ended: `completed`, `stopped` (by a signal) or
-        `failed`. Who does not lead does nothing."""
-        if self._reporter is not None:
-            self._reporter.close()
-            self._reporter = None
+        """Close console and TensorBoard, and say in run.json how it ended: `completed`, or `stopped` by a signal. Who
+        does not lead does nothing."""
+        self._close_reporter()
         if self._record is None:
             return
         try:
@@ -123,7 +126,35 @@ class Records:
                 raise
             say(f"run.json cannot be written: {error}.")
 
+    def fail(self, error: BaseException) -> None:
+        """The same for `failed`, and why. Any rank may say so, since who leads may be the one that does not answer;
+        not of a run that is complete, and who comes first is believed."""
+        self._close_reporter()
+        why = str(error) if isinstance(error, PalaError) else f"{type(error).__name__}: {error}"
+        try:
+            record = self._record or self._take_over()
+            is_ours = record.segment["segment"] == self._segment.path.name
+            if is_ours and record.segment["status"] in ("running", "stopped"):
+                record.end("failed", error=why)
+        except (OSError, PalaError) as fault:
+            say(f"[rank {self._rank}] run.json cannot be written: {fault}.")
+
+    def conclude(self, outcomes: dict[str, str]) -> None:
+        """Note what became of the last words, if this rank leads."""
+        try:
+            self.note(conclusion=outcomes | {"rank": self._rank})
+        except OSError as error:
+            say(f"run.json cannot be written: {error}.")
+
+    def _take_over(self) -> RunRecord:
+        return RunRecord.take_over(self._segment.run, self._segment.check_folder)
+
+    def _close_reporter(self) -> None:
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+
     def _make_reporter(self) -> Reporter:
         run = self._config.run
         steps = self._config.total_steps
-        return Reporter(self._run, self._num_trainers, steps, run.console, run.tensorboard, run.spares)
+        return Reporter(self._segment.run, self._num_trainers, steps, run.console, run.tensorboard, run.spares)

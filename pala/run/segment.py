@@ -6,17 +6,14 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
-
-import cloudpickle
+from typing import BinaryIO
 
 from pala.config import Config
 from pala.envs import MakeEnv
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint, environment, run_folder
 from pala.system.errors import CollectiveError
-from pala.system.files import write_atomically
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
 
@@ -28,12 +25,17 @@ class Segment:
     run: Path
     path: Path  # for this start's checkpoints
     previous: Path | None  # with the checkpoints that it goes on from
-    is_locked: bool = False  # the run's folder, by every rank; not where the file system has no locks
+    identity: tuple[int, int] | None = None  # of the run's folder, where it is locked
 
     @property
     def is_resumed(self) -> bool:
         """Whether the run goes on from an earlier start."""
         return self.previous is not None
+
+    def check_folder(self) -> None:
+        """Raise EndError if the run's folder was deleted and another job has made it anew. Before anything is written:
+        the two would mix their files. Not collective."""
+        run_folder.check_identity(self.run, self.identity)
 
     @contextmanager
     def removed_if_nobody_starts(self, rank: int) -> Iterator[None]:
@@ -47,11 +49,11 @@ class Segment:
 
 
 @contextmanager
-def joined(segment: Segment) -> Iterator[None]:
-    """Keep the run's folder locked on a rank that comes later than others, until the block ends. Raises PalaError if it
-    cannot see the folder."""
-    with run_folder.join_lock(segment.run) if segment.is_locked else contextlib.nullcontext():
-        yield
+def joined(segment: Segment, is_locked: bool) -> Iterator[Segment]:
+    """Keep the run's folder locked, if it is, on a rank that comes later than others, until the block ends. Raises
+    PalaError if it cannot see the folder."""
+    with run_folder.join_lock(segment.run) if is_locked else contextlib.nullcontext() as lock:
+        yield replace(segment, identity=run_folder.lock_identity(lock))
 
 
 @contextmanager
@@ -62,9 +64,9 @@ def open_segment(
 
     A new run's is named after `preset`, unless the configuration says how. `make_env` is kept in it.
     """
-    lock: IO[str] | None = None  # held on every rank, so that the folder stays locked while any of them lives
+    lock: BinaryIO | None = None  # held on every rank, so that the folder stays locked while any of them lives
 
-    def make() -> Segment | None:
+    def make() -> tuple[Segment, bool] | None:
         nonlocal lock
         if comm.rank != 0:
             return None
@@ -73,23 +75,23 @@ def open_segment(
         if lock is not None:
             run_folder.remove_unfinished(run)
         previous = checkpoint.newest_segment(run) if resume is not None else None
-        segment = Segment(run, checkpoint.new_segment(run), previous, lock is not None)
+        segment = Segment(run, checkpoint.new_segment(run), previous)
         if make_env is not None:
-            write_atomically(run / "make_env.pkl", cloudpickle.dumps(make_env))
-        return segment
+            environment.keep(run, make_env)
+        return segment, lock is not None
 
     def join() -> None:
         nonlocal lock
-        if segment.is_locked and comm.rank != 0:
+        if is_locked and comm.rank != 0:
             lock = run_folder.join_lock(segment.run)
 
     try:
         made = comm.bcast(collectively(comm, make))
         assert made is not None
-        segment = made
+        segment, is_locked = made
         with segment.removed_if_nobody_starts(comm.rank):
             collectively(comm, join)
-        yield segment
+        yield replace(segment, identity=run_folder.lock_identity(lock))
     finally:
         if lock is not None:
             with contextlib.suppress(OSError):  # of a network file system that is gone: the real outcome is another

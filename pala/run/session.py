@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -26,7 +27,7 @@ from pala.exchange.budget import Stop
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.sleeping import Beginning, SleepingGossip
 from pala.gorila import parts as gorila
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint, environment
 from pala.run.begin import begin, env_seeds, make_generator
 from pala.run.checkpoint import RankState
 from pala.run.job import Briefing, Job
@@ -34,7 +35,7 @@ from pala.run.loop import Counters, Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
 from pala.run.parts import Parts, build_envs
 from pala.run.records import Records
-from pala.run.result import Result
+from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.runtime import Interrupt, process_age_s, say
@@ -51,13 +52,14 @@ _BUILD: dict[str, Callable[[Communicator, Config, Envs], Parts[Any]]] = {  # col
 def train(
     job: Job, config: Config, make_env: MakeEnv | None, resume: Path | None, preset: str,
     facts: dict[str, Any] | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
+    conclude: Conclude | None, trust_run: bool,
 ) -> Result:  # fmt: skip
     """What `run_rank` does on a rank that trains from the beginning. Collective."""
     comm = job.trainers
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
         if make_env is None and resume is not None:
-            make_env = collectively(comm, lambda: run_folder.load_make_env(resume))
+            make_env = _load_environment(comm, resume, trust_run)
         envs = build_envs(comm, config, job.threads, make_env)
         description = (facts or {}) | {"threads_per_rank": job.threads, "python_environment": make_env is not None}
         try:
@@ -70,27 +72,39 @@ def train(
                     records = _open_records(job, config, parts, progress, segment)
                     records.begin(comm, _described(job, config, parts, segment, description))
                 session = Session(job, config, envs, parts, segment, progress, records, interrupt)
-                return session.run(session.begin, on_update or nothing_on_update)
+                return session.run(session.begin, on_update or nothing_on_update, conclude)
         except CollectiveError:
             envs.close()
             raise
 
 
+def _load_environment(comm: Communicator, run: Path, trust_run: bool) -> MakeEnv | None:
+    """That of a run, if it was made from Python. Rank 0 alone judges whose it is: other hosts may lack the user's home.
+    Collective."""
+
+    def check() -> None:
+        if comm.rank == 0:
+            environment.check_trust(run, trust_run)
+
+    collectively(comm, check)
+    return collectively(comm, lambda: environment.load(run, trust_run=True))
+
+
 def take_place(
     job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: SleepingGossip, make_env: MakeEnv | None,
-    on_update: Callable[[int], None] | None, interrupt: Interrupt,
+    on_update: Callable[[int], None] | None, interrupt: Interrupt, conclude: Conclude | None,
 ) -> Result | None:  # fmt: skip
     """What a spare does when it is needed: build, ask a peer for its model, train. None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = job.comm.alone(), job.comm.rank
-    segment = Segment(briefing.run, briefing.segment, briefing.previous, briefing.is_locked)
+    segment = Segment(briefing.run, briefing.segment, briefing.previous)
     try:
-        make_env = make_env or run_folder.load_make_env(segment.run)
+        make_env = make_env or environment.load(segment.run, trust_run=True)  # this job has kept or judged it
         envs = build_envs(alone, config, job.threads, make_env)
         parts: Parts[Any] = _BUILD[config.algorithm](alone, config, envs)
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
-    with joined(segment):
+    with joined(segment, briefing.is_locked) as segment:
         exchange = Gossip(job.comm, parts.flat.data, parts.flat.signature, config, None, interrupt, sleeping)
         if not exchange.take_place():
             envs.close()
@@ -100,12 +114,13 @@ def take_place(
         progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
         records = _open_records(job, config, parts, progress, segment)
         session = Session(job, config, envs, parts, segment, progress, records, interrupt)
-        return session.run(lambda: exchange, on_update or nothing_on_update)
+        return session.run(lambda: exchange, on_update or nothing_on_update, conclude)
 
 
 def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None) -> None:
     """This rank's checkpoint, unless its tensors are not finite; `exchange`: None before training. Not collective.
-    Raises OSError."""
+    Raises OSError, and EndError if the run's folder is another job's by now."""
+    segment.check_folder()
     rank = job.comm.rank
     tensors, numbers = parts.state(exchange)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
@@ -128,7 +143,7 @@ def _open_records(job: Job, config: Config, parts: Parts[Any], progress: Progres
         "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
         "global_steps": start.base_steps + sum(start.local_steps),
     }  # fmt: skip
-    return Records(job.comm.rank, job.hosts, config, segment.run, first)
+    return Records(job.comm.rank, job.hosts, config, segment, first)
 
 
 def _described(
@@ -136,7 +151,7 @@ def _described(
 ) -> dict[str, Any]:
     """What run.json says of a segment when it begins."""
     return description | {
-        "ranks": job.num_trainers, "resumed": segment.is_resumed, "segment": segment.path.name, **job.comm.facts(),
+        "ranks": job.num_trainers, "resumed": segment.is_resumed, **job.comm.facts(),
         "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
 
@@ -153,13 +168,17 @@ class Session:
         self._comm = job.comm
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
 
-    def run(self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None]) -> Result:
-        """Train, then average and export. Collective."""
+    def run(
+        self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None], conclude: Conclude | None = None
+    ) -> Result:
+        """Train, then average, export and conclude. Collective."""
         try:
-            return self._train(make_exchange(), on_update)
+            exchange = make_exchange()
+            result = self._train(exchange, on_update)
+            return result if conclude is None or result.departs else self._conclude(result, exchange, conclude)
         except BaseException as error:
             if self._comm.is_alone() or isinstance(error, (CollectiveError, EndError)):
-                self._records.end("failed")
+                self._records.fail(error)
             raise
 
     def begin(self) -> Exchange:
@@ -170,9 +189,8 @@ class Session:
         segment, start, flat = self._segment, self._progress.start, self._parts.flat
         told = Beginning(flat.data.numel(), flat.signature, start.local_steps, start.base_steps, start.round)
         time_s = self._progress.counters.time_s
-        self._job.brief(
-            Briefing(segment.run, segment.path, segment.previous, segment.is_locked, time_s, told)
-        )  # fmt: skip
+        is_locked = segment.identity is not None
+        self._job.brief(Briefing(segment.run, segment.path, segment.previous, is_locked, time_s, told))
         exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
         return exchange
 
@@ -184,7 +202,7 @@ class Session:
             self._records.resign()
             if self._comm.outlives_ranks:
                 self._comm.depart()
-                return Result(self._segment.run, "left", exchange.global_steps, None, False)
+                return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
             stop = self._sit_out(exchange)
         if exchange.close(_PATIENCE_S) is Stop.BUDGET:
             final = exchange.final_parameters(_PATIENCE_S)
@@ -194,9 +212,11 @@ class Session:
         elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
             stop = Stop.SIGNAL
             self._record_stop(exchange)
+        self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal)
-        return Result(self._segment.run, status, exchange.global_steps, signal, self._leads)
+        exit_status = 0 if signal is None else 128 + signal
+        return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status)
 
     def _sit_out(self, exchange: Exchange) -> Stop:
         """Wait for the end, which this MPI does not reach without every rank; returns why it ended."""
@@ -265,6 +285,7 @@ class Session:
         if not self._leads:
             return
         self._records.lead(living.members, self._progress.counters.time_s, exchange.left)
+        self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         header = {
             "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._job.num_trainers
@@ -272,3 +293,23 @@ class Session:
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)
         self._records.end("completed", global_steps=exchange.global_steps)
+
+    def _conclude(self, result: Result, exchange: Exchange, conclude: Conclude) -> Result:
+        """The first of the living concludes, while the others wait asleep: if it dies, the next one does. Collective,
+        unless a signal stopped the run: then there is nothing to do that could be missed."""
+        if result.signal is not None:
+            if result.leads:
+                conclude(result, self._config, self._interrupt)
+            return result
+        done: list[Conclusion] = []
+
+        def conclude_first(living: Living) -> None:
+            time_s = self._progress.counters.time_s
+            self._leads = self._records.lead_if_first(living.members, time_s, exchange.left)
+            if self._leads and not done:
+                done.append(conclude(result, self._config, self._interrupt))
+                self._records.conclude(done[0].outcomes)
+
+        limit_s = self._config.evaluation.timeout_s + _PATIENCE_S
+        self._comm.among_the_living(conclude_first, limit_s, self._interrupt)
+        return replace(result, leads=self._leads, exit_status=done[0].exit_status if done else 0)

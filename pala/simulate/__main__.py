@@ -1,6 +1,7 @@
 """The protocol on a virtual cluster: `python -m pala.simulate predict --help`.
 
     check     thousands of schedules drawn at random, with faults, against what must hold in every one
+    explore   every order of events of two or three ranks, with faults
     learn     whole trainings of simulated ranks: what a step teaches under each mixing rule
     progress  how much of what the ranks learn each mixing rule leaves them
     predict   how fast gossip and its alternatives would be on up to 10,000 ranks, from measured costs
@@ -13,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from pala.simulate import check, predict, progress
+from pala.simulate import check, explore, predict, progress
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, nearest
 from pala.system.runtime import prepare
@@ -28,6 +29,7 @@ def _learn(arguments: list[str]) -> None:
 
 _PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "check": check.run,
+    "explore": explore.run,
     "learn": _learn,
     "predict": predict.run,
     "progress": progress.run,

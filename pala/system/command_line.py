@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import sys
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -24,6 +25,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            arguments = _without_exponents(arguments, _integers(default))
             return tyro.cli(type(default), args=arguments, default=default, prog=f"python -m {program}")
     except SystemExit as exit_:
         if not exit_.code:  # --help
@@ -31,6 +33,33 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
                 print(printed.getvalue(), end="")
             raise
         raise PalaError(f"the command line was not understood.\n{printed.getvalue()}") from None
+
+
+def _integers(command: Any) -> set[str]:
+    """Last parts of the names of all options that are integers: `total-steps`, `seed`."""
+    names = set()
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name, None)
+        if dataclasses.is_dataclass(value):
+            names |= _integers(value)
+        elif type(value) is int:
+            names.add(field.name.replace("_", "-"))
+    return names
+
+
+def _without_exponents(arguments: list[str], integers: set[str]) -> list[str]:
+    """`--total-steps 1e6` -> `--total-steps 1000000`, and so for all integers; a fraction stays as it is."""
+    joined: list[str] = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if not equals and joined:
+            option, value = joined[-1], argument
+        if option.startswith("--") and option[2:].rpartition(".")[2].replace("_", "-") in integers:
+            with contextlib.suppress(ValueError, OverflowError):
+                if "e" in value.lower() and float(value).is_integer():
+                    argument = f"{option}={int(float(value))}" if equals else str(int(float(value)))
+        joined.append(argument)
+    return joined
 
 
 @contextlib.contextmanager

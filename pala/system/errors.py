@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST = 200  # names are compared up to here: it takes the square of their length
+
 
 class PalaError(Exception):
     """A mistake or a fault that the user can act on.
@@ -16,7 +18,7 @@ class PalaError(Exception):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name[:_LONGEST], list(known), n=1, cutoff=0.5)
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 

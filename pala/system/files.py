@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import os
+import stat
+import threading
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pala.system.errors import PalaError
+
+_MOST_JSON_BYTES = 16 << 20  # a record of 100,000 ranks fits; a byte of JSON can take twenty of memory
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -26,7 +31,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """`write_atomically` for what is too large to be held as bytes: the file takes its place when the block ends."""
-    neighbour = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    neighbour = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")  # two may write at once
     try:
         with open(neighbour, "wb") as file:
             yield file
@@ -46,6 +51,56 @@ def read_bytes(path: Path) -> bytes:
         return gzip.decompress(data) if path.suffix == ".gz" else data
     except (EOFError, zlib.error) as error:
         raise OSError(f"'{path}' is damaged ({error})") from None
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """A regular file: reading a folder fails, and a pipe or a device might never end. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would be waited for
+    return _regular(descriptor, path, "rb")
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """To read and append to, made if it is not there. Never by way of a link, which in a folder that came from
+    elsewhere could lead to any file of the user's. Raises OSError."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError:
+        if path.is_symlink():
+            raise OSError("it is a link, and links are not written through") from None
+        raise
+    return _regular(descriptor, path, "ab+")
+
+
+def _regular(descriptor: int, path: Path, mode: str) -> BinaryIO:
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        raise OSError(f"'{path}' is {'a folder' if stat.S_ISDIR(kind) else 'a pipe or a device'}, not a file")
+    file: BinaryIO = open(descriptor, mode)  # type: ignore[assignment]  # noqa: SIM115
+    return file
+
+
+def read_json(path: Path, last_line: bool = False) -> Any:
+    """What a JSON file of at most 16 MiB holds, or its last line. Raises FileNotFoundError, and PalaError for any other
+    fault."""
+    try:
+        with open_to_read(path) as file:
+            data = file.read(_MOST_JSON_BYTES + 1)
+        if len(data) > _MOST_JSON_BYTES:
+            raise ValueError(f"it is larger than {_MOST_JSON_BYTES >> 20} MiB, which no such file is")
+        return json.loads(data.splitlines()[-1] if last_line else data)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"'{path}' does not exist") from None
+    except RecursionError:
+        raise PalaError(f"'{path}' cannot be read: it is nested too deeply.") from None
+    except (OSError, ValueError, IndexError) as error:
+        raise PalaError(f"'{path}' cannot be read: {error}.") from None
+
+
+def is_number(value: Any) -> bool:
+    """Whether what a JSON file holds is a number that any arithmetic can take: an integer there may have any length."""
+    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def make_output_folder(output: Path | None, what: str) -> Path:

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+
+from pala.system.errors import CollectiveError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LAUNCHERS = (
@@ -196,13 +198,28 @@ class Interrupt:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.is_told_to_leave = False
+        self._raises = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if number == LEAVE:
             self.is_told_to_leave = True
-        else:
-            self.signal = signal.Signals(number)
+            return
+        self.signal = signal.Signals(number)
+        if self._raises:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def raised_at_once(self) -> Iterator[None]:
+        """Raise KeyboardInterrupt where a signal meets the block, or at its begin if one has come before; for what does
+        not look."""
+        self._raises = True
+        try:
+            if self.signal is not None:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = False
 
     @contextmanager
     def installed(self) -> Iterator[Interrupt]:
@@ -231,6 +248,19 @@ def say(message: str) -> None:
     with suppress(OSError):
         sys.stderr.write(message.rstrip("\n") + "\n")
         sys.stderr.flush()
+
+
+def one_sentence_for_mistakes(rank: int) -> None:
+    """From here on a mistake that all ranks raise and nobody catches is printed by rank 0 alone, as its sentence."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, CollectiveError):
+            before(kind, error, traceback)
+        elif rank == 0:
+            say(f"pala: error: {error}")
+
+    sys.excepthook = hook
 
 
 def tell(message: str) -> None:

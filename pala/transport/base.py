@@ -228,9 +228,9 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         """`action(those who live)`, in which it may communicate; if one dies meanwhile, all do it again without it: so
-        it may run several times, and each time all have the same members.
-        Collective, for all who live. Raises EndError when the others do not come within `timeout_s` (None: no limit),
-        or soon after a signal."""
+        it may run several times, and each time all have the same members. Returns when all have done it.
+        Collective, for all who live. Raises EndError when the others do not come, or have not done it, within
+        `timeout_s` (None: no limit), or soon after a signal."""
 
     @abc.abstractmethod
     def deaths(self) -> Deaths:

@@ -28,7 +28,7 @@ from pala.transport.threaded import ThreadedTransport
 from pala.transport.ulfm import Barrier, MpiDeaths, is_death
 
 _BULK_TAG, _SMALL_TAG = 1, 2
-_HURRY_SLEEP_S, _BUSY_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.1
+_HURRY_SLEEP_S, _BUSY_SLEEP_S, _CLOSING_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.01, 0.1
 
 
 @dataclass
@@ -85,7 +85,9 @@ class DataProxy(ThreadedTransport):
                     return
             busy_s = _BUSY_SLEEP_S if moved else min(2 * busy_s, _IDLE_SLEEP_S)  # the longer, the slower the link is
             sleep_s = busy_s if moved or self._receives else _IDLE_SLEEP_S
-            self._wake.wait(_HURRY_SLEEP_S if self._hurry or self._closing else sleep_s)
+            if self._closing:  # the longer, the slower the others are
+                sleep_s = min(busy_s, _CLOSING_SLEEP_S)
+            self._wake.wait(_HURRY_SLEEP_S if self._hurry else sleep_s)
             self._wake.clear()
 
     def _poll(self) -> bool:

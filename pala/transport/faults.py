@@ -61,6 +61,11 @@ def stop_at(rank: int, update: int, seconds: float) -> Fault:
     return AtUpdate(rank, update, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
 
 
+def stop_at_message(rank: int, n: int, seconds: float = 1e6) -> Fault:
+    """The rank is suspended when it is about to send its n-th message; if nothing else is said, until it is alone."""
+    return AtMessage(rank, n, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
+
+
 def signal_at(rank: int, update: int, signal: Signals = SIGUSR1) -> Fault:
     """The rank gets a signal that asks it to end."""
     return AtUpdate(rank, update, lambda comm: setattr(comm.interrupt, "signal", signal))

@@ -229,9 +229,9 @@ class MemoryCommunicator(Communicator):
         self.sleep_while_stopped()
 
     def sleep_while_stopped(self) -> None:
-        """For the transport's thread."""
-        while (rest_s := self.world.stopped_until_s[self.rank] - time.monotonic()) > 0:
-            time.sleep(rest_s)
+        """For the transport's thread. Who is alone has nobody left to be missed by, and goes on."""
+        while (rest_s := self.world.stopped_until_s[self.rank] - time.monotonic()) > 0 and not self.is_alone():
+            time.sleep(min(rest_s, _LOOK_S))
 
     def end_if_dead(self) -> None:
         """Raise Killed if this rank is."""
@@ -292,7 +292,7 @@ class MemoryCommunicator(Communicator):
             except _MemberDiedError:
                 whole = False
             agreement = _Group(self, group.members, ("agreement", self._all._number))
-            done = agreement.gather_living(whole, None, self._patient)
+            done = agreement.gather_living(whole, timeout_s, interrupt)
             if list(done) == group.members and all(done.values()):
                 return result
 

@@ -70,12 +70,15 @@ class MemoryTransport(ThreadedTransport):
         while True:
             self._comm.sleep_while_stopped()
             self._comm.end_if_dead()
+            if self._rank in self._world.ended:  # by an EndError: its process would be gone
+                return
             if (now_s := self.now_s()) > ticked_s + 0.9 * _TICK_S:
                 self._receiver.on_tick()
                 ticked_s = now_s
             with self._polling:
                 moved = self._poll()
-                nothing_left = not (self._bulk_outbox or self._small_outbox or self._sends)
+                on_their_way = any(message.peer not in self._world.ended for message in self._sends)
+                nothing_left = not (self._bulk_outbox or self._small_outbox or on_their_way)
                 if self._closing and nothing_left and self._rank not in self._channel.closed:
                     self._channel.close(self._rank)
                 if self._closing and self._channel.closed | self._world.gone >= set(range(self._world.size)):

@@ -8,8 +8,10 @@ What they do when one dies: `ulfm.py`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -118,9 +120,7 @@ class MpiCommunicator(Communicator):
     def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         while True:
             wait_quietly(Barrier(self.mpi).done, timeout_s, interrupt)  # asleep: what follows would spin
-            if not can_survive():
-                return action(_Living(self.mpi, self.mpi))
-            living = self.mpi.Shrink()
+            living = self._shrink(timeout_s, interrupt)
             try:
                 result, whole = action(_Living(living, self.mpi)), True
             except MPI.Exception as error:
@@ -128,15 +128,32 @@ class MpiCommunicator(Communicator):
                     raise
                 living.Revoke()  # nobody waits in the action for somebody who has left it
                 whole = False
-            try:
-                agreed = bool(living.Agree(int(whole)))
-            except MPI.Exception as error:
-                if not is_death(error):
-                    raise
-                agreed = False
-            living.Free()
-            if agreed:
+            # Asleep again: in the action some may have much to do, and others nothing.
+            end = Barrier(living, whole)
+            wait_quietly(end.done, timeout_s, interrupt)
+            if living is not self.mpi:
+                living.Free()
+            if end.everywhere:
                 return result
+
+    def _shrink(self, timeout_s: float | None, interrupt: Interrupt) -> MPI.Comm:
+        """A communicator of those who live, who all have just come; this one where nobody would outlive another.
+
+        Shrinking blocks, and Open MPI 5.0 has no other way: a thread does it, so that a rank which is stopped in just
+        that moment keeps nobody from hearing signals."""
+        if not can_survive():
+            return self.mpi
+        shrunken: Future[MPI.Comm] = Future()
+
+        def shrink() -> None:
+            try:
+                shrunken.set_result(self.mpi.Shrink())
+            except MPI.Exception as error:
+                shrunken.set_exception(error)
+
+        threading.Thread(target=shrink, name="pala-shrink", daemon=True).start()
+        wait_quietly(shrunken.done, timeout_s, interrupt)
+        return shrunken.result()
 
     def deaths(self) -> Deaths:
         return MpiDeaths(self.mpi)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 import mpi4py
 
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.system.runtime import Launch, say
+from pala.system.runtime import Interrupt, Launch, say
+from pala.system.waiting import wait_quietly
 
 if TYPE_CHECKING:
     from pala.transport.mpi import MpiCommunicator
@@ -84,11 +85,21 @@ def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
     """Let the other ranks end; returns how this one is to exit, with which status. Collective, unless somebody died.
 
     MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death nobody calls it, nor
-    without `finalize`: spares have ended before, which not every rank may have heard.
+    without `finalize`: spares have ended before, which not every rank may have heard. For a rank that is stopped it
+    would spin: all come together asleep first, and without one that does not come the job ends.
     """
     from mpi4py import MPI
 
+    from pala.transport.ulfm import Barrier
+
     if comm.num_dead > 0 or not finalize:
+        return _exit_at_once
+    try:
+        wait_quietly(Barrier(comm.mpi).done, _FINALIZE_S, Interrupt())
+    except EndError as error:
+        say(f"[rank {comm.rank}] {error}")
+        return lambda status: _exit_at_once(status or 1)
+    if comm.num_dead > 0:
         return _exit_at_once
     faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # somebody may die now, still
     MPI.Finalize()

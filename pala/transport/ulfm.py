@@ -60,8 +60,9 @@ class MpiDeaths(Deaths):
 class Barrier:
     """A barrier that is waited for asleep, by `done`, and that does not wait for the dead. Making one is collective."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._flag = array("i", [1])
+    def __init__(self, comm: MPI.Comm, holds: bool = True) -> None:
+        """`holds`: something that this rank says of itself; `everywhere` then tells whether all have said so."""
+        self._flag, self._died = array("i", [int(holds)]), False
         # An agreement completes when all who live take part in it.
         self._request = comm.Iagree(self._flag) if can_survive() else comm.Ibarrier()
 
@@ -70,6 +71,12 @@ class Barrier:
         try:
             return self._request.Test()
         except MPI.Exception as error:
-            if is_death(error):  # somebody died before it was complete: it is complete all the same
-                return True
-            raise
+            if not is_death(error):
+                raise
+            self._died = True  # somebody died before it was complete: it is complete all the same
+            return True
+
+    @property
+    def everywhere(self) -> bool:
+        """Of a barrier that is done: whether nobody died and all who came said that it holds; the same on all ranks."""
+        return bool(self._flag[0]) and not self._died

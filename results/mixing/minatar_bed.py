@@ -3,8 +3,9 @@ interrupted.
 
     pip install minatar==1.0.15
     python results/mixing/minatar_bed.py sweep          which rate is best for each method
-    python results/mixing/minatar_bed.py final          each method at its best rate, with fresh seeds
-    python results/mixing/minatar_bed.py delays         paired under delays, and with a slow rank
+    python results/mixing/minatar_bed.py momentum       and which momentum
+    python results/mixing/minatar_bed.py final          each method at its best setting, with fresh seeds
+    python results/mixing/minatar_bed.py delays         gossip under delays, and with a slow rank
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the page of it.
 """
@@ -16,6 +17,8 @@ import itertools
 import json
 import multiprocessing
 import os
+import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +26,21 @@ from typing import Any, NamedTuple
 from pala.system.runtime import prepare
 
 FOLDER = Path(__file__).resolve().parent
-GAMES = ("breakout", "space_invaders", "asterix")
+SWEPT = ("breakout", "space_invaders")  # settings are chosen on these
+GAMES = (*SWEPT, "asterix")
 METHODS = ("allreduce", "uniform", "paired")
 BASE_RATE = 7e-4
 TOTAL_STEPS = 500_000
+_FRESH = 100  # seeds from here on have not been looked at when settings are chosen
+
+
+class Setting(NamedTuple):
+    """What is chosen for each method and number of ranks."""
+
+    method: str
+    rate: float  # times BASE_RATE
+    momentum: float = 0.0
+    smoothing: float = 0.0  # without momentum 0
 
 
 class Job(NamedTuple):
@@ -35,10 +49,22 @@ class Job(NamedTuple):
     game: str
     ranks: int
     method: str
-    rate: float  # times BASE_RATE
+    rate: float
     seed: int
+    momentum: float = 0.0
+    smoothing: float = 0.0
     delay: float = 0.05
     slow_ranks: int = 0
+
+    @property
+    def setting(self) -> Setting:
+        """Of its method."""
+        return Setting(self.method, self.rate, self.momentum, self.smoothing)
+
+    @property
+    def is_of_the_sweep(self) -> bool:
+        """True if settings may be chosen by it."""
+        return self.seed < _FRESH and (self.delay, self.slow_ranks) == (0.05, 0)
 
 
 def make_bed(env_config: Any, game: str) -> Any:
@@ -92,7 +118,8 @@ def train(job: Job) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     config = Config(total_steps=TOTAL_STEPS, seed=job.seed)
-    config = replace(config, a2c=replace(config.a2c, learning_rate=job.rate * BASE_RATE))
+    own = {"learning_rate": job.rate * BASE_RATE, "momentum": job.momentum, "momentum_smoothing": job.smoothing}
+    config = replace(config, a2c=replace(config.a2c, **own))
     conditions = Conditions(job.ranks, job.delay, job.slow_ranks)
     try:
         learned = learn(job.method, config, conditions, partial(make_bed, game=job.game))
@@ -117,50 +144,94 @@ def read() -> dict[Job, dict[str, Any]]:
     return {Job(**{key: line[key] for key in Job._fields}): line for line in lines}
 
 
-def best_rates(results: dict[Job, dict[str, Any]]) -> dict[tuple[str, int, str], float]:
-    """By game, ranks and method: the rate with the greatest mean height over the sweep's seeds."""
-    heights: dict[tuple[str, int, str], dict[float, list[float]]] = {}
+def best_settings(results: dict[Job, dict[str, Any]]) -> dict[tuple[int, str], Setting]:
+    """By ranks and method: of the settings tried on all of `SWEPT`, the one with the greatest mean over these games of
+    the mean height, as a share of the greatest that any setting has on the game."""
+    heights: dict[tuple[int, str, Setting], list[float]] = {}
     for job, line in results.items():
-        if job.seed < 100 and (job.delay, job.slow_ranks) == (0.05, 0):
-            key = job.game, job.ranks, job.method
-            heights.setdefault(key, {}).setdefault(job.rate, []).append(line.get("mean_height", float("-inf")))
-    return {key: max(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate])) for key, rates in heights.items()}
+        if job.is_of_the_sweep:
+            heights.setdefault((job.ranks, job.game, job.setting), []).append(line.get("mean_height", 0.0))
+    means = {key: statistics.fmean(values) for key, values in heights.items()}
+    best: dict[tuple[int, str], tuple[float, Setting]] = {}
+    for ranks, setting in {(ranks, setting) for ranks, _, setting in means}:
+        if all((ranks, game, setting) in means for game in SWEPT):
+            share = statistics.fmean(
+                means[ranks, game, setting]
+                / max(mean for (n, other, _), mean in means.items() if (n, other) == (ranks, game))
+                for game in SWEPT
+            )
+            best[ranks, setting.method] = max(best.get((ranks, setting.method), (0.0, setting)), (share, setting))
+    return {key: setting for key, (_, setting) in best.items()}
+
+
+def chosen_settings(results: dict[Job, dict[str, Any]]) -> set[tuple[int, Setting]]:
+    """By number of ranks: each method's best setting, and its best without momentum."""
+    plain = {job: line for job, line in results.items() if not job.momentum}
+    return {(ranks, setting) for of in (results, plain) for (ranks, _), setting in best_settings(of).items()}
+
+
+_RATES = {2: (1, 2, 4, 8), 4: (1, 2, 4, 8), 8: (2, 4, 8, 16), 16: (1, 2, 4, 8, 16)}
+_MOMENTA = {  # by ranks and method: rate, momentum, smoothing
+    (4, "allreduce"): ((1, 0.5, 0.8), (1, 0.75, 0.8), (0.5, 0.75, 0.8)),
+    (4, "uniform"): ((2, 0.5, 0.8), (2, 0.75, 0.8)),
+    (4, "paired"): ((2, 0.5, 0.8), (4, 0.5, 0.8), (2, 0.75, 0.8)),
+    (16, "allreduce"): ((0.5, 0.75, 0.8), (1, 0.75, 0.8), (0.5, 0.9, 0.8)),
+    (16, "uniform"): ((2, 0.75, 0.8), (2, 0.9, 0.8)),
+    (16, "paired"): (
+        (1, 0.75, 0.8), (2, 0.75, 0.8), (4, 0.75, 0.8), (1, 0.875, 0.8), (1, 0.9, 0.8), (2, 0.9, 0.8), (2, 0.75, 0.9),
+        (1, 0.9, 0.95),
+    ),
+}  # fmt: skip
 
 
 def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[Job]:
-    """The trainings of a stage; those of the later stages need the sweep."""
+    """The trainings of a stage; those of the last two need the others."""
+    trials = itertools.product(range(1, seeds + 1), ranks, games, METHODS)
     if stage == "sweep":
-        rates = {2: (1, 2, 4, 8), 4: (1, 2, 4, 8), 8: (2, 4, 8, 16), 16: (2, 4, 8, 16)}
+        return [Job(game, n, method, rate, seed) for seed, n, game, method in trials for rate in _RATES[n]]
+    if stage == "momentum":
         return [
-            Job(game, n, method, rate, seed)
-            for seed, n, game in itertools.product(range(1, seeds + 1), ranks, games)
-            for rate in rates[n]
-            for method in METHODS
+            Job(game, n, method, rate, seed, momentum, smoothing)
+            for seed, n, game, method in trials
+            for rate, momentum, smoothing in _MOMENTA.get((n, method), ())
         ]
-    best = best_rates(read())
-    cells = [(game, n, method) for n, game, method in itertools.product(ranks, games, METHODS)]
+    fresh = range(_FRESH + 1, _FRESH + 1 + seeds)
+    chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
     if stage == "final":
-        return [Job(*cell, best[cell], seed) for seed in range(101, 101 + seeds) for cell in cells if cell in best]
+        return [_job(game, n, setting, seed) for seed in fresh for n, setting in chosen for game in games]
     conditions = [(1.0, 0), (3.0, 0), (10.0, 0), (0.05, 1)]
     return [
-        Job(*cell, best[cell], seed, delay, slow)
-        for seed in range(101, 101 + seeds)
+        _job(game, n, setting, seed, delay, slow)
+        for seed in fresh
         for delay, slow in conditions
-        for cell in cells
-        if cell in best and cell[2] != "allreduce"
+        for n, setting in chosen
+        for game in games
+        if setting.method != "allreduce"
     ]
+
+
+def _job(game: str, ranks: int, setting: Setting, seed: int, delay: float = 0.05, slow_ranks: int = 0) -> Job:
+    return Job(game, ranks, setting.method, setting.rate, seed, setting.momentum, setting.smoothing, delay, slow_ranks)
+
+
+def _commit() -> str:
+    """Of the code that trains, with a mark if it was changed since."""
+    git = ["git", "-C", str(FOLDER)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":/pala", ":/results/mixing/*.py"])
+    return commit.stdout.strip() + ("-changed" if changed.returncode else "")
 
 
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("sweep", "final", "delays"))
-    parser.add_argument("--games", nargs="+", default=list(GAMES), choices=GAMES)
+    parser.add_argument("stage", choices=("sweep", "momentum", "final", "delays"))
+    parser.add_argument("--games", nargs="+", default=list(SWEPT), choices=GAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
-    done = read()
+    done, commit = read(), {"commit": _commit()}
     jobs = [
         job for job in jobs_of(arguments.stage, arguments.games, arguments.ranks, arguments.seeds) if job not in done
     ]
@@ -168,7 +239,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(arguments.processes, prepare, (1,)) as pool:
         for line in pool.imap_unordered(train, jobs):
             with open(FOLDER / "minatar.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(line | commit) + "\n")
             print({key: line.get(key) for key in (*Job._fields, "mean_height", "failed")}, flush=True)
 
 

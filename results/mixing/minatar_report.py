@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 
 import numpy as np
-from minatar_bed import BASE_RATE, FOLDER, METHODS, TOTAL_STEPS, Job, best_rates, read
+from minatar_bed import BASE_RATE, METHODS, SWEPT, TOTAL_STEPS, Job, Setting, best_settings, read
 
 from pala.report.text import table
 
 _RESAMPLES = 10_000
+Results = dict[Job, dict]
 
 
 def iqm(values: np.ndarray) -> np.ndarray:
@@ -31,77 +31,85 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
     return f"{float(iqm(a) / iqm(b)):.2f} [{low:.2f}, {high:.2f}]"
 
 
-def sweep(results: dict[Job, dict]) -> str:
-    """Mean heights by rate; the best of a row is marked."""
-    rows = []
-    best = best_rates(results)
-    rates = sorted({job.rate for job in results})
-    for game, ranks, method in sorted(best, key=lambda key: (key[0], key[1], METHODS.index(key[2]))):
-        cells = []
-        for rate in rates:
-            found = [
-                line.get("mean_height") for job, line in results.items()
-                if (job.game, job.ranks, job.method, job.rate) == (game, ranks, method, rate) and job.seed < 100
-                and (job.delay, job.slow_ranks) == (0.05, 0)
-            ]  # fmt: skip
-            known = [height for height in found if height is not None]
-            mark = "**" if best[game, ranks, method] == rate else ""
-            cells.append(
-                f"{mark}{statistics.fmean(known):.2f}{mark} ({len(found)})" if known else "failed" * bool(found)
-            )
-        rows.append((game, str(ranks), method, *cells))
-    return table(("game", "ranks", "method", *(f"{rate:g} x" for rate in rates)), rows)
-
-
-def final(results: dict[Job, dict]) -> str:
-    """Each method at its best rate, fresh seeds, beside synchronous A2C."""
-    cells: dict[tuple[str, int, str], list[dict]] = {}
+def sweep(results: Results) -> str:
+    """Mean heights by setting; the best of a method is marked."""
+    heights: dict[tuple[int, Setting], dict[str, list[float]]] = {}
     for job, line in results.items():
-        if job.seed > 100 and (job.delay, job.slow_ranks) == (0.05, 0) and "mean_height" in line:
-            cells.setdefault((job.game, job.ranks, job.method), []).append(line)
-    rows = []
-    for cell in sorted(cells, key=lambda cell: (cell[0], cell[1], METHODS.index(cell[2]))):
-        (game, ranks, method), lines = cell, cells[cell]
+        if job.is_of_the_sweep:
+            heights.setdefault((job.ranks, job.setting), {}).setdefault(job.game, []).append(line.get("mean_height", 0))
+    best, rows = best_settings(results), []
+    for ranks, setting in sorted(heights, key=lambda key: (key[0], METHODS.index(key[1].method), key[1])):
+        found = heights[ranks, setting]
+        cells = [
+            text for game in SWEPT for text in (
+                (f"{statistics.fmean(found[game]):.2f}", str(len(found[game]))) if game in found else ("", "")
+            )
+        ]  # fmt: skip
+        mark = "**" if best.get((ranks, setting.method)) == setting else ""
+        rows.append((str(ranks), f"{mark}{setting.method}{mark}", *_texts(setting), *cells))
+    return table(("ranks", "method", *_SETTING, *(name for game in SWEPT for name in (game, "seeds"))), rows)
+
+
+_SETTING = ("rate", "momentum", "smoothing")
+
+
+def _texts(setting: Setting) -> tuple[str, str, str]:
+    how = (f"{setting.momentum:g}", f"{setting.smoothing:g}") if setting.momentum else ("", "")
+    return f"{setting.rate:g} x", *how
+
+
+def fresh(results: Results) -> str:
+    """Each method at its best settings, fresh seeds, beside the best of synchronous A2C."""
+    cells: dict[tuple[str, int, Setting], list[dict]] = {}
+    for job, line in results.items():
+        if not job.is_of_the_sweep and (job.delay, job.slow_ranks) == (0.05, 0) and "mean_height" in line:
+            cells.setdefault((job.game, job.ranks, job.setting), []).append(line)
+    best, rows = best_settings(results), []
+    for game, ranks, setting in sorted(cells, key=lambda key: (key[0], key[1], METHODS.index(key[2].method), key[2])):
+        lines = cells[game, ranks, setting]
         heights = [line["mean_height"] for line in lines]
-        others = [line["mean_height"] for line in cells.get((game, ranks, "allreduce"), [])]
+        rival = best[ranks, "allreduce"]
+        others = [line["mean_height"] for line in cells.get((game, ranks, rival), [])]
         kept, divergence = (statistics.fmean(line[key] for line in lines) for key in ("progress_kept", "divergence"))
         rows.append((
-            game, str(ranks), method, f"{lines[0]['rate']:g} x", str(len(lines)), f"{iqm(np.array(heights)):.2f}",
-            ratio(heights, others) if others and method != "allreduce" else "", f"{kept:.2f}", f"{divergence:.4f}",
+            game, str(ranks), setting.method, *_texts(setting), str(len(lines)), f"{iqm(np.array(heights)):.2f}",
+            ratio(heights, others) if others and setting != rival else "", f"{kept:.2f}", f"{divergence:.4f}",
         ))  # fmt: skip
-    header = ("game", "ranks", "method", "rate", "seeds", "IQM of mean height", "of allreduce", "kept", "KL, nats")
+    header = ("game", "ranks", "method", *_SETTING, "seeds", "IQM of mean height", "of allreduce", "kept", "KL, nats")
     return table(header, rows) if rows else "Not run yet."
 
 
-def trial() -> str:
-    """The trial of momentum, with 16 ranks."""
-    lines = [json.loads(line) for line in (FOLDER / "momentum_trial.jsonl").read_text().splitlines()]
-    cells: dict[tuple, dict[str, list[float]]] = {}
-    for line in lines:
-        key = (line["method"], line["rate"], line["momentum"], line["smoothing"] if line["momentum"] else None)
-        cells.setdefault(key, {}).setdefault(line["game"], []).append(line["mean_height"])
-    games = ("breakout", "space_invaders")
+def disturbed(results: Results) -> str:
+    """Under delays and with a slow rank, beside the same undisturbed."""
+    cells: dict[tuple[str, int, Setting, float, int], list[float]] = {}
+    for job, line in results.items():
+        if not job.is_of_the_sweep and "mean_height" in line:
+            key = (job.game, job.ranks, job.setting, job.delay, job.slow_ranks)
+            cells.setdefault(key, []).append(line["mean_height"])
     rows = []
-    for (method, rate, momentum, smoothing), heights in sorted(cells.items(), key=str):
-        texts = [f"{statistics.fmean(found):.2f} ({len(found)})" if (found := heights.get(g)) else "" for g in games]
-        spans = [f"{min(found):.2f}-{max(found):.2f}" if (found := heights.get(g)) else "" for g in games]
-        how = (f"{momentum:g}", f"{smoothing:g}") if momentum else ("none", "")
-        rows.append((method, f"{rate:g} x", *how, texts[0], spans[0], texts[1], spans[1]))
-    header = ("method", "rate", "momentum", "smoothing", "breakout", "range", "space_invaders", "range")
-    return table(header, rows)
+    for game, ranks, setting, delay, slow in sorted(cells, key=str):
+        if (delay, slow) != (0.05, 0):
+            heights, still = cells[game, ranks, setting, delay, slow], cells.get((game, ranks, setting, 0.05, 0), [])
+            rows.append((
+                game, str(ranks), setting.method, *_texts(setting), f"{delay:g}", str(slow), str(len(heights)),
+                f"{iqm(np.array(heights)):.2f}", ratio(heights, still) if still else "",
+            ))  # fmt: skip
+    header = ("game", "ranks", "method", *_SETTING, "delay, updates", "slow ranks", "seeds", "IQM of mean height",
+              "of the same undisturbed")  # fmt: skip
+    return table(header, rows) if rows else "Not run yet."
 
 
 def main() -> None:
     """Print the page."""
     results = read()
     print(f"# Mixing on MinAtar: {TOTAL_STEPS:,} steps over all ranks\n")
-    print(
-        f"## Sweep\n\nMean height of the curve (number of seeds), by the rate over {BASE_RATE:g}.\n\n{sweep(results)}"
-    )
-    print("\n## At its best rate, with fresh seeds\n\nRatios with 95 % bootstrap intervals over seeds.\n")
-    print(final(results))
-    print("\n## Trial: quasi-global momentum, 16 ranks\n\nMean height of the curve (number of seeds).\n")
-    print(trial())
+    print(f"## Choice of settings\n\nMean height of the curve. The rate is that over {BASE_RATE:g}.")
+    print(f"The best setting of each method and number of ranks is marked.\n\n{sweep(results)}")
+    print("\n## With fresh seeds\n\nEach method at its best settings, with and without momentum. Ratios with 95 %")
+    print("bootstrap intervals over seeds. Settings were chosen on Breakout and Space Invaders only.\n")
+    print(fresh(results))
+    print("\n## Delays, and a slow rank\n\nSlow ranks are 4 times slower than the others.\n")
+    print(disturbed(results))
 
 
 if __name__ == "__main__":

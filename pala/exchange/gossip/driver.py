@@ -34,13 +34,15 @@ from pala.exchange.gossip.actions import (
     SendControl,
     SendModel,
 )
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import NEWS, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Message, Refusal
 from pala.system.runtime import say
 from pala.transport.base import Packet, Received, Receiver, Transport
 
 _SNAPSHOTS = 2  # that may be on their way
+_MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
+_MOST_REPLIES = 8  # to one peer that have not left
 _MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
@@ -102,6 +104,7 @@ class Models(Protocol):
 class _Snapshot:
     packet: Packet
     sent_s: float = -math.inf  # when it was sent last
+    peers: tuple[int, ...] = ()  # to whom
     is_offer: bool = False  # open: an answer will be compared with it
 
     @property
@@ -124,9 +127,11 @@ class GossipDriver(Receiver):
         self._changed, self._num_waiting = threading.Condition(self.lock), 0
         self.counts: Counter[str] = Counter()  # for the metrics; whoever reads them may empty it
         self.distances: list[Any] = []
+        self.heals = 0
         self._num_asked = 0  # times that a mix could have been measured
         self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self._offers: dict[int, _Snapshot] = {}  # by the peer that is to answer
+        self._replies: list[tuple[int, Packet]] = []  # and to whom; some may not have left
         self._complained_of: set[int] = set()
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
@@ -192,6 +197,12 @@ class GossipDriver(Receiver):
         if opened.message is not None and opened.message.sender != source:
             opened = Opened(None, Refusal(f"it says it comes from rank {opened.message.sender}"))
         with self.lock:
+            if self._takes_nothing(source) and (opened.message is None or opened.message.kind not in NEWS):
+                self.counts["models_refused"] += 1
+                self._complain(
+                    source, Refusal(f"{_MOST_UNDER_WAY} models have been sent to it, which it does not take")
+                )
+                return
             if opened.message is not None:
                 rejected = opened.refusal is not None
                 self._perform(
@@ -199,6 +210,8 @@ class GossipDriver(Receiver):
                 )  # fmt: skip
             elif message.bulk:
                 self._perform(self.protocol.unreadable_model_came(source))
+            else:
+                self.counts["models_refused"] += 1
             if opened.refusal is not None:
                 self._complain(source, opened.refusal)
             self._notify()
@@ -231,7 +244,7 @@ class GossipDriver(Receiver):
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, SendControl):
-                self.transport.send(action.peer, self.models.control(action.message))
+                self._send_control(action)
             elif isinstance(action, SendModel):
                 self._send_model(action)
             elif isinstance(action, Accept):
@@ -249,16 +262,33 @@ class GossipDriver(Receiver):
                 self._close_offer(action.peer)
             elif isinstance(action, Heal):
                 self.models.heal()
+                self.heals += 1
                 self._count_mix(action.num_models)
             elif isinstance(action, Clear):
                 self.models.clear()
+
+    def _send_control(self, action: SendControl) -> None:
+        """Of replies so many as any peer can be owed: one that sends what has to be refused, and takes nothing, gets no
+        more."""
+        packet = self.models.control(action.message)
+        if action.message.kind not in NEWS:
+            self._replies = [reply for reply in self._replies if reply[1].pending]
+            if sum(peer == action.peer for peer, _ in self._replies) >= _MOST_REPLIES:
+                return
+            self._replies.append((action.peer, packet))
+        self.transport.send(action.peer, packet)
+
+    def _takes_nothing(self, peer: int) -> bool:
+        """Whether so many models are under way to this peer that it cannot have taken the last: what it sends, credits
+        above all, must not make them more."""
+        return sum(one.peers == (peer,) and one.packet.pending > 0 for one in self._snapshots) >= _MOST_UNDER_WAY
 
     def _send_model(self, action: SendModel) -> None:
         kind, snapshot = action.message.kind, self._free_snapshot()
         if snapshot is None:
             assert kind is not Kind.MODEL, "the protocol was told that there is no memory for a snapshot"
             snapshot = self._new_snapshot()  # of offers and answers there are at most two a peer
-        snapshot.sent_s = self.transport.now_s()
+        snapshot.sent_s, snapshot.peers = self.transport.now_s(), action.peers
         if kind is Kind.OFFER:
             snapshot.is_offer = True
             self._offers[action.peers[0]] = snapshot
@@ -296,7 +326,7 @@ class GossipDriver(Receiver):
         snapshots, patience_s = self._snapshots, self.protocol.patience_s
         free = [snapshot for snapshot in snapshots if snapshot.is_free]
         if not free and all(snapshot.sent_s < self.transport.now_s() - patience_s for snapshot in snapshots):
-            return self._new_snapshot()
+            return self._new_snapshot() if len(snapshots) < self._num_snapshots + self.protocol.size else None
         for snapshot in reversed(free[1:]):
             if len(snapshots) > self._num_snapshots:
                 snapshots.remove(snapshot)

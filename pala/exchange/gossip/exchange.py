@@ -17,7 +17,7 @@ from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.models import TensorModels
-from pala.exchange.gossip.protocols import make_protocol
+from pala.exchange.gossip.protocols import PROTOCOLS, make_protocol
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
@@ -40,7 +40,8 @@ class Gossip(ModelExchange):
         spare."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
         codec = make_codec(config.exchange, parameters)
-        wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes))
+        sizes = gossip_sizes(codec.sizes, PROTOCOLS[config.exchange.mixing].kinds)
+        wire = Wire(comm.size, parameters.numel(), signature, sizes)
         models = TensorModels(parameters, codec, wire)
         self.message_bytes = wire.most_bytes
         if slept is not None:
@@ -75,6 +76,10 @@ class Gossip(ModelExchange):
 
     def stop_now(self, reason: Stop) -> None:
         self._driver.end(reason)
+
+    @property
+    def heals(self) -> int:
+        return self._driver.heals
 
     def take_place(self) -> bool:
         """Of a rank that has slept: train from now on, with a peer's model, which is waited for. False if training ends

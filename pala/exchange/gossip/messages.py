@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 from pala.exchange.wire import NOTHING, Sizes
 
@@ -21,8 +22,11 @@ class Kind(enum.IntEnum):
 
 
 WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)
+WITHOUT_MODEL = tuple(kind for kind in Kind if kind not in WITH_MODEL)
+NEWS = (Kind.STOP, Kind.LEAVE)
+"""What is said once, and must arrive."""
 
 
-def gossip_sizes(model: Sizes) -> dict[Kind, Sizes]:
-    """Bytes that a message of each kind may have behind its counters, if models have these sizes."""
-    return {kind: model if kind in WITH_MODEL else NOTHING for kind in Kind}
+def gossip_sizes(model: Sizes, kinds: Iterable[Kind] = Kind) -> dict[Kind, Sizes]:
+    """Bytes that a message of each of these kinds may have behind its counters, if models have these sizes."""
+    return {kind: model if kind in WITH_MODEL else NOTHING for kind in kinds}

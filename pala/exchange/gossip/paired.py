@@ -35,10 +35,11 @@ from dataclasses import dataclass
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.actions import Action, Clear, Close, GoOn, Keep, Move, Pull, SendModel, Wait
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Message
 
+_MOST_FRACTION = 0.5  # of an answer, to one offer or more
 _ANY = 0  # in a refusal: of whichever offer is open; the first offer is number 1
 
 
@@ -51,6 +52,7 @@ class _Offer:
 class PairedProtocol(GossipProtocol):
     """The state of one rank."""
 
+    kinds = (Kind.OFFER, Kind.ANSWER, *WITHOUT_MODEL)
     _debts_stay = False
     _offers: dict[int, _Offer]
 
@@ -114,11 +116,14 @@ class PairedProtocol(GossipProtocol):
         if message.kind is Kind.OFFER:
             return self._offer_came(message, took_s, late, rejected)
         offer = self._offers.get(sender)
-        if offer is None:
+        if message.kind is Kind.ANSWER:
+            if offer is not None and message.round == offer.number:
+                rejected |= message.weight > _MOST_FRACTION
+                return self._answer_came(sender, message.weight, offer, usable=not (late or rejected))
+            self.counts["models_refused"] += 1
             return []
-        if message.kind is Kind.ANSWER and message.round == offer.number:
-            return self._answer_came(sender, message.weight, offer, usable=not (late or rejected))
-        if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE) and message.round in (offer.number, _ANY):
+        is_refusal = message.kind in (Kind.CREDIT, Kind.ASK_WHOLE)
+        if offer is not None and is_refusal and message.round in (offer.number, _ANY):
             self._credit_came(sender, wants_whole=message.kind is Kind.ASK_WHOLE)
             self._refusing.add(sender)
             return self._refused(sender)

@@ -39,11 +39,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip import topology as graph
 from pala.exchange.gossip.actions import Accept, Action, Clear, GoOn, Heal, Mix, SendControl, SendModel, Wait
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
 from pala.exchange.gossip.mixing import Mixing
 from pala.exchange.gossip.process_lock import ProcessLock
 from pala.exchange.wire import Format, Message
@@ -68,6 +69,8 @@ class Rules:
 
 class GossipProtocol:
     """The state of one rank. Every method is a pure transition; none communicates."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (Kind.MODEL, *WITHOUT_MODEL)  # of its messages
 
     def __init__(self, budget: StepBudget, mixing: Mixing, rules: Rules, round_: int = 0) -> None:
         self.budget, self.mixing, self.rules, self.round = budget, mixing, rules, round_
@@ -261,6 +264,8 @@ class GossipProtocol:
 
     def _take_in(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         if message.kind is Kind.MODEL:
+            if message.sender in self._inbox:
+                return self._second_model_came(message)
             return self._model_came(message, took_s, late, rejected)
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
             self._credit_came(message.sender, wants_whole=message.kind is Kind.ASK_WHOLE)
@@ -280,6 +285,8 @@ class GossipProtocol:
     def _joined(self, peer: int) -> None:
         """`peer` takes a place; it gets a whole model with the next, or at once if this rank waits."""
         self.budget.rank_joined(peer)
+        if peer not in self.living:
+            return
         self._wants_whole.add(peer)
         if self._between_updates and peer not in self._owed:
             self._owed.append(peer)
@@ -325,9 +332,15 @@ class GossipProtocol:
         self.counts["models_received"] += 1
         self._whole_came |= message.format is not Format.TOP_K
         self._gave_up = False
-        assert sender not in self._inbox, f"peer {sender} sent twice on one credit"
         self._inbox[sender] = self.mixing.receive(message.weight)
         return [Accept(self._inbox[sender])]
+
+    def _second_model_came(self, message: Message) -> list[Action]:
+        """Its sender had a credit too many, as from a message that was damaged on its way. The credit for the first
+        model is one for both."""
+        self.counts["models_refused"] += 1
+        self.mixing.reject(message.weight)
+        return []
 
     def _note_transfer(self, sender: int, took_s: float) -> bool:
         """True if the model that has come from `sender`, in so many seconds, is too old to be received: its sender
@@ -370,7 +383,7 @@ class GossipProtocol:
             return []
         if self.rules.max_staleness == 0:
             num_come = len(self._inbox) + self._num_rejected
-            self._rounds_due = max(1, num_come // max(1, self._models_a_round))
+            self._rounds_due = min(max(1, num_come // max(1, self._models_a_round)), self.size)
         senders, received = list(self._inbox), sum(self._inbox.values())
         mix = Mix(self.mixing.weight, len(senders)) if self.has_model else Heal(len(senders))
         self._inbox.clear()

@@ -12,7 +12,7 @@ import numpy as np
 from pala.config import Config
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.driver import GossipDriver, Models, Opened
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.protocols import make_protocol
 from pala.exchange.wire import NOTHING, Message, Refusal, Wire
 from pala.system.runtime import Interrupt
@@ -61,7 +61,7 @@ class SleepingGossip:
         )  # fmt: skip
         self._budget = budget
         protocol = make_protocol(config, budget, begin.round, weight=0.0, whole_every=1)
-        wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(Kind, NOTHING))
+        wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
         self.transport = comm.open_transport()
         self.driver = GossipDriver(protocol, self.transport, cast(Models, _NoModels(wire)), num_snapshots=0)
         self.driver.start()

@@ -1,0 +1,633 @@
+"""One rank of the explorer: training's own driver and protocol, between two states that can be compared.
+
+`LocalRank` makes live objects of a frozen state, lets one thing happen to them, and freezes them again. What is left
+out of a frozen state, or made alike in it, must not matter to anything that can happen later; each place says why.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.gossip import topology as graph
+from pala.exchange.gossip.driver import GossipDriver, Opened, _Snapshot
+from pala.exchange.gossip.messages import WITH_MODEL, Kind
+from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.paired import _Offer
+from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.gossip.protocols import PROTOCOLS
+from pala.exchange.wire import Format, Message, Refusal
+from pala.transport.base import Packet, Received, Receiver, Transport
+
+AGAIN_S, PATIENCE_S, NO_PATIENCE_S = 1.0, 1000.0, 1e9
+_OLD_S = 2 * PATIENCE_S
+ANY, CURRENT, STALE = 0, 1, 2
+"""All that matters of the number in a reply: it means any offer, the one that is open, or one that is open no more. A
+later offer never gets the number of an earlier one, so what is stale stays stale. Rounds begin above these."""
+_FIRST_ROUND = 3
+_MANY_STEPS = 1 << 62
+_OF_PEERS = {"silent", "present", "living", "left", "_asleep", "_owed", "_inbox", "_stale", "_wants_whole"}
+"""Attributes of protocol and budget that hold ranks' numbers."""
+
+
+class Mode(enum.IntEnum):
+    """What a rank's learner does."""
+
+    UPDATES = 0
+    WAITS = 1
+    ENDED = 2
+    DEAD = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is explored."""
+
+    ranks: int = 2
+    topology: str = "random"
+    mixing: str = "uniform"
+    max_staleness: int = 1
+    faults: frozenset[str] = frozenset()
+    updates: int = 0
+    """The budget in updates of all ranks together; 0: none, and by the fault `stop` any rank may find the budget met at
+    any time. Steps are only ever compared with the budget, so that covers whatever the counters say."""
+    whole_every: int = 1
+    snapshots: int = 2
+    most_rare: int = 2
+    """How many messages of one run may be damaged or come twice."""
+    protocol: type[GossipProtocol] | None = None
+    driver: type[GossipDriver] = GossipDriver
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether a patience can end."""
+        return not self.faults.isdisjoint({"patience", "absence"})
+
+    @property
+    def period(self) -> int:
+        """Rounds that are so far apart have the same peers, however many ranks live."""
+        if self.topology != "exponential":
+            return 1
+        return math.lcm(*((n - 1).bit_length() for n in range(2, self.ranks + 1)))
+
+    @property
+    def first_rounds(self) -> list[int]:
+        """Of the random graph: rounds of which one has each possible set of offsets. The explorer takes any of them at
+        each step: whatever the seed, what a run can do is among that."""
+        if self.topology != "random" or self.ranks == 2:
+            return []
+        found: dict[tuple[int, ...], int] = {}
+        for round_ in range(_FIRST_ROUND, _FIRST_ROUND + 1000):
+            offsets = tuple(graph.OFFSETS["random"](n, round_, 0) for n in range(2, self.ranks + 1))
+            found.setdefault(offsets, round_)
+        return sorted(found.values())
+
+
+class Letter(NamedTuple):
+    """A message on its way, with what is known of its model."""
+
+    kind: Kind
+    number: int = ANY  # of the offer that it is or answers
+    weight: Any = 1.0
+    stop: Stop = Stop.NONE
+    local_steps: tuple[int, ...] = ()
+    whole: bool = True
+    finite: bool = True
+    old: bool = False  # it was sent to a rank that was away then
+
+    @property
+    def bulk(self) -> bool:
+        """Whether it holds a model."""
+        return self.kind in WITH_MODEL
+
+
+class Snapshot(NamedTuple):
+    """A snapshot in use."""
+
+    to: tuple[tuple[int, Kind], ...]  # that it has not left for
+    offered_to: int = -1
+    is_old: bool = False  # sent longer ago than the patience
+    answer: Any = None  # the fraction in the answer to it
+    before_heal: bool = False
+
+
+class Frozen(NamedTuple):
+    """A rank, comparable."""
+
+    number: int
+    mode: Mode
+    made: int  # updates, if they are counted
+    since_mix: int  # updates; counted here, and not by the protocol
+    excused: bool  # its patience has ended since its last mix
+    protocol: tuple[tuple[str, Any], ...] = ()
+    budget: tuple[tuple[str, Any], ...] = ()
+    lock: tuple[tuple[int, float], ...] = ()
+    weight: Any = 1.0
+    snapshots: tuple[Snapshot, ...] = ()
+    num_snapshots: int = 0
+    finite: bool = True
+    old: bool = False
+    inbox: tuple[tuple[int, Letter], ...] = ()
+
+
+class Outcome(NamedTuple):
+    """What one thing that happened to a rank led to."""
+
+    rank: Frozen
+    letters: tuple[tuple[int, Letter], ...]  # to whom
+    closed: tuple[int, ...]  # peers to which the offer that was open is open no more
+    faults: tuple[str, ...]
+    failed: bool  # by an exception
+
+
+class _Packet:
+    def __init__(self, letter: Letter | None = None) -> None:
+        self.data, self.pending = letter, 0
+        self.to: list[tuple[int, Kind]] = []
+        self.answer: Any = None
+        self.before_heal = False
+
+    def ready(self) -> bool:
+        return True
+
+
+class SymbolicModels:
+    """A rank's model as the driver's `Models`: whether it is finite and fresh, and who is in the inbox."""
+
+    def __init__(self) -> None:
+        self.finite, self.old = True, False
+        self.inbox: dict[int, Letter] = {}
+        self.offered: Callable[[], list[_Packet]] = list  # the open offers
+        self._opened = (-1, Letter(Kind.STOP))
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what happened in the last one."""
+        self.faults: list[str] = []
+        self.mixes, self.healed = 0, False
+        self.moved: list[_Packet] = []
+        self._answered: dict[int, Any] = {}  # the fractions
+
+    def new_snapshot(self) -> Packet:
+        return _Packet()
+
+    def fill(self, snapshot: _Packet, message: Message, whole: bool) -> int:
+        if snapshot.pending:
+            self.faults.append("wrote over a message on its way")
+        if self.offered().count(snapshot) > (message.kind is Kind.OFFER):
+            self.faults.append("wrote over an open offer")
+        snapshot.data = _letter(message)._replace(whole=whole, finite=self.finite, old=False)
+        snapshot.answer, snapshot.before_heal = None, False
+        return 0
+
+    def fill_answer(self, snapshot: _Packet, message: Message, peer: int) -> int:
+        if peer not in self.inbox:
+            self.faults.append("answered an offer after it had moved, or that it has not")
+        self._answered[peer] = message.weight
+        return self.fill(snapshot, message, whole=True)
+
+    def control(self, message: Message) -> Packet:
+        return _Packet(_letter(message))
+
+    def open(self, received: Received, offer: Any = None) -> Opened:
+        if received.data is None:
+            return Opened(None, Refusal("it cannot be read"))
+        letter: Letter
+        sender, letter, size = received.data
+        self._opened = sender, letter
+        steps = np.array(letter.local_steps or (0,) * size, np.uint64)
+        format_ = Format.FLOAT32 if letter.whole else Format.TOP_K
+        message = Message(letter.kind, sender, letter.number, letter.weight, letter.stop, steps, format_)
+        if not letter.bulk or received.too_late:
+            return Opened(message)
+        return Opened(message, None if letter.finite else Refusal("it holds NaN or infinity"))
+
+    def add(self, weight: float) -> None:
+        sender, letter = self._opened
+        if sender in self.inbox:
+            self.faults.append(f"counts rank {sender} twice")
+        if letter.kind is Kind.ANSWER:
+            self.faults.append("sum of all models: took an answer for an offer")
+        self.inbox[sender] = letter._replace(weight=weight)
+
+    def clear(self) -> None:
+        self.inbox.clear()
+
+    def mix(self, own_weight: float, measure: bool) -> None:
+        if not self.inbox:
+            self.faults.append("mixed nothing")
+        self._take(mixes=True)
+
+    def pull(self, fraction: float, measure: bool) -> None:
+        if self._answered != dict.fromkeys(self.inbox, fraction):
+            self.faults.append("sum of all models: moved otherwise than it answered")
+        self._answered = {}
+        self._take(mixes=True)
+
+    def keep(self, offer: _Packet) -> None:
+        if self._opened[1].number != CURRENT:
+            self.faults.append("took the answer to another offer")
+        offer.answer = self._opened[1].weight
+
+    def move(self, offer: _Packet, fraction: float) -> None:
+        assert offer.answer is not None, "an offer moves this rank's model only when it was answered"
+        if offer.before_heal:
+            self.faults.append("moved by what its model was before it was healed")
+        if offer.answer != fraction:
+            self.faults.append("sum of all models: moved by another fraction than its peer")
+        if offer in self.moved:
+            self.faults.append("sum of all models: moved twice")
+        self.moved.append(offer)
+        self.mixes += 1
+
+    def heal(self) -> None:
+        if not any(letter.whole for letter in self.inbox.values()):
+            self.faults.append("was healed by a part of a model")
+        self.finite = self.healed = True
+        for offer in self.offered():
+            offer.before_heal = True
+        self._take()
+
+    def memory_for(self, num_bytes: int) -> None:
+        return None
+
+    def give_up_memory(self) -> None:
+        pass
+
+    def _take(self, mixes: bool = False) -> None:
+        """The inbox into the model; `mixes`: and not in its place."""
+        letters = self.inbox.values()
+        if not all(letter.finite for letter in letters):
+            self.faults.append("poison was mixed")
+        if any(letter.old for letter in letters):
+            self.faults.append("stale: took what was sent while it was away")
+        if mixes and self.old:
+            self.faults.append("stale: mixed its own model of before it was away")
+        self.old = False
+        self.mixes += 1
+        self.inbox.clear()
+
+
+class _Outbox(Transport):
+    """Keeps what is sent, and says what time it is."""
+
+    def __init__(self) -> None:
+        self.now, self.sent = 0.0, list[tuple[int, Letter]]()
+
+    def start(self, receiver: Receiver) -> None:
+        pass
+
+    def now_s(self) -> float:
+        return self.now
+
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        assert isinstance(packet, _Packet) and packet.data is not None
+        packet.pending += 1
+        packet.to.append((peer, packet.data.kind))
+        self.sent.append((peer, packet.data))
+
+
+class LocalRank:
+    """The live objects of one rank, and what can happen to them."""
+
+    def __init__(self, case: Case, number: int, round_: int = 0, weight: Fraction = Fraction(1)) -> None:
+        self._case, self.number, self._rounds = case, number, case.first_rounds or [-1]
+        patience_s = PATIENCE_S if case.has_clock else NO_PATIENCE_S
+        rules = Rules(case.topology, case.max_staleness, 0, case.whole_every, AGAIN_S, patience_s)
+        budget = StepBudget(number, case.ranks, case.updates or _MANY_STEPS)
+        protocol = (case.protocol or PROTOCOLS[case.mixing])(budget, RULES[case.mixing](weight), rules, round_)  # type: ignore[arg-type]
+        self._transport, self.models = _Outbox(), SymbolicModels()
+        self.driver = case.driver(protocol, self._transport, self.models, case.snapshots, report=lambda sentence: None)
+        self.protocol = protocol
+        self.models.offered = lambda: list(self._open_packets().values())
+        self._mode, self._made, self._since_mix, self._excused = Mode.UPDATES, 0, 0, False
+        self.driver.start()
+
+    # ---- what can happen -----------------------------------------------------------------------------------------
+
+    def play(self, frozen: Frozen, event: tuple[Any, ...]) -> list[Outcome]:
+        """All that can come of an event (a method's name, then its arguments) in a state."""
+        outcomes: list[Outcome] = []
+        for round_ in self._rounds:
+            self.load(frozen)
+            if round_ >= 0:
+                self.protocol.round = round_
+            models, before = self.models, self._open_packets()
+            kept = [peer for peer, packet in before.items() if packet.answer is not None]
+            failed = True
+            try:
+                getattr(self, event[0])(*event[1:])
+                failed = False
+            except (AssertionError, LookupError, ValueError, TypeError, AttributeError) as error:
+                models.faults.append(f"{type(error).__name__}: {error}")
+            if models.mixes:
+                self._since_mix, self._excused = 0, False
+            closed = [peer for peer in before if not self._is_still_open(peer)]
+            forgotten = [peer for peer in kept if peer in closed and before[peer] not in models.moved]
+            if forgotten and not models.healed:
+                models.faults.append(f"sum of all models: forgot the answer of rank {forgotten[0]}")
+            if len(self.protocol.living) == 1:  # no model is fresher than its own, or than one of the dead
+                models.faults = [fault for fault in models.faults if not fault.startswith("stale")]
+            began_a_round = self.protocol.round != round_
+            outcome = self._outcome(tuple(sorted(closed)))._replace(failed=failed)
+            if outcome not in outcomes:
+                outcomes.append(outcome)
+            if not began_a_round:
+                break
+        return outcomes
+
+    def finish(self, poison: bool) -> None:
+        """An update. `poison`: it makes the model NaN, which the rank sees after its next one."""
+        healthy = self.models.finite
+        self.models.finite &= not poison
+        self._since_mix += len(self.protocol.living) > 1
+        self._made += self._case.updates > 0
+        self.driver.finish_update(int(self._case.updates > 0), healthy)
+        alone = len(self.protocol.living) == 1
+        if self._since_mix > self._case.max_staleness + 1 and not (self._excused or alone):
+            self.models.faults.append(f"staleness: {self._since_mix} updates on its own")
+        self.advance()
+
+    def advance(self) -> None:
+        if self.driver.advance():
+            self._mode = Mode.UPDATES if self.protocol.budget.stop is Stop.NONE else Mode.ENDED
+        else:
+            self._mode = Mode.WAITS
+
+    def deliver(self, sender: int, letter: Letter, how: str) -> None:
+        data = None if how == "garbled" else (sender, letter, self._case.ranks)
+        self.driver.on_message(Received(sender, data, letter.bulk, 0.0, how == "late"))
+
+    def notice(self, dead: int) -> None:
+        self.driver.on_death(dead)
+
+    def stop(self, reason: Stop) -> None:
+        self.driver.end(reason)
+
+    def timer(self) -> None:
+        """A waiting rank has waited long enough to send again."""
+        self._transport.now += 2 * AGAIN_S
+        self.advance()
+
+    def patience(self) -> None:
+        """So long goes by, in which nothing comes and the rank is there."""
+        self._excused |= self._mode is Mode.WAITS
+        if self.gives_up:
+            self._mark_old(False)
+        for _ in range(2):
+            self._transport.now += 0.6 * PATIENCE_S
+            self.driver.on_tick()
+
+    def absence(self) -> None:
+        """The rank is stopped for so long, and goes on: no clock has been looked at yet."""
+        self._transport.now += _OLD_S
+        self._mark_old(True)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the end of its patience lets it go on with the model that it has, and take whatever comes."""
+        return self._mode is Mode.WAITS and self.protocol.healthy
+
+    def _mark_old(self, old: bool) -> None:
+        models = self.models
+        models.old = old
+        models.inbox = {sender: letter._replace(old=old) for sender, letter in models.inbox.items()}
+
+    def tick(self) -> None:
+        self.driver.on_tick()
+
+    def close(self) -> None:
+        """All ranks have ended, and nothing is on its way."""
+        self.driver.finish()
+
+    def _open_packets(self) -> dict[int, _Packet]:
+        """Of the offers that are open or answered."""
+        return {peer: cast(_Packet, offer.packet) for peer, offer in self.driver._offers.items()}
+
+    def _is_still_open(self, peer: int) -> bool:
+        """The offer that was open when the step began."""
+        offer = self.driver._offers.get(peer)
+        return offer is not None and offer.packet.data.number == CURRENT
+
+    def _outcome(self, closed: tuple[int, ...]) -> Outcome:
+        offers, faults, sent = self._open_packets(), self.models.faults, self._transport.sent
+        open_ = [peer for peer in offers if peer not in self.protocol.silent and offers[peer].answer is None]
+        if len(open_) > 1 and any(letter.kind is Kind.OFFER for _, letter in sent):
+            faults.append(f"second offer: to ranks {open_}")
+        damaged = self._case.most_rare if "garbled" in self._case.faults else 0
+        if self.driver.num_snapshots > max(self._case.snapshots, 2 * self._case.ranks) + damaged:
+            faults.append(f"memory for {self.driver.num_snapshots} snapshots")
+        if set(self.models.inbox) != set(self.protocol._inbox):
+            faults.append(f"inbox: models of {sorted(self.models.inbox)}, counted {sorted(self.protocol._inbox)}")
+        open_or_answered = {*getattr(self.protocol, "_offers", ()), *getattr(self.protocol, "_answers", ())}
+        if set(offers) != open_or_answered:
+            faults.append(f"offers: kept those to {sorted(offers)}, open or answered {sorted(open_or_answered)}")
+        if any(peer == self.number for peer, _ in sent):
+            faults.append("sent a message to itself")
+        letters = tuple((peer, self._numbered(peer, letter)) for peer, letter in sent if peer != self.number)
+        return Outcome(self.save(), letters, closed, tuple(faults), False)
+
+    def _numbered(self, peer: int, letter: Letter) -> Letter:
+        """Of an offer: whether it is the open one. The numbers of one-way models and their credits are never read."""
+        offers = getattr(self.protocol, "_offers", None)
+        if offers is None:
+            return letter._replace(number=ANY)
+        if letter.kind is Kind.OFFER:
+            is_open = peer in offers and offers[peer].number == letter.number
+            return letter._replace(number=CURRENT if is_open else STALE)
+        return letter if letter.kind in (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE) else letter._replace(number=ANY)
+
+    # ---- frozen and live -----------------------------------------------------------------------------------------
+
+    def save(self) -> Frozen:
+        """What it is now."""
+        p = self.protocol
+        self._forget()
+        fields = _freeze_fields(p, {"budget", "mixing", "rules", "rank", "size", "lock", "counts"})
+        budget = _freeze_fields(p.budget, {"rank", "size", "budget_steps"})
+        lock = sorted(p.lock._held_since_s.items(), key=lambda held: (held[1], held[0]))
+        peer_of = {id(snapshot): peer for peer, snapshot in self.driver._offers.items()}
+        snapshots = [self._freeze_snapshot(s, peer_of.get(id(s), -1)) for s in self.driver._snapshots]
+        snapshots = sorted(s for s in snapshots if s.to or s.offered_to >= 0)  # those that are free are all alike
+        num_snapshots = len(self.driver._snapshots)
+        if self._case.mixing == "paired" or self._mode is Mode.ENDED:  # the same: how many are free does not matter
+            num_snapshots = max(len(snapshots), self._case.snapshots)
+        models = self.models
+        inbox = sorted(
+            (peer, x._replace(stop=Stop.NONE, local_steps=(), number=ANY)) for peer, x in models.inbox.items()
+        )
+        return Frozen(
+            self.number, self._mode, self._made, self._since_mix, self._excused, fields, budget, tuple(lock),
+            p.mixing.weight, tuple(snapshots), num_snapshots, models.finite, models.old, tuple(inbox),
+        )  # fmt: skip
+
+    def load(self, frozen: Frozen) -> None:
+        """Be that."""
+        p, driver, models = self.protocol, self.driver, self.models
+        _thaw_fields(p, frozen.protocol, {"budget", "mixing", "rules", "rank", "size", "lock", "counts"})
+        _thaw_fields(p.budget, frozen.budget, {"rank", "size", "budget_steps"})
+        p.lock._held_since_s = dict(frozen.lock)
+        p.mixing.weight = frozen.weight
+        p.counts.clear()
+        driver.counts.clear()
+        driver.distances.clear()
+        driver._complained_of.clear()  # only what is said of it
+        driver._num_asked = 0  # only whether a distance is measured
+        driver._replies.clear()  # they leave at once
+        driver._offers.clear()
+        driver._snapshots.clear()
+        for snapshot in frozen.snapshots:
+            packet = _Packet(Letter(Kind.OFFER, CURRENT))
+            packet.to, packet.pending = list(snapshot.to), len(snapshot.to)
+            packet.answer, packet.before_heal = snapshot.answer, snapshot.before_heal
+            peers = tuple(peer for peer, _ in snapshot.to)
+            live = _Snapshot(packet, -_OLD_S if snapshot.is_old else 0.0, peers, is_offer=snapshot.offered_to >= 0)
+            if snapshot.offered_to >= 0:
+                driver._offers[snapshot.offered_to] = live
+            driver._snapshots.append(live)
+        while len(driver._snapshots) < frozen.num_snapshots:
+            driver._snapshots.append(_Snapshot(models.new_snapshot()))
+        models.finite, models.old, models.inbox = frozen.finite, frozen.old, dict(frozen.inbox)
+        self._mode, self._made, self._since_mix = frozen.mode, frozen.made, frozen.since_mix
+        self._excused, self._transport.now, self._transport.sent = frozen.excused, 0.0, []
+        models.begin_step()
+
+    def _freeze_snapshot(self, snapshot: Any, offered_to: int) -> Snapshot:
+        packet: _Packet = snapshot.packet
+        to = () if self._mode is Mode.ENDED else tuple(sorted(packet.to))  # it fills no more
+        # The paired exchange takes more memory when there is none, however old what is on its way is.
+        is_old = self._case.mixing != "paired" and self._age(snapshot.sent_s) > PATIENCE_S
+        return Snapshot(to, offered_to, is_old, packet.answer, packet.before_heal)
+
+    def _age(self, time_s: float) -> float:
+        return self._transport.now - time_s
+
+    def _forget(self) -> None:
+        """Make alike what does not matter."""
+        p, case = self.protocol, self._case
+        self._forget_times(p)
+        # Rounds matter by their peers, and as numbers of offers (see CURRENT).
+        p.round = _FIRST_ROUND + (p.round - _FIRST_ROUND) % case.period
+        for offer in getattr(p, "_offers", {}).values():
+            offer.number = CURRENT
+        p._num_sends %= case.whole_every
+        p.staleness = min(p.staleness, case.max_staleness + 1)  # only compared with the bound
+        self._since_mix = 0 if self._excused else min(self._since_mix, case.max_staleness + 2)  # the same
+        if self._mode is Mode.UPDATES and not p._debts_stay:  # what is owed now is dropped at the end of the update
+            p._owed.clear()
+        # Added to what is in the inbox, which must be something, and compared with the models of a round ...
+        a_round, most = case.ranks - 1 if case.topology == "complete" else 1, case.ranks
+        cap = a_round - 1
+        if case.max_staleness == 0:  # ... or divided by them: a number of rounds, of which the last ones leave a debt
+            cap = a_round * (most + case.period) - 1
+            p._rounds_due = _least(p._rounds_due, most, case.period)
+        p._num_rejected = _least(p._num_rejected, cap, a_round * case.period if case.max_staleness == 0 else 1)
+        if p.budget.stop is not Stop.NONE:  # it sends no models of its own, and never waits
+            p._owed.clear()
+            p._wants_whole.clear()
+            p._gave_up = self._excused = False
+            p.staleness = self._since_mix = 0
+            if not case.has_clock:  # by whose age a peer is silent
+                p.lock._held_since_s.clear()
+        if self._mode is Mode.ENDED:  # nor does it mix, but at the close
+            p.lock._held_since_s.clear()
+            p._num_rejected, p._rounds_due, p.round = 0, 1, _FIRST_ROUND
+
+    def _forget_times(self, p: GossipProtocol) -> None:
+        """Times are only ever compared with the patience, or with the time until a rank sends again, each of which goes
+        by in one event: what is older stays older, and what is younger is as if it had just been."""
+        p.lock._held_since_s = {
+            peer: -_OLD_S if self._age(since_s) > PATIENCE_S else 0.0
+            for peer, since_s in p.lock._held_since_s.items()
+        }  # fmt: skip
+        if not p._between_updates:  # the next look at the clock sets them so
+            p._waits_since_s = p._sent_again_s = math.inf
+        if p._waits_since_s != math.inf:
+            p._waits_since_s = -_OLD_S if self._age(p._waits_since_s) > PATIENCE_S else 0.0
+            p._sent_again_s = -2 * AGAIN_S if self._age(p._sent_again_s) > AGAIN_S else 0.0
+        p._now_s = -_OLD_S if self._age(p._now_s) > PATIENCE_S else 0.0
+        # Updates and transfers are taken to be short, so after the first update patience is as set. Longer ones would
+        # make it longer; here it may end at any time, or never.
+        p._resumed_s = p._transfer_s = 0.0
+        p._update_s = math.inf if p._update_s == math.inf else 0.0
+
+
+def _least(count: int, cap: int, period: int) -> int:
+    """The least number that is `count` up to the cap, and beyond it the same as `count` modulo the period."""
+    return count if count <= cap else cap + (count - cap) % period
+
+
+def _letter(message: Message) -> Letter:
+    steps = tuple(int(s) for s in message.local_steps)
+    return Letter(Kind(message.kind), message.round, message.weight, message.stop, steps if any(steps) else ())
+
+
+def _freeze_fields(object_: Any, without: set[str]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((name, _freeze(value)) for name, value in vars(object_).items() if name not in without))
+
+
+def _thaw_fields(object_: Any, fields: tuple[tuple[str, Any], ...], without: set[str]) -> None:
+    for name in set(vars(object_)).difference(without, (name for name, _ in fields)):
+        delattr(object_, name)
+    for name, value in fields:
+        setattr(object_, name, _thaw(value))
+
+
+def _freeze(value: Any) -> Any:
+    """Orders are dropped where nothing but messages to different peers follows them."""
+    if isinstance(value, dict):
+        return "dict", tuple(sorted((key, _freeze(item)) for key, item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return "set", tuple(sorted(value))
+    if isinstance(value, (list, range)):
+        return "list", tuple(value)
+    if isinstance(value, np.ndarray):
+        return "array", tuple(int(item) for item in value)
+    if isinstance(value, _Offer):
+        return "offer", (value.number, value.void)
+    return value
+
+
+def _thaw(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    kind, items = value
+    if kind == "dict":
+        return {key: _thaw(item) for key, item in items}
+    if kind == "array":
+        return np.array(items, np.uint64)
+    return _Offer(*items) if kind == "offer" else {"set": set, "list": list}[kind](items)
+
+
+def relabelled(frozen: Frozen, numbers: tuple[int, ...]) -> Frozen:
+    """The same rank where rank r is called numbers[r]; of one-way rules without counts of steps."""
+    if frozen.mode is Mode.DEAD:
+        return frozen._replace(number=numbers[frozen.number])
+    fields = []
+    for name, value in (*frozen.protocol, *frozen.budget):
+        if name in _OF_PEERS:
+            kind, items = value
+            if kind == "dict":
+                value = kind, tuple(sorted((numbers[peer], item) for peer, item in items))
+            else:
+                peers = tuple(numbers[peer] for peer in items)
+                value = kind, peers if name == "_owed" else tuple(sorted(peers))
+        fields.append((name, value))
+    num = len(frozen.protocol)
+    lock = tuple(sorted(((numbers[peer], since) for peer, since in frozen.lock), key=lambda held: (held[1], held[0])))
+    snapshots = (
+        snapshot._replace(to=tuple(sorted((numbers[peer], kind) for peer, kind in snapshot.to)))
+        for snapshot in frozen.snapshots
+    )
+    return frozen._replace(
+        number=numbers[frozen.number], protocol=tuple(fields[:num]), budget=tuple(fields[num:]), lock=lock,
+        snapshots=tuple(sorted(snapshots)),
+        inbox=tuple(sorted((numbers[sender], letter) for sender, letter in frozen.inbox)),
+    )  # fmt: skip

@@ -1,0 +1,276 @@
+"""What comes after training: closing, averaging, saving, recording, evaluation. Nobody waits without a limit, nobody is
+deaf to signals, and what is not done is said. Ranks are threads of one process, but for the last tests."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGUSR1
+from typing import Any
+
+import gymnasium
+import pytest
+from conftest import record_of, wait_for
+from test_memory import KINDS, configure
+
+from pala.a2c.learner import Learner
+from pala.config import Config
+from pala.envs import MakeEnv
+from pala.exchange.gossip.exchange import Gossip
+from pala.run import checkpoint, conclusion, session
+from pala.run.rank import run_rank
+from pala.run.result import Conclusion, Result
+from pala.system import waiting
+from pala.system.errors import CollectiveError, EndError
+from pala.system.runtime import Interrupt
+from pala.transport.memory import MemoryCommunicator, run_ranks
+
+Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Conclusion]
+
+
+class Ranks:
+    """A training whose ranks can be reached while it ends."""
+
+    def __init__(
+        self, size: int, config: Config, conclude: Concluding | None = None, make_env: MakeEnv | None = None
+    ) -> None:
+        self.size, self.config, self.conclude, self.make_env = size, config, conclude, make_env
+        self.comms: dict[int, MemoryCommunicator] = {}
+        self.results: list[Any] = []
+
+    def train(self, on_update: Callable[[MemoryCommunicator, int], None] = MemoryCommunicator.on_update) -> None:
+        def main(comm: MemoryCommunicator) -> Result:
+            self.comms[comm.rank] = comm
+            given = self.conclude
+            conclude = None if given is None else lambda *arguments: given(comm, *arguments)
+            return run_rank(
+                comm, self.config, self.make_env, on_update=lambda updates: on_update(comm, updates),
+                interrupt=comm.interrupt, conclude=conclude,
+            )  # fmt: skip
+
+        self.results = run_ranks(self.size, main)
+
+    def signal(self, but_for: int | None = None) -> None:
+        """All get SIGUSR1, as mpirun passes it on."""
+        for rank, comm in self.comms.items():
+            if rank != but_for:
+                comm.interrupt.signal = SIGUSR1
+
+    def kill(self, rank: int) -> None:
+        world = self.comms[rank].world
+        world.say_that(rank, world.dead)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return record_of(Path(self.config.run.dir) / "r")
+
+    @property
+    def segment(self) -> dict[str, Any]:
+        return self.record["segments"][-1]
+
+
+# ---- a rank that does not come, or does not come back ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["in time", "after a signal"])
+def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end with a sentence, and one of them says in the record how it ended, since who keeps that does not."""
+    ranks = Ranks(3, configure(tmp_path))
+    save_policy, seen = checkpoint.save_policy, []
+    monkeypatch.setattr(session, "_PATIENCE_S", 0.5 if how == "in time" else 300.0)
+    monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
+
+    def stopped(*arguments: Any) -> None:
+        if how == "after a signal":
+            ranks.signal(but_for=0)
+        wait_for(lambda: ranks.comms[0].world.gone == {1, 2}, 30, "the others' end")
+        seen.append(ranks.segment)
+        save_policy(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save_policy", stopped)
+    ranks.train()
+    assert [type(result) for result in ranks.results[1:]] == [EndError, EndError], ranks.results
+    assert seen[0]["status"] == "failed" and seen[0]["error"] in map(str, ranks.results[1:])
+    sentence = "did not answer within 0 s" if how == "in time" else "did not end within 10 s of the signal"
+    assert sentence in seen[0]["error"]
+
+
+def test_who_waits_in_vain_leaves_a_run_complete_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
+
+    def never_ends(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+        ranks.signal(but_for=0)
+        wait_for(lambda: comm.world.gone == {1, 2}, 30, "the others' end")
+        return Conclusion(0, {})
+
+    ranks = Ranks(3, configure(tmp_path), never_ends)
+    ranks.train()
+    assert all(isinstance(result, EndError) for result in ranks.results[1:])
+    assert ranks.record["completed"] and ranks.segment["status"] == "completed" and "error" not in ranks.segment
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["close", "final_parameters", "save_policy"])
+def test_a_signal_while_a_run_ends_leaves_the_evaluation_out(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The policy is there all the same: what is left is done in no time."""
+    owner: Any = checkpoint if moment == "save_policy" else Gossip
+    action, here = getattr(owner, moment), itertools.count(1)
+
+    def signalled(*arguments: Any) -> Any:
+        if owner is checkpoint or next(here) == 3:  # who still trained would stop without having met the budget
+            ranks.signal()
+        return action(*arguments)
+
+    monkeypatch.setattr(owner, moment, signalled)
+    monkeypatch.setattr(conclusion, "evaluate", lambda *_: pytest.fail("it was evaluated"))
+    ranks = Ranks(3, configure(tmp_path), lambda comm, *rest: conclusion.conclude(*rest))
+    ranks.train()
+    assert ranks.record["completed"] and (tmp_path / "r/policy.safetensors").exists()
+    assert [result.exit_status for result in ranks.results] == [128 + SIGUSR1, 0, 0]
+    assert ranks.segment["conclusion"] == {"evaluation": "interrupted by SIGUSR1", "rank": 0}
+    assert "evaluation: interrupted; `python -m pala.evaluate" in capsys.readouterr().out
+
+
+# ---- the last words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_rank_concludes_alone_and_the_record_says_so(kind: str, tmp_path: Path) -> None:
+    said: list[tuple[int, Result]] = []
+
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Conclusion:
+        said.append((comm.rank, result))
+        return Conclusion(3, {"evaluation": "done"})
+
+    ranks = Ranks(3, configure(tmp_path, kind), conclude)
+    ranks.train()
+    assert [rank for rank, _ in said] == [0] and said[0][1].status == "completed"
+    assert [result.exit_status for result in ranks.results] == [3, 0, 0]
+    assert ranks.segment["conclusion"] == {"evaluation": "done", "rank": 0}
+
+
+def test_when_who_concludes_dies_the_next_rank_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    said: list[int] = []
+
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Conclusion:
+        said.append(comm.rank)
+        if comm.rank == 0:
+            comm.die()
+        return Conclusion(0, {"evaluation": "done"})
+
+    ranks = Ranks(3, configure(tmp_path), conclude)
+    ranks.train()
+    assert said == [0, 1] and [result.leads for result in ranks.results[1:]] == [True, False]
+    assert ranks.record["completed"] and [lost["rank"] for lost in ranks.segment["lost_ranks"]] == [0]
+    assert ranks.segment["conclusion"] == {"evaluation": "done", "rank": 1}
+    assert "[rank 1] rank 0 on" in capsys.readouterr().err
+
+
+def test_when_another_rank_dies_meanwhile_nothing_is_concluded_twice(tmp_path: Path) -> None:
+    said: list[int] = []
+
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Conclusion:
+        said.append(comm.rank)
+        ranks.kill(2)
+        return Conclusion(0, {})
+
+    ranks = Ranks(3, configure(tmp_path), conclude)
+    ranks.train()
+    assert said == [0] and [result.exit_status for result in ranks.results[:2]] == [0, 0]
+    assert [lost["rank"] for lost in ranks.segment["lost_ranks"]] == [2]
+
+
+# ---- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guilty", [[1], [0, 2], [0, 1, 2]])
+def test_allreduce_names_the_rank_whose_gradients_are_not_finite(
+    guilty: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The mean of all is not finite on any rank; no other accuses itself, and the job ends on all of them."""
+    differentiate = Learner.differentiate
+
+    def poisoned(learner: Learner) -> Any:
+        loss = differentiate(learner)
+        if learner._rank in guilty and learner.counters.updates >= 5:
+            learner._flat.gradient[3] = float("nan")
+        return loss
+
+    monkeypatch.setattr(Learner, "differentiate", poisoned)
+    ranks = Ranks(3, configure(tmp_path, "allreduce", 10**6))
+    ranks.train()
+    who = ", ".join(map(str, guilty))
+    for rank, error in enumerate(ranks.results):
+        whose = "" if rank in guilty else f"rank {who} has given "
+        assert isinstance(error, EndError)
+        assert str(error).startswith(f"[rank {rank}] update 105: {whose}no finite gradient for 100 updates.")
+    said = capsys.readouterr().err
+    for rank in range(3):
+        assert (f"[rank {rank}] update 6: the loss or its gradient is not finite" in said) == (rank in guilty)
+    assert ranks.segment["status"] == "failed" and "no finite gradient" in ranks.segment["error"]
+
+
+# ---- a folder that is deleted and made anew --------------------------------------------------------------------------
+
+
+def test_a_job_whose_folder_was_made_anew_by_another_ends_and_leaves_that_alone(tmp_path: Path) -> None:
+    """Both train under one name; the first would write its checkpoints, metrics and record over those of the second."""
+    first, second = Ranks(2, configure(tmp_path, steps=10**9)), Ranks(2, configure(tmp_path))
+    run, before = tmp_path / "r", dict[Path, bytes]()
+
+    def begin_anew(comm: MemoryCommunicator, updates: int) -> None:
+        if comm.rank == 0 and updates == 20:
+            shutil.rmtree(run)
+            second.train()
+            before.update(contents(run))
+
+    first.train(begin_anew)
+    assert all(isinstance(error, EndError) for error in first.results)
+    assert "was deleted while this job trained, and another job works in a new one" in str(first.results[0])
+    assert second.record["completed"] and before and contents(run) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- a disk that is full when a run begins ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["r", "metrics", ".lock", "segment-000", "make_env.pkl", "rank-0000.safet", "rank-0001.safet", "run.json"]
+)
+def test_a_run_that_could_not_begin_keeps_nobody_from_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full just when that is made."""
+
+    def unless_full(action: Callable[..., Any]) -> Callable[..., Any]:
+        def act(path: Any, *arguments: Any, **options: Any) -> Any:
+            made = Path(path) if isinstance(path, (str, Path)) else Path()
+            if full and tmp_path in made.parents and made.name.lstrip(".").startswith(name.lstrip(".")):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return action(path, *arguments, **options)
+
+        return act
+
+    monkeypatch.setattr(os, "mkdir", unless_full(os.mkdir))
+    monkeypatch.setattr(os, "open", unless_full(os.open))
+    monkeypatch.setattr(builtins, "open", unless_full(open))
+    ranks, full = Ranks(2, configure(tmp_path), make_env=lambda: gymnasium.make("CartPole-v1")), True
+    ranks.train()
+    assert all(isinstance(error, CollectiveError) and "No space" in str(error) for error in ranks.results)
+    full = False
+    ranks.train()
+    assert ranks.record["completed"] and len(ranks.record["segments"]) == 1

@@ -1,0 +1,214 @@
+"""Every order of events of two and three ranks: small cases hold, and planted bugs are found with a trace."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import test_paired as of_paired
+import test_schedules as of_schedules
+
+from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.paired import PairedProtocol
+from pala.exchange.gossip.protocol import GossipProtocol
+from pala.simulate import explore
+from pala.simulate.explore import Explored, Explorer
+from pala.simulate.explore_rank import Case
+from pala.simulate.explore_world import World
+from pala.system.errors import PalaError
+
+
+def explored(faults: str = "", symmetry: bool = False, first_only: bool = False, **options: Any) -> Explored:
+    case = Case(faults=frozenset(faults.split()), **options)
+    return Explorer(case, symmetry, not symmetry).run(most_states=300_000, first_only=first_only)
+
+
+# ---- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+class LosesCreditsWhileItWaits(GossipProtocol):
+    def _credit_came(self, peer, wants_whole):
+        if not self._between_updates:
+            super()._credit_came(peer, wants_whole)
+
+
+class RefusesWhoRefuses(PairedProtocol):
+    """As it was before schedule 72,799 was found."""
+
+    def _crosses(self, sender):
+        return self.rank < sender and sender in self._offers and sender not in self.silent
+
+
+PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
+    (LosesCreditsWhileItWaits, "deadlock", {}),
+    (of_schedules.CountsReceivedWeightTwice, "push-sum weight", {"mixing": "push_sum", "updates": 6}),
+    (of_schedules.KeepsTheWeightItSends, "push-sum weight", {"mixing": "push_sum", "updates": 6}),
+    (of_schedules.LosesTheWeightOfTheRefused, "push-sum weight", {"mixing": "push_sum", "updates": 6, "faults": "nan"}),
+    (of_schedules.PaysNoDebtsWhileItWaits, "deadlock", {}),
+    (of_schedules.IgnoresTheLock, "process lock", {}),
+    (of_schedules.WaitsOneUpdateTooLate, "staleness", {}),
+    (of_schedules.AddsUpWhatItHears, "known steps", {"updates": 6}),
+    (of_schedules.TellsNobodyOfTheEnd, "deadlock", {"faults": "stop"}),
+    (of_schedules.ForgetsTheDead, "deadlock", {"faults": "death"}),
+    (of_schedules.NeverSendsOnceMore, "deadlock", {"faults": "nan"}),
+    (of_schedules.CountsTheDeadsStepsTwice, "known steps", {"faults": "death", "updates": 6}),
+    (of_schedules.HealsFromParts, "healed by a part", {"faults": "nan", "whole_every": 2}),
+    (of_schedules.KeepsPartsWhileItMustHeal, "wait", {"faults": "nan", "whole_every": 5}),
+    (of_schedules.KeepsItsStaleModel, "stale", {"faults": "absence"}),
+    (of_schedules.TakesWhatWasSentLongAgo, "stale", {"faults": "absence"}),
+    (of_schedules.TakesTheDeadsWeightForLost, "inbox", {"faults": "death"}),
+    (of_schedules.WaitsForTheStopped, "wait", {"faults": "patience garbled"}),
+    (RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
+    (of_paired.NobodyAnswersWhenOffersCross, "wait", {}),
+    (of_paired.MakesASecondOffer, "second offer", {"ranks": 3}),
+    (of_paired.MovesByItsOwnFraction, "sum of all models", {"ranks": 3}),
+    (of_paired.ForgetsToCloseAtADeath, "deadlock", {"ranks": 3, "faults": "death", "max_staleness": 0}),
+    (of_paired.ForgetsTheAnswersOfTheDead, "sum of all models", {"faults": "death"}),
+    (of_paired.AnswersWithoutMoving, "staleness", {}),
+    (of_paired.AnswersWhenItHasMoved, "moved", {}),
+    (of_paired.AnswersOnlyTheFirst, "sum of all models", {"ranks": 3}),
+    (of_paired.ClosesNothingThatIsRefused, "wait", {"faults": "nan", "max_staleness": 0}),
+    (of_paired.ClosesOffersToTheSilent, "memory for", {"faults": "patience"}),
+    (of_paired.KeepsTheAnswersToVoidOffers, "before it was healed|sum", {"faults": "nan"}),
+    (of_paired.DoesNotVoidAfterHealing, "before it was healed", {"faults": "nan"}),
+    (of_paired.IgnoresTheNumber, "answer to another", {"faults": "garbled"}),
+    (of_paired.RepliesToNothingThatCannotBeRead, "wait", {"faults": "garbled"}),
+    (of_paired.LeavesAnAnswerThatCannotBeReadOpen, "wait", {"faults": "garbled"}),
+]
+DRIVER_BUGS: list[tuple[type[GossipDriver], str, dict[str, Any]]] = [
+    (of_schedules.KeepsTheCredit, "deadlock", {}),
+    (of_schedules.TellsNoDeaths, "deadlock", {"faults": "death"}),
+    (of_schedules.AcceptsPoison, "poison", {"faults": "nan"}),
+    (of_schedules.AddsNothing, "inbox", {}),
+    (of_schedules.KeepsWhatItShouldForget, "inbox", {"faults": "nan", "whole_every": 5}),
+    (of_schedules.FillsASnapshotOnItsWay, "wrote over a message", {"ranks": 3, "topology": "complete"}),
+    (of_schedules.DoesNotLookAtWhoSent, "to itself", {}),
+    (of_schedules.SendsToOneOnly, "deadlock", {"ranks": 3, "topology": "complete"}),
+    (of_paired.ReusesAnOpenOffersSnapshot, "wrote over an open offer", {"mixing": "paired"}),
+    (of_paired.AnswersFromItsOffersSnapshot, "wrote over an open offer", {"mixing": "paired"}),
+    (of_paired.MovesTwice, "moved twice", {"mixing": "paired"}),
+    (of_paired.KeepsNothing, "only when it was answered", {"mixing": "paired"}),
+    (of_paired.KeepsForAnother, "only when it was answered", {"mixing": "paired", "faults": "patience", "ranks": 3}),
+    (of_paired.AddsTheAnswerToTheInbox, "sum of all models", {"mixing": "paired"}),
+    (of_paired.ClosesNothing, "offers: kept", {"mixing": "paired"}),
+    (of_paired.PullsTwice, "moved otherwise", {"mixing": "paired"}),
+]
+
+
+def explored_with(bug: str, type_: type, options: dict[str, Any]) -> Explored:
+    mixing = "paired" if issubclass(type_, PairedProtocol) else "uniform"
+    return explored(first_only=True, **{"mixing": mixing, bug: type_} | options)
+
+
+@pytest.mark.parametrize(("bug", "symptom", "options"), PROTOCOL_BUGS)
+def test_a_planted_bug_is_found(bug: type[GossipProtocol], symptom: str, options: dict[str, Any]) -> None:
+    found = explored_with("protocol", bug, options).violations
+    assert found and re.search(symptom, found[0].what) and found[0].trace, found
+
+
+@pytest.mark.parametrize(("bug", "symptom", "options"), DRIVER_BUGS)
+def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: str, options: dict[str, Any]) -> None:
+    found = explored_with("driver", bug, options).violations
+    assert found and re.search(symptom, found[0].what) and found[0].trace, found
+
+
+def test_a_trace_is_the_shortest_and_told_in_words() -> None:
+    (found, *_) = explored_with("protocol", of_schedules.IgnoresTheLock, {}).violations
+    assert found.what == "process lock: rank 1 holds two models of rank 0" and found.trace == ("finish 0", "finish 0")
+    (found, *_) = explored_with("protocol", of_schedules.ForgetsTheDead, {"faults": "death"}).violations
+    assert str(found) == (
+        "deadlock: ranks [0] wait for ever, after 3 events:\n    1. finish 0\n    2. finish 0\n    3. death 1"
+    )
+
+
+# ---- what holds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("faults", ["", "stop", "timer", "death stop", "duplicate"])
+def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
+    assert_holds(explored(faults, mixing=mixing, max_staleness=max_staleness))
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+@pytest.mark.parametrize("faults", ["nan", "patience"])
+def test_two_ranks_hold_with_worse_faults(mixing: str, faults: str) -> None:
+    assert_holds(explored(faults, mixing=mixing, max_staleness=0))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_three_ranks_hold(max_staleness: int) -> None:
+    assert_holds(explored(symmetry=True, ranks=3, topology="ring", max_staleness=max_staleness))
+    assert_holds(explored(ranks=3, topology="ring", mixing="paired", max_staleness=max_staleness))
+
+
+@pytest.mark.parametrize("faults", ["", "nan", "death"])
+def test_push_sum_keeps_its_weights(faults: str) -> None:
+    assert_holds(explored(faults + " resume", mixing="push_sum", updates=4))
+
+
+def test_ranks_that_resume_begin_in_all_rounds() -> None:
+    assert len(World(Case(3, "exponential", faults=frozenset({"resume"}))).initial()) == 2**3
+
+
+@pytest.mark.slow
+def test_ranks_that_resume_in_unlike_rounds_hold() -> None:
+    assert_holds(explored("resume", symmetry=True, ranks=3, topology="exponential", max_staleness=0, updates=3))
+
+
+def assert_holds(found: Explored) -> None:
+    assert found.finished and not found.violations, "\n".join(map(str, found.violations))
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_symmetry_leaves_out_nothing(topology: str) -> None:
+    """The least of each class of states that differ by the ranks' numbers is what is found with symmetry."""
+    ranks, faults = (2, {"stop", "nan"}) if topology == "complete" else (3, set())
+    case = Case(ranks, topology, max_staleness=0, faults=frozenset(faults))
+    plain, reduced = Explorer(case, liveness=False), Explorer(case, symmetry=True, liveness=False)
+    plain.run()
+    reduced.run()
+
+    def classes(explorer: Explorer) -> set:
+        """Of its states, in the numbers of the reduced one."""
+        world, other = reduced.world, explorer.world
+        letters = [world._letter_id(letter) for letter in other.letters]
+        lanes = [world._lane_id(tuple(letters[k] for k in lane)) for lane in other.lanes]
+        ranks = [world._rank_id(rank) for rank in other.ranks]
+        n = world.n
+        return {
+            world.canonical((*(ranks[i] for i in state[:n]), *(lanes[i] for i in state[n:])))
+            for state in explorer._index
+        }
+
+    assert classes(plain) == classes(reduced) and len(reduced._index) < len(plain._index)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    explore.run(["--mixings", "paired", "--staleness", "0", "1", "--faults", "stop", "timer", "--together", "1"])
+    printed = capsys.readouterr().out
+    assert printed.count("| yes ") == 4 and "| stop " in printed and "| timer " in printed
+    explore.run(["--faults", "help"])
+    assert "false-death" in capsys.readouterr().out
+
+
+def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    explore.run(["--mixings", "paired", "--staleness", "1", "--most-states", "100"])
+    assert "| no " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--faults", "rain"], "'rain' is none of"), (["--mixings", "push_sum"], "without '--updates'"),
+        (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(PalaError, match=sentence):
+        explore.run(arguments)

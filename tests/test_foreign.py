@@ -1,0 +1,685 @@
+"""Run folders from elsewhere, damaged or hostile: a sentence for each fault, no code that they bring, little memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import pickle
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from test_checkpoint import SIGNATURE, file_of, make_state
+from test_compare import GAME, PRESET
+from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
+from test_memory import configure, gorila, train
+
+from pala import evaluate as evaluate_program
+from pala import plot as plot_program
+from pala.compare import __main__ as compare_program
+from pala.config import EnvConfig
+from pala.evaluation.play import evaluate
+from pala.evaluation.video import record_video
+from pala.gorila import scores as scores_program
+from pala.networks.network import ActorCritic
+from pala.run import checkpoint, environment, metrics, run_folder
+from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_rank, read_run
+from pala.run.rank import run_rank
+from pala.system.errors import CollectiveError, PalaError
+from pala.train import parse
+from pala.transport.memory import run_ranks
+
+pytest.importorskip("matplotlib")
+Program = Callable[[Path], object]
+EPISODE = {"type": "episode", "time_s": 1.0, "local_steps": 5, "global_steps": 5, "return": 5.0, "length_steps": 5}
+
+
+@pytest.fixture
+def someone_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on, the user is another one, with a home and a key of their own."""
+
+    def become() -> None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other home"))
+
+    return become
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A completed run of one rank."""
+    folder = make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE))
+    (folder / "metrics").mkdir()
+    MetricsWriter(metrics_path(folder, 0), 0).write([EPISODE, EPISODE | {"time_s": 2.0}])
+    return folder
+
+
+# ---- environments made in Python -------------------------------------------------------------------------------------
+
+
+def five_steps() -> Sparkle:
+    """A factory that other processes can import, as any module's."""
+    return Sparkle("rgb_array")
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def local_factory() -> Callable[[], Sparkle]:
+    return lambda: Sparkle("rgb_array")
+
+
+def test_a_factory_that_can_be_imported_is_kept_by_its_name(tmp_path: Path, someone_else: Callable[[], None]) -> None:
+    for make_env, name in ((five_steps, "five_steps"), (Sparkle, "Sparkle")):
+        environment.keep(tmp_path, make_env)
+        assert names_in(tmp_path) == ["make_env.txt"]
+        assert (tmp_path / "make_env.txt").read_text() == f"{make_env.__module__}:{name}"
+        someone_else()
+        assert environment.load(tmp_path) is make_env
+
+
+@pytest.mark.parametrize("where", ["__main__", "by value"])
+def test_a_factory_that_others_cannot_import_is_pickled(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "__main__":
+        monkeypatch.setattr(five_steps, "__module__", "__main__")
+        monkeypatch.setattr(sys.modules["__main__"], "five_steps", five_steps, raising=False)
+    else:
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        environment.keep(tmp_path, five_steps)
+    finally:
+        if where != "__main__":
+            cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert (tmp_path / "make_env.pkl").exists() and not (tmp_path / "make_env.txt").exists()
+
+
+def test_a_pickle_is_loaded_without_a_question_only_by_whose_job_wrote_it(
+    tmp_path: Path, someone_else: Callable[[], None]
+) -> None:
+    assert environment.load(tmp_path) is None and not environment.is_kept(tmp_path)
+    environment.keep(tmp_path, local_factory())
+    made = environment.load(tmp_path)
+    assert made is not None and isinstance(made(), Sparkle)
+    someone_else()
+    with pytest.raises(PalaError, match=r"as a pickle, '.*make_env.pkl', and no job of yours .* add `--trust-run`"):
+        environment.load(tmp_path)
+    assert environment.load(tmp_path, trust_run=True) is not None
+
+
+def test_another_pickle_under_a_signature_is_asked_for(tmp_path: Path) -> None:
+    environment.keep(tmp_path, local_factory())
+    (tmp_path / "make_env.pkl").write_bytes(cloudpickle.dumps(lambda: None))
+    with pytest.raises(PalaError, match="--trust-run"):
+        environment.load(tmp_path)
+    (tmp_path / "make_env.signature").unlink()
+    with pytest.raises(PalaError, match="--trust-run"):
+        environment.load(tmp_path)
+
+
+def test_without_a_home_every_pickle_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    environment.keep(tmp_path, local_factory())
+    with pytest.raises(PalaError, match="--trust-run"):
+        environment.load(tmp_path)
+    assert environment.load(tmp_path, trust_run=True) is not None
+
+
+def test_the_key_is_the_users_alone(tmp_path: Path, someone_else: Callable[[], None]) -> None:
+    someone_else()
+    environment.keep(tmp_path, local_factory())
+    key = tmp_path / "other home" / "pala" / "key"
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
+    assert names_in(key.parent) == ["key"]
+
+
+@pytest.mark.parametrize("module", ["harm", "run.harm", "run.inside.harm"])
+def test_a_module_in_the_runs_own_folder_is_never_imported(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program's working folder is on the path of imports, and a folder in it is a package."""
+    (tmp_path / "run" / "inside").mkdir(parents=True)
+    for folder in ("run", "run/inside"):
+        for name in ("harm", "__init__"):
+            (tmp_path / folder / f"{name}.py").write_text("raise AssertionError('imported')\ndef make(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path / "run" if module == "harm" else tmp_path)
+    (tmp_path / "run" / "make_env.txt").write_text(f"{module}:make")
+    with pytest.raises(PalaError, match="in the run's own folder, which is not imported"):
+        environment.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os:abort", "http.server:test", "pala.run.environment:sys.exit", "pala.run.environment:load_nothing",
+     "pala.run.environment:NAME", "../x:y", "x", "", ":", "a:b:c", "\0", "x" * 5000],
+)  # fmt: skip
+def test_a_name_leads_to_nothing_but_a_modules_own_factory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "make_env.txt").write_text(name)
+    with pytest.raises(PalaError, match=r"make_env\.txt|cannot be loaded"):
+        environment.load(tmp_path)
+
+
+def test_a_name_wins_over_a_pickle_and_takes_its_place(tmp_path: Path) -> None:
+    environment.keep(tmp_path, local_factory())
+    environment.keep(tmp_path, five_steps)
+    assert names_in(tmp_path) == ["make_env.txt"]
+    (tmp_path / "make_env.pkl").write_bytes(cloudpickle.dumps(local_factory()))
+    assert environment.load(tmp_path) is five_steps
+    environment.keep(tmp_path, local_factory())
+    assert names_in(tmp_path) == ["make_env.pkl", "make_env.signature"]
+
+
+def python_run(folder: Path) -> Path:
+    """A run as version 1 left it: with a pickle alone."""
+    network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE.network)
+    made = make_run(folder, replace(CARTPOLE, env=EnvConfig(id="ALE/Pong-v5")), network)
+    (made / "make_env.pkl").write_bytes(cloudpickle.dumps(local_factory()))
+    return made
+
+
+def test_an_old_run_is_evaluated_when_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluate_program, "prepare", lambda threads: None)
+    folder = python_run(tmp_path / "run")
+    monkeypatch.setattr("sys.argv", ["evaluate", str(folder)])
+    with pytest.raises(SystemExit):
+        evaluate_program.main()
+    assert "add `--trust-run`" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["evaluate", str(folder), "--trust-run"])
+    evaluate_program.main()
+    assert "mean return 5" in capsys.readouterr().out
+    with pytest.raises(PalaError, match="add `--trust-run`"):
+        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+    assert evaluate(folder, 1, 1, greedy=False, seed=0, threads=1, trust_run=True).returns == [5]
+
+
+def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, someone_else: Callable[[], None]) -> None:
+    """By who made it without a question, also by the program; by others if they trust it."""
+    config = configure(tmp_path, steps=40)
+
+    def session(**options: Any) -> list[Any]:
+        return run_ranks(2, lambda comm: run_rank(comm, config, interrupt=comm.interrupt, **options))
+
+    made = session(make_env=local_factory())
+    assert [result.status for result in made] == ["completed"] * 2
+    folder, config = tmp_path / "r", replace(config, total_steps=80)
+    assert [result.status for result in session(resume=folder)] == ["completed"] * 2
+    someone_else()
+    config = replace(config, total_steps=120)
+    for error in session(resume=folder):
+        assert isinstance(error, CollectiveError) and "add `--trust-run`" in str(error)
+    assert [result.status for result in session(resume=folder, trust_run=True)] == ["completed"] * 2
+    config = replace(config, total_steps=160)
+    assert [result.status for result in session(resume=folder)] == ["completed"] * 2, "it is theirs now"
+
+
+def test_training_takes_the_option_with_a_resume(run: Path) -> None:
+    assert parse(["--resume", str(run), "--trust-run"]).trust_run
+    assert not parse(["--resume", str(run)]).trust_run
+
+
+# ---- code in other files ---------------------------------------------------------------------------------------------
+
+
+class Harm:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_no_file_of_a_run_but_the_environment_executes_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "harm was done"
+    pickle.loads(pickle.dumps(Harm(mark)))
+    assert mark.exists()
+    mark.unlink()
+    base = tmp_path / "base"
+    config = gorila(base, steps=200)
+    config = replace(config, gorila=replace(config.gorila, save_replay=True, num_shards=1))
+    train(1, config).ended_well()
+    train(1, replace(configure(base, steps=40), run=replace(config.run, name="a2c"))).ended_well()
+    for made in (base / "r", base / "a2c"):
+        (made / "evaluation.json").write_text("{}")
+        (made / "evaluations.jsonl").write_text("{}\n")
+        (made / "make_env.txt").write_text("x")
+        files = [file for file in sorted(made.rglob("*")) if file.is_file()]
+        assert len(files) > 8 and (made.name != "r" or any(file.suffix == ".replay" for file in files))
+        (made / "make_env.txt").unlink()
+        for number, file in enumerate(files):
+            folder = tmp_path / f"{made.name}-{number}"
+            shutil.copytree(made, folder)
+            for bad in (folder / file.relative_to(made), folder / "make_env.pkl"):
+                bad.write_bytes(pickle.dumps(Harm(mark)))
+            open_everywhere(folder, mark)
+
+
+def open_everywhere(folder: Path, mark: Path) -> None:
+    preset = folder.parent / "preset.toml"
+    (folder.parent / "game.toml").write_text(GAME)
+    preset.write_text(PRESET.replace('"game.toml"', f'"{folder.parent}/game.toml"'))
+    readers: list[Callable[[], object]] = [
+        lambda: evaluate(folder, 1, 1, greedy=False, seed=0, threads=1),
+        lambda: plot_program.read(folder),
+        lambda: scores_program.read(folder),
+        lambda: checkpoint.global_steps(folder),
+        lambda: run_folder.who_trains(folder),
+        lambda: compare_program.compare(
+            compare_program.Command(preset, add=(folder,), report_only=True, output=folder / "out")
+        ),
+        lambda: resumed(folder),
+    ]
+    for reader in readers:
+        try:
+            reader()
+        except PalaError as error:
+            assert "\n" not in str(error)
+        assert not mark.exists(), folder
+
+
+def resumed(folder: Path) -> None:
+    """As `--resume` does, but for the training itself."""
+    config = parse(["--resume", str(folder)]).config
+    steps = checkpoint.global_steps(folder) + 1
+    config = replace(
+        config, total_steps=max(steps, config.gorila.min_replay_steps + 1 if config.algorithm == "gorila" else 1)
+    )
+    for result in run_ranks(1, lambda comm: run_rank(comm, config, resume=folder, interrupt=comm.interrupt)):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def test_a_video_imports_no_module_that_a_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gymnasium.make` would, for an id like `module:Name-v0`."""
+    folder = make_run(tmp_path / "run", replace(CARTPOLE, env=EnvConfig(id="harm_of_a_run:Name-v0")))
+    (tmp_path / "harm_of_a_run.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PalaError, match="no environment 'harm_of_a_run:Name-v0' is registered"):
+        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+
+
+@pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics/rank-0000.jsonl", ".lock"])
+def test_nothing_is_written_through_a_link(name: str, run: Path, tmp_path: Path, capsys: Any) -> None:
+    """It could lead to a file that a shell executes."""
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(victim)
+    MetricsWriter(metrics_path(run, 0), 0).write([EPISODE])
+    with (
+        pytest.raises(PalaError, match="it is a link")
+        if name != "metrics/rank-0000.jsonl"
+        else contextlib.nullcontext()
+    ):
+        evaluate_and_save(run)
+        run_folder.lock(run)
+    assert victim.read_text() == "as it was"
+    assert ("it is a link" in capsys.readouterr().err) == (name == "metrics/rank-0000.jsonl")
+
+
+def evaluate_and_save(run: Path) -> None:
+    from pala.evaluation import record
+
+    record.save(run, evaluate(run, 1, 1, greedy=False, seed=0, threads=1))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 << 10
+
+
+def pack(file: Path, line: bytes, megabytes: int) -> None:
+    with gzip.open(file, "wb", compresslevel=1) as packed:
+        for _ in range(megabytes):
+            packed.write(line * ((1 << 20) // len(line)))
+
+
+@pytest.mark.parametrize(
+    "line", [json.dumps(EPISODE).encode() + b"\n", b"1", b"[" + b"1," * 500 + b"1]\n"], ids=["records", "line", "lists"]
+)
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused(
+    line: bytes, run: Path, little_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = run / "metrics" / "rank-0001.jsonl.gz"
+    monkeypatch.setattr(metrics, "_SMALL_BYTES", 1 << 20)
+    pack(file, line, 32)
+    assert file.stat().st_size < 1 << 20
+    with pytest.raises(PalaError, match=r"rank-0001.jsonl.gz' unpack to more than 30 times .* `gunzip`"):
+        plot_program.read(run)
+
+
+def test_metrics_beyond_the_limit_are_read_by_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(4):
+        MetricsWriter(metrics_path(run, rank), rank).write([EPISODE] * 3000)
+    monkeypatch.setenv(LIMIT, "1")
+    with pytest.raises(PalaError, match=rf"metrics of '{run}' are larger than 1 MiB; .* {LIMIT} to more"):
+        plot_program.read(run)
+    assert len(read_rank(metrics_path(run, 1))) == 3000, "of each alone there is less"
+    monkeypatch.setenv(LIMIT, "1.5")
+    assert sum(map(len, read_run(run))) == 12002
+    monkeypatch.setenv(LIMIT, "much")
+    with pytest.raises(PalaError, match=f"{LIMIT} is 'much'"):
+        plot_program.read(run)
+
+
+def test_a_file_full_of_holes_takes_no_memory(run: Path, monkeypatch: pytest.MonkeyPatch, little_memory: None) -> None:
+    """A few kilobytes on the disk that say they are gigabytes."""
+    monkeypatch.setenv(LIMIT, "64")
+    file = metrics_path(run, 1)
+    with open(file, "wb") as holes:
+        holes.truncate(1 << 32)
+    with pytest.raises(PalaError, match="are larger than 64 MiB"):
+        plot_program.read(run)
+    file.unlink()
+    with open(run / "run.json", "r+b") as holes:
+        holes.truncate(1 << 32)
+    with pytest.raises(PalaError, match=r"run.json' cannot be read: it is larger than 16 MiB"):
+        run_folder.read(run)
+
+
+def test_a_line_without_end_is_left_out_of_a_live_view(run: Path, little_memory: None, capsys: Any) -> None:
+    with open(metrics_path(run, 0), "ab") as file:
+        for _ in range(200):
+            file.write(b"x" * (1 << 20))
+        file.write(b"\n")
+    MetricsWriter(metrics_path(run, 0), 0).write([EPISODE])
+    view = RunView(run, 1)
+    view.refresh()
+    assert view.num_episodes == 3
+    assert "a line that is no record left out, line 3 first." in capsys.readouterr().err
+
+
+def forge(file: Path, header: dict[str, Any]) -> None:
+    """A file of safetensors whose tensors are holes."""
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as forged:
+        forged.write(len(text).to_bytes(8, "little") + text)
+        most = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        forged.truncate(8 + len(text) + most)
+    assert file.stat().st_blocks * 512 < 1 << 17
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    data = file.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+@pytest.mark.parametrize("which", ["parameters", "stream", "streams"])
+def test_a_forged_checkpoint_is_refused_before_its_tensors_are_read(
+    which: str, tmp_path: Path, little_memory: None
+) -> None:
+    state = make_state()
+    checkpoint.save_rank(tmp_path, state)
+    header = header_of(file_of(tmp_path))
+    size = 1 << 29
+    if which == "parameters":
+        for number, name in enumerate(("mean_square", "parameters")):
+            header[name] |= {"shape": [size // 4], "data_offsets": [number * size, (number + 1) * size]}
+        header["random.actions"]["data_offsets"] = [2 * size, 2 * size + 8]
+    else:
+        begin = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        for number in range(20 if which == "streams" else 1):
+            length = 1 << 20 if which == "streams" else size
+            offsets = [begin + number * length, begin + (number + 1) * length]
+            header[f"random.{number}"] = {"dtype": "U8", "shape": [length], "data_offsets": offsets}
+    forge(file_of(tmp_path), header)
+    with pytest.raises(PalaError, match=r"its tensors are not those of this run's network"):
+        checkpoint.load_rank(tmp_path, 0, SIGNATURE, parameters=6)
+
+
+def test_a_forged_policy_is_refused_before_its_tensors_are_read(run: Path, little_memory: None) -> None:
+    header, size = header_of(run / "policy.safetensors"), 1 << 30
+    name = "policy_head.bias"
+    end = max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
+    names = sorted((key for key in header if key != "__metadata__"), key=lambda key: header[key]["data_offsets"])
+    names.remove(name)
+    place = 0
+    for key in [*names, name]:
+        begin, stop = header[key]["data_offsets"]
+        header[key]["data_offsets"] = [place, place + stop - begin]
+        place += stop - begin
+    header[name] |= {"shape": [size // 4], "data_offsets": [header[name]["data_offsets"][0], place - 8 + size]}
+    assert end == place
+    forge(run / "policy.safetensors", header)
+    with pytest.raises(PalaError, match=rf"'{name}' should be \[2\] and is \[{size // 4}\]"):
+        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
+    train(1, configure(tmp_path, steps=40)).ended_well()
+    folder = checkpoint.newest_segment(tmp_path / "r")
+    for file in folder.iterdir():
+        state = checkpoint._read_rank(file)
+        state.tensors = {name: state.tensors["parameters"].clone() for name in ("parameters", "squares", "target")}
+        checkpoint.save_rank(folder, state)
+    (result,) = train(1, configure(tmp_path, steps=80), resume=tmp_path / "r").results
+    assert isinstance(result, CollectiveError) and "of another algorithm" in str(result)
+    (tmp_path / "r" / "policy.safetensors").unlink()
+    with pytest.raises(PalaError, match="of another algorithm"):
+        evaluate(tmp_path / "r", 1, 1, greedy=False, seed=0, threads=1)
+
+
+# ---- sentences -------------------------------------------------------------------------------------------------------
+
+
+def program(of: Any, *arguments: object) -> Program:
+    def start(run: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["program", *(str(a).format(run=run, folder=run.parent) for a in arguments)])
+            of.main()
+
+    return start
+
+
+def start_training(run: Path) -> None:
+    """What `python -m pala.train --resume` does first."""
+    parse(["--resume", str(run)])
+    result = run_ranks(1, lambda comm: run_rank(comm, CARTPOLE, resume=run, interrupt=comm.interrupt))[0]
+    if isinstance(result, BaseException):
+        raise result
+
+
+PROGRAMS: dict[str, Program] = {
+    "evaluate": program(evaluate_program, "{run}", "--episodes", "1"),
+    "plot": program(plot_program, "{run}"),
+    "compare": program(
+        compare_program, "{folder}/preset.toml", "--report-only", "--add", "{run}", "--output", "{folder}/out"
+    ),
+    "scores": program(scores_program, "{run}", "--output", "{folder}/out"),
+    "resume": start_training,
+}
+
+
+@pytest.fixture(params=PROGRAMS)
+def says(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> Callable[[Path], str]:
+    """Start a program with a run's path; the one sentence by which it ends, or nothing."""
+    monkeypatch.setattr(evaluate_program, "prepare", lambda threads: None)
+    (tmp_path / "game.toml").write_text(GAME)
+    (tmp_path / "preset.toml").write_text(PRESET.replace('"game.toml"', f'"{tmp_path}/game.toml"'))
+
+    def start(run: Path) -> str:
+        try:
+            PROGRAMS[request.param](run)
+        except SystemExit as exit_:
+            if not exit_.code:
+                return ""
+            said = capsys.readouterr().err
+            assert exit_.code == 2 and said.startswith("pala: error: ") and said.count("\n") == 1, said
+            return said
+        except PalaError as error:
+            return str(error)
+        return ""
+
+    start.program = request.param  # type: ignore[attr-defined]
+    return start
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+RECORDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "nested": (lambda record: nested(100_000), "it is nested too deeply"),
+    "nested less": (lambda record: json.dumps(record).replace('"seed": 1', f'"seed": {nested(900)}'), "seed"),
+    "nothing": (lambda record: "", "cannot be read"),
+    "half": (lambda record: json.dumps(record)[:200], "cannot be read"),
+    "a list": (lambda record: [record], "it holds no table"),
+    "a number": (lambda record: 7, "it holds no table"),
+    "no completed": (lambda record: {k: v for k, v in record.items() if k != "completed"}, "'completed' is missing"),
+    "completed perhaps": (lambda record: record | {"completed": "perhaps"}, "'completed' is 'perhaps'"),
+    "no config": (lambda record: {k: v for k, v in record.items() if k != "config"}, "'config' is missing"),
+    "another config": (lambda record: record | {"config": {"colour": 1}}, "unknown key 'colour'"),
+    "no segment": (lambda record: record | {"segments": []}, "'segments' holds no segment"),
+    "segments of numbers": (lambda record: record | {"segments": [1]}, "'segments' holds no segment"),
+    "no start": (lambda record: record | {"segments": [{"status": "completed"}]}, "'started' of segment 0 is missing"),
+    "many ranks": (
+        lambda record: record | {"segments": [record["segments"][0] | {"ranks": 10**400}]},
+        "'ranks' of segment 0 is 1000",
+    ),
+    "no ranks": (
+        lambda record: record | {"segments": [record["segments"][0] | {"ranks": None}]}, "'ranks' of segment 0 is None"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", RECORDS)
+def test_a_damaged_record_is_told(fault: str, run: Path, says: Callable[[Path], str]) -> None:
+    make, words = RECORDS[fault]
+    made = make(json.loads((run / "run.json").read_text()))
+    (run / "run.json").write_text(made if isinstance(made, str) else json.dumps(made))
+    said = says(run)
+    assert words in said and "run.json" in said and len(said) < 700 + len(str(run))
+
+
+LINES = {
+    "list": "[1, 2]", "number": "7", "null": "null", "text": '"x"', "nested": nested(100_000), "empty": "{}",
+    "no type": '{"time_s": 1}', "strange type": '{"type": [1], "time_s": 1}', "no time": '{"type": "interval"}',
+    "late": '{"type": "interval", "time_s": NaN}', "huge": json.dumps(EPISODE | {"return": 10**400}),
+    "no return": '{"type": "episode", "time_s": 1, "global_steps": 1}',
+    "text for a number": '{"type": "interval", "time_s": 1, "consensus_distance": "far"}',
+    "list for a number": '{"type": "interval", "time_s": 1, "mixes": [1]}', "bytes": "\udcff\udcfe{",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines_that_are_no_records_are_left_out_and_said(line: str, run: Path, capsys: Any) -> None:
+    file = metrics_path(run, 0)
+    file.write_bytes(LINES[line].encode(errors="surrogateescape") + b"\n" + file.read_bytes())
+    assert len(plot_program.read(run).returns) == 2
+    assert capsys.readouterr().err == f"Metrics '{file}': a line that is no record left out, line 1 first.\n"
+    view = RunView(run, 1)
+    view.refresh()
+    view.refresh()
+    assert view.num_episodes == 2 and view.total("mixes") == 0 and view.mean_return == 5
+    assert capsys.readouterr().err.count("\n") == 1, "once"
+
+
+def test_a_damaged_packed_file_is_told(run: Path) -> None:
+    file = run / "metrics" / "rank-0001.jsonl.gz"
+    whole = gzip.compress(b"".join(json.dumps(EPISODE | {"return": i / 7}).encode() + b"\n" for i in range(500)))
+    for data in (
+        whole[: len(whole) // 2],
+        whole[:5],
+        whole[:-1],
+        b"",
+        b"text",
+        whole[:100] + b"\xff" * 9 + whole[109:],
+    ):
+        file.write_bytes(data)
+        if data == b"":
+            assert Tail(file).read() == []
+            continue
+        with pytest.raises(PalaError, match=r"rank-0001.jsonl.gz' cannot be read, or are damaged"):
+            plot_program.read(run)
+
+
+def test_training_goes_on_beside_metrics_that_cannot_be_read(run: Path, capsys: Any) -> None:
+    (run / "metrics" / "rank-0001.jsonl").mkdir()
+    view = RunView(run, 2)
+    view.refresh()
+    view.refresh()
+    assert view.num_episodes == 2
+    assert capsys.readouterr().err.count("is a folder, not a file. Training goes on.") == 1
+
+
+def test_many_starts_that_lead_nowhere_take_no_time(run: Path) -> None:
+    """Each start drops what came after it: looked through anew each time, this would take a minute."""
+    start = {"type": "start", "time_s": 3.0, "segment": "segment-000"}
+    metrics_path(run, 0).write_text((json.dumps(start) + "\n" + json.dumps(EPISODE | {"time_s": 2.0}) + "\n") * 20_000)
+    assert len(plot_program.read(run).returns) == 20_000
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"policy": "final"}', nested(100_000),
+                                  '{"policy": [], "global_steps": "x", "mean_return": 1, "episodes": 1}'])  # fmt: skip
+def test_a_damaged_evaluation_is_told(text: str, run: Path) -> None:
+    from pala.evaluation.record import final_evaluation
+
+    for name in ("evaluation.json", "evaluations.jsonl"):
+        (run / name).write_text(text)
+        with pytest.raises(PalaError, match=r"cannot be read") as raised:
+            final_evaluation(run, run_folder.read(run))
+        assert str(run) in str(raised.value)
+        (run / name).unlink()
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_is_no_runs_folder_is_told(tmp_path: Path, says: Callable[[Path], str]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "run.json").mkdir(parents=True)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "run.json")
+    (tmp_path / "empty").mkdir()
+    for name, words in {
+        "nowhere": "does not exist", "file": "it is a file", "empty": "no 'run.json'",
+        "folder": "is a folder, not a file", "pipe": "is a pipe or a device, not a file", "\0": "", "x" * 300: "",
+    }.items():  # fmt: skip
+        said = says(tmp_path / name)
+        assert words in said and len(said) < 900, said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission_is_told(run: Path, says: Callable[[Path], str]) -> None:
+    run.chmod(0)
+    try:
+        assert "Permission denied" in says(run)
+    finally:
+        run.chmod(0o755)
+
+
+def test_a_file_that_may_not_be_read_is_told(
+    run: Path, says: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever the user is."""
+    really = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("run.json"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    said = says(run)
+    assert "Permission denied" in said and str(run / "run.json") in said
