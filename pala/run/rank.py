@@ -37,12 +37,13 @@ def run_rank(
     rank that lives does at the very end, alone; `trust_run`: a resumed run's environment may be a pickle that came from
     elsewhere (`environment.py`).
     """
-    with (interrupt or Interrupt()).installed() as interrupt:
-        job = Job(comm, config)
-        if job.trainers is None:
+    job = Job(comm, config)
+    if job.trainers is None:
+        with (interrupt or Interrupt()).installed() as interrupt:
             return _stand_by(job, config, make_env, on_update, interrupt, conclude)
-        from pala.run.session import train
+    from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
 
+    with (interrupt or Interrupt()).installed() as interrupt:
         return train(job, config, make_env, resume, preset, facts, on_update, interrupt, conclude, trust_run)
 
 
