@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pala.config import Config
 from pala.exchange.gossip.sleeping import SleepingGossip
-from pala.run.job import Job
+from pala.run.job import Briefing, Job
 from pala.run.result import Conclude, Result
-from pala.system.errors import CollectiveError
+from pala.system.errors import CollectiveError, EndError
 from pala.system.runtime import Interrupt
 from pala.transport.base import Communicator
 
@@ -64,6 +64,18 @@ def _stand_by(
         if result is not None:
             return result
     if not interrupt.is_told_to_leave:
-        sleeping.close(_PATIENCE_S)
+        _close(job, briefing, sleeping)
     job.comm.depart()
     return Result(briefing.run, "spared", sleeping.global_steps, None, False, 0)
+
+
+def _close(job: Job, briefing: Briefing, sleeping: SleepingGossip) -> None:
+    """Collective. Raises EndError."""
+    try:
+        sleeping.close(_PATIENCE_S)
+    except EndError as error:
+        from pala.run.records import note_failure  # they load torch
+        from pala.run.segment import Segment
+
+        note_failure(Segment(briefing.run, briefing.segment, briefing.previous), job.comm.rank, error)
+        raise

@@ -130,14 +130,7 @@ class Records:
         """The same for `failed`, and why. Any rank may say so, since who leads may be the one that does not answer;
         not of a run that is complete, and who comes first is believed."""
         self._close_reporter()
-        why = str(error) if isinstance(error, PalaError) else f"{type(error).__name__}: {error}"
-        try:
-            record = self._record or self._take_over()
-            is_ours = record.segment["segment"] == self._segment.path.name
-            if is_ours and record.segment["status"] in ("running", "stopped"):
-                record.end("failed", error=why)
-        except (OSError, PalaError) as fault:
-            say(f"[rank {self._rank}] run.json cannot be written: {fault}.")
+        note_failure(self._segment, self._rank, error, self._record)
 
     def conclude(self, outcomes: dict[str, str]) -> None:
         """Note what became of the last words, if this rank leads."""
@@ -158,3 +151,16 @@ class Records:
         run = self._config.run
         steps = self._config.total_steps
         return Reporter(self._segment.run, self._num_trainers, steps, run.console, run.tensorboard, run.spares)
+
+
+def note_failure(segment: Segment, rank: int, error: BaseException, record: RunRecord | None = None) -> None:
+    """Say in run.json that the segment `failed`, and why; also for a spare, which has no records. `record`: of who
+    leads."""
+    why = str(error) if isinstance(error, PalaError) else f"{type(error).__name__}: {error}"
+    try:
+        record = record or RunRecord.take_over(segment.run, segment.check_folder)
+        is_ours = record.segment["segment"] == segment.path.name
+        if is_ours and record.segment["status"] in ("running", "stopped"):
+            record.end("failed", error=why)
+    except (OSError, PalaError) as fault:
+        say(f"[rank {rank}] run.json cannot be written: {fault}.")
