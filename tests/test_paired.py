@@ -156,6 +156,15 @@ def test_answering_ends_a_wait_and_so_does_an_answer() -> None:
 # ---- crossing offers -------------------------------------------------------------------------------------------------
 
 
+def test_a_spare_that_joins_refuses_no_offer() -> None:
+    """Its number may be that of the offer to it."""
+    p = paired(size=2)
+    update(p)
+    assert 1 in p._offers
+    came(p, Kind.JOIN, 1, number=p._offers[1].number)
+    assert 1 in p._offers
+
+
 def test_of_two_that_offer_to_each_other_the_lower_refuses_and_the_higher_answers() -> None:
     low, high = paired(0, 2), paired(1, 2)
     ((_, lows),), ((_, highs),) = offered(update(low)), offered(update(high))

@@ -495,6 +495,17 @@ def test_who_takes_a_place_gets_a_whole_model_and_others_hear_of_it_by_its_steps
     assert q.living == [0, 1, 2] and q.budget.lost == [3]
 
 
+def test_who_has_left_or_died_takes_no_place() -> None:
+    """A message of its own may come late, and none may be forged."""
+    p = protocol(size=4, spares=1)
+    update(p)
+    p.message_came(message(p, Kind.LEAVE, 1))
+    p.peer_died(3)
+    for peer in (1, 3):
+        p.message_came(message(p, Kind.JOIN, peer))
+    assert p.living == [0, 2] and set(sent_to(update(p))) <= {2}
+
+
 def test_the_end_is_told_once_and_again_after_a_death() -> None:
     p = protocol(size=8, budget_steps=10)
     assert told(update(p, steps=9)) == [] and p.budget.stop is Stop.NONE
