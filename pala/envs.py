@@ -162,7 +162,7 @@ def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorE
 
     def in_worker() -> gymnasium.Env:
         if multiprocessing.parent_process() is not None:  # the rank itself deals with signals and closes its workers
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_IGN)
         return factory()
 

@@ -302,3 +302,26 @@ def test_a_policy_is_exported_with_its_header(tmp_path):
     assert header.items() <= read.items()
     with pytest.raises(PalaError, match="does not exist"):
         load_policy(tmp_path / "other.safetensors")
+
+
+def test_a_checkpoint_of_another_network_is_told_whatever_its_size(tmp_path):
+    save_rank(tmp_path, make_state())
+    for parameters in (5, 6, 7):
+        with pytest.raises(PalaError, match="is of another network; resume with"):
+            load_rank(tmp_path, 0, SIGNATURE + 1, parameters=parameters)
+
+
+@pytest.mark.parametrize("length", [1, 5, 7])
+def test_vectors_of_another_length_are_refused_with_momentum_too(length, tmp_path):
+    state = make_state()
+    state.tensors = {name: torch.zeros(length) for name in ("parameters", "mean_square", "movement")}
+    save_rank(tmp_path, state)
+    with pytest.raises(PalaError, match="its tensors are not those of this run's network"):
+        load_rank(tmp_path, 0, SIGNATURE, parameters=6)
+
+
+def test_states_with_and_without_momentum_are_not_averaged():
+    states = [make_state(0, 2), make_state(1, 2)]
+    states[0].tensors["movement"] = torch.zeros(6)
+    with pytest.raises(PalaError, match="some are with momentum, some without"):
+        average(states)

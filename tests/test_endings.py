@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGUSR1
 from typing import Any
@@ -158,6 +159,26 @@ def test_the_first_rank_concludes_alone_and_the_record_says_so(kind: str, tmp_pa
     assert [rank for rank, _ in said] == [0] and said[0][1].status == "completed"
     assert [result.exit_status for result in ranks.results] == [3, 0, 0]
     assert ranks.segment["conclusion"] == {"evaluation": "done", "rank": 0}
+
+
+def test_an_evaluation_that_fails_is_no_ranks_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A fault of the user's environment, say: the next rank would meet it as well."""
+    asked = []
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        asked.append(1)
+        raise ValueError("out of paint")
+
+    monkeypatch.setattr(conclusion, "evaluate", fails)
+    config = configure(tmp_path)
+    config = replace(config, evaluation=replace(config.evaluation, episodes=1))
+    ranks = Ranks(3, config, lambda comm, *rest: conclusion.conclude(*rest))
+    ranks.train()
+    assert asked == [1] and ranks.record["completed"] and "lost_ranks" not in ranks.segment
+    assert ranks.segment["conclusion"]["evaluation"] == "failed (ValueError: out of paint)"
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_when_who_concludes_dies_the_next_rank_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -130,6 +130,13 @@ def test_an_episode_without_an_end_is_cut(cartpole_run: Path, capsys: pytest.Cap
     assert "4 of 4 episodes were cut after 5 steps ('evaluation.max_episode_steps')" in capsys.readouterr().err
 
 
+def test_episodes_that_are_all_there_are_not_given_up() -> None:
+    played, _ = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=1, timeout_s=0.0)
+    assert len(played) == 1
+    with pytest.raises(PalaError, match="given up after 0 s"):
+        play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=2, timeout_s=0.0)
+
+
 def test_an_odd_number_of_episodes_is_shared_out() -> None:
     played, _ = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=5)
     assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]

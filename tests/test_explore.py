@@ -221,6 +221,8 @@ def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "sentence"),
     [
         (["--faults", "rain"], "'rain' is none of"), (["--mixings", "push_sum"], "without '--updates'"),
+        (["--together", "2", "--faults", "stop"], "'--together' is 2, but '--faults' names 1"),
+        (["--mixings", "paired", "--topologies", "complete"], "no case to explore"),
         (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
     ],
 )  # fmt: skip

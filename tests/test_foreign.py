@@ -179,6 +179,22 @@ def test_a_name_wins_over_a_pickle_and_takes_its_place(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["make_env.pkl", "make_env.signature"]
 
 
+def test_a_pickle_full_of_holes_takes_no_memory(tmp_path: Path, little_memory: None) -> None:
+    environment.keep(tmp_path, local_factory())
+    os.truncate(tmp_path / environment.PICKLE, 10**12)
+    with pytest.raises(PalaError, match=r"make_env.pkl' is larger than 64 MiB"):
+        environment.load(tmp_path)
+
+
+def test_a_new_run_leaves_out_what_was_planted_under_its_name(tmp_path: Path) -> None:
+    """A folder in which no run began is taken as if it were new."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / environment.PICKLE).write_bytes(b"harm")
+    assert train(1, configure(tmp_path, steps=100)).record["completed"]
+    assert not environment.is_kept(folder)
+
+
 def python_run(folder: Path) -> Path:
     """A run as version 1 left it: with a pickle alone."""
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE.network)
@@ -578,6 +594,8 @@ LINES = {
     "late": '{"type": "interval", "time_s": NaN}', "huge": json.dumps(EPISODE | {"return": 10**400}),
     "no return": '{"type": "episode", "time_s": 1, "global_steps": 1}',
     "text for a number": '{"type": "interval", "time_s": 1, "consensus_distance": "far"}',
+    "half of a sketch": '{"type": "interval", "time_s": 1, "own_movement": [1.0]}',
+    "unlike sketches": '{"type": "interval", "time_s": 1, "own_movement": [1.0], "movement": [1.0, 2.0]}',
     "list for a number": '{"type": "interval", "time_s": 1, "mixes": [1]}', "bytes": "\udcff\udcfe{",
 }  # fmt: skip
 

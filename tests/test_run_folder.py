@@ -190,3 +190,12 @@ def test_two_jobs_in_one_folder(mpi: Launcher, standing: StandingRanks, tmp_path
     third = standing.train(2, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
     assert third.status == 0 and record_of(run)["completed"] and len(record_of(run)["segments"]) == 2, third.output
     job.wait(30)
+
+
+def test_a_run_is_supervised_from_inside_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "r").mkdir()
+    monkeypatch.chdir(tmp_path / "r")
+    with run_folder.supervised(Path()):
+        assert (tmp_path / ".r.supervisor").exists()
+        with pytest.raises(PalaError, match="Another supervisor works on run"), run_folder.supervised(tmp_path / "r"):
+            pass

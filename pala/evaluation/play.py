@@ -150,7 +150,7 @@ def play(
             if quota[episode.env_index] > 0:
                 quota[episode.env_index] -= 1
                 played.append(episode)
-        if (now := time.monotonic()) > deadline:
+        if (now := time.monotonic()) > deadline and len(played) < episodes:
             raise PalaError(
                 f"given up after {timeout_s:g} s ('evaluation.timeout_s') with {len(played)} of {episodes} episodes; "
                 "`python -m pala.evaluate` takes as long as it needs."

@@ -35,9 +35,12 @@ Layout = dict[str, list[Any]]  # name of a tensor -> its type and shape
 Check = Callable[[dict[str, Any], Layout], None]
 
 
-_CONTENTS = (
-    {"parameters", "mean_square"},  # A2C: of the whole network; RMSprop's mean squares
+_ACTOR_CRITIC = (
+    {"parameters", "mean_square"},  # of the whole network; RMSprop's mean squares
     {"parameters", "mean_square", "movement"},  # and quasi-global momentum's mean movement
+)
+_CONTENTS = (
+    *_ACTOR_CRITIC,
     {"parameters", "squares", "target"},  # Gorila: a shard's slices; the optimiser's squares; the target network
     set[str](),  # Gorila: a rank that serves no shard
 )
@@ -90,16 +93,13 @@ def load_rank(
     faults = []
     for path in (_rank_path(folder, rank), _rank_path(folder, rank, previous=True)):
         try:
-            state = _read_rank(path, parameters)
+            state = _read_rank(path, parameters, signature)
             _check_owner(path, state, rank, ranks)
+        except _AnotherNetworkError:
+            raise
         except PalaError as error:
             faults.append(str(error))
             continue
-        if state.signature != signature:
-            raise PalaError(
-                f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
-                "that it was made with."
-            )
         if faults:
             say(f"[rank {rank}] {faults[0]} The one before it is used.")
         return state
@@ -157,6 +157,8 @@ def average(states: list[RankState], independent: bool = False) -> RankState:
     """
     for state in states:
         check_actor_critic(state)
+    if any(state.tensors.keys() != states[0].tensors.keys() for state in states):
+        raise PalaError("The checkpoints of the ranks are of unlike settings: some are with momentum, some without.")
     counters = joint_counters(states)
     states = [
         state for state in states[: 1 if independent else None] if bool(state.tensors["parameters"].isfinite().all())
@@ -174,7 +176,7 @@ def average(states: list[RankState], independent: bool = False) -> RankState:
 
 def check_actor_critic(state: RankState) -> None:
     """Raise PalaError for another algorithm's."""
-    if set(state.tensors) not in _CONTENTS[:2]:
+    if set(state.tensors) not in _ACTOR_CRITIC:
         raise PalaError("The checkpoints are of another algorithm than the run; its 'run.json' or they were changed.")
 
 
@@ -298,11 +300,20 @@ def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
     return header
 
 
-def _read_rank(path: Path, parameters: int | None = None) -> RankState:
-    """`parameters`: of the network, if it is known."""
+class _AnotherNetworkError(PalaError):
+    """A sound checkpoint, of another network: an older one would be no better."""
+
+
+def _read_rank(path: Path, parameters: int | None = None, signature: int | None = None) -> RankState:
+    """`parameters` and `signature`: of the network, if it is known."""
 
     def check(header: dict[str, Any], layout: Layout) -> None:
-        _state_of(path, header, {}, {})
+        state = _state_of(path, header, {}, {})
+        if signature not in (None, state.signature):
+            raise _AnotherNetworkError(
+                f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
+                "that it was made with."
+            )
         if not _are_vectors(layout, parameters):
             raise PalaError(f"Checkpoint '{path}' cannot be read (its tensors are not those of this run's network).")
 
@@ -337,7 +348,7 @@ def _are_vectors(layout: Layout, parameters: int | None) -> bool:
         and all(len(of) == 2 and of[0] == str(torch.float32) for of in flat.values())
         and len(lengths) <= 1
         and (parameters is None or all(length <= parameters for length in lengths))
-        and (parameters is None or set(flat) != _CONTENTS[0] or lengths == {parameters})
+        and (parameters is None or set(flat) not in _ACTOR_CRITIC or lengths == {parameters})
         and len(streams) <= _MOST_STREAMS
         and all(len(of) == 2 and of[0] == str(torch.uint8) and of[1] <= _MOST_STREAM_BYTES for of in streams)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pala.evaluation.record import save
 from pala.plot import plot
 from pala.run.result import Conclusion, Result
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt, tell
+from pala.system.runtime import Interrupt, say, tell
 
 
 def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
@@ -35,6 +36,9 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
             outcomes[what] = "done"
         except (PalaError, OSError) as error:
             said = outcomes[what] = str(error)
+        except Exception as error:  # of the user's environment, say: the next rank would meet it as well
+            say(traceback.format_exc())
+            said = outcomes[what] = f"failed ({type(error).__name__}: {error})"
         except KeyboardInterrupt:
             assert interrupt.signal is not None
             tell(f"      {what}: interrupted; `python -m pala.evaluate {result.run}` makes up for it")

@@ -31,6 +31,7 @@ from pala.system.files import open_to_read, write_atomically
 
 NAME, PICKLE, SIGNATURE = FILES = ("make_env.txt", "make_env.pkl", "make_env.signature")
 _MOST_NAME_BYTES = 1000
+_MOST_PICKLE_BYTES = 64 << 20
 _KEY_BYTES = 32
 
 
@@ -55,6 +56,12 @@ def keep(run: Path, make_env: MakeEnv) -> None:
     (run / NAME).unlink(missing_ok=True)
 
 
+def forget(run: Path) -> None:
+    """Delete what another job has kept here. Raises OSError."""
+    for file in FILES:
+        (run / file).unlink(missing_ok=True)
+
+
 def check_trust(run: Path, trust_run: bool) -> None:
     """Raise PalaError if the run keeps its environment as a pickle that is not to be loaded without being asked to."""
     if trust_run or (run / NAME).exists() or not (run / PICKLE).exists():
@@ -62,8 +69,7 @@ def check_trust(run: Path, trust_run: bool) -> None:
     try:
         with open_to_read(run / SIGNATURE) as file:
             found = file.read(_MOST_NAME_BYTES)
-        with open_to_read(run / PICKLE) as file:
-            data = file.read()
+        data = _pickle_of(run)
         key = _own_key()
     except OSError:
         found, data, key = b"", b"", None
@@ -85,8 +91,7 @@ def load(run: Path, trust_run: bool = False) -> MakeEnv | None:
                 return _named(file.read(_MOST_NAME_BYTES).decode(), run)
         if not (run / PICKLE).exists():
             return None
-        with open_to_read(run / PICKLE) as file:
-            make_env: MakeEnv = cloudpickle.loads(file.read())
+        make_env: MakeEnv = cloudpickle.loads(_pickle_of(run))
     except PalaError:
         raise
     except Exception as error:  # it is the user's code: anything may happen
@@ -95,6 +100,14 @@ def load(run: Path, trust_run: bool = False) -> MakeEnv | None:
             "modules that it was made with can be imported."
         ) from error
     return make_env
+
+
+def _pickle_of(run: Path) -> bytes:
+    with open_to_read(run / PICKLE) as file:
+        data = file.read(_MOST_PICKLE_BYTES + 1)
+    if len(data) > _MOST_PICKLE_BYTES:
+        raise PalaError(f"'{run / PICKLE}' is larger than {_MOST_PICKLE_BYTES >> 20} MiB, which no environment is.")
+    return data
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------

@@ -157,7 +157,9 @@ def _record_of(line: bytes) -> Record | None:
             is_right = value is None or isinstance(value, bool) or is_number(value)
         if not is_right:
             return None
-    return record if all(record.get(key) is not None for key in _NEEDED[record["type"]]) else None
+    sketches = {None if (sketch := record.get(key)) is None else len(sketch) for key in _SKETCHES}
+    is_whole = all(record.get(key) is not None for key in _NEEDED[record["type"]])
+    return record if is_whole and len(sketches) == 1 else None
 
 
 _TEXTS, _SKETCHES, _STAMPS = (

@@ -74,6 +74,8 @@ def open_segment(
         lock = run_folder.lock(run)  # before anything in it is changed
         if lock is not None:
             run_folder.remove_unfinished(run)
+        if resume is None:
+            environment.forget(run)  # of a job that never began
         previous = checkpoint.newest_segment(run) if resume is not None else None
         segment = Segment(run, checkpoint.new_segment(run), previous)
         if make_env is not None:

@@ -288,7 +288,9 @@ def cases(command: Command) -> list[Case]:
     if "push_sum" in command.mixings and not command.updates:
         raise PalaError("'--mixings' has 'push_sum', whose weights have no end without '--updates'.")
     together = command.together or len(command.faults)
-    return [
+    if together > len(command.faults):
+        raise PalaError(f"'--together' is {together}, but '--faults' names {len(command.faults)}.")
+    found = [
         Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every,
              most_rare=command.rare)
         for ranks, topology, mixing, staleness, faults in itertools.product(
@@ -297,6 +299,9 @@ def cases(command: Command) -> list[Case]:
         )
         if (mixing, topology) != ("paired", "complete")
     ]  # fmt: skip
+    if not found:
+        raise PalaError("There is no case to explore: the paired exchange has no complete topology.")
+    return found
 
 
 HEADER = (

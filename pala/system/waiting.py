@@ -35,11 +35,12 @@ def wait_quietly(
         if timeout_s is not None and now > begin + timeout_s:
             raise EndError(
                 f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here. This rank's checkpoint "
-                "is written: go on by `--resume`."
+                "is written: a run that is not complete goes on by `--resume`."
             )
         if signalled_at is not None and now > signalled_at + _PATIENCE_AFTER_SIGNAL_S:
             raise EndError(
-                "The other ranks did not end within 10 s of the signal; go on from the last checkpoint by `--resume`."
+                "The other ranks did not end within 10 s of the signal; a run that is not complete goes on from the "
+                "last checkpoint by `--resume`."
             )
         sleep(sleep_s)
         sleep_s = min(2 * sleep_s, longest_sleep_s)
