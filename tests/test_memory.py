@@ -33,6 +33,7 @@ from pala.config import (
     RunConfig,
     check,
 )
+from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.kinds import KINDS
 from pala.gorila.shard import assemble
@@ -268,6 +269,21 @@ def test_the_others_go_on_when_ranks_leave(
     assert job.total("waits_given_up") == 0 and "has died" not in capsys.readouterr().err
     resumed = job.resume(4, steps=1600)
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
+
+
+def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the news of any of them has come."""
+
+    def leave(gossip: Gossip) -> bool:
+        gossip._driver.leave()
+        return True
+
+    monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
+    monkeypatch.setattr(Gossip, "leave", leave)
+    job = train(3, configure(tmp_path, steps=ENDLESS), on_update=leave_at(0, 1, 2, update=5))
+    assert [result.status for result in job.results] == ["stopped"] * 3
 
 
 def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:

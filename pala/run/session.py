@@ -225,7 +225,7 @@ class Session:
             "Open MPI 5 with `mpirun --with-ft ulfm` lets it go."
         )
         while exchange.stop is Stop.NONE:
-            if self._interrupt.signal is not None:
+            if self._interrupt.signal is not None or not exchange.living:  # perhaps all have left at the same time
                 exchange.stop_now(Stop.SIGNAL)
             time.sleep(_LOOK_S)
         return exchange.stop
