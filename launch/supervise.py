@@ -2,6 +2,7 @@
 
     python launch/supervise.py -n 4 configs/pong.toml --a2c.learning-rate 1e-3
     python launch/supervise.py --host node1:4,node2:4 --restarts 10 configs/pong.toml
+    python launch/supervise.py -n 4 --spares 1 configs/pong.toml        5 ranks: one sleeps until another dies
     python launch/supervise.py -n 4 --resume runs/pong-20260101-120000
 
 `./launch/train.sh` does the same in PALA's own environment, by default without restarts. Options that `--help` does not
@@ -100,13 +101,15 @@ class Supervisor:
         self.mpirun, self.restarts, self.pause_s = survivable(options.mpirun), options.restarts, options.pause_s
         self.hosts = read_hosts(options.host, options.hostfile)
         slots = sum(host.slots for host in self.hosts)
-        self.ranks = options.ranks or slots or 2
+        command = parse(arguments)
+        spares = command.config.run.spares
+        self.ranks = slots if slots and options.ranks is None else (options.ranks or 2) + spares
         if self.hosts and self.ranks > slots:
+            more = f" and {spares} spare{'s' * (spares > 1)}" if spares else ""
             raise PalaError(
-                f"'-n {self.ranks}' is more than the hosts take, {slots}; say how many each takes, as in "
+                f"'-n {options.ranks}'{more} is more than the hosts take, {slots}; say how many each takes, as in "
                 "'--host node1:4,node2:4'."
             )
-        command = parse(arguments)
         self.arguments = arguments
         self.options = [a for a in arguments if command.preset is None or Path(a) != command.preset]
         if command.resume is not None:
@@ -373,7 +376,10 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Start a training job by mpirun, and resume it when it ends before the run is complete. What is "
         "not listed here is passed on to pala.train (python -m pala.train --help).",
     )  # fmt: skip
-    parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="RANKS", help="by default 2, or what hosts take")
+    parser.add_argument(
+        "-n", "-np", dest="ranks", type=int, metavar="RANKS", help="that train; by default 2, or what hosts take"
+    )
+    parser.add_argument("--spares", type=int, help="so many more, which sleep until one dies ('--run.spares')")
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="resume '--run.name' if it has begun")
@@ -383,7 +389,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, others = parser.parse_known_args(arguments)
     if (options.ranks is not None and options.ranks < 1) or options.restarts < 0 or options.pause_s < 0:
         parser.error("'-n' must be at least 1, '--restarts' and '--pause-s' at least 0")
-    return options, others
+    return options, others + (["--run.spares", str(options.spares)] if options.spares is not None else [])
 
 
 def main() -> NoReturn:

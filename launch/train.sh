@@ -3,6 +3,7 @@
 #   ./launch/train.sh                                                     the quickstart, 2 ranks
 #   ./launch/train.sh -n 4 configs/pong.toml --a2c.learning-rate 1e-3
 #   ./launch/train.sh -n 4 --restarts 3 configs/pong.toml                 the same, and a job that dies is resumed
+#   ./launch/train.sh -n 4 --spares 1 configs/pong.toml                   a fifth rank replaces one that dies
 # Makes .venv on first use. All options: ./launch/train.sh --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -17,7 +17,7 @@ from pala.config import Config, checked, load_preset
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
-    from pala.run.session import Result
+    from pala.run.result import Result
 
 __version__ = "0.1.0"
 __all__ = ["Config", "PalaError", "fit", "load_preset"]
@@ -34,24 +34,28 @@ def fit(
     `trust_run`: load that also if it is a pickle that came from elsewhere, which runs its code. Raises PalaError for a
     mistake that all ranks see; a script that does not catch it ends with the sentence alone, printed once. With several
     ranks, any other error ends the whole job with its traceback, because the other ranks would wait for this one for
-    ever.
+    ever. Where the others go on without a rank, one that was told to leave or a spare that nobody needed, it does not
+    return: the process ends.
     """
     from pala.system.errors import CollectiveError
     from pala.system.runtime import one_sentence_for_mistakes, prepare
     from pala.transport.agreement import collectively, cores_per_rank
-    from pala.transport.mpi_process import abort, start_mpi
+    from pala.transport.mpi_process import abort, leave_job, start_mpi
 
     comm = start_mpi()
     one_sentence_for_mistakes(comm.rank)
     try:
         config = collectively(comm, lambda: checked(config))
-        cores = cores_per_rank(comm)
+        cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)
-        from pala.run.session import run_session
+        from pala.run.rank import run_rank
 
-        return run_session(
+        result = run_rank(
             comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, trust_run=trust_run
         )
+        if result.departs:
+            leave_job()
+        return result
     except CollectiveError:
         raise  # on every rank
     except BaseException as error:

@@ -241,6 +241,9 @@ class RunConfig:
     """Threads a rank, for torch and Atari alike; 0: the cores of the node divided by its ranks."""
     console: Literal["auto", "panel", "lines", "none"] = "auto"
     """What rank 0 shows: a live panel on a terminal, lines in a log file."""
+    spares: int = 0
+    """So many of the job's ranks, the last ones, do not train but sleep until another dies, and then take its place.
+    With `exchange.kind` `gossip`, and where a job outlives its ranks (docs/reliability.md)."""
     start_timeout_s: float = 300.0
     """Seconds in which all ranks must have come up, or `launch/supervise.py` ends the job: a rank that ends before MPI
     has begun leaves the others waiting for ever. A cold file system of a cluster takes minutes."""
@@ -362,7 +365,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "gorila.max_staleness_updates": (0, 1e12),
     "gorila.loss_filter_deviations": (0, 1e6), "gorila.loss_filter_horizon_updates": (2, 1e9),
     "gorila.epsilon_first": (0, 1), "gorila.epsilon_last": (0, 1), "gorila.epsilon_decay_steps": (1, 1e12),
-    "run.start_timeout_s": (1, 1e6),
+    "run.spares": (0, 1e6), "run.start_timeout_s": (1, 1e6),
     "run.threads": (0, 4096), "run.log_interval_s": (0.1, 86400), "run.checkpoint_interval_s": (0.1, 1e7),
     "evaluation.episodes": (0, 1e6), "evaluation.num_envs": (1, 1e4), "evaluation.epsilon": (0, 1),
     "evaluation.max_episode_steps": (1, 1e12), "evaluation.timeout_s": (1, 1e6),
@@ -383,6 +386,7 @@ def check(config: Config, source: str) -> None:
             raise PalaError(f"{source}: '{key}' is {shown} but every width must lie between 1 and 1e+06.")
     check_exchange(config.exchange, source)
     check_gorila(config.gorila, source)
+    check_spares(config, source)
     least = config.gorila.min_replay_steps
     if config.algorithm == "gorila" and config.total_steps <= least:
         raise PalaError(
@@ -412,6 +416,23 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
                 f"{source}: 'exchange.{key}' is {value!r}, but 'exchange.kind' is {exchange.kind!r}, which has "
                 f"{_listed(values)} only; 'gossip' has all."
             )
+
+
+def check_spares(config: Config, source: str) -> None:
+    """Raise PalaError for spare ranks where none can take a place."""
+    if config.run.spares == 0:
+        return
+    if config.algorithm == "gorila":
+        raise PalaError(
+            f"{source}: 'run.spares' is {config.run.spares}, but 'algorithm' is 'gorila', whose roles belong to ranks "
+            "that cannot be replaced yet; leave it out, and let `launch/supervise.py` restart the job."
+        )
+    if not kind_of(config.exchange).replaces_ranks:
+        raise PalaError(
+            f"{source}: 'run.spares' is {config.run.spares}, but 'exchange.kind' is {config.exchange.kind!r}, in which "
+            "no rank can take another's place while training runs; 'gossip' can. Leave it out, and let "
+            "`launch/supervise.py` restart the job."
+        )
 
 
 def check_gorila(gorila: GorilaConfig, source: str) -> None:

@@ -20,11 +20,12 @@ import tyro
 
 from pala.config import Config, check, load_preset
 from pala.run import run_folder
+from pala.run.result import Conclusion, Result
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import Launch, announce, die_with_launcher, prepare, say
+from pala.system.runtime import Interrupt, Launch, announce, die_with_launcher, prepare, say
 from pala.transport.agreement import collectively, cores_per_rank
-from pala.transport.mpi_process import abort, check_slurm_tasks, leave_mpi, start_mpi
+from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi
 
 _PROGRAM = "pala.train"
 
@@ -56,6 +57,12 @@ def parse(arguments: list[str]) -> Command:
     return command
 
 
+def _conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
+    from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
+
+    return conclude(result, config, interrupt)
+
+
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
     die_with_launcher()
@@ -73,15 +80,14 @@ def main() -> None:
         check_slurm_tasks(comm.size)
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
-        cores = cores_per_rank(comm)
+        cores = cores_per_rank(comm, command.config.run.spares)
         prepare(command.config.run.threads or cores)
-        # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
-        from pala.run.conclusion import conclude
-        from pala.run.session import run_session
+        # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
+        from pala.run.rank import run_rank
 
         preset = command.preset.stem if command.preset else ""
-        result = run_session(
-            comm, command.config, resume=command.resume, preset=preset, facts=facts, conclude=conclude,
+        result = run_rank(
+            comm, command.config, resume=command.resume, preset=preset, facts=facts, conclude=_conclude,
             trust_run=command.trust_run,
         )  # fmt: skip
     except CollectiveError as error:  # every rank is here
@@ -90,7 +96,9 @@ def main() -> None:
         sys.exit(2)
     except (Exception, KeyboardInterrupt) as error:
         abort(comm, error)
-    leave_mpi(comm)(result.exit_status)
+    if result.departs:
+        leave_job()
+    leave_mpi(comm, finalize=command.config.run.spares == 0)(result.exit_status)
 
 
 if __name__ == "__main__":

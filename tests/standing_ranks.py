@@ -185,7 +185,7 @@ class StandingRanks:
 
 def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], Any] | None = None) -> int:
     """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective."""
-    from pala.run.session import run_session
+    from pala.run.rank import run_rank
     from pala.system.errors import CollectiveError
     from pala.system.runtime import say
     from pala.train import parse
@@ -194,7 +194,7 @@ def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], A
     try:
         command = collectively(comm, lambda: parse(list(arguments)))
         preset = command.preset.stem if command.preset else ""
-        result = run_session(comm, command.config, make_env, command.resume, preset)
+        result = run_rank(comm, command.config, make_env, command.resume, preset)
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")

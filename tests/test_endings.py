@@ -17,14 +17,15 @@ from typing import Any
 import gymnasium
 import pytest
 from conftest import record_of, wait_for
-from test_memory import KINDS, configure
+from test_memory import KINDS, configure, with_spares
 
 from pala.a2c.learner import Learner
 from pala.config import Config
 from pala.envs import MakeEnv
 from pala.exchange.gossip.exchange import Gossip
 from pala.run import checkpoint, conclusion, session
-from pala.run.session import Conclusion, Result, run_session
+from pala.run.rank import run_rank
+from pala.run.result import Conclusion, Result
 from pala.system import waiting
 from pala.system.errors import CollectiveError, EndError
 from pala.system.runtime import Interrupt
@@ -48,7 +49,7 @@ class Ranks:
             self.comms[comm.rank] = comm
             given = self.conclude
             conclude = None if given is None else lambda *arguments: given(comm, *arguments)
-            return run_session(
+            return run_rank(
                 comm, self.config, self.make_env, on_update=lambda updates: on_update(comm, updates),
                 interrupt=comm.interrupt, conclude=conclude,
             )  # fmt: skip
@@ -209,6 +210,73 @@ def test_when_another_rank_dies_meanwhile_nothing_is_concluded_twice(tmp_path: P
     ranks.train()
     assert said == [0] and [result.exit_status for result in ranks.results[:2]] == [0, 0]
     assert [lost["rank"] for lost in ranks.segment["lost_ranks"]] == [2]
+
+
+# ---- spares ----------------------------------------------------------------------------------------------------------
+
+
+def test_spares_that_nobody_needed_are_gone_when_a_run_is_concluded(tmp_path: Path) -> None:
+    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+        wait_for(lambda: comm.world.gone == {2, 3}, 30, "the spares' end")
+        return Conclusion(0, {"evaluation": "done"})
+
+    ranks = Ranks(4, with_spares(tmp_path, spares=2, steps=200), conclude)
+    ranks.train()
+    assert [result.status for result in ranks.results] == ["completed"] * 2 + ["spared"] * 2
+    assert [result.exit_status for result in ranks.results] == [0] * 4 and "lost_ranks" not in ranks.segment
+    assert ranks.segment["conclusion"] == {"evaluation": "done", "rank": 0}
+
+
+def test_a_spare_that_has_joined_concludes_when_no_other_rank_is_left(tmp_path: Path) -> None:
+    said: list[int] = []
+
+    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+        said.append(comm.rank)
+        if comm.rank != 2:
+            comm.die()
+        return Conclusion(0, {"evaluation": "done"})
+
+    def dies(comm: MemoryCommunicator, updates: int) -> None:
+        if comm.rank == 0 and updates == 5:
+            comm.die()
+
+    ranks = Ranks(3, with_spares(tmp_path, spares=1, steps=1000), conclude)
+    ranks.train(dies)
+    assert said == [1, 2] and ranks.results[2].leads and ranks.record["completed"]
+    assert ranks.segment["conclusion"] == {"evaluation": "done", "rank": 2}
+    assert [lost["rank"] for lost in ranks.segment["lost_ranks"]] == [0, 1]
+
+
+def test_who_has_left_concludes_nothing(tmp_path: Path) -> None:
+    said: list[int] = []
+
+    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+        said.append(comm.rank)
+        return Conclusion(0, {})
+
+    def leaves(comm: MemoryCommunicator, updates: int) -> None:
+        comm.interrupt.is_told_to_leave |= comm.rank == 0 and updates == 5
+
+    ranks = Ranks(3, configure(tmp_path, steps=1200, max_staleness=1), conclude)
+    ranks.train(leaves)
+    assert ranks.results[0].status == "left" and said == [1] and "lost_ranks" not in ranks.segment
+    assert [left["rank"] for left in ranks.segment["left_ranks"]] == [0]
+
+
+def test_a_spare_that_waits_in_vain_for_the_only_rank_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(2, with_spares(tmp_path, spares=1, steps=200))
+    close, seen = Gossip.close, []
+    monkeypatch.setattr("pala.run.rank._PATIENCE_S", 0.5)
+
+    def stopped(gossip: Gossip, timeout_s: float) -> Any:
+        wait_for(lambda: ranks.comms[0].world.gone == {1}, 30, "the spare's end")
+        seen.append(ranks.segment)
+        return close(gossip, timeout_s)
+
+    monkeypatch.setattr(Gossip, "close", stopped)
+    ranks.train()
+    assert isinstance(ranks.results[1], EndError) and seen[0]["status"] == "failed"
+    assert seen[0]["error"] == str(ranks.results[1])
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------

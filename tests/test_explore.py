@@ -10,6 +10,7 @@ import test_paired as of_paired
 import test_schedules as of_schedules
 
 from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.simulate import explore
@@ -40,6 +41,18 @@ class RefusesWhoRefuses(PairedProtocol):
         return self.rank < sender and sender in self._offers and sender not in self.silent
 
 
+class IgnoresWhoLeaves(GossipProtocol):
+    def message_came(self, message, took_s=0.0, late=False, rejected=False):
+        if message.kind is Kind.LEAVE:
+            return []
+        return super().message_came(message, took_s, late, rejected)
+
+
+class WaitsForTheAnswerOfWhoLeft(PairedProtocol):
+    def _forget(self, peer):
+        return []
+
+
 PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (LosesCreditsWhileItWaits, "deadlock", {}),
     (of_schedules.CountsReceivedWeightTwice, "push-sum weight", {"mixing": "push_sum", "updates": 6}),
@@ -60,6 +73,8 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (of_schedules.TakesTheDeadsWeightForLost, "inbox", {"faults": "death"}),
     (of_schedules.WaitsForTheStopped, "wait", {"faults": "patience garbled"}),
     (RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
+    (IgnoresWhoLeaves, "deadlock", {"faults": "leave"}),
+    (WaitsForTheAnswerOfWhoLeft, "wait", {"faults": "leave", "ranks": 3}),
     (of_paired.NobodyAnswersWhenOffersCross, "wait", {}),
     (of_paired.MakesASecondOffer, "second offer", {"ranks": 3}),
     (of_paired.MovesByItsOwnFraction, "sum of all models", {"ranks": 3}),
@@ -127,7 +142,7 @@ def test_a_trace_is_the_shortest_and_told_in_words() -> None:
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-@pytest.mark.parametrize("faults", ["", "stop", "timer", "death stop", "duplicate"])
+@pytest.mark.parametrize("faults", ["", "stop", "timer", "death stop", "leave death", "duplicate"])
 def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
     assert_holds(explored(faults, mixing=mixing, max_staleness=max_staleness))
 

@@ -27,7 +27,7 @@ from runs import all_train, intervals, local_steps, longest_gap_s, total
 from standing_ranks import StandingRanks
 
 from pala.run.checkpoint import load_policy
-from pala.run.metrics import metrics_path
+from pala.run.metrics import metrics_path, read_rank, read_run
 
 pytestmark = pytest.mark.mpi
 
@@ -124,6 +124,133 @@ def test_a_rank_of_a_paired_exchange_may_be_killed(any_mpi: Launcher, tmp_path: 
     assert segment["global_steps"] >= 9000 and total(run, "models_refused") == 0
     assert total(run, "models_mixed", 0) > 10 < total(run, "models_mixed", 2)
     wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+@pytest.mark.slow
+def test_a_rank_told_to_leave_goes_and_the_others_go_on(mpi: Launcher, tmp_path: Path) -> None:
+    """Under MPICH, which needs its process, it sleeps."""
+    ranks = (str(mpi.folder / "python"), "-m", "pala.train", *CARTPOLE, "--run.name", "r", *ENDLESS)
+    survivable = ("--with-ft", "ulfm") if mpi.name == "openmpi" else ()
+    job, run = mpi.start(*survivable, "-np", "3", *ranks, cwd=tmp_path), tmp_path / "runs/r"
+    pids = wait_until_all_train(tmp_path, 3)
+    os.kill(pids[0], signal.SIGUSR2)
+    wait_for(lambda: "left_ranks" in record_of(run)["segments"][0], what="the news that rank 0 has left")
+    if mpi.name == "openmpi":
+        wait_for(lambda: pids[0] not in processes_in(tmp_path), 10, "the end of rank 0")
+    left_at, number = local_steps(run)[0], len(intervals(run, 1))
+    wait_for(lambda: len(intervals(run, 1)) > number + 3, what="more records of rank 1")
+    os.kill(pids[1], signal.SIGUSR1)
+    job.wait()
+    segment = record_of(run)["segments"][0]
+    assert segment["status"] == "stopped" and "lost_ranks" not in segment and local_steps(run)[0] == left_at
+    assert "[rank 0] leaves (SIGUSR2); 2 go on." in job.output and "has died" not in job.output
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+def start_with_spares(launcher: Launcher, ranks: int, spares: int, *arguments: str, cwd: Path) -> dict[int, int]:
+    """Ranks that train, and so many more; returns their processes when the first train."""
+    start(launcher, ranks + spares, "--run.spares", str(spares), *arguments, cwd=cwd)
+    return wait_until_all_train(cwd, ranks)
+
+
+def has_joined(run: Path, rank: int) -> bool:
+    """True when a spare trains, and the rank that keeps run.json knows."""
+    joined = record_of(run)["segments"][-1].get("joined_ranks", [])
+    return rank in [entry["rank"] for entry in joined] and len(read_rank(metrics_path(run, rank))) > 3
+
+
+def assert_ends_well_by_usr1(job: Job, cwd: Path) -> dict:
+    """The job stops, with a checkpoint; returns what run.json says of it."""
+    end_by(job, signal.SIGUSR1, cwd)
+    segment = record_of(cwd / "runs/r")["segments"][-1]
+    assert job.status != 0 and segment["status"] == "stopped" and "Traceback" not in job.output, job.output
+    return segment
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has taken."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) / os.sysconf(
+        "SC_CLK_TCK"
+    )
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, killed: int, tmp_path: Path) -> None:
+    pids, run = start_with_spares(any_mpi, 4, 1, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    (job,) = any_mpi.jobs
+    begun_s, slept_s = time.monotonic(), cpu_s(pids[4])
+    wait_for(lambda: len(intervals(run, 1)) > 6, what="training")
+    slept_s, took_s = cpu_s(pids[4]) - slept_s, time.monotonic() - begun_s
+    memory = [resident_bytes(pids[rank]) / 2**20 for rank in (4, 1)]
+    assert "libtorch" not in Path(f"/proc/{pids[4]}/maps").read_text() and len(read_run(run)) == 4
+    assert slept_s < 0.05 * took_s and memory[0] < 0.5 * memory[1]
+    os.kill(pids[killed], signal.SIGKILL)
+    killed_s = time.monotonic()
+    wait_for(lambda: len(read_run(run)) == 5, what="the first record of the spare")
+    began_s = time.monotonic() - killed_s
+    wait_for(lambda: has_joined(run, 4), what="training of the spare")
+    living = {0, 1, 2, 3, 4} - {killed}
+    before = {rank: local_steps(run)[rank] for rank in living}
+    wait_for(lambda: all(local_steps(run)[rank] > before[rank] for rank in living), what="training of all four")
+    segment = assert_ends_well_by_usr1(job, tmp_path)
+    assert [lost["rank"] for lost in segment["lost_ranks"]] == [killed] and segment["ranks"] == 4
+    assert "rank 4, a spare" in job.output and total(run, "models_mixed", 4) > 10 and total(run, "models_refused") == 0
+    steps_per_s = {rank: intervals(run, rank)[-1]["local_steps_per_s"] for rank in sorted(living)}
+    print(f"\nasleep {memory[0]:.0f} MiB (a rank that trains {memory[1]:.0f}), {slept_s / took_s:.2%} of a core")
+    print(f"the spare's first record {began_s:.1f} s after the death; steps/s then: {steps_per_s}")
+
+
+@pytest.mark.slow
+def test_deaths_one_after_the_other_take_spares_until_there_are_none(any_mpi: Launcher, tmp_path: Path) -> None:
+    """A spare that sleeps, two ranks at once, a spare that has joined."""
+    pids, run = start_with_spares(any_mpi, 3, 3, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    (job,) = any_mpi.jobs
+    for rank in (3, 0, 1):
+        os.kill(pids[rank], signal.SIGKILL)
+    wait_for(lambda: has_joined(run, 4) and has_joined(run, 5), what="training of two spares")
+    os.kill(pids[4], signal.SIGKILL)
+    wait_for(lambda: len(record_of(run)["segments"][0]["lost_ranks"]) == 3, what="the news of the last death")
+    number = len(read_rank(metrics_path(run, 5)))
+    wait_for(lambda: len(read_rank(metrics_path(run, 5))) > number + 3, what="training of the last spare")
+    segment = assert_ends_well_by_usr1(job, tmp_path)
+    assert [lost["rank"] for lost in segment["lost_ranks"]] == [0, 1, 4]
+
+
+@pytest.mark.slow
+def test_spares_that_nobody_needed_end_with_the_run(any_mpi: Launcher, tmp_path: Path) -> None:
+    start_with_spares(any_mpi, 2, 2, "--total-steps", "6000", "--evaluation.episodes", "2", cwd=tmp_path)
+    (job,), run = any_mpi.jobs, tmp_path / "runs/r"
+    assert job.wait().status == 0 and record_of(run)["completed"], job.output
+    assert "lost_ranks" not in record_of(run)["segments"][0] and (run / "evaluation.json").exists()
+    assert not re.search("died|pala: error|killed|Traceback", job.output, re.I), job.output
+    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_death_in_the_last_moment_needs_no_spare(any_mpi: Launcher, killed: int, tmp_path: Path) -> None:
+    """A rank, or the spare, dies when it has heard of the end."""
+    arguments = [*CARTPOLE, "--run.name", "r", "--run.spares", "1", "--total-steps", "6000"]
+    (tmp_path / "dies.py").write_text(f"""
+import os, sys
+from pala.transport.threaded import ThreadedTransport
+close = ThreadedTransport.close
+def dies(*arguments):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "{killed}":
+        os.kill(os.getpid(), 9)
+    close(*arguments)
+ThreadedTransport.close = dies
+import pala.train
+sys.argv[1:] = {arguments!r}
+pala.train.main()
+""")
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", str(any_mpi.folder / "python"), "dies.py", cwd=tmp_path)
+    assert job.wait().status == 0 and record_of(tmp_path / "runs/r")["completed"], job.output
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from pala.gorila import scores as scores_program
 from pala.networks.network import ActorCritic
 from pala.run import checkpoint, environment, metrics, run_folder
 from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_rank, read_run
-from pala.run.session import run_session
+from pala.run.rank import run_rank
 from pala.system.errors import CollectiveError, PalaError
 from pala.train import parse
 from pala.transport.memory import run_ranks
@@ -225,7 +225,7 @@ def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, someone_e
     config = configure(tmp_path, steps=40)
 
     def session(**options: Any) -> list[Any]:
-        return run_ranks(2, lambda comm: run_session(comm, config, interrupt=comm.interrupt, **options))
+        return run_ranks(2, lambda comm: run_rank(comm, config, interrupt=comm.interrupt, **options))
 
     made = session(make_env=local_factory())
     assert [result.status for result in made] == ["completed"] * 2
@@ -313,7 +313,7 @@ def resumed(folder: Path) -> None:
     config = replace(
         config, total_steps=max(steps, config.gorila.min_replay_steps + 1 if config.algorithm == "gorila" else 1)
     )
-    for result in run_ranks(1, lambda comm: run_session(comm, config, resume=folder, interrupt=comm.interrupt)):
+    for result in run_ranks(1, lambda comm: run_rank(comm, config, resume=folder, interrupt=comm.interrupt)):
         if isinstance(result, BaseException):
             raise result
 
@@ -509,7 +509,7 @@ def program(of: Any, *arguments: object) -> Program:
 def start_training(run: Path) -> None:
     """What `python -m pala.train --resume` does first."""
     parse(["--resume", str(run)])
-    result = run_ranks(1, lambda comm: run_session(comm, CARTPOLE, resume=run, interrupt=comm.interrupt))[0]
+    result = run_ranks(1, lambda comm: run_rank(comm, CARTPOLE, resume=run, interrupt=comm.interrupt))[0]
     if isinstance(result, BaseException):
         raise result
 

@@ -34,9 +34,10 @@ from pala.compare.collect import load
 from pala.compare.plan import Plan
 from pala.config import ExchangeConfig
 from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.gossip.actions import SendModel
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver
-from pala.exchange.gossip.messages import Kind, gossip_sizes
+from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind, gossip_sizes
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.protocol import Rules
@@ -172,7 +173,7 @@ def is_valid(data: bytes, node: Node) -> bool:
     }
     if any(of[name] != value for name, value in expected.items()):
         return False
-    if of["kind"] not in (1, 2, 3, 4) or of["stop"] not in (0, 1, 2) or of["sender"] >= RANKS:
+    if of["kind"] not in (1, 2, 3, 4, 7, 8) or of["stop"] not in (0, 1, 2) or of["sender"] >= RANKS:
         return False
     if not 0 < of["weight"] <= RANKS * (1 + 1e-9):
         return False
@@ -214,7 +215,7 @@ def valid_messages(compression: str) -> dict[str, bytes]:
     sender.parameters += 1
     found = {"whole": sender.message(whole=True).tobytes(), "part": sender.message().tobytes()}
     steps = np.arange(RANKS, dtype=np.uint64)
-    for kind in (Kind.CREDIT, Kind.STOP, Kind.ASK_WHOLE):
+    for kind in WITHOUT_MODEL:
         data = np.zeros(CONTROL, np.uint8)
         sender.wire.encode(Message(kind, 1, 2, 1.0, 0, steps), data)
         found[kind.name] = data.tobytes()
@@ -327,6 +328,17 @@ class Gossiping:
         assert 0 < self.protocol.mixing.weight < math.inf
 
 
+def test_who_takes_nothing_may_leave_all_the_same() -> None:
+    node = Gossiping("uniform", "none", max_staleness=1)
+    node.go_on()  # how long an update takes says what is long
+    while not node.driver._takes_nothing(1):
+        node.transport.clock_s += 1e6
+        node.driver._send_model(SendModel(node.protocol._message(Kind.MODEL), (1,), whole=True))
+    leave = gossip_messages(paired=False, compression="none")["LEAVE"]
+    node.hear(1, leave, bulk=False, took_s=0.0, late=False)
+    assert 1 not in node.protocol.living and node.refused == 0
+
+
 def gossip_messages(paired: bool, compression: str) -> dict[str, bytes]:
     """One of each kind, from rank 1."""
     sender = Node(own + 1, compression)
@@ -336,7 +348,7 @@ def gossip_messages(paired: bool, compression: str) -> dict[str, bytes]:
         weight = 0.5 if kind == "ANSWER" else 1.0
         fields = {"kind": Kind[kind], "sender": 1, "round": 1, "weight": weight}
         found |= {f"{kind} {size}": with_fields(data, fields) for size, data in (("whole", whole), ("part", part))}
-    for kind in (Kind.CREDIT, Kind.STOP, Kind.ASK_WHOLE):
+    for kind in WITHOUT_MODEL:
         data = np.zeros(CONTROL, np.uint8)
         sender.wire.encode(Message(kind, 1, 1, 1.0, 0, np.zeros(RANKS, np.uint64)), data)
         found[kind.name] = data.tobytes()

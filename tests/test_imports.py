@@ -107,6 +107,7 @@ except SystemExit as exit_:
         ("import pala.compare.__main__", {"numpy", "gymnasium"}),
         ("import pala.gorila.scores", {"numpy", "gymnasium"}),
         ("import pala.doctor.__main__", {"numpy"}),
+        ("import pala.run.rank", {"numpy"}),
         (HELP.format("evaluate"), set()),
         (HELP.format("plot"), {"numpy"}),
     ],

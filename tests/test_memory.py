@@ -23,14 +23,25 @@ from conftest import record_of
 from torch import Tensor
 
 from pala.a2c.learner import Learner
-from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, GorilaConfig, NetworkConfig, RunConfig
+from pala.config import (
+    Config,
+    EnvConfig,
+    EvaluationConfig,
+    ExchangeConfig,
+    GorilaConfig,
+    NetworkConfig,
+    RunConfig,
+    check,
+)
+from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.kinds import KINDS
 from pala.gorila.shard import assemble
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
 from pala.run.metrics import read_run
-from pala.run.session import Result, run_session
+from pala.run.rank import run_rank
+from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.transport.faults import Fault, OnTheWay, corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
 from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
@@ -45,6 +56,8 @@ GORILA = GorilaConfig(
     replay_capacity_steps=1000, min_replay_steps=60, minibatch_size=8, target_period_updates=20, num_shards=2
 )
 SEPARATE = replace(GORILA, roles="separate", num_actors=2, num_learners=2)  # shards 0 and 1, learners, actors
+
+OnUpdate = Callable[[MemoryCommunicator, int], None]
 
 
 class Paced(gymnasium.Wrapper):
@@ -96,12 +109,12 @@ class Trained:
     def policy(self) -> dict[str, Tensor]:
         return load_policy(self.run / "policy.safetensors")[0]
 
-    def states(self, first: bool = False) -> list[RankState]:
+    def states(self, first: bool = False, ranks: int | None = None) -> list[RankState]:
         """The ranks' newest checkpoints, or those that they began with."""
         folder = checkpoint.newest_segment(self.run)
         return [
             checkpoint._read_rank(checkpoint._rank_path(folder, rank, previous=first))
-            for rank in range(len(self.results))
+            for rank in range(ranks or len(self.results))
         ]
 
     def total(self, key: str, rank: int | None = None) -> float:
@@ -125,10 +138,10 @@ class Trained:
 
 def train(
     ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None,
-    on_update: Callable[[MemoryCommunicator, int], None] = MemoryCommunicator.on_update,
+    on_update: OnUpdate = MemoryCommunicator.on_update,
 ) -> Trained:  # fmt: skip
     def main(comm: MemoryCommunicator) -> Result:
-        return run_session(
+        return run_rank(
             comm, config, resume=resume, on_update=lambda updates: on_update(comm, updates), interrupt=comm.interrupt
         )
 
@@ -137,6 +150,17 @@ def train(
 
 def own_steps(states: Iterable[RankState]) -> list[int]:
     return [state.counters["own_steps"] for state in states]
+
+
+def leave_at(*ranks: int, update: int) -> OnUpdate:
+    """These ranks get SIGUSR2 when they have made so many updates."""
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_update(updates)
+        if comm.rank in ranks and updates == update:
+            comm.interrupt.is_told_to_leave = True
+
+    return on_update
 
 
 def parameters(states: Iterable[RankState]) -> Tensor:
@@ -227,6 +251,239 @@ def test_the_living_make_the_rest(kind: str, dead: list[int], tmp_path: Path, ca
 def test_a_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) -> None:
     trained = train(3, configure(tmp_path, patience_s=0.5), [fail_at_message(1, n)])
     assert isinstance(trained.results[1], Killed) and trained.ended_well(but_for=[1])
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
+@pytest.mark.parametrize("left", [[0], [1, 3]])
+def test_the_others_go_on_when_ranks_leave(
+    left: list[int], mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    job = train(4, configure(tmp_path, steps=1200, mixing=mixing, max_staleness=1), on_update=leave_at(*left, update=5))
+    assert job.ended_well(but_for=left)
+    assert [job.results[rank].status for rank in left] == ["left"] * len(left)
+    assert [entry["rank"] for entry in job.segment["left_ranks"]] == left and "lost_ranks" not in job.segment
+    states = job.states()
+    # Unlike that of the dead, all of their work is counted.
+    assert job.segment["global_steps"] == sum(own_steps(states)) >= 1200
+    assert [own_steps(states)[rank] for rank in left] == [5 * BATCH] * len(left)
+    assert job.total("waits_given_up") == 0 and "has died" not in capsys.readouterr().err
+    resumed = job.resume(4, steps=1600)
+    assert resumed.ended_well() and "left_ranks" not in resumed.segment
+
+
+def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the news of any of them has come."""
+
+    def leave(gossip: Gossip) -> bool:
+        gossip._driver.leave()
+        return True
+
+    monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
+    monkeypatch.setattr(Gossip, "leave", leave)
+    job = train(3, configure(tmp_path, steps=ENDLESS), on_update=leave_at(0, 1, 2, update=5))
+    assert [result.status for result in job.results] == ["stopped"] * 3
+
+
+def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.outlives_ranks = False
+        leave_at(0, update=5)(comm, updates)
+
+    job = train(3, configure(tmp_path, steps=900), on_update=on_update)
+    assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
+    assert own_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(own_steps(job.states()))
+    others = job.states()[1:]
+    policy = torch.cat([tensor.flatten() for tensor in job.policy.values()])
+    assert math.isclose(float(policy.norm()), float(parameters(others).mean(0).norm()), rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp_path: Path) -> None:
+    job = train(ranks, configure(tmp_path, steps=ENDLESS), on_update=leave_at(*range(ranks), update=5))
+    statuses = [result.status for result in job.results]
+    assert set(statuses) <= {"left", "stopped"} and "stopped" in statuses
+    assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2"
+    steps = sum(own_steps(job.states()))
+    assert job.resume(ranks, steps=steps + 200).ended_well()
+
+
+@pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
+def test_who_cannot_leave_says_so_and_stays(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    job = train(2, configure(tmp_path, kind, steps=300), on_update=leave_at(1, update=5))
+    assert job.ended_well() and "only ranks that gossip can: it stays" in capsys.readouterr().err
+
+
+# ---- spares ----------------------------------------------------------------------------------------------------------
+
+
+def with_spares(folder: Path, spares: int, steps: int = ENDLESS, **settings: Any) -> Config:
+    config = configure(folder, steps=steps, **{"max_staleness": 2} | settings)
+    return replace(config, env=replace(config.env, id="Paced-v0"), run=replace(config.run, spares=spares))
+
+
+def stop_when(*ranks: int, updates: int, also: OnUpdate = MemoryCommunicator.on_update) -> OnUpdate:
+    """The job gets SIGUSR1 when these ranks have all made so many updates."""
+    have_come: set[int] = set()
+
+    def on_update(comm: MemoryCommunicator, made: int) -> None:
+        also(comm, made)
+        if comm.rank in ranks and made >= updates:
+            have_come.add(comm.rank)
+            if len(have_come) == len(ranks):
+                comm.interrupt.signal = SIGUSR1
+
+    return on_update
+
+
+def ranks_in(job: Trained, key: str) -> list[int]:
+    return [entry["rank"] for entry in job.segment.get(key, [])]
+
+
+def stopped_well(job: Trained, but_for: Iterable[int]) -> bool:
+    """Raise what a rank raised that should have stopped."""
+    for rank, result in enumerate(job.results):
+        if rank not in but_for:
+            if isinstance(result, BaseException):
+                raise result
+            assert result.status in ("stopped", "spared")
+    return job.segment["status"] == "stopped"
+
+
+def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
+    job = train(5, with_spares(tmp_path, spares=2, steps=200))
+    assert job.ended_well(but_for=[3, 4]) and [result.status for result in job.results[3:]] == ["spared"] * 2
+    assert job.segment["ranks"] == 3 and not {"lost_ranks", "joined_ranks"} & job.segment.keys()
+    assert len(list(job.run.glob("metrics/*"))) == len(list(job.run.glob("checkpoints/*/rank-000?.safetensors"))) == 3
+    before = [own_steps(job.states(ranks=3)), job.segment["global_steps"]]
+    resumed = train(4, replace(job.config, total_steps=400, run=replace(job.config.run, spares=1)), resume=job.run)
+    assert resumed.ended_well(but_for=[3]) and before[1] == sum(before[0])
+    # The same ranks train, so each goes on from its own checkpoint, however many spares there are.
+    assert all(now > then for now, then in zip(own_steps(resumed.states(ranks=3)), before[0], strict=True))
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_spare_takes_the_place_of_a_rank_that_dies(
+    dead: int, mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = with_spares(tmp_path, spares=1, mixing=mixing)
+    job = train(4, config, [fail_at(dead, update=5)], on_update=stop_when(3, updates=20))
+    assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
+    assert ranks_in(job, "lost_ranks") == [dead] and ranks_in(job, "joined_ranks") == [3]
+    own, others = job.states()[3], [rank for rank in (0, 1, 2) if rank != dead]
+    assert own.counters["own_steps"] >= 20 * BATCH and own.counters["lost"] == [dead]
+    assert job.total("models_refused") == 0 and all(job.total("models_mixed", rank) > 0 for rank in (*others, 3))
+    assert "rank 3, a spare, on" in (said := capsys.readouterr().err) and said.count("has joined; 3 train") == 1
+    steps = job.segment["global_steps"] + 200
+    resumed = train(4, replace(job.config, total_steps=steps), resume=job.run)
+    assert resumed.ended_well(but_for=[3]) and "joined_ranks" not in resumed.segment
+    assert "had lost 1 ranks" in capsys.readouterr().err and resumed.segment["global_steps"] >= steps
+
+
+@pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
+def test_a_spare_takes_a_place_in_any_topology(topology: str, tmp_path: Path) -> None:
+    config = with_spares(tmp_path, spares=1, topology=topology, compression="top_k")
+    job = train(5, config, [fail_at(1, update=5)], on_update=stop_when(4, updates=10))
+    assert stopped_well(job, but_for=[1]) and ranks_in(job, "joined_ranks") == [4]
+    assert job.total("models_mixed", rank=4) > 0
+
+
+def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
+    job = train(3, with_spares(tmp_path, spares=1, steps=1000), [fail_at(0, update=5)])
+    assert job.ended_well(but_for=[0]) and job.segment["global_steps"] >= 1000
+
+
+@pytest.mark.parametrize("dead", [(0, 1), (1, 2)])
+def test_two_that_die_one_after_the_other_are_both_replaced(dead: tuple[int, int], tmp_path: Path) -> None:
+    faults = [fail_at(dead[0], update=5), fail_at(dead[1], update=6)]
+    job = train(5, with_spares(tmp_path, spares=2), faults, on_update=stop_when(3, 4, updates=5))
+    assert stopped_well(job, but_for=dead)
+    assert ranks_in(job, "lost_ranks") == list(dead) and ranks_in(job, "joined_ranks") == [3, 4]
+
+
+def test_a_spare_that_dies_is_replaced_by_the_next_and_then_the_others_go_on(tmp_path: Path) -> None:
+    job = train(5, with_spares(tmp_path, spares=2, steps=2000), [fail_at(rank, update=5) for rank in (1, 3, 4)])
+    assert job.ended_well(but_for=[1, 3, 4]) and 1 in ranks_in(job, "lost_ranks")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_a_spare_may_die_with_any_of_its_messages(n: int, tmp_path: Path) -> None:
+    faults = [fail_at(0, update=5), fail_at_message(3, n)]
+    job = train(5, with_spares(tmp_path, spares=2), faults, on_update=stop_when(4, updates=5))
+    assert stopped_well(job, but_for=[0, 3]) and 4 in ranks_in(job, "joined_ranks")
+
+
+def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:
+    on_update = stop_when(3, updates=5, also=leave_at(1, update=5))
+    job = train(4, with_spares(tmp_path, spares=1), on_update=on_update)
+    assert stopped_well(job, but_for=[1]) and job.results[1].status == "left"
+    assert ranks_in(job, "left_ranks") == [1] and ranks_in(job, "joined_ranks") == [3]
+
+
+def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path) -> None:
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        if updates >= 5 or comm.world.dead:
+            comm.die()
+
+    job = train(3, with_spares(tmp_path, spares=1), on_update=on_update)
+    assert isinstance(job.results[2], PalaError) and "no rank is left that has a model" in str(job.results[2])
+    assert not job.record["completed"]
+    assert train(3, replace(job.config, total_steps=200), resume=job.run).ended_well(but_for=[2])
+
+
+def test_a_signal_ends_ranks_that_have_joined_and_ranks_that_sleep(tmp_path: Path) -> None:
+    job = train(4, with_spares(tmp_path, spares=2), [fail_at(0, update=5)], on_update=stop_when(2, updates=5))
+    assert [result.status for result in job.results[1:]] == ["stopped", "stopped", "spared"]
+    assert ranks_in(job, "joined_ranks") == [2]
+
+
+@pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
+def test_where_no_rank_can_be_replaced_spares_are_a_mistake(kind: str, tmp_path: Path) -> None:
+    config = with_spares(tmp_path, spares=1)
+    with pytest.raises(PalaError, match="no rank can take another's place"):
+        check(replace(config, exchange=ExchangeConfig(kind)), "A preset")  # type: ignore[arg-type]
+    with pytest.raises(PalaError, match="whose roles belong to ranks"):
+        check(replace(config, algorithm="gorila"), "A preset")
+
+
+def test_spares_need_others_and_a_job_that_outlives_its_ranks(tmp_path: Path) -> None:
+    for result in train(2, with_spares(tmp_path, spares=2)).results:
+        assert isinstance(result, CollectiveError) and "'run.spares' is 2, but the job has 2 ranks" in str(result)
+
+    def main(comm: MemoryCommunicator) -> Result:
+        comm.outlives_ranks = False
+        return run_rank(comm, with_spares(tmp_path, spares=1))
+
+    for result in run_ranks(3, main):
+        assert isinstance(result, CollectiveError) and "mpirun --with-ft ulfm" in str(result)
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_rank_or_a_spare_that_dies_in_the_start_ends_the_job(dead: int, tmp_path: Path) -> None:
+    def make_env() -> gymnasium.Env:
+        if threading.current_thread().name == "rank-1" and dead == 1:
+            raise Killed
+        return gymnasium.make("CartPole-v1")
+
+    def main(comm: MemoryCommunicator) -> Result:
+        if comm.rank == dead == 2:
+            comm.first = lambda size: comm.die()  # type: ignore[method-assign]
+        return run_rank(comm, with_spares(tmp_path, spares=1), make_env)
+
+    for rank, result in enumerate(run_ranks(3, main)):
+        assert isinstance(result, Killed if rank == dead else EndError), result
+
+
+def test_when_the_others_do_not_start_spares_end_too(tmp_path: Path) -> None:
+    config = with_spares(tmp_path, spares=1)
+    for result in train(3, replace(config, env=EnvConfig("NoSuchGame-v0"))).results:
+        assert isinstance(result, CollectiveError)
+    assert not (tmp_path / "r").exists()
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_fails_is_as_good_as_dead(tmp_path: Path) -> None:
@@ -533,7 +790,7 @@ def test_ranks_with_other_settings_are_told_and_nothing_is_left(tmp_path: Path) 
     config = configure(tmp_path)
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_session(comm, replace(config, seed=1 + comm.rank // 2))
+        return run_rank(comm, replace(config, seed=1 + comm.rank // 2))
 
     errors = run_ranks(3, main)
     assert all(isinstance(error, CollectiveError) for error in errors)

@@ -156,6 +156,15 @@ def test_answering_ends_a_wait_and_so_does_an_answer() -> None:
 # ---- crossing offers -------------------------------------------------------------------------------------------------
 
 
+def test_a_spare_that_joins_refuses_no_offer() -> None:
+    """Its number may be that of the offer to it."""
+    p = paired(size=2)
+    update(p)
+    assert 1 in p._offers
+    came(p, Kind.JOIN, 1, number=p._offers[1].number)
+    assert 1 in p._offers
+
+
 def test_of_two_that_offer_to_each_other_the_lower_refuses_and_the_higher_answers() -> None:
     low, high = paired(0, 2), paired(1, 2)
     ((_, lows),), ((_, highs),) = offered(update(low)), offered(update(high))
@@ -539,8 +548,8 @@ class MovesByItsOwnFraction(PairedProtocol):
 
 
 class ForgetsToCloseAtADeath(PairedProtocol):
-    def peer_died(self, peer):
-        return GossipProtocol.peer_died(self, peer)
+    def _forget(self, peer):
+        return GossipProtocol._forget(self, peer)
 
 
 class ForgetsTheAnswersOfTheDead(PairedProtocol):
@@ -633,7 +642,7 @@ def paired_schedules(number: int = 100) -> Iterable[Scenario]:
 @pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
 def test_a_planted_bug_is_found(bug: type[PairedProtocol], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError), match=symptom):
-        for scenario in paired_schedules():
+        for scenario in paired_schedules(200):
             check(scenario, bug)
 
 

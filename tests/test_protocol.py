@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -22,10 +24,11 @@ SIZES = [1, 2, 3, 5, 8, 13]
 
 def protocol(
     rank: int = 0, size: int = 3, *, mixing: str = "uniform", budget_steps: int = 10**9, local_steps=None,
-    base_steps: int = 0, round_: int = 0, weight: float = 1.0, type_: type[GossipProtocol] = GossipProtocol, **rules,
+    base_steps: int = 0, round_: int = 0, weight: float = 1.0, type_: type[GossipProtocol] = GossipProtocol,
+    spares: int = 0, **rules,
 ) -> GossipProtocol:  # fmt: skip
     """One rank that has begun its first update at 0 s; by default of a ring, with `max_staleness` 1."""
-    budget = StepBudget(rank, size, budget_steps, local_steps, base_steps)
+    budget = StepBudget(rank, size, budget_steps, local_steps, base_steps, spares)
     p = type_(budget, RULES[mixing](weight), Rules(**{"topology": "ring", "max_staleness": 1} | rules), round_)
     p.start(0.0)
     return p
@@ -426,6 +429,81 @@ def test_a_death_ends_debts_and_locks_and_closes_the_ring() -> None:
     assert not p.must_wait
     p.healthy = False
     assert not p.must_wait
+
+
+def test_a_rank_that_leaves_tells_everybody_and_hears_of_the_end() -> None:
+    p = protocol(size=4)
+    update(p, steps=7)
+    news = p.leave()
+    assert told(news) == [(Kind.LEAVE, 1), (Kind.LEAVE, 2), (Kind.LEAVE, 3)] and p.has_left
+    assert all(int(action.message.local_steps[0]) == 7 for action in news)
+    assert model_came(p, 3) == [] and p.living == [1, 2, 3] and list(p.budget.present) == [0, 1, 2, 3]
+    assert told(p.message_came(message(p, Kind.STOP, 1)._replace(stop=Stop.BUDGET))) == [(Kind.STOP, 1), (Kind.STOP, 2)]
+
+
+def test_who_has_left_is_owed_nothing_and_counts_with_its_last_steps() -> None:
+    p = protocol(size=3, max_staleness=0)
+    update(p)  # to rank 1, which never gives the credit back
+    steps = np.array([0, 9, 0], np.uint64)
+    assert p.message_came(message(p, Kind.LEAVE, 1)._replace(local_steps=steps)) == []
+    assert p.living == [0, 2] and p.budget.left == {1} and p.budget.global_steps == 10
+    assert sent_to(p.advance(2.1)) == (2,), "the ring has closed"
+    p.peer_died(1)
+    assert p.budget.present == [0, 2] and p.budget.lost == [1]
+
+
+def test_who_takes_a_place_depends_on_who_is_gone_and_not_on_the_order() -> None:
+    for gone in itertools.permutations([1, 4, 2]):
+        spares = [StepBudget(rank, 7, 100, spares=3) for rank in (4, 5, 6)]
+        needed: list[set[int]] = []
+        for rank in gone:
+            for budget in spares:
+                budget.peer_died(rank)
+            needed.append({budget.rank for budget in spares if budget.is_needed and budget.rank not in gone})
+        assert needed[-1] == {5, 6}
+        assert all(before - {4} <= after for before, after in itertools.pairwise(needed)), "a place that is given stays"
+
+
+def test_a_spare_asks_for_a_model_and_trains_with_the_first_that_comes() -> None:
+    p = protocol(rank=4, size=6, mixing="push_sum", weight=0.0, spares=2)
+    assert list(p.living) == [0, 1, 2, 3] and not p.budget.is_needed
+    p.peer_died(1)
+    assert p.budget.is_needed
+    p.take_place(10.0)
+    assert told(p.advance(10.0)) == [(Kind.JOIN, 0), (Kind.JOIN, 2)] and p.living == [0, 2, 3, 4]
+    assert told(p.advance(10.1)) == []
+    assert told(p.advance(12.1)) == [(Kind.JOIN, 2), (Kind.JOIN, 3)], "others, in case that those are gone"
+    assert told(model_came(p, 2, whole=False)) == [] and told(p.advance(12.2)) == [(Kind.ASK_WHOLE, 2)]
+    model_came(p, 3, weight=0.25)
+    actions = p.advance(12.3)
+    assert mixed(actions) == Heal(1) and not waits(actions) and told(actions) == [(Kind.CREDIT, 3)]
+    assert p.has_model and p.mixing.weight == 1.25 and sent_to(update(p, 12.4)) != ()
+
+
+def test_who_takes_a_place_gets_a_whole_model_and_others_hear_of_it_by_its_steps() -> None:
+    p = protocol(size=4, spares=1, whole_every=1000)
+    update(p)
+    p.message_came(message(p, Kind.JOIN, 3))
+    assert p.living == [0, 1, 2, 3]
+    (send,) = [action for action in update(p) if isinstance(action, SendModel) and 3 in action.peers]
+    assert send.whole
+    q = protocol(size=4, spares=1)
+    q.message_came(message(q, Kind.CREDIT, 1)._replace(local_steps=np.array([0, 0, 0, 1], np.uint64)))
+    assert q.living == [0, 1, 2, 3]
+    q.peer_died(3)
+    q.message_came(message(q, Kind.CREDIT, 1)._replace(local_steps=np.array([0, 0, 0, 2], np.uint64)))
+    assert q.living == [0, 1, 2] and q.budget.lost == [3]
+
+
+def test_who_has_left_or_died_takes_no_place() -> None:
+    """A message of its own may come late, and none may be forged."""
+    p = protocol(size=4, spares=1)
+    update(p)
+    p.message_came(message(p, Kind.LEAVE, 1))
+    p.peer_died(3)
+    for peer in (1, 3):
+        p.message_came(message(p, Kind.JOIN, peer))
+    assert p.living == [0, 2] and set(sent_to(update(p))) <= {2}
 
 
 def test_the_end_is_told_once_and_again_after_a_death() -> None:

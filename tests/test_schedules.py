@@ -139,6 +139,22 @@ def test_when_ranks_die_the_living_meet_the_budget(scenario: Scenario, data: st.
     assert {rank.number for rank in cluster.living} >= set(range(scenario.size)) - set(dead)
 
 
+@settings(reproducible, max_examples=80)
+@given(scenarios(updates=25, sizes=SIZES[2:]), st.data())
+def test_spares_take_the_places_of_ranks_that_die(scenario: Scenario, data: st.DataObject) -> None:
+    """In quick succession, together, before and after spares have a model, spares too; and of ranks that leave."""
+    spares = data.draw(st.integers(1, min(4, scenario.size - 2)))
+    survivor = data.draw(st.integers(0, scenario.size - spares - 1))
+    others = st.integers(0, scenario.size - 1).filter(lambda rank: rank != survivor)
+    dead = data.draw(st.lists(others, unique=True, min_size=1, max_size=scenario.size - 1))
+    deaths = {rank: data.draw(st.floats(0, 15)) for rank in dead}
+    wake_up_s = data.draw(st.sampled_from([(0.0, 0.0), (0.0, 6.0)]))
+    loss = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    leaves = {rank: deaths.pop(rank) for rank in dead if rank < scenario.size - spares and data.draw(st.booleans())}
+    faults = {"deaths": deaths, "leaves": leaves, "death_loss": loss}
+    check(dataclasses.replace(scenario, spares=spares, wake_up_s=wake_up_s, **faults))
+
+
 @settings(reproducible, max_examples=50)
 @given(scenarios(updates=30, sizes=SIZES[1:], speeds=False, pause_probability=0.0, **ORDINARY), st.data())
 def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, data: st.DataObject) -> None:
@@ -280,7 +296,7 @@ class WithAnotherMixing(GossipProtocol):
     push_sum: type[PushSum]
 
     def __init__(self, budget, mixing, rules, round_=0):
-        super().__init__(budget, self.push_sum() if isinstance(mixing, PushSum) else mixing, rules, round_)
+        super().__init__(budget, self.push_sum(mixing.weight) if isinstance(mixing, PushSum) else mixing, rules, round_)
 
 
 class CountsReceivedWeightTwice(WithAnotherMixing):
@@ -307,7 +323,29 @@ class WithAnotherBudget(GossipProtocol):
     budget_type: type[StepBudget]
 
     def __init__(self, budget, mixing, rules, round_=0):
-        super().__init__(self.budget_type(budget.rank, budget.size, budget.budget_steps), mixing, rules, round_)
+        spares = budget.size - len(budget.living)
+        budget = self.budget_type(budget.rank, budget.size, budget.budget_steps, spares=spares)
+        super().__init__(budget, mixing, rules, round_)
+
+
+class TakesEveryDeathForItsTurn(WithAnotherBudget):
+    class budget_type(StepBudget):
+        @property
+        def is_needed(self):
+            return self.stop is Stop.NONE and any(rank not in self.present for rank in range(self._num_places))
+
+
+class LeavesThePlacesOfSparesEmpty(WithAnotherBudget):
+    class budget_type(StepBudget):
+        @property
+        def is_needed(self):
+            dead = sum(rank not in self.present for rank in range(self._num_places))
+            return self.stop is Stop.NONE and self.rank < self._num_places + dead
+
+
+class AsksNobody(GossipProtocol):
+    def _ask(self):
+        return []
 
 
 class PaysNoDebtsWhileItWaits(GossipProtocol):
@@ -449,6 +487,9 @@ BUGS = {
     KeepsItsStaleModel: "stale",
     TakesWhatWasSentLongAgo: "stale",
     TakesTheDeadsWeightForLost: "push-sum weight",
+    TakesEveryDeathForItsTurn: "places: ranks",
+    LeavesThePlacesOfSparesEmpty: "places: ranks",
+    AsksNobody: "places: nobody",
 }
 
 

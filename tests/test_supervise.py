@@ -327,6 +327,12 @@ def test_a_job_that_outlives_its_mpirun_is_waited_for(there: Path, capsys, monke
     locks[1].communicate()
 
 
+def test_spares_come_to_the_ranks_that_train(there: Path) -> None:
+    supervisor = Supervisor(*read_options(["-n", "4", "--spares", "1"]))
+    assert supervisor.ranks == 5 and supervisor.arguments == ["--run.spares", "1"]
+    assert Supervisor(*read_options(["--host", "a:4,b:2", "--run.spares", "2"])).ranks == 6
+
+
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -346,6 +352,8 @@ def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str
     ("arguments", "sentence"),
     [
         (["--host", "a:2,b", "-n", "4"], "'-n 4' is more than the hosts take, 3"),
+        (["--host", "a:2,b", "-n", "3", "--spares", "1"], "'-n 3' and 1 spare is more than the hosts take, 3"),
+        (["--spares", "1", "--exchange.kind", "allreduce"], "no rank can take another's place"),
         (["--host", "a b"], "'a b' is no host"), (["--host", ""], "there is no host"),
         (["--host", "a:0"], "that takes no rank"), (["--hostfile", "nowhere"], "Host file 'nowhere' cannot be read"),
         (["--host", "a", "--hostfile", "b"], "not both"), (["missing.toml"], "Preset 'missing.toml' does not exist"),

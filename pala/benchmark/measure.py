@@ -233,7 +233,9 @@ class Trial:
         """
         config = replace(
             self._config, total_steps=global_steps,
-            run=replace(self._config.run, log_interval_s=seconds / _LOG_INTERVALS, checkpoint_interval_s=math.inf),
+            run=replace(
+                self._config.run, spares=0, log_interval_s=seconds / _LOG_INTERVALS, checkpoint_interval_s=math.inf
+            ),
         )  # fmt: skip
         agent, comm, interrupt = self._agent, self._comm, Interrupt()
         agent.flat.data.copy_(self._first_weights)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pala.exchange.budget import Stop
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt, say
+from pala.system.runtime import LEAVE, Interrupt, say
 from pala.transport.base import Communicator, Living
 
 
@@ -77,6 +78,7 @@ class Exchange(abc.ABC):
     """What the loop of either algorithm tells the other ranks through."""
 
     waited_s = 0.0  # time in which this rank could not go on
+    left: Collection[int] = ()  # ranks that have left the job in good order
     message_bytes = 0  # of the largest message
 
     @property
@@ -87,7 +89,7 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def living(self) -> Sequence[int]:
-        """Ranks that live, as far as known here; sorted."""
+        """Ranks that live and train, as far as known here; sorted."""
 
     @property
     @abc.abstractmethod
@@ -97,6 +99,15 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def stop_now(self, reason: Stop) -> None:
         """End training on all ranks."""
+
+    def leave(self) -> bool:
+        """Hand this rank's steps on to the others, who go on without it. May wait a little. False if it must stay: then
+        it has said why. Not collective."""
+        say(
+            f"Process {os.getpid()} was told to leave ({LEAVE.name}), but only ranks that gossip can: it stays. "
+            "SIGUSR1 ends the whole job, with a checkpoint."
+        )
+        return False
 
     @abc.abstractmethod
     def close(self, timeout_s: float) -> Stop:

@@ -25,16 +25,22 @@ class StepBudget:
     """What one rank knows of everybody's steps, of who lives and of the end. Every method is a pure transition."""
 
     def __init__(
-        self, rank: int, size: int, budget_steps: int, local_steps: Iterable[int] | None = None, base_steps: int = 0
-    ) -> None:
-        """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks."""
-        self.rank, self.size = rank, size
+        self, rank: int, size: int, budget_steps: int, local_steps: Iterable[int] | None = None, base_steps: int = 0,
+        spares: int = 0,
+    ) -> None:  # fmt: skip
+        """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks; the last
+        `spares` ranks sleep until one of those before is gone."""
+        self.rank, self.size, self._num_places = rank, size, size - spares
         self.budget_steps, self.base_steps = budget_steps, base_steps
         # uint64 [size]; replaced, never changed, as messages on their way hold it
         self.local_steps = np.array(np.zeros(size) if local_steps is None else list(local_steps), np.uint64)
         self._sum = int(self.local_steps.sum())
         self.stop = Stop.NONE  # why training ends here
-        self.living: Sequence[int] = range(size)  # a list once a rank is dead: 10,000 such lists would take 4 GB
+        # Lists only once a rank is gone: 10,000 lists of 10,000 ranks would take 4 GB.
+        self.present: Sequence[int] = range(size)  # ranks whose process lives, as far as known here; sorted
+        self.living: Sequence[int] = range(size - spares)  # those of them that train
+        self._asleep = set(range(size - spares, size))  # spares that have taken no place
+        self.left: set[int] = set()  # ranks that have left in good order, dead since or not
         self._stop_told = False
         self._check_budget()
 
@@ -54,6 +60,8 @@ class StepBudget:
         """What a message says of everyone's steps and of the end. uint64 [size]."""
         self.local_steps = np.maximum(self.local_steps, local_steps)
         self._sum = int(np.add.reduce(self.local_steps))
+        for rank in [rank for rank in self._asleep if self.local_steps[rank] > 0]:
+            self.rank_joined(rank)
         self.stop_now(stop)
         self._check_budget()
 
@@ -64,23 +72,56 @@ class StepBudget:
 
     def peer_died(self, peer: int) -> None:
         """`peer` is gone."""
-        if peer in self.living:
-            self.living = [p for p in self.living if p != peer]
+        if peer in self.present:
+            self.present = [p for p in self.present if p != peer]
             self._stop_told = False  # whom the dead peer should have told must hear it from others
+            self._count()
+
+    @property
+    def is_needed(self) -> bool:
+        """Of a rank that sleeps: whether it has to take a place. As many ranks train as in the beginning, the lowest
+        that live. So all agree on who they are as soon as they have heard of the same deaths, in whatever order; and
+        with every further death one who had to train still has to."""
+        lowest = [rank for rank in self.present if rank not in self.left][: self._num_places]
+        return self.stop is Stop.NONE and self.rank in lowest
+
+    @property
+    def lost(self) -> list[int]:
+        """Other ranks that have trained and train no more."""
+        training = {self.rank, *self.living}
+        return [r for r in range(self.size) if r not in training and (r < self._num_places or self.local_steps[r] > 0)]
+
+    def rank_joined(self, rank: int) -> None:
+        """`rank`, a spare, trains from now on."""
+        self._asleep.discard(rank)
+        self._count()
+
+    def rank_left(self, rank: int) -> None:
+        """`rank`, perhaps this one, makes no more steps. It may live on, and then hears of the end."""
+        self.left.add(rank)
+        self._count()
+
+    def stay(self) -> None:
+        """This rank had left, but nobody else trains."""
+        self.left.discard(self.rank)
+        self._count()
 
     def tell_stop(self) -> tuple[int, ...]:
         """Peers to tell that training ends: once, when it does."""
         if self.stop is Stop.NONE or self._stop_told:
             return ()
         self._stop_told = True
-        return broadcast_peers(self.rank, self.living)
+        return broadcast_peers(self.rank, self.present)
+
+    def _count(self) -> None:
+        self.living = [rank for rank in self.present if rank not in self.left and rank not in self._asleep]
 
     def _check_budget(self) -> None:
         if self.global_steps >= self.budget_steps:
             self.stop_now(Stop.BUDGET)
 
 
-def broadcast_peers(rank: int, living: Sequence[int]) -> tuple[int, ...]:
+def broadcast_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
     """Whom to tell a piece of news so that, passed on once by everyone, it reaches all in log2 n hops."""
-    n, place = len(living), living.index(rank)
-    return tuple(living[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))
+    n, place = len(ranks), ranks.index(rank)
+    return tuple(ranks[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))

@@ -33,6 +33,8 @@ class ExchangeKind:
     """All ranks must be on one host."""
     outlives_ranks: bool = False
     """The others go on when a rank dies, where MPI is fault-tolerant."""
+    replaces_ranks: bool = False
+    """A spare rank can take the place of one that died."""
     one_model: bool = False
     """All ranks hold the same model after every update, so a resumed run begins with the same on all."""
     policy: Literal["mean", "first"] = "mean"
@@ -69,7 +71,7 @@ KINDS: Mapping[str, ExchangeKind] = {
     kind.name: kind
     for kind in (
         ExchangeKind(
-            "gossip", outlives_ranks=True,
+            "gossip", outlives_ranks=True, replaces_ranks=True,
             reads=("topology", "mixing", "max_staleness", "patience_s", "compression", "top_k_fraction"),
         ),
         ExchangeKind(

@@ -19,19 +19,26 @@ from pala.system.seeding import derive
 from pala.transport.base import Communicator
 
 
-def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment) -> Progress:
-    """Give the parts what they begin with; how far this rank is. Collective."""
-    generator = torch.Generator(parts.device)
-    generator.manual_seed(int(derive(seed, comm.rank, f"actions {_purpose(segment)}")[0]))
+def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, spares: int = 0) -> Progress:
+    """Give the parts what they begin with; how far this rank is. `spares`: that follow the ranks of `comm`.
+    Collective."""
+    generator = make_generator(seed, comm.rank, parts, segment)
     if segment.previous is None:
         share(comm, parts, root=0)
-        return Progress(Counters(), generator, ExchangeState([0] * comm.size, 0, 0, 1.0))
+        return Progress(Counters(), generator, ExchangeState([0] * (comm.size + spares), 0, 0, 1.0))
     saved = Saved.find(comm, segment.previous, parts.flat)
     state = parts.restore(comm, saved)
     if saved.own is not None:
         _restore_generator(comm.rank, generator, saved.own)
     counters, start = _restore_counters(comm, state, same_ranks=saved.own is not None)
-    return Progress(counters, generator, start)
+    return Progress(counters, generator, start._replace(local_steps=[*start.local_steps, *[0] * spares]))
+
+
+def make_generator(seed: int, rank: int, parts: Parts[Any], segment: Segment) -> torch.Generator:
+    """Of a rank's actions."""
+    generator = torch.Generator(parts.device)
+    generator.manual_seed(int(derive(seed, rank, f"actions {_purpose(segment)}")[0]))
+    return generator
 
 
 def env_seeds(seed: int, rank: int, segment: Segment, num_envs: int) -> np.ndarray:

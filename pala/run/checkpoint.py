@@ -57,6 +57,11 @@ class RankState:
     random_states: dict[str, Tensor]  # generator name -> uint8
     counters: dict[str, Any]  # JSON: updates, time, the exchange's state
 
+    @property
+    def trainers(self) -> int:
+        """Ranks that are not spares: they begin, and all of them have saved."""
+        return self.ranks - int(self.counters.get("spares", 0))
+
 
 def _rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
     return folder / f"rank-{rank:04d}{'.previous' if previous else ''}.safetensors"
@@ -114,6 +119,8 @@ def load_all(folder: Path, signature: int, parameters: int | None = None) -> lis
     first = load_rank(folder, 0, signature, parameters=parameters)
     states, faults = {0: first}, {}
     for rank in range(1, first.ranks):
+        if rank >= first.trainers and not _rank_path(folder, rank).exists():
+            continue  # a spare that nobody needed
         try:
             states[rank] = load_rank(folder, rank, signature, first.ranks, parameters)
         except PalaError as error:
@@ -198,7 +205,7 @@ def _segment_number(folder: Path) -> int:
 
 def _ranks_of(path: Path) -> int:
     try:
-        return _read_head(path).ranks
+        return _read_head(path).trainers
     except PalaError:
         return 1  # damaged: `load_rank` falls back or says so
 
@@ -353,11 +360,13 @@ def _are_counters(state: RankState) -> bool:
     if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "local_steps"}):
         return False
     steps, weight, lost = counters["local_steps"], counters["weight"], counters.get("lost", [])
-    counts = [state.rank, state.ranks, state.signature, *(counters[name] for name in _COUNTS)]
+    spares = counters.get("spares", 0)
+    counts = [state.rank, state.ranks, state.signature, spares, *(counters[name] for name in _COUNTS)]
     return (
         isinstance(steps, list)
         and all(type(count) is int and 0 <= count < 2**64 for count in [*counts, *steps])
         and state.rank < state.ranks == len(steps)
+        and spares < state.ranks
         and all(type(number) in (int, float) and math.isfinite(number) for number in (weight, counters["time_s"]))
         and weight > 0
         and isinstance(lost, list)

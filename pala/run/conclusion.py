@@ -11,7 +11,7 @@ from pala.config import Config
 from pala.evaluation.play import evaluate
 from pala.evaluation.record import save
 from pala.plot import plot
-from pala.run.session import Conclusion, Result
+from pala.run.result import Conclusion, Result
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, say, tell
 

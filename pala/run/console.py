@@ -136,8 +136,12 @@ class TensorBoard:
 class Reporter:
     """Reads the metrics files of all ranks and feeds console and TensorBoard; one rank has it."""
 
-    def __init__(self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool) -> None:
-        self.view = RunView(run, ranks)
+    def __init__(
+        self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool, spares: int = 0
+    ) -> None:
+        """`spares`: ranks that may join those."""
+        self.view = RunView(run, ranks + spares)
+        self.view.living = range(ranks)
         self._progress = Progress(self.view, budget_steps)
         self._console = make_console(console, f"PALA  {run}  {ranks} rank{'s' if ranks > 1 else ''}")
         self._tensorboard = TensorBoard(run / "tensorboard") if tensorboard else None

@@ -63,7 +63,7 @@ class Loop(abc.ABC):
         self, env_seeds: np.ndarray, on_interval: Callable[[list[Record]], None], save: Callable[[], None],
         on_update: Callable[[int], None] = nothing_on_update,
     ) -> Stop:  # fmt: skip
-        """Train until the budget is met or a signal comes; returns which.
+        """Train until the budget is met or a signal comes; returns which, or NONE if this rank has left.
 
         `on_interval` gets the new records every `log_interval_s`, `save` is called every `checkpoint_interval_s`,
         `on_update` gets the number of updates that this rank has made after each of them.
@@ -78,6 +78,10 @@ class Loop(abc.ABC):
             if self._interrupt.signal is not None:
                 self._exchange.stop_now(Stop.SIGNAL)
                 break
+            if self._interrupt.is_told_to_leave:
+                self._interrupt.is_told_to_leave = False
+                if self._exchange.leave():
+                    break
             now = time.perf_counter()
             if now >= next_log:
                 on_interval(self.take_records())

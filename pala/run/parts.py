@@ -42,16 +42,16 @@ class Saved:
             return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
 
         first = collectively(comm, lambda: load(0))
-        if first.ranks != comm.size:
+        if first.trainers != comm.size:
             return cls(segment, None, first, 0)
-        own = collectively(comm, lambda: load(comm.rank, comm.size))
+        own = collectively(comm, lambda: load(comm.rank, first.ranks))
         num_lost = max(comm.allgather(len(own.counters.get("lost", []))))
         return cls(segment, own if num_lost == 0 else None, first, num_lost)
 
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
         """Rank 0 says what the ranks begin with when they are not those of before."""
         if comm.rank == 0:
-            had = f"had {self.first.ranks} ranks and now has {comm.size}"
+            had = f"had {self.first.trainers} ranks and now has {comm.size}"
             text = f"had lost {self.num_lost} ranks" if self.num_lost else had
             say(f"The run {text}: {what}; the steps made count; random streams are new.")
 

@@ -5,7 +5,7 @@ Every rank has a metrics file. The lowest rank that lives leads: it keeps run.js
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pala.config import Config
@@ -22,24 +22,27 @@ from pala.transport.base import Communicator
 class Records:
     """What one rank records, from the start of a segment to its end."""
 
-    def __init__(
-        self, comm: Communicator, config: Config, segment: Segment, start: Record, description: dict[str, Any]
-    ) -> None:
-        """`start`: the first record of this rank's metrics; `description`: what run.json says of the segment.
-        Collective."""
-        self._rank, self._size, self._config, self._segment, run = comm.rank, comm.size, config, segment, segment.run
-        self._hosts = comm.allgather(comm.host)
-        self._metrics = MetricsWriter(metrics_path(run, comm.rank), comm.rank)
+    def __init__(self, rank: int, hosts: list[str], config: Config, segment: Segment, start: Record) -> None:
+        """`hosts`: of all ranks, the spares too; `start`: the first record of this rank's metrics."""
+        self._rank, self._hosts, self._config, self._segment = rank, hosts, config, segment
+        self._num_trainers = len(hosts) - config.run.spares
+        self._trained = set(range(self._num_trainers))  # ranks that train, or did
+        self._metrics = MetricsWriter(metrics_path(segment.run, rank), rank)
         self._record: RunRecord | None = None  # of who leads
         self._reporter: Reporter | None = None
         self._metrics.write([start])
 
-        def open_on_rank_0() -> None:
-            if comm.rank == 0:
-                described = {"segment": segment.path.name, **description, "hosts": self._hosts}
-                self._record = RunRecord.begin(run, config, described, segment.check_folder)
+    def begin(self, comm: Communicator, description: dict[str, Any]) -> None:
+        """Begin run.json, or a segment in it, that `description` tells of. Collective."""
 
-        collectively(comm, open_on_rank_0)
+        def on_rank_0() -> None:
+            if self._rank == 0:
+                described = {"segment": self._segment.path.name, **description, "hosts": self._hosts}
+                self._record = RunRecord.begin(
+                    self._segment.run, self._config, described, self._segment.check_folder
+                )  # fmt: skip
+
+        collectively(comm, on_rank_0)
 
     def open_reporter(self) -> None:
         """Begin what the console and TensorBoard show, if this rank leads. Raises OSError, PalaError."""
@@ -61,34 +64,54 @@ class Records:
         if self._reporter is not None:
             self._reporter.report(global_steps)
 
-    def lead_if_first(self, living: Sequence[int], time_s: float) -> bool:
-        """Take the lead if this is the lowest rank that lives, and note who has died; whether this rank leads.
-        `time_s`: training time. Not collective."""
-        if self._rank != living[0]:
+    def resign(self) -> None:
+        """This rank has left: who leads now goes on with run.json and the console."""
+        self._close_reporter()
+        self._record = None
+
+    def lead_if_first(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> bool:
+        """Take the lead if this is the lowest rank that lives, and note who has died or `left`; whether this rank
+        leads. `time_s`: training time. Not collective."""
+        self._trained |= set(living)
+        if not living or self._rank != living[0]:  # of a rank that has left all others may be gone, too
             return False
         try:
-            self.lead(living, time_s)
+            self.lead(living, time_s, left)
         except (OSError, PalaError) as error:  # a full disk: the next interval tries again
             say(f"[rank {self._rank}] 'run.json' cannot be written: {error}. Training goes on.")
         return True
 
-    def lead(self, living: Sequence[int], time_s: float) -> None:
+    def lead(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> None:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
             self._record = self._take_over()
             if self._record.is_running:
                 self._reporter = self._make_reporter()
-        lost = {entry["rank"]: entry for entry in self._record.segment.get("lost_ranks", [])}
-        fresh = [rank for rank in range(self._size) if rank not in living and rank not in lost]
-        if fresh:
-            now_s = round(time_s, 3)
-            entries = [{"rank": rank, "host": self._hosts[rank], "noticed_s": now_s} for rank in fresh]
-            self._record.note(lost_ranks=sorted([*lost.values(), *entries], key=lambda entry: entry["rank"]))
-            for rank in fresh:
-                say(f"[rank {self._rank}] rank {rank} on {self._hosts[rank]} has died; {len(living)} go on.")
+        self._trained |= set(living)
+        gone = sorted(self._trained.difference(living))
+        self._note("left_ranks", [rank for rank in gone if rank in left], time_s)
+        for rank in self._note("lost_ranks", [rank for rank in gone if rank not in self._noted("left_ranks")], time_s):
+            say(f"[rank {self._rank}] rank {rank} on {self._hosts[rank]} has died; {len(living)} go on.")
+        spares = [rank for rank in sorted(self._trained) if rank >= self._num_trainers]
+        for rank in self._note("joined_ranks", spares, time_s):
+            say(f"[rank {self._rank}] rank {rank}, a spare, on {self._hosts[rank]} has joined; {len(living)} train.")
         if self._reporter is not None:
             self._reporter.view.living = living
+
+    def _noted(self, key: str) -> dict[int, Any]:
+        assert self._record is not None
+        return {entry["rank"]: entry for entry in self._record.segment.get(key, [])}
+
+    def _note(self, key: str, ranks: Collection[int], time_s: float) -> list[int]:
+        """See to it that run.json names these ranks under this key; returns those that are new there."""
+        noted = self._noted(key)
+        fresh = [rank for rank in ranks if rank not in noted]
+        if fresh:
+            entries = [{"rank": rank, "host": self._hosts[rank], "noticed_s": round(time_s, 3)} for rank in fresh]
+            assert self._record is not None
+            self._record.note(**{key: sorted([*noted.values(), *entries], key=lambda entry: entry["rank"])})
+        return fresh
 
     def end(self, status: str, **facts: Any) -> None:
         """Close console and TensorBoard, and say in run.json how it ended: `completed`, or `stopped` by a signal. Who
@@ -107,14 +130,7 @@ class Records:
         """The same for `failed`, and why. Any rank may say so, since who leads may be the one that does not answer;
         not of a run that is complete, and who comes first is believed."""
         self._close_reporter()
-        why = str(error) if isinstance(error, PalaError) else f"{type(error).__name__}: {error}"
-        try:
-            record = self._record or self._take_over()
-            is_ours = record.segment["segment"] == self._segment.path.name
-            if is_ours and record.segment["status"] in ("running", "stopped"):
-                record.end("failed", error=why)
-        except (OSError, PalaError) as fault:
-            say(f"[rank {self._rank}] run.json cannot be written: {fault}.")
+        note_failure(self._segment, self._rank, error, self._record)
 
     def conclude(self, outcomes: dict[str, str]) -> None:
         """Note what became of the last words, if this rank leads."""
@@ -133,4 +149,18 @@ class Records:
 
     def _make_reporter(self) -> Reporter:
         run = self._config.run
-        return Reporter(self._segment.run, self._size, self._config.total_steps, run.console, run.tensorboard)
+        steps = self._config.total_steps
+        return Reporter(self._segment.run, self._num_trainers, steps, run.console, run.tensorboard, run.spares)
+
+
+def note_failure(segment: Segment, rank: int, error: BaseException, record: RunRecord | None = None) -> None:
+    """Say in run.json that the segment `failed`, and why; also for a spare, which has no records. `record`: of who
+    leads."""
+    why = str(error) if isinstance(error, PalaError) else f"{type(error).__name__}: {error}"
+    try:
+        record = record or RunRecord.take_over(segment.run, segment.check_folder)
+        is_ours = record.segment["segment"] == segment.path.name
+        if is_ours and record.segment["status"] in ("running", "stopped"):
+            record.end("failed", error=why)
+    except (OSError, PalaError) as fault:
+        say(f"[rank {rank}] run.json cannot be written: {fault}.")

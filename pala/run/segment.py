@@ -49,6 +49,14 @@ class Segment:
 
 
 @contextmanager
+def joined(segment: Segment, is_locked: bool) -> Iterator[Segment]:
+    """Keep the run's folder locked, if it is, on a rank that comes later than others, until the block ends. Raises
+    PalaError if it cannot see the folder."""
+    with run_folder.join_lock(segment.run) if is_locked else contextlib.nullcontext() as lock:
+        yield replace(segment, identity=run_folder.lock_identity(lock))
+
+
+@contextmanager
 def open_segment(
     comm: Communicator, config: Config, resume: Path | None, preset: str, make_env: MakeEnv | None
 ) -> Iterator[Segment]:

@@ -9,11 +9,12 @@ outlive it (`pala/transport/mpi_process.py`, `abort`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM, Signals
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -23,78 +24,55 @@ from pala.config import Config, to_table
 from pala.envs import Envs, MakeEnv
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
+from pala.exchange.gossip.exchange import Gossip
+from pala.exchange.gossip.sleeping import Beginning, SleepingGossip
 from pala.gorila import parts as gorila
 from pala.run import checkpoint, environment
-from pala.run.begin import begin, env_seeds
+from pala.run.begin import begin, env_seeds, make_generator
 from pala.run.checkpoint import RankState
-from pala.run.loop import Loop, Progress, nothing_on_update
+from pala.run.job import Briefing, Job
+from pala.run.loop import Counters, Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
 from pala.run.parts import Parts, build_envs
 from pala.run.records import Records
-from pala.run.segment import Segment, open_segment
-from pala.system.errors import CollectiveError, EndError
+from pala.run.result import Conclude, Conclusion, Result
+from pala.run.segment import Segment, joined, open_segment
+from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.runtime import Interrupt, process_age_s, say
-from pala.transport.agreement import check_agreement, collectively, cores_per_rank
+from pala.transport.agreement import collectively
 from pala.transport.base import Communicator, Living
 
 _PATIENCE_S = 300.0  # for the slowest rank at the end
+_LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _BUILD: dict[str, Callable[[Communicator, Config, Envs], Parts[Any]]] = {  # collective
     "a2c": a2c.build, "gorila": gorila.build,
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Result:
-    """What `run_session` gives back on every rank."""
-
-    run: Path
-    status: str  # "completed", or "stopped" by a signal
-    global_steps: int
-    signal: int | None  # number of the signal that stopped it
-    leads: bool  # True on the lowest rank that lives
-    exit_status: int  # for this rank's process
-
-
-class Conclusion(NamedTuple):
-    """What became of what the first rank does when training is over."""
-
-    exit_status: int
-    outcomes: dict[str, str]  # for run.json: task -> what became of it
-
-
-Conclude = Callable[[Result, Config, Interrupt], Conclusion]
-
-
-def run_session(
-    comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
-    facts: dict[str, Any] | None = None, on_update: Callable[[int], None] = nothing_on_update,
-    interrupt: Interrupt | None = None, conclude: Conclude | None = None, trust_run: bool = False,
+def train(
+    job: Job, config: Config, make_env: MakeEnv | None, resume: Path | None, preset: str,
+    facts: dict[str, Any] | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
+    conclude: Conclude | None, trust_run: bool,
 ) -> Result:  # fmt: skip
-    """Train on all ranks of `comm`. Collective.
-
-    `resume`: the run's folder; `preset`: what a new one's name begins with; `facts`: for run.json; `on_update(updates)`
-    is called after each update of this rank; `interrupt`: in place of the process's signals; `conclude`: what the first
-    rank that lives does at the very end, alone; `trust_run`: a resumed run's environment may be a pickle that came from
-    elsewhere (`environment.py`).
-    """
-    with (interrupt or Interrupt()).installed() as interrupt:
-        check_agreement(comm, config)
-        cores = cores_per_rank(comm)
-        threads = config.run.threads or cores
+    """What `run_rank` does on a rank that trains from the beginning. Collective."""
+    comm = job.trainers
+    assert comm is not None, "a spare stands by"
+    with job.telling_of_failure():
         if make_env is None and resume is not None:
             make_env = _load_environment(comm, resume, trust_run)
-        envs = build_envs(comm, config, threads, make_env)
-        description = (facts or {}) | {"threads_per_rank": threads, "python_environment": make_env is not None}
+        envs = build_envs(comm, config, job.threads, make_env)
+        description = (facts or {}) | {"threads_per_rank": job.threads, "python_environment": make_env is not None}
         try:
             parts = _BUILD[config.algorithm](comm, config, envs)
             with open_segment(comm, config, resume, preset or config.env.id.split("/")[-1], make_env) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
-                    progress = begin(comm, config.seed, parts, segment)
+                    progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
-                    collectively(comm, lambda: save(comm, parts, progress, segment, exchange=None))
-                    records = _open_records(comm, config, parts, progress, segment, description)
-                session = Session(comm, config, envs, parts, segment, progress, records, interrupt)
-                return session.run(on_update, conclude)
+                    collectively(comm, lambda: save(job, parts, progress, segment, exchange=None))
+                    records = _open_records(job, config, parts, progress, segment)
+                    records.begin(comm, _described(job, config, parts, segment, description))
+                session = Session(job, config, envs, parts, segment, progress, records, interrupt)
+                return session.run(session.begin, on_update or nothing_on_update, conclude)
         except CollectiveError:
             envs.close()
             raise
@@ -112,71 +90,120 @@ def _load_environment(comm: Communicator, run: Path, trust_run: bool) -> MakeEnv
     return collectively(comm, lambda: environment.load(run, trust_run=True))
 
 
-def save(
-    comm: Communicator, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None
-) -> None:
+def take_place(
+    job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: SleepingGossip, make_env: MakeEnv | None,
+    on_update: Callable[[int], None] | None, interrupt: Interrupt, conclude: Conclude | None,
+) -> Result | None:  # fmt: skip
+    """What a spare does when it is needed: build, ask a peer for its model, train. None if training ended before.
+    `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
+    alone, rank = job.comm.alone(), job.comm.rank
+    segment = Segment(briefing.run, briefing.segment, briefing.previous)
+    try:
+        make_env = make_env or environment.load(segment.run, trust_run=True)  # this job has kept or judged it
+        envs = build_envs(alone, config, job.threads, make_env)
+        parts: Parts[Any] = _BUILD[config.algorithm](alone, config, envs)
+    except CollectiveError as error:  # of this rank alone
+        raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
+    with joined(segment, briefing.is_locked) as segment:
+        exchange = Gossip(job.comm, parts.flat.data, parts.flat.signature, config, None, interrupt, sleeping)
+        if not exchange.take_place():
+            envs.close()
+            return None
+        say(f"[rank {rank}] takes the place of a rank that is gone.")
+        counters = Counters(time_s=time.perf_counter() - began_s)
+        progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
+        records = _open_records(job, config, parts, progress, segment)
+        session = Session(job, config, envs, parts, segment, progress, records, interrupt)
+        return session.run(lambda: exchange, on_update or nothing_on_update, conclude)
+
+
+def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None) -> None:
     """This rank's checkpoint, unless its tensors are not finite; `exchange`: None before training. Not collective.
     Raises OSError, and EndError if the run's folder is another job's by now."""
     segment.check_folder()
+    rank = job.comm.rank
     tensors, numbers = parts.state(exchange)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        say(f"[rank {comm.rank}] its parameters are not finite: the checkpoint before is kept.")
+        say(f"[rank {rank}] its parameters are not finite: the checkpoint before is kept.")
         return
     counted = progress.counters
     counters = {
-        "updates": counted.updates, "own_steps": counted.local_steps, "time_s": counted.time_s,
+        "updates": counted.updates, "own_steps": counted.local_steps, "time_s": counted.time_s, "spares": job.spares,
     } | (exchange.state() if exchange is not None else progress.start)._asdict() | numbers  # fmt: skip
     streams = {"actions": progress.generator.get_state()}
-    state = RankState(comm.rank, comm.size, parts.flat.signature, tensors, streams, counters)
+    state = RankState(rank, job.comm.size, parts.flat.signature, tensors, streams, counters)
     checkpoint.save_rank(segment.path, state)
 
 
-def _open_records(
-    comm: Communicator, config: Config, parts: Parts[Any], progress: Progress, segment: Segment,
-    description: dict[str, Any],
-) -> Records:  # fmt: skip
-    """Say in all files that the segment begins. Collective."""
+def _open_records(job: Job, config: Config, parts: Parts[Any], progress: Progress, segment: Segment) -> Records:
+    """Begin this rank's metrics."""
     counters, start = progress.counters, progress.start
     first: Record = {
-        "type": "start", "segment": segment.path.name, "rank": comm.rank, "ranks": comm.size,
+        "type": "start", "segment": segment.path.name, "rank": job.comm.rank, "ranks": job.num_trainers,
         "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
         "global_steps": start.base_steps + sum(start.local_steps),
     }  # fmt: skip
-    description |= {
-        "ranks": comm.size, "resumed": segment.is_resumed, **comm.facts(),
+    return Records(job.comm.rank, job.hosts, config, segment, first)
+
+
+def _described(
+    job: Job, config: Config, parts: Parts[Any], segment: Segment, description: dict[str, Any]
+) -> dict[str, Any]:
+    """What run.json says of a segment when it begins."""
+    return description | {
+        "ranks": job.num_trainers, "resumed": segment.is_resumed, **job.comm.facts(),
         "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
-    return Records(comm, config, segment, first, description)
 
 
 class Session:
     """A rank that is ready to train: everything has been saved and recorded once."""
 
     def __init__(
-        self, comm: Communicator, config: Config, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
+        self, job: Job, config: Config, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
         records: Records, interrupt: Interrupt,
     ) -> None:  # fmt: skip
-        self._comm, self._config, self._envs, self._parts = comm, config, envs, parts
+        self._job, self._config, self._envs, self._parts = job, config, envs, parts
         self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
-        self._leads = comm.rank == 0  # at the end: whether no lower rank lives
+        self._comm = job.comm
+        self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
 
-    def run(self, on_update: Callable[[int], None], conclude: Conclude | None = None) -> Result:
+    def run(
+        self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None], conclude: Conclude | None = None
+    ) -> Result:
         """Train, then average, export and conclude. Collective."""
         try:
-            result = self._train(on_update)
-            return result if conclude is None else self._conclude(result, conclude)
+            exchange = make_exchange()
+            result = self._train(exchange, on_update)
+            return result if conclude is None or result.departs else self._conclude(result, exchange, conclude)
         except BaseException as error:
             if self._comm.is_alone() or isinstance(error, (CollectiveError, EndError)):
                 self._records.fail(error)
             raise
 
-    def _train(self, on_update: Callable[[int], None]) -> Result:
-        collectively(self._comm, self._records.open_reporter)
+    def begin(self) -> Exchange:
+        """The exchange of ranks that train from the beginning. Collective."""
+        assert self._job.trainers is not None
+        collectively(self._job.trainers, self._records.open_reporter)
         self._parts.before_training(self._comm.rank, self._segment.previous)
-        exchange: Exchange = self._parts.make_exchange(self._comm, self._progress.start, self._interrupt)
+        segment, start, flat = self._segment, self._progress.start, self._parts.flat
+        told = Beginning(flat.data.numel(), flat.signature, start.local_steps, start.base_steps, start.round)
+        time_s = self._progress.counters.time_s
+        is_locked = segment.identity is not None
+        self._job.brief(Briefing(segment.run, segment.path, segment.previous, is_locked, time_s, told))
+        exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
+        return exchange
+
+    def _train(self, exchange: Exchange, on_update: Callable[[int], None]) -> Result:
         loop = self._parts.make_loop(self._comm.rank, self._envs, exchange, self._progress, self._interrupt)
         self._records.note(message_bytes=exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
         stop = self._loop(loop, exchange, on_update)
+        if stop is Stop.NONE:  # it has left
+            self._records.resign()
+            if self._comm.outlives_ranks:
+                self._comm.depart()
+                return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
+            stop = self._sit_out(exchange)
         if exchange.close(_PATIENCE_S) is Stop.BUDGET:
             final = exchange.final_parameters(_PATIENCE_S)
             self._comm.among_the_living(
@@ -190,6 +217,18 @@ class Session:
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal)
         exit_status = 0 if signal is None else 128 + signal
         return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status)
+
+    def _sit_out(self, exchange: Exchange) -> Stop:
+        """Wait for the end, which this MPI does not reach without every rank; returns why it ended."""
+        say(
+            f"[rank {self._comm.rank}] trains no more, but this MPI needs its process until the job ends; it sleeps. "
+            "Open MPI 5 with `mpirun --with-ft ulfm` lets it go."
+        )
+        while exchange.stop is Stop.NONE:
+            if self._interrupt.signal is not None or not exchange.living:  # perhaps all have left at the same time
+                exchange.stop_now(Stop.SIGNAL)
+            time.sleep(_LOOK_S)
+        return exchange.stop
 
     # ---- training: no collectives --------------------------------------------------------------------------------
 
@@ -214,7 +253,7 @@ class Session:
         return stop
 
     def _lead_if_first(self, exchange: Exchange) -> bool:
-        return self._records.lead_if_first(exchange.living, self._progress.counters.time_s)
+        return self._records.lead_if_first(exchange.living, self._progress.counters.time_s, exchange.left)
 
     @property
     def _signal(self) -> Signals:
@@ -227,7 +266,7 @@ class Session:
         self._records.end("stopped", global_steps=exchange.global_steps, signal=self._signal.name)
 
     def _save(self, exchange: Exchange) -> None:
-        save(self._comm, self._parts, self._progress, self._segment, exchange)
+        save(self._job, self._parts, self._progress, self._segment, exchange)
 
     def _save_or_say(self, exchange: Exchange) -> None:
         try:
@@ -245,17 +284,17 @@ class Session:
         self._leads = self._comm.rank == living.members[0]
         if not self._leads:
             return
-        self._records.lead(living.members, self._progress.counters.time_s)
+        self._records.lead(living.members, self._progress.counters.time_s, exchange.left)
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         header = {
-            "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._comm.size
+            "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._job.num_trainers
         }  # fmt: skip
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)
         self._records.end("completed", global_steps=exchange.global_steps)
 
-    def _conclude(self, result: Result, conclude: Conclude) -> Result:
+    def _conclude(self, result: Result, exchange: Exchange, conclude: Conclude) -> Result:
         """The first of the living concludes, while the others wait asleep: if it dies, the next one does. Collective,
         unless a signal stopped the run: then there is nothing to do that could be missed."""
         if result.signal is not None:
@@ -265,7 +304,8 @@ class Session:
         done: list[Conclusion] = []
 
         def conclude_first(living: Living) -> None:
-            self._leads = self._records.lead_if_first(living.members, self._progress.counters.time_s)
+            time_s = self._progress.counters.time_s
+            self._leads = self._records.lead_if_first(living.members, time_s, exchange.left)
             if self._leads and not done:
                 done.append(conclude(result, self._config, self._interrupt))
                 self._records.conclude(done[0].outcomes)

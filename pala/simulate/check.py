@@ -110,7 +110,8 @@ def _try(numbers: range, protocol: type[GossipProtocol] | None = None) -> Tried:
             return Tried(count + 1, events, faults, sentence)
         events += cluster.num_events
         kinds = {
-            "deaths": scenario.deaths, "stops": scenario.stops, "NaN": scenario.poison, "cut links": scenario.cut_at,
+            "deaths": scenario.deaths, "leaves": scenario.leaves, "spares": scenario.spares, "stops": scenario.stops,
+            "NaN": scenario.poison, "cut links": scenario.cut_at,
         }  # fmt: skip
         faults[" and ".join(kind for kind, present in kinds.items() if present) or "no faults"] += 1
     return Tried(len(numbers), events, faults, None)

@@ -33,7 +33,7 @@ ANY, CURRENT, STALE = 0, 1, 2
 later offer never gets the number of an earlier one, so what is stale stays stale. Rounds begin above these."""
 _FIRST_ROUND = 3
 _MANY_STEPS = 1 << 62
-_OF_PEERS = {"silent", "living", "_owed", "_inbox", "_stale", "_wants_whole"}
+_OF_PEERS = {"silent", "present", "living", "left", "_asleep", "_owed", "_inbox", "_stale", "_wants_whole"}
 """Attributes of protocol and budget that hold ranks' numbers."""
 
 
@@ -43,7 +43,8 @@ class Mode(enum.IntEnum):
     UPDATES = 0
     WAITS = 1
     ENDED = 2
-    DEAD = 3
+    LEFT = 3
+    DEAD = 4
 
 
 @dataclass(frozen=True)
@@ -371,6 +372,11 @@ class LocalRank:
     def stop(self, reason: Stop) -> None:
         self.driver.end(reason)
 
+    def leave(self) -> None:
+        """Told to, after an update; nothing of its models is on its way."""
+        self.driver.leave()
+        self._mode = Mode.LEFT
+
     def timer(self) -> None:
         """A waiting rank has waited long enough to send again."""
         self._transport.now += 2 * AGAIN_S
@@ -394,6 +400,10 @@ class LocalRank:
     def gives_up(self) -> bool:
         """Whether the end of its patience lets it go on with the model that it has, and take whatever comes."""
         return self._mode is Mode.WAITS and self.protocol.healthy
+
+    @property
+    def _is_done(self) -> bool:
+        return self._mode in (Mode.ENDED, Mode.LEFT)
 
     def _mark_old(self, old: bool) -> None:
         models = self.models
@@ -442,7 +452,7 @@ class LocalRank:
         if letter.kind is Kind.OFFER:
             is_open = peer in offers and offers[peer].number == letter.number
             return letter._replace(number=CURRENT if is_open else STALE)
-        return letter if letter.kind is not Kind.STOP else letter._replace(number=ANY)
+        return letter if letter.kind in (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE) else letter._replace(number=ANY)
 
     # ---- frozen and live -----------------------------------------------------------------------------------------
 
@@ -457,7 +467,7 @@ class LocalRank:
         snapshots = [self._freeze_snapshot(s, peer_of.get(id(s), -1)) for s in self.driver._snapshots]
         snapshots = sorted(s for s in snapshots if s.to or s.offered_to >= 0)  # those that are free are all alike
         num_snapshots = len(self.driver._snapshots)
-        if self._case.mixing == "paired" or self._mode is Mode.ENDED:  # the same: how many are free does not matter
+        if self._case.mixing == "paired" or self._is_done:  # the same: how many are free does not matter
             num_snapshots = max(len(snapshots), self._case.snapshots)
         models = self.models
         inbox = sorted(
@@ -501,7 +511,7 @@ class LocalRank:
 
     def _freeze_snapshot(self, snapshot: Any, offered_to: int) -> Snapshot:
         packet: _Packet = snapshot.packet
-        to = () if self._mode is Mode.ENDED else tuple(sorted(packet.to))  # it fills no more
+        to = () if self._is_done else tuple(sorted(packet.to))  # it fills no more
         # The paired exchange takes more memory when there is none, however old what is on its way is.
         is_old = self._case.mixing != "paired" and self._age(snapshot.sent_s) > PATIENCE_S
         return Snapshot(to, offered_to, is_old, packet.answer, packet.before_heal)
@@ -536,7 +546,7 @@ class LocalRank:
             p.staleness = self._since_mix = 0
             if not case.has_clock:  # by whose age a peer is silent
                 p.lock._held_since_s.clear()
-        if self._mode is Mode.ENDED:  # nor does it mix, but at the close
+        if self._is_done:  # nor does it mix, but at the close
             p.lock._held_since_s.clear()
             p._num_rejected, p._rounds_due, p.round = 0, 1, _FIRST_ROUND
 

@@ -28,6 +28,7 @@ FAULTS = {
     "signal": "a rank is told to end, at any time",
     "timer": "a waiting rank sends again at any time; else only where nothing of its own is on its way",
     "death": "ranks die; what is on its way from them may be lost, what is on its way to them is",
+    "leave": "a rank is told to leave, while another trains; then it dies",
     "nan": "an update makes a model NaN, while another rank's is not",
     "patience": "a rank's patience ends, at any time",
     "absence": "a rank is stopped for longer than its patience",
@@ -42,7 +43,8 @@ FAULTS = {
 NORMAL = frozenset({"stop", "signal", "timer", "resume"})
 """Of these, what costs no model: with nothing else, nobody should need to send again."""
 UNFAIR = frozenset(
-    {"stop", "signal", "death", "nan", "absence", "late", "garbled", "refused", "duplicate", "false death", "lose"}
+    {"stop", "signal", "death", "leave", "nan", "absence", "late", "garbled", "refused", "duplicate", "false death"}
+    | {"lose", "depart"}
 )
 """Labels of what need not happen, ever."""
 RARE = ("garbled", "refused", "duplicate")
@@ -66,7 +68,8 @@ class _About(NamedTuple):
     """What is often asked of a rank."""
 
     mode: Mode
-    living: tuple[int, ...]
+    present: tuple[int, ...]  # ranks that it takes to be alive
+    living: tuple[int, ...]  # and to train
     useful: bool  # its model could heal others'
     gives_up: bool  # as `LocalRank.gives_up`
     deaf_to: tuple[Kind, ...]  # messages that change nothing in it, whatever happens
@@ -190,6 +193,8 @@ class World:
                     and not (word == "absence" and "patience" in self._faults)
                 ):
                     continue
+                if word == "leave" and not self._may_leave(state, r, last and about[r].useful):
+                    continue
                 if word == "timer" and "timer" not in self._faults and not self._is_quiet(state, about, r):
                     continue
                 since = state
@@ -227,12 +232,14 @@ class World:
     def _deaths(self, found: list[Successor], state: State, about: list[_About], last: bool) -> None:
         alive = [r for r in range(self.n) if about[r].mode is not Mode.DEAD]
         for r in alive:
-            for peer in about[r].living:
+            for peer in about[r].present:
                 if about[peer].mode is Mode.DEAD:
                     self._happens(found, ("notice", r, peer), state, r, ("notice", peer))
                 elif "false-death" in self._faults and peer != r:
                     self._happens(found, ("false death", r, peer), state, r, ("notice", peer))
-            if "death" in self._faults and len(alive) > 1 and not (last and about[r].useful):
+            if about[r].mode is Mode.LEFT:
+                found.append(Successor(("depart", r), self._die(state, r), ()))
+            elif "death" in self._faults and len(alive) > 1 and not (last and about[r].useful):
                 found.append(Successor(("death", r), self._die(state, r), ()))
 
     def _messages(
@@ -275,7 +282,7 @@ class World:
         faults: list[str] = []
         for i in state[: self.n]:
             rank = self.ranks[i]
-            if rank.mode is Mode.DEAD:
+            if rank.mode in (Mode.LEFT, Mode.DEAD):
                 continue
             for step in self._step(i, ("close",)):
                 faults += step.faults
@@ -290,6 +297,11 @@ class World:
                 faults.append(f"budget: rank {rank.number} ended at {known} steps of {self.case.updates}")
         if faults:
             found.append(Successor(("close",), None, tuple(faults)))
+
+    def _may_leave(self, state: State, r: int, is_last: bool) -> bool:
+        """Another trains, which has a model of use."""
+        others = (self.mode(state, peer) for peer in range(self.n) if peer != r)
+        return not is_last and any(mode in (Mode.UPDATES, Mode.WAITS) for mode in others)
 
     def _is_quiet(self, state: State, about: list[_About], r: int) -> bool:
         """Nothing is on its way to or from that rank, and nobody it counts on is dead."""
@@ -388,29 +400,33 @@ class World:
 
     def _look_at(self, frozen: Frozen) -> _About:
         if frozen.mode is Mode.DEAD:
-            return _About(Mode.DEAD, (), False, False, (), ())
+            return _About(Mode.DEAD, (), (), False, False, (), ())
         p, budget, f = dict(frozen.protocol), dict(frozen.budget), self._faults
         away = p["_now_s"] < 0
         events: list[tuple[str, tuple[Any, ...]]] = []
         if frozen.mode is Mode.UPDATES:
             events += [("finish", ("finish", False))] + [("nan", ("finish", True))] * ("nan" in f)
+            if "leave" in f and len(budget["living"][1]) > 1 and not any(s.to for s in frozen.snapshots):
+                events.append(("leave", ("leave",)))
         if frozen.mode is Mode.WAITS:
             events += [("advance", ("advance",)), ("timer", ("timer",))]
-        if budget["stop"] is Stop.NONE:
+        if frozen.mode is not Mode.LEFT and budget["stop"] is Stop.NONE:
             events += [
                 (word, ("stop", stop)) for word, stop in (("stop", Stop.BUDGET), ("signal", Stop.SIGNAL)) if word in f
             ]
-        if frozen.mode is not Mode.ENDED and self.case.has_clock:
+        if frozen.mode not in (Mode.ENDED, Mode.LEFT) and self.case.has_clock:
             if away:
                 events.append(("tick", ("tick",)))
             else:
                 events += [("patience", ("patience",))] * ("patience" in f)
                 if "absence" in f and p["patience_s"] < math.inf:  # in its first update it cannot tell
                     events.append(("absence", ("absence",)))
-        useful = frozen.finite and not ((away or p["_returning"]) and "patience" not in f)
+        is_old = (away or p["_returning"]) and "patience" not in f
+        useful = frozen.mode is not Mode.LEFT and frozen.finite and not is_old
         gives_up = frozen.mode is Mode.WAITS and p["healthy"]
         deaf_to = self._deaf_to(frozen.mode, budget["stop"])
-        return _About(frozen.mode, budget["living"][1], useful, gives_up, deaf_to, tuple(events))
+        present, living = budget["present"][1], budget["living"][1]
+        return _About(frozen.mode, present, living, useful, gives_up, deaf_to, tuple(events))
 
     def _deaf_to(self, mode: Mode, stop: Stop) -> tuple[Kind, ...]:
         """News of the end, unless it brings steps, are none to who knows. Who sends no more models needs no credit of

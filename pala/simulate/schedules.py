@@ -83,6 +83,12 @@ def pushed(number: int) -> Scenario:
         length_s = draw.choice((1.5, 5.0))
         options["poison"] = {rank: (begin, begin + length_s) for rank, begin in begins.items()}
         options["whole_every"] = draw.choice((1, 5, 1000))
+    if options.get("deaths") and size > 2 and draw.random() < 0.5:
+        options["spares"] = draw.randint(1, min(4, size - 2))
+        options["deaths"].pop(draw.randrange(size - options["spares"]), None)  # with all models there would be nothing
+        options["wake_up_s"] = draw.choice(((0.0, 0.1), (1.0, 5.0)))
+    if fault == "deaths" and draw.random() < 0.5:
+        options["leaves"] = {rank: options["deaths"].pop(rank) for rank in list(options["deaths"])[::2]}
     return Scenario(size, **options)
 
 
@@ -103,6 +109,7 @@ def check(
       has a living peer, or its patience has ended since then; some time after the last fault that is no excuse, if
       patience is long for the speed of ranks and network.
     - Nobody waits much longer than its patience, and no model is mixed that is much older than it.
+    - As many ranks train as in the beginning, while there are spares and soon after a death, and never more.
     - Every living rank ends, and knows that the budget is met; a rank that lacked u steps of it when it was met, with B
       steps an update, makes no more than max(1, ceil(u / B)) updates after that.
 
@@ -117,7 +124,8 @@ def check(
             observe(cluster)
         if scenario.mixing == "push_sum" and looks % max(8, scenario.size) == 0:  # what is lost stays lost
             weight = cluster.total_weight + cluster.lost_weight
-            _demand(abs(weight - scenario.size) < 1e-9, f"push-sum weight: {weight} of {scenario.size}")
+            whole = scenario.size - scenario.spares
+            _demand(abs(weight - whole) < 1e-9, f"push-sum weight: {weight} of {whole}")
         if scenario.mixing == "paired" and looks % max(8, scenario.size) == 0:
             _check_sum(cluster)
         if looks % 10 == 0:
@@ -126,7 +134,7 @@ def check(
 
     cluster = VirtualCluster(scenario, protocol=protocol, driver=driver, observe=look, **options)
     faults_end_s = max(0.0, *scenario.deaths.values(), *(end for _, end in scenario.stops.values()), scenario.cut_s[1])
-    slowest_s = scenario.update_s[1] * max(scenario.slowness, default=1.0) + scenario.model_s[1] + scenario.control_s[1]
+    slowest_s = _slowest_exchange_s(scenario)
     if 4 * slowest_s < scenario.patience_s < _END_S and not scenario.pause_probability:  # else it may end by itself
         cluster.all_well_from_s = faults_end_s + 4 * _longest_patience_s(scenario) + 2 * scenario.again_s
     cluster.run(until_s=_END_S)
@@ -162,17 +170,42 @@ def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
         finite = bool(np.isfinite(rank.model).all())
         _demand(finite or rank.number in scenario.poison, f"poison was mixed by rank {p.rank}")
         if scenario.patience_s < _END_S:
-            was_stopped = rank.number in scenario.stops
-            _demand(was_stopped or rank.longest_wait_s < longest_s, f"rank {p.rank} waited {rank.longest_wait_s} s")
+            has_excuse = rank.number in scenario.stops or rank.number >= scenario.size - scenario.spares
+            _demand(has_excuse or rank.longest_wait_s < longest_s, f"rank {p.rank} waited {rank.longest_wait_s} s")
             _demand(
                 rank.models.oldest_mixed_s < 2 * longest_s,
                 f"stale: rank {p.rank} mixed a model {rank.models.oldest_mixed_s} s old",
             )
+    _check_places(scenario, cluster)
     for rank, unseen in zip(cluster.ranks, cluster.unseen_steps, strict=False):
         most = max(1, math.ceil(unseen / scenario.steps_per_update))
         _demand(
             rank.updates_after_budget <= most, f"budget: rank {rank.number} went on {rank.updates_after_budget} updates"
         )
+
+
+def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
+    """No more ranks train than in the beginning, and, if training went on for long enough after the last death, not
+    fewer while there are spares."""
+    if scenario.spares == 0:
+        return
+    places = scenario.size - scenario.spares
+    training = [rank.number for rank in cluster.living if not rank.asleep]
+    _demand(len(training) <= places, f"places: ranks {training} train, in {places} places")
+    gone_s = max([*scenario.deaths.values(), *scenario.leaves.values()], default=0.0) + _slowest_exchange_s(scenario)
+    ready_s = gone_s + scenario.death_notice_s[1] + scenario.control_s[1] + scenario.wake_up_s[1]
+    if cluster.budget_known_s > ready_s:
+        expected = min(places, len(cluster.living))
+        _demand(len(training) == expected, f"places: ranks {training} train, not {expected}")
+        slowest_s = 3 * _slowest_exchange_s(scenario) + 4 * scenario.again_s
+        if scenario.patience_s > _END_S and cluster.budget_known_s > ready_s + slowest_s:
+            without = [rank for rank in training if not cluster.ranks[rank].protocol.has_model]
+            _demand(not without, f"places: nobody has sent a model to ranks {without}")
+
+
+def _slowest_exchange_s(scenario: Scenario) -> float:
+    update_s = scenario.update_s[1] + (scenario.pause_s[1] if scenario.pause_probability else 0.0)
+    return update_s * max(scenario.slowness, default=1.0) + scenario.model_s[1] + scenario.control_s[1]
 
 
 def _longest_patience_s(scenario: Scenario) -> float:

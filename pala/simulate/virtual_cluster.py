@@ -63,6 +63,12 @@ class Scenario:
     default never: patience would hide a deadlock."""
     send_buffers: int = 2
     """Snapshots that a rank can have on their way, if the peers that they went to answer."""
+    spares: int = 0
+    """So many of the ranks, the last ones, sleep until one that trains is dead."""
+    wake_up_s: Range = (1.0, 5.0)
+    """From when a spare hears that it is needed until it can train."""
+    leaves: Mapping[int, float] = field(default_factory=dict)
+    """When which ranks are told to leave, which they do after their next update, if others train."""
     deaths: Mapping[int, float] = field(default_factory=dict)
     """When which ranks die."""
     death_notice_s: Range = (0.0, 2.0)
@@ -214,6 +220,7 @@ class Rank:
         self.driver, self.protocol, self.models = driver, driver.protocol, models
         self.number = driver.protocol.rank
         self.waiting = self.ended = self.timer_set = self.wake_set = False
+        self.asleep = self.waking = False  # of a spare: it does not train yet; it is needed
         self.since_mix = 0  # updates since the last mix, counted here and not by the protocol
         self.wait_began_s = 0.0
         self.longest_wait_s = self.waited_since_mix_s = 0.0
@@ -252,14 +259,17 @@ class VirtualCluster(VirtualNetwork):
         self.ranks = [self._make_rank(number, models[number].copy()) for number in range(s.size)]
         for rank in self.ranks:
             rank.driver.start()
-            self._start_update(rank)
+            rank.asleep = rank.number >= s.size - s.spares
+            if not rank.asleep:
+                self._start_update(rank)
         for number, time_s in s.deaths.items():
             self._at(time_s, self.die, number)
 
     def _make_rank(self, number: int, model: np.ndarray) -> Rank:
         s = self.scenario
         rules = Rules(s.topology, s.max_staleness, s.seed, s.whole_every, s.again_s, s.patience_s)
-        protocol = self._protocol(StepBudget(number, s.size, s.budget_steps), RULES[s.mixing](), rules)
+        budget = StepBudget(number, s.size, s.budget_steps, spares=s.spares)
+        protocol = self._protocol(budget, RULES[s.mixing](float(number < s.size - s.spares)), rules)
         models = VectorModels(model, self)
         transport = VirtualTransport(self, number)
         driver = self._driver(protocol, transport, models, s.send_buffers, report=lambda sentence: None)
@@ -330,6 +340,21 @@ class VirtualCluster(VirtualNetwork):
         pause_s = self._draw(s.pause_s) if self._random.random() < s.pause_probability else 0.0
         self._at(self.now + self._draw(s.update_s) * factor + pause_s, self._finish_update, rank)
 
+    def _look_in_sleep(self, rank: Rank) -> None:
+        """A spare that sleeps has heard something."""
+        if rank.protocol.budget.stop is not Stop.NONE:
+            rank.ended = True
+        elif rank.protocol.budget.is_needed and not rank.waking:
+            rank.waking = True
+            self._after(self.scenario.wake_up_s, self._take_place, rank)
+
+    def _take_place(self, rank: Rank) -> None:
+        if rank.number in self.dead or rank.ended:
+            return
+        rank.asleep, rank.waiting, rank.wait_began_s = False, True, self.now
+        rank.driver.take_place()
+        self._advance(rank)
+
     def _finish_update(self, rank: Rank) -> None:
         if rank.number in self.dead or self.is_stopped(rank.number, self._finish_update, rank):
             return
@@ -343,7 +368,19 @@ class VirtualCluster(VirtualNetwork):
         rank.waiting, rank.wait_began_s = True, self.now
         rank.driver.finish_update(self.scenario.steps_per_update, healthy)
         self._count_update(rank)
+        told_to_leave = self.now >= self.scenario.leaves.get(rank.number, math.inf)
+        if told_to_leave and len(rank.protocol.living) > 1 and rank.protocol.budget.stop is Stop.NONE:
+            rank.waiting = False
+            longest_s = self.scenario.model_s[1] + self.scenario.control_s[1]
+            self._at(self.now + longest_s, self._let_go, rank)  # when all that it has sent has come
+            return
         self._advance(rank)
+
+    def _let_go(self, rank: Rank) -> None:
+        if rank.number not in self.dead:
+            rank.driver.leave()
+            rank.ended = True
+            self._at(self.now + self.scenario.control_s[1], self.die, rank.number)
 
     def _advance(self, rank: Rank) -> None:
         models, mixes = rank.models, rank.models.mixes
@@ -354,7 +391,7 @@ class VirtualCluster(VirtualNetwork):
         waited_s = self.now - rank.wait_began_s
         rank.longest_wait_s = max(rank.longest_wait_s, waited_s)
         rank.waited_since_mix_s = max(rank.waited_since_mix_s, waited_s)
-        if models.mixes > mixes:
+        if models.mixes > mixes or len(rank.protocol.living) == 1:
             rank.since_mix, rank.waited_since_mix_s = 0, 0.0
         self.violations += [f"at {self.now} s rank {rank.number} {fault}" for fault in models.faults]
         models.faults.clear()
@@ -386,6 +423,7 @@ class VirtualCluster(VirtualNetwork):
         sent = counts["models_sent"]
         self._wake(rank)
         something_came = counts["models_sent"] > sent or rank.wait_began_s > wait_began_s
+        something_came |= rank.number >= self.scenario.size - self.scenario.spares and not rank.protocol.has_model
         if rank.waiting and (something_came or self.scenario.patience_s < 1e9):
             self._set_timer(rank)
 
@@ -399,6 +437,8 @@ class VirtualCluster(VirtualNetwork):
 
     def heard(self, rank: int) -> None:
         self._notice_budget(self.ranks[rank])
+        if self.ranks[rank].asleep:
+            self._look_in_sleep(self.ranks[rank])
         self._wake_soon(self.ranks[rank])
 
     def lost(self, on_its_way: OnItsWay) -> None:
@@ -438,6 +478,8 @@ class VirtualCluster(VirtualNetwork):
         )
 
     def die(self, rank: int) -> None:
+        if rank in self.dead:
+            return
         self.lost_weight += self.ranks[rank].protocol.mixing.weight + self.ranks[rank].models.inbox_weight
         super().die(rank)
 

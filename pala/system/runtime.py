@@ -185,18 +185,26 @@ def process_age_s() -> float:
     return uptime_s - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
+LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
+
+
 class Interrupt:
-    """Set by SIGTERM, SIGINT or SIGUSR1; training looks at it every step and ends with a checkpoint.
+    """Set by SIGTERM, SIGINT or SIGUSR1; training looks at it every step and ends with a checkpoint. SIGUSR2 asks this
+    rank alone to leave; training looks at that after every update.
 
     Open MPI's mpirun kills its ranks 0.2 s after it passed on the first two. SIGUSR1 it passes on, and no more.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.is_told_to_leave = False
         self._raises = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == LEAVE:
+            self.is_told_to_leave = True
+            return
         self.signal = signal.Signals(number)
         if self._raises:
             raise KeyboardInterrupt
@@ -219,7 +227,7 @@ class Interrupt:
         if not _in_main_thread():
             yield self
             return
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, LEAVE)
         previous = [signal.signal(number, self._on_signal) for number in numbers]
         try:
             yield self

@@ -49,8 +49,29 @@ def check_agreement(comm: Communicator, config: Config) -> None:
     collectively(comm, check)
 
 
-def cores_per_rank(comm: Communicator) -> int:
-    """Threads that this rank may use. Collective."""
+def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
+    """Threads that this rank may use. Of `spares`, the last ranks, each takes the others' cores for free: it will train
+    when one of the ranks that do is gone. Collective."""
     mine = set(os.sched_getaffinity(0))
     ranks = comm.allgather((comm.host, mine))
-    return share_of_cores(mine, [cores for host, cores in ranks if host == comm.host])
+    busy = [cores for host, cores in ranks[: comm.size - spares] if host == comm.host]
+    return share_of_cores(mine, busy if comm.rank < comm.size - spares else [mine, *busy])
+
+
+def check_spares(comm: Communicator, spares: int) -> None:
+    """Raise on all ranks if so many of them cannot sleep until they are needed. Collective."""
+
+    def check() -> None:
+        if spares >= comm.size:
+            ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
+            raise PalaError(
+                f"'run.spares' is {spares}, but the job has {ranks}, the spares among them; start more than {spares}."
+            )
+        if spares > 0 and not comm.outlives_ranks:
+            raise PalaError(
+                f"'run.spares' is {spares}, but this job ends with the first rank that dies: spares need Open MPI 5 "
+                "and `mpirun --with-ft ulfm`, as `./launch/train.sh` and `launch/supervise.py` start it; "
+                "`--run.spares 0` does without."
+            )
+
+    collectively(comm, check)

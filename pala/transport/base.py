@@ -113,6 +113,10 @@ class Transport(abc.ABC):
     def poll(self) -> None:  # noqa: B027  a simulated network has nothing to poll
         """Move on what there is to send and to receive, at once. The learner's thread, without any lock held."""
 
+    def has_sent(self) -> bool:
+        """True if everything that was to be sent has left. Any thread."""
+        return True
+
     def hurry(self, waiting: bool) -> None:  # noqa: B027
         """Whether this rank's learner is waiting for a message. Any thread."""
 
@@ -204,6 +208,14 @@ class Communicator(abc.ABC):
         """In place: the root's array. Collective."""
 
     @abc.abstractmethod
+    def first(self, size: int) -> Communicator | None:
+        """The first so many ranks, with the same numbers; None on the others. Collective."""
+
+    @abc.abstractmethod
+    def alone(self) -> Communicator:
+        """This rank without the others, as rank 0 of one. Not collective."""
+
+    @abc.abstractmethod
     def barrier(self) -> Callable[[], bool]:
         """Begin a barrier; what is returned says whether all have come, and never waits. Collective. Raises EndError,
         then or later, if a rank has died."""
@@ -227,6 +239,15 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def is_alone(self) -> bool:
         """True if the job ends when this rank does: no other lives, or none would outlive it. Not collective."""
+
+    @property
+    @abc.abstractmethod
+    def outlives_ranks(self) -> bool:
+        """Whether the others go on when a rank ends before them."""
+
+    def depart(self) -> None:  # noqa: B027
+        """This rank ends here, and the others shall notice: its process must end without another call of this. Only if
+        they outlive it. Not collective."""
 
     @abc.abstractmethod
     def open_transport(self) -> Transport:

@@ -1,10 +1,10 @@
 """Ranks as threads of one process, with faults by script: whole trainings in a second, without MPI.
 
-    from pala.run.session import run_session
+    from pala.run.rank import run_rank
     from pala.transport.faults import drop, fail_at
 
     def main(comm):
-        return run_session(comm, config, on_update=comm.on_update, interrupt=comm.interrupt)
+        return run_rank(comm, config, on_update=comm.on_update, interrupt=comm.interrupt)
 
     results = run_ranks(4, main, faults=[fail_at(2, update=10), drop(0, 1, n=3)])
 
@@ -140,7 +140,7 @@ class _Group:
     def join(self, value: Any) -> _Round:
         self._comm.end_if_dead()
         self._number += 1
-        return self._comm.world.join(self._context, self._number, self._comm.rank, value)
+        return self._comm.world.join(self._context, self._number, self._comm.number, value)
 
     def gather(self, value: Any, timeout_s: float | None, interrupt: Interrupt) -> list[Any]:
         """What each member gave; raises _MemberDiedError if one died before it gave something."""
@@ -200,8 +200,11 @@ class MemoryCommunicator(Communicator):
     """The communicator of ranks that are threads. `interrupt` is this rank's: a test sets its `signal`, as the kernel
     would."""
 
+    outlives_ranks = True  # a test may say otherwise, if it kills none
+
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.rank, self.size, self.host = world, rank, world.size, platform.node()
+        self.number = rank  # in the world, however few ranks this is a communicator of
         self.interrupt = Interrupt()
         self._all = _Group(self, range(world.size), "all")
         self._patient = Interrupt()  # never signalled
@@ -232,7 +235,7 @@ class MemoryCommunicator(Communicator):
 
     def end_if_dead(self) -> None:
         """Raise Killed if this rank is."""
-        if self.rank in self.world.dead:
+        if self.number in self.world.dead:
             raise Killed
 
     # ---- the seam ------------------------------------------------------------------------------------------------
@@ -248,6 +251,21 @@ class MemoryCommunicator(Communicator):
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
         array[...] = self._gather(array.copy() if self.rank == root else None)[root]
+
+    def first(self, size: int) -> MemoryCommunicator | None:
+        if size == self.size:
+            return self
+        self.meet()
+        return self._part(range(size), self.rank, ("first", size, self._all._number)) if self.rank < size else None
+
+    def alone(self) -> MemoryCommunicator:
+        return self._part([self.number], 0, ("alone", object()))
+
+    def _part(self, members: Sequence[int], rank: int, context: Any) -> MemoryCommunicator:
+        part = MemoryCommunicator(self.world, self.number)
+        part.rank, part.size, part.interrupt = rank, len(members), self.interrupt
+        part._all = _Group(part, members, context)
+        return part
 
     def barrier(self) -> Callable[[], bool]:
         round_ = self._all.join(None)
@@ -280,6 +298,9 @@ class MemoryCommunicator(Communicator):
 
     def deaths(self) -> Deaths:
         return _MemoryDeaths(self)
+
+    def depart(self) -> None:
+        self.world.say_that(self.rank, self.world.dead)
 
     def is_alone(self) -> bool:
         with self.world.changed:

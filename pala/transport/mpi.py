@@ -93,6 +93,16 @@ class MpiCommunicator(Communicator):
         self.meet()
         self.mpi.Bcast(array, root)
 
+    def first(self, size: int) -> MpiCommunicator | None:
+        if size == self.size:
+            return self
+        self.meet()
+        part = self.mpi.Split(0 if self.rank < size else MPI.UNDEFINED, self.rank)
+        return MpiCommunicator(part) if self.rank < size else None
+
+    def alone(self) -> MpiCommunicator:
+        return MpiCommunicator(MPI.COMM_SELF)
+
     def barrier(self) -> Callable[[], bool]:
         with self._ending_at_a_death():
             request = self.mpi.Ibarrier()
@@ -152,6 +162,10 @@ class MpiCommunicator(Communicator):
     def num_dead(self) -> int:
         """Ranks that this one has been told are dead; 0 where nobody would outlive them. Not collective."""
         return self.mpi.Get_failed().size if can_survive() else 0
+
+    @property
+    def outlives_ranks(self) -> bool:
+        return can_survive()
 
     def is_alone(self) -> bool:
         return not can_survive() or self.num_dead == self.size - 1

@@ -81,17 +81,18 @@ def check_slurm_tasks(size: int) -> None:
         say(f"Slurm has allocated {tasks} tasks, but this job has {ranks}; `mpirun -np` and `--ntasks` should agree.")
 
 
-def leave_mpi(comm: MpiCommunicator) -> Callable[[int], NoReturn]:
+def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], NoReturn]:
     """Let the other ranks end; returns how this one is to exit, with which status. Collective, unless somebody died.
 
-    MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death nobody calls it. For a
-    rank that is stopped it would spin: all come together asleep first, and without one that does not come the job ends.
+    MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death nobody calls it, nor
+    without `finalize`: spares have ended before, which not every rank may have heard. For a rank that is stopped it
+    would spin: all come together asleep first, and without one that does not come the job ends.
     """
     from mpi4py import MPI
 
     from pala.transport.ulfm import Barrier
 
-    if comm.num_dead > 0:
+    if comm.num_dead > 0 or not finalize:
         return _exit_at_once
     try:
         wait_quietly(Barrier(comm.mpi).done, _FINALIZE_S, Interrupt())
@@ -104,6 +105,11 @@ def leave_mpi(comm: MpiCommunicator) -> Callable[[int], NoReturn]:
     MPI.Finalize()
     faulthandler.cancel_dump_traceback_later()
     return sys.exit
+
+
+def leave_job() -> NoReturn:
+    """End this rank alone: the others, who go on, take it for dead. Where they outlive it."""
+    _exit_at_once(0)
 
 
 def _exit_at_once(status: int) -> NoReturn:

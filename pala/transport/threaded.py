@@ -23,7 +23,7 @@ class ThreadedTransport(Transport):
         self._bulk_outbox: deque[tuple[int, Packet]] = deque()
         self._small_outbox: deque[tuple[int, Packet]] = deque()
         self._wake = threading.Event()
-        self._closing = False
+        self._closing, self._num_pending = False, 0  # copies of packets that have not left
         self._polling, self._counting = threading.Lock(), threading.Lock()
 
     def start(self, receiver: Receiver) -> None:
@@ -47,7 +47,12 @@ class ThreadedTransport(Transport):
         """Send with the next poll."""
         with self._counting:
             packet.pending += 1
+            self._num_pending += 1
         (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
+
+    def has_sent(self) -> bool:
+        with self._counting:
+            return self._num_pending == 0
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:
         self._closing = True
@@ -80,6 +85,7 @@ class ThreadedTransport(Transport):
         """A copy of it needs its bytes no more."""
         with self._counting:  # another thread may be sending it to somebody else
             packet.pending -= 1
+            self._num_pending -= 1
 
     def _run(self) -> None:
         try:

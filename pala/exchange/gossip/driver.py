@@ -14,7 +14,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,7 +34,7 @@ from pala.exchange.gossip.actions import (
     SendControl,
     SendModel,
 )
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import NEWS, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Message, Refusal
 from pala.system.runtime import say
@@ -167,6 +167,24 @@ class GossipDriver(Receiver):
         with self.lock:
             self._perform(self.protocol.end(reason))
 
+    def wake(self, models: Models, whole_every: int) -> None:
+        """This rank has slept, without a model, and has one from now on, though of no use."""
+        with self.lock:
+            self.models = models
+            self.protocol.rules = replace(self.protocol.rules, whole_every=whole_every)
+            self._num_snapshots = _SNAPSHOTS
+            self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(_SNAPSHOTS)]
+
+    def take_place(self) -> None:
+        """Train from now on; `advance` says when a peer's model has come."""
+        with self.lock:
+            self.protocol.take_place(self.transport.now_s())
+
+    def leave(self) -> None:
+        """This rank trains no more: tell the others, who go on."""
+        with self.lock:
+            self._perform(self.protocol.leave())
+
     def finish(self) -> None:
         """The transport has closed: mix whatever has come."""
         with self.lock:
@@ -179,7 +197,7 @@ class GossipDriver(Receiver):
         if opened.message is not None and opened.message.sender != source:
             opened = Opened(None, Refusal(f"it says it comes from rank {opened.message.sender}"))
         with self.lock:
-            if self._takes_nothing(source) and (opened.message is None or opened.message.kind is not Kind.STOP):
+            if self._takes_nothing(source) and (opened.message is None or opened.message.kind not in NEWS):
                 self.counts["models_refused"] += 1
                 self._complain(
                     source, Refusal(f"{_MOST_UNDER_WAY} models have been sent to it, which it does not take")
@@ -253,7 +271,7 @@ class GossipDriver(Receiver):
         """Of replies so many as any peer can be owed: one that sends what has to be refused, and takes nothing, gets no
         more."""
         packet = self.models.control(action.message)
-        if action.message.kind is not Kind.STOP:
+        if action.message.kind not in NEWS:
             self._replies = [reply for reply in self._replies if reply[1].pending]
             if sum(peer == action.peer for peer, _ in self._replies) >= _MOST_REPLIES:
                 return

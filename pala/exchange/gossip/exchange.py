@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pala.config import Config, ExchangeConfig
+from pala.config import Config
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import gossip_sizes
-from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.models import TensorModels
-from pala.exchange.gossip.protocol import Rules
-from pala.exchange.gossip.protocols import PROTOCOLS
+from pala.exchange.gossip.protocols import PROTOCOLS, make_protocol
+from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt, say
-from pala.system.seeding import derive
+from pala.system.runtime import LEAVE, Interrupt, say
 from pala.transport.base import Communicator
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
@@ -34,22 +32,29 @@ class Gossip(ModelExchange):
     """Sends this rank's model to a peer after each update and averages in what peers sent."""
 
     def __init__(
-        self, comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState,
-        interrupt: Interrupt,
+        self, comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState | None,
+        interrupt: Interrupt, slept: SleepingGossip | None = None,
     ) -> None:  # fmt: skip
-        """`parameters`: flat, mixed in place, touched only inside `after_update`. Collective."""
+        """`parameters`: flat, mixed in place, touched only inside `after_update`. `start`: None for a
+        spare that is needed, which goes on with what it `slept` by, and has to `take_place`. Collective, but for a
+        spare."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
         codec = make_codec(config.exchange, parameters)
-        protocol = PROTOCOLS[config.exchange.mixing]
-        wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes, protocol.kinds))
-        budget = StepBudget(comm.rank, comm.size, config.total_steps, start.local_steps, start.base_steps)
-        mixing = RULES[config.exchange.mixing](start.weight)
-        self._protocol = protocol(
-            budget, mixing, rules_of(config.exchange, config.seed, codec.whole_every), start.round
-        )
+        sizes = gossip_sizes(codec.sizes, PROTOCOLS[config.exchange.mixing].kinds)
+        wire = Wire(comm.size, parameters.numel(), signature, sizes)
+        models = TensorModels(parameters, codec, wire)
         self.message_bytes = wire.most_bytes
+        if slept is not None:
+            self._driver, self._transport, self._protocol = slept.driver, slept.transport, slept.driver.protocol
+            self._driver.wake(models, codec.whole_every)
+            return
+        assert start is not None
+        budget = StepBudget(
+            comm.rank, comm.size, config.total_steps, start.local_steps, start.base_steps, config.run.spares
+        )  # fmt: skip
+        self._protocol = make_protocol(config, budget, start.round, start.weight, codec.whole_every)
         self._transport = comm.open_transport()
-        self._driver = GossipDriver(self._protocol, self._transport, TensorModels(parameters, codec, wire))
+        self._driver = GossipDriver(self._protocol, self._transport, models)
         self._driver.start()
 
     @property
@@ -59,6 +64,10 @@ class Gossip(ModelExchange):
     @property
     def living(self) -> Sequence[int]:
         return self._protocol.living
+
+    @property
+    def left(self) -> Collection[int]:  # type: ignore[override]
+        return self._protocol.budget.left
 
     @property
     def stop(self) -> Stop:
@@ -71,6 +80,38 @@ class Gossip(ModelExchange):
     @property
     def heals(self) -> int:
         return self._driver.heals
+
+    def take_place(self) -> bool:
+        """Of a rank that has slept: train from now on, with a peer's model, which is waited for. False if training ends
+        before it comes. Raises PalaError if nobody has one any more. Not collective."""
+        self._driver.take_place()
+        with self._driver.lock:
+            if not self._driver.advance():
+                self._wait()
+        if self._protocol.has_model:
+            return True
+        if self.stop is Stop.NONE:
+            raise PalaError(
+                f"[rank {self._comm.rank}] no rank is left that has a model; go on from the last checkpoint by "
+                "`--resume`."
+            )
+        return False
+
+    def leave(self) -> bool:
+        rank, budget = self._comm.rank, self._protocol.budget
+        if budget.stop is Stop.NONE and list(self.living) != [rank]:
+            self._wait_until_all_is_sent()
+            self._driver.leave()
+            self._wait_until_all_is_sent()
+            if self.living and budget.stop is Stop.NONE:
+                say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
+                return True
+        if budget.stop is Stop.NONE:
+            budget.stay()  # perhaps others were told to leave at the same time
+            say(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
+            self._interrupt.signal = LEAVE
+            self._driver.end(Stop.SIGNAL)
+        return False
 
     def after_update(self, steps: int, healthy: bool) -> bool:
         mixes = self._driver.counts["mixes"]
@@ -96,8 +137,9 @@ class Gossip(ModelExchange):
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        # A model as old as the time that this rank was away counts only if all are.
-        weight = self._protocol.mixing.weight * (1.0 if self._protocol.has_model else 1e-9)
+        # A model as old as the time that this rank was away, or has left, counts only if all are.
+        fresh = self._protocol.has_model and not self._protocol.has_left
+        weight = self._protocol.mixing.weight * (1.0 if fresh else 1e-9)
         return average_of_ranks(self._comm, self._parameters, weight, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
@@ -113,9 +155,18 @@ class Gossip(ModelExchange):
     def state(self) -> ExchangeState:
         with self._driver.lock:
             budget = self._protocol.budget
-            lost = [rank for rank in range(budget.size) if rank not in budget.living]
-            steps = [int(s) for s in budget.local_steps]
-            return ExchangeState(steps, budget.base_steps, self._protocol.round, self._protocol.mixing.weight, lost)
+            steps, weight = [int(s) for s in budget.local_steps], self._protocol.mixing.weight
+            return ExchangeState(steps, budget.base_steps, self._protocol.round, weight, budget.lost)
+
+    def _wait_until_all_is_sent(self) -> None:
+        """But for peers that are stopped not longer than this rank's patience."""
+        deadline = time.monotonic() + self._protocol.rules.patience_s
+        self._transport.hurry(True)
+        while not self._transport.has_sent() and time.monotonic() < deadline:
+            self._transport.raise_failure()
+            self._transport.poll()
+            time.sleep(0.001)
+        self._transport.hurry(False)
 
     def _wait(self) -> None:
         """Until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the lock
@@ -133,21 +184,13 @@ class Gossip(ModelExchange):
                 complain = now + _COMPLAIN_AFTER_S
                 if not self._protocol.healthy:
                     raise PalaError(
-                        f"[rank {self._comm.rank}] its parameters are not finite and no peer has sent finite ones for "
-                        f"{_COMPLAIN_AFTER_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
+                        f"[rank {self._comm.rank}] has no parameters that are finite, and no peer has sent any for "
+                        f"{_COMPLAIN_AFTER_S:.0f} s. Resume from the last checkpoint, with a smaller learning rate."
                     )
             if self._driver.advance():
                 break
         self._transport.hurry(False)
         self.waited_s += time.perf_counter() - begin
-
-
-def rules_of(config: ExchangeConfig, seed: int, whole_every: int) -> Rules:
-    """What all ranks keep to. `seed`: of the run; `whole_every`: the codec's."""
-    return Rules(
-        config.graph, config.max_staleness, int(derive(seed, 0, "topology")[0]), whole_every,
-        patience_s=config.patience_s,
-    )  # fmt: skip
 
 
 _COUNTS = (

@@ -17,9 +17,14 @@ class Kind(enum.IntEnum):
     ASK_WHOLE = 4  # a credit from a rank that only a whole model can heal
     OFFER = 5  # of the paired exchange: a model that asks for an answer
     ANSWER = 6  # the model of who has moved towards an offer; its weight is the fraction that both move by
+    LEAVE = 7  # its sender trains no more; these are its last steps
+    JOIN = 8  # its sender, a spare, takes a place, and asks for a whole model
 
 
 WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)
+WITHOUT_MODEL = tuple(kind for kind in Kind if kind not in WITH_MODEL)
+NEWS = (Kind.STOP, Kind.LEAVE)
+"""What is said once, and must arrive."""
 
 
 def gossip_sizes(model: Sizes, kinds: Iterable[Kind] = Kind) -> dict[Kind, Sizes]:

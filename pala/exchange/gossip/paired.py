@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.actions import Action, Clear, Close, GoOn, Keep, Move, Pull, SendModel, Wait
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Message
 
@@ -52,7 +52,7 @@ class _Offer:
 class PairedProtocol(GossipProtocol):
     """The state of one rank."""
 
-    kinds = (Kind.OFFER, Kind.ANSWER, Kind.CREDIT, Kind.STOP, Kind.ASK_WHOLE)
+    kinds = (Kind.OFFER, Kind.ANSWER, *WITHOUT_MODEL)
     _debts_stay = False
     _offers: dict[int, _Offer]
 
@@ -69,9 +69,8 @@ class PairedProtocol(GossipProtocol):
         self.clock(now_s)
         actions = self._move()
         if self.must_wait:
-            return [*actions, *self._offer(), *self._drop_parts(), Wait()]
-        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
-        self._between_updates, self._resumed_s = False, self._now_s
+            return [*actions, *self._offer(), *self._drop_parts(), *self._ask(), Wait()]
+        self._begin_update()
         if self._mix_is_due:
             actions += self._mix(give_credit=True)
         return [*actions, *self._offer(), GoOn()]
@@ -82,9 +81,6 @@ class PairedProtocol(GossipProtocol):
             return super().unreadable_model_came(sender) + self._close(sender)
         self.counts["models_refused"] += 1  # its offer has come, so this was its answer
         return self._close(sender)
-
-    def peer_died(self, peer: int) -> list[Action]:
-        return self._close(peer) + super().peer_died(peer)
 
     def finish(self) -> list[Action]:
         """Both models of an offer that nobody answered stay as they are."""
@@ -126,7 +122,8 @@ class PairedProtocol(GossipProtocol):
                 return self._answer_came(sender, message.weight, offer, usable=not (late or rejected))
             self.counts["models_refused"] += 1
             return []
-        if offer is not None and message.kind is not Kind.STOP and message.round in (offer.number, _ANY):
+        is_refusal = message.kind in (Kind.CREDIT, Kind.ASK_WHOLE)
+        if offer is not None and is_refusal and message.round in (offer.number, _ANY):
             self._credit_came(sender, wants_whole=message.kind is Kind.ASK_WHOLE)
             self._refusing.add(sender)
             return self._refused(sender)
@@ -176,6 +173,9 @@ class PairedProtocol(GossipProtocol):
         """The offer to this peer will move nothing."""
         self.lock.release(peer)
         return [Close(peer)] if self._offers.pop(peer, None) is not None else []
+
+    def _forget(self, peer: int) -> list[Action]:
+        return self._close(peer) + super()._forget(peer)
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from typing import ClassVar
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip import topology as graph
 from pala.exchange.gossip.actions import Accept, Action, Clear, GoOn, Heal, Mix, SendControl, SendModel, Wait
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
 from pala.exchange.gossip.mixing import Mixing
 from pala.exchange.gossip.process_lock import ProcessLock
 from pala.exchange.wire import Format, Message
@@ -70,7 +70,7 @@ class Rules:
 class GossipProtocol:
     """The state of one rank. Every method is a pure transition; none communicates."""
 
-    kinds: ClassVar[tuple[Kind, ...]] = (Kind.MODEL, Kind.CREDIT, Kind.STOP, Kind.ASK_WHOLE)  # of its messages
+    kinds: ClassVar[tuple[Kind, ...]] = (Kind.MODEL, *WITHOUT_MODEL)  # of its messages
 
     def __init__(self, budget: StepBudget, mixing: Mixing, rules: Rules, round_: int = 0) -> None:
         self.budget, self.mixing, self.rules, self.round = budget, mixing, rules, round_
@@ -96,6 +96,7 @@ class GossipProtocol:
         self._waits_since_s = self._sent_again_s = math.inf
         self._gave_up = False  # waited in vain: goes on without a mix until a model comes
         self._returning = False
+        self._asks_again_s, self._num_asked = math.inf, 0  # of a rank that takes a place: when it asks for a model
         self._stale: set[int] = set()  # of a rank that was away: peers whose next model may be as old as its own was
 
     # ---- events --------------------------------------------------------------------------------------------------
@@ -153,9 +154,8 @@ class GossipProtocol:
         self.clock(now_s)
         actions = self._send_owed(can_send)
         if self.must_wait:
-            return [*actions, *self._drop_parts(), Wait()]
-        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
-        self._between_updates, self._resumed_s = False, self._now_s
+            return [*actions, *self._drop_parts(), *self._ask(), Wait()]
+        self._begin_update()
         if self._mix_is_due:
             actions += self._mix(give_credit=True)
         return [*actions, GoOn()]
@@ -166,6 +166,15 @@ class GossipProtocol:
         """From `message.sender`. Of a model: the seconds that it took to come; `late`: so many that its memory has been
         given up; `rejected`: it holds what no model may hold."""
         self.budget.news(message.local_steps, message.stop)
+        if message.kind is Kind.LEAVE:
+            self.budget.rank_left(message.sender)
+            return self._forget(message.sender) + self._tell_stop()
+        if message.kind is Kind.JOIN:
+            self._joined(message.sender)
+        if self.has_left:
+            if message.kind is Kind.MODEL:
+                self.mixing.reject(message.weight)
+            return self._tell_stop()
         return self._take_in(message, took_s, late, rejected) + self._tell_stop()
 
     def unreadable_model_came(self, sender: int) -> list[Action]:
@@ -176,10 +185,20 @@ class GossipProtocol:
     def peer_died(self, peer: int) -> list[Action]:
         """`peer` is gone, and with it the weight it held."""
         self.budget.peer_died(peer)
-        self.lock.release(peer)
-        self.silent.discard(peer)
-        self._owed = [p for p in self._owed if p != peer]
-        return self._tell_stop()
+        return self._forget(peer) + self._tell_stop()
+
+    def take_place(self, now_s: float) -> None:
+        """This rank, which has slept, trains from now on. It has no model, and `advance` asks for one."""
+        self.clock(now_s)
+        self.budget.rank_joined(self.rank)
+        self.healthy, self._between_updates, self._asks_again_s = False, True, now_s
+        self.patience_s = self.rules.patience_s  # it does not know its own pace yet
+
+    def leave(self) -> list[Action]:
+        """This rank trains no more, and the others take over its share of the budget. Nothing of its models should be
+        on the way any more: the news might overtake it."""
+        self.budget.rank_left(self.rank)
+        return [SendControl(self._message(Kind.LEAVE), peer) for peer in self.budget.present if peer != self.rank]
 
     def end(self, reason: Stop) -> list[Action]:
         """This rank ends training."""
@@ -190,12 +209,23 @@ class GossipProtocol:
         """All ranks have ended and nothing is in flight: mix whatever has come, and give no credit."""
         return self._mix(give_credit=False) if self.has_model or self._whole_came else []
 
+    def _begin_update(self) -> None:
+        if len(self.living) == 1:
+            self.staleness = 0  # nobody's model is newer; a spare may join
+        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
+        self._between_updates, self._resumed_s = False, self._now_s
+
     # ---- what follows from them ----------------------------------------------------------------------------------
 
     @property
     def living(self) -> Sequence[int]:
-        """Ranks that live, as far as known here; sorted."""
+        """Ranks that live and train, as far as known here; sorted."""
         return self.budget.living
+
+    @property
+    def has_left(self) -> bool:
+        """True of a rank that trains no more, though others do."""
+        return self.rank in self.budget.left
 
     @property
     def transfer_patience_s(self) -> float:
@@ -239,6 +269,33 @@ class GossipProtocol:
             return self._model_came(message, took_s, late, rejected)
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):
             self._credit_came(message.sender, wants_whole=message.kind is Kind.ASK_WHOLE)
+        return []
+
+    def _ask(self) -> list[Action]:
+        """Of a rank that takes a place: tell log2 n peers that it is there and needs a whole model; after a while,
+        others. The rest hear of it by the steps that it makes."""
+        if self._now_s < self._asks_again_s:
+            return []
+        n, place = len(self.living), self.living.index(self.rank)
+        first, self._num_asked = self._num_asked, self._num_asked + 1
+        self._asks_again_s = self._now_s + self.rules.again_s
+        further = {1 + (first + (1 << k) - 1) % (n - 1) for k in range((n - 1).bit_length())}
+        return [SendControl(self._message(Kind.JOIN), self.living[(place + i) % n]) for i in sorted(further)]
+
+    def _joined(self, peer: int) -> None:
+        """`peer` takes a place; it gets a whole model with the next, or at once if this rank waits."""
+        self.budget.rank_joined(peer)
+        if peer not in self.living:
+            return
+        self._wants_whole.add(peer)
+        if self._between_updates and peer not in self._owed:
+            self._owed.append(peer)
+
+    def _forget(self, peer: int) -> list[Action]:
+        """Nothing is expected of this peer any more, nor sent to it."""
+        self.lock.release(peer)
+        self.silent.discard(peer)
+        self._owed = [p for p in self._owed if p != peer]
         return []
 
     def _send_owed(self, can_send: Callable[[], bool]) -> list[Action]:
@@ -330,6 +387,8 @@ class GossipProtocol:
         senders, received = list(self._inbox), sum(self._inbox.values())
         mix = Mix(self.mixing.weight, len(senders)) if self.has_model else Heal(len(senders))
         self._inbox.clear()
+        if self._asks_again_s < math.inf:  # it has taken a place
+            self.healthy, self._asks_again_s = True, math.inf
         self._whole_came = self._returning = self._gave_up = False
         self._num_rejected = self.staleness = 0
         self.mixing.mixed(received)

@@ -1,0 +1,57 @@
+"""The ranks of a job: those that train from the beginning, and the spares. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pala.config import Config
+from pala.exchange.gossip.sleeping import Beginning
+from pala.system.errors import CollectiveError
+from pala.transport.agreement import check_agreement, check_spares, cores_per_rank
+from pala.transport.base import Communicator
+
+
+@dataclass(frozen=True)
+class Briefing:
+    """What a spare is told of the run when training begins."""
+
+    run: Path
+    segment: Path
+    previous: Path | None
+    is_locked: bool  # the run's folder
+    time_s: float  # training time of earlier segments
+    exchange: Beginning
+
+
+class Job:
+    """What a rank knows of all when it begins."""
+
+    def __init__(self, comm: Communicator, config: Config) -> None:
+        """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
+        check_agreement(comm, config)
+        check_spares(comm, config.run.spares)
+        self.comm, self.spares = comm, config.run.spares
+        self.num_trainers = comm.size - self.spares
+        self.hosts = comm.allgather(comm.host)
+        self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use
+        self.trainers = comm.first(self.num_trainers)  # None on a spare
+        self._briefed = self.spares == 0
+
+    def brief(self, briefing: Briefing | None) -> Briefing | None:
+        """What rank 0 gives is told to all; None: it could not start. A spare waits for it asleep. Collective."""
+        if self._briefed:
+            return briefing
+        self._briefed = True
+        return self.comm.bcast(briefing)
+
+    @contextmanager
+    def telling_of_failure(self) -> Iterator[None]:
+        """If those who train fail to start inside the block, tell the spares, who wait for it."""
+        try:
+            yield
+        except CollectiveError:
+            self.brief(None)
+            raise

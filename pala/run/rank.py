@@ -1,0 +1,81 @@
+"""One rank of a job: it trains, or is a spare, sleeps, and takes the place of a rank that dies.
+
+A spare that sleeps has loaded no torch, made no environments and has no model. It polls for messages and deaths ten
+times a second, as every data proxy does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pala.config import Config
+from pala.exchange.gossip.sleeping import SleepingGossip
+from pala.run.job import Briefing, Job
+from pala.run.result import Conclude, Result
+from pala.system.errors import CollectiveError, EndError
+from pala.system.runtime import Interrupt
+from pala.transport.base import Communicator
+
+if TYPE_CHECKING:
+    from pala.envs import MakeEnv
+
+_PATIENCE_S = 300.0  # for the slowest rank at the end
+
+
+def run_rank(
+    comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
+    facts: dict[str, Any] | None = None, on_update: Callable[[int], None] | None = None,
+    interrupt: Interrupt | None = None, conclude: Conclude | None = None, trust_run: bool = False,
+) -> Result:  # fmt: skip
+    """Train on all ranks of `comm`, of which the last `run.spares` sleep until they are needed. Collective.
+
+    `resume`: the run's folder; `preset`: what a new one's name begins with; `facts`: for run.json; `on_update(updates)`
+    is called after each update of this rank; `interrupt`: in place of the process's signals; `conclude`: what the first
+    rank that lives does at the very end, alone; `trust_run`: a resumed run's environment may be a pickle that came from
+    elsewhere (`environment.py`).
+    """
+    job = Job(comm, config)
+    if job.trainers is None:
+        with (interrupt or Interrupt()).installed() as interrupt:
+            return _stand_by(job, config, make_env, on_update, interrupt, conclude)
+    from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
+
+    with (interrupt or Interrupt()).installed() as interrupt:
+        return train(job, config, make_env, resume, preset, facts, on_update, interrupt, conclude, trust_run)
+
+
+def _stand_by(
+    job: Job, config: Config, make_env: MakeEnv | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
+    conclude: Conclude | None,
+) -> Result:  # fmt: skip
+    """Sleep until this rank is needed, then train to the end; or until training ends."""
+    briefing = job.brief(None)
+    if briefing is None:
+        raise CollectiveError("The ranks that train did not start.")
+    began_s = time.perf_counter() - briefing.time_s
+    sleeping = SleepingGossip(job.comm, config, briefing.exchange, interrupt)
+    if sleeping.until_needed():
+        from pala.run.session import take_place  # torch, environments: now they are needed
+
+        result = take_place(job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude)
+        if result is not None:
+            return result
+    if not interrupt.is_told_to_leave:
+        _close(job, briefing, sleeping)
+    job.comm.depart()
+    return Result(briefing.run, "spared", sleeping.global_steps, None, False, 0)
+
+
+def _close(job: Job, briefing: Briefing, sleeping: SleepingGossip) -> None:
+    """Collective. Raises EndError."""
+    try:
+        sleeping.close(_PATIENCE_S)
+    except EndError as error:
+        from pala.run.records import note_failure  # they load torch
+        from pala.run.segment import Segment
+
+        note_failure(Segment(briefing.run, briefing.segment, briefing.previous), job.comm.rank, error)
+        raise

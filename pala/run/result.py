@@ -1,0 +1,40 @@
+"""What a rank gives back at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pala.config import Config
+from pala.system.runtime import Interrupt
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `run_rank` returns."""
+
+    run: Path
+    status: str
+    """"completed"; "stopped" by a signal; of a rank that others went on without, "left"; of a spare that nobody needed,
+    "spared"."""
+    global_steps: int
+    signal: int | None  # number of the signal that stopped it
+    leads: bool  # True on the lowest rank that lives
+    exit_status: int  # for this rank's process
+
+    @property
+    def departs(self) -> bool:
+        """Whether this rank's process is to end at once: the others go on, or end, without it."""
+        return self.status in ("left", "spared")
+
+
+class Conclusion(NamedTuple):
+    """What became of what the first rank does when training is over."""
+
+    exit_status: int
+    outcomes: dict[str, str]  # for run.json: task -> what became of it
+
+
+Conclude = Callable[[Result, Config, Interrupt], Conclusion]
