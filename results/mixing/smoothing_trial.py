@@ -5,9 +5,9 @@
 RMSprop divides by the root mean square of what it is given. Given one rank's gradient, that is mostly noise; given the
 mean of 16 ranks', as synchronous A2C has it, the noise is a fourth of that. Here a rank gives it g' = smoothing g' +
 (1 - smoothing) g, so over its own last updates it averages what synchronous A2C averages over ranks; the price is that
-what it steps by is older. 16 ranks on the bed of `minatar_bed.py`; each training adds a line to `smoothing_trial.jsonl`.
-Expected: with 0.9375 = 1 - 1/16, `paired` comes nearer to synchronous A2C than by momentum alone (0.80 on Breakout, 0.67
-on Space Invaders). It is refuted if it does not on both games. Not a part of PALA.
+what it steps by is older. 16 ranks on the bed of `minatar_bed.py`; each training adds a line to
+`smoothing_trial.jsonl`. Expected: with 0.9375 = 1 - 1/16, `paired` comes nearer to synchronous A2C than by momentum
+alone (0.80 on Breakout, 0.67 on Space Invaders). It is refuted if it does not on both games. Not a part of PALA.
 """
 
 from __future__ import annotations
