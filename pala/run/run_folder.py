@@ -156,10 +156,10 @@ def supervised(run: Path) -> Iterator[None]:
     """Keep other supervisors away from a run, whose folder may not be there yet, until the block ends or this process
     does: by a file beside the folder. Raises PalaError if another supervises it.
     """
-    run = run.resolve()
-    path = run.with_name(f".{run.name}.supervisor")
+    folder = run.resolve()
+    path = folder.with_name(f".{folder.name}.supervisor")
     try:
-        run.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         file = _locked_file(path)
     except BlockingIOError:
         raise PalaError(
