@@ -312,6 +312,7 @@ def test_allreduce_names_the_rank_whose_gradients_are_not_finite(
 # ---- a folder that is deleted and made anew --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_job_whose_folder_was_made_anew_by_another_ends_and_leaves_that_alone(tmp_path: Path) -> None:
     """Both train under one name; the first would write its checkpoints, metrics and record over those of the second."""
     first, second = Ranks(2, configure(tmp_path, steps=10**9)), Ranks(2, configure(tmp_path))

@@ -140,6 +140,7 @@ def test_a_learner_without_an_actor_takes_over_those_of_the_dead_learner() -> No
     assert len(cluster[1].node._batches) <= 1, "one asked for at each replay"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["learner first", "actor first"])
 def test_what_is_left_learns_to_the_end(order: str, tmp_path: Path) -> None:
     """Learner 2 had actor 4, learner 3 actor 5. Actor 4 paid for some 7 minibatches."""
@@ -165,6 +166,7 @@ def ended_by(trained: Trained, sentence: str) -> None:
     assert resumed.ended_well() and resumed.results[0].global_steps >= 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "config", "fault", "sentence"),
     [
@@ -182,6 +184,7 @@ def test_a_rank_that_stops_and_cannot_be_spared_ends_the_job(
     ended_by(trained, sentence)
 
 
+@pytest.mark.slow
 def test_an_actor_plays_on_without_its_replay_until_that_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +209,7 @@ def test_an_actor_plays_on_without_its_replay_until_that_answers(
     assert trained.total("messages_refused") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1, 3], ids=["shard", "replay", "actor"])
 def test_a_rank_that_stops_for_less_than_the_patience_changes_nothing(rank: int, tmp_path: Path) -> None:
     fault = stop_at_message(rank, 20, seconds=0.5)

@@ -403,6 +403,7 @@ def test_two_that_die_one_after_the_other_are_both_replaced(dead: tuple[int, int
     assert ranks_in(job, "lost_ranks") == list(dead) and ranks_in(job, "joined_ranks") == [3, 4]
 
 
+@pytest.mark.slow
 def test_a_spare_that_dies_is_replaced_by_the_next_and_then_the_others_go_on(tmp_path: Path) -> None:
     job = train(5, with_spares(tmp_path, spares=2, steps=2000), [fail_at(rank, update=5) for rank in (1, 3, 4)])
     assert job.ended_well(but_for=[1, 3, 4]) and 1 in ranks_in(job, "lost_ranks")
