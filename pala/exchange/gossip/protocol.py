@@ -211,7 +211,7 @@ class GossipProtocol:
 
     def _begin_update(self) -> None:
         if len(self.living) == 1:
-            self.staleness = 0  # nobody's model is newer; a spare may join
+            self.staleness, self._gave_up = 0, False  # nobody's model is newer; for a spare that joins it waits anew
         self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
         self._between_updates, self._resumed_s = False, self._now_s
 
