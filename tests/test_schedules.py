@@ -271,6 +271,12 @@ def test_schedules_drawn_at_random_hold(schedules: int) -> None:
     assert tried.schedules == schedules and set(tried.faults) >= {"no faults", "deaths", "stops", "NaN"}
 
 
+@pytest.mark.parametrize("number", [7478, 7479])
+def test_a_lone_rank_whose_patience_had_ended_waits_for_a_spare_that_joins(number: int) -> None:
+    """It went on beside the spare without a mix, as it had done while its only peer was stopped."""
+    check(schedule(number))
+
+
 def test_a_failure_says_how_to_see_it_again() -> None:
     failure = try_all(range(0, 200, 2), protocol=KeepsTheWeightItSends).failure
     assert failure is not None
