@@ -102,7 +102,7 @@ class Supervisor:
         self.hosts = read_hosts(options.host, options.hostfile)
         slots = sum(host.slots for host in self.hosts)
         command = parse(arguments)
-        spares = command.config.run.spares
+        self._spares = spares = command.config.run.spares
         self.ranks = slots if slots and options.ranks is None else (options.ranks or 2) + spares
         if self.hosts and self.ranks > slots:
             more = f" and {spares} spare{'s' * (spares > 1)}" if spares else ""
@@ -183,9 +183,8 @@ class Supervisor:
         arguments = self._train_arguments()
         verb = f"restart {start} of {self.restarts}" if start else "start"
         aim = f"resume '{self.run}'" if "--resume" in arguments else f"train '{self.run}'"
-        self._say(
-            f"{verb}: {ranks} ranks{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}."
-        )
+        who = f"{ranks} ranks{f', {self._spares} of them to spare,' * (self._spares > 0)}"
+        self._say(f"{verb}: {who}{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}.")
         placed = ["-np", str(ranks), *(["--host", where] if where else [])]
         self._said_mistake = False
         self._starting = True
