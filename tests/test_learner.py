@@ -259,6 +259,19 @@ def test_parameters_that_peers_replaced_start_with_a_fresh_optimiser(capsys):
     assert not run.a2c.mean_square.any()
 
 
+def test_a_rank_that_peers_have_to_replace_again_and_again_ends_the_run():
+    class Rescuing(NoExchange):
+        def after_update(self, steps, healthy):
+            super().after_update(steps, True)
+            self._parameters.fill_(math.nan)  # its next update finds it so, too
+            return True
+
+    run = Run(configured(10**6), exchange_class=Rescuing)
+    run.flat.data[3] = math.nan
+    with pytest.raises(PalaError, match=r"\[rank 0\] update 100: no finite gradient for 100 updates"):
+        run.go()
+
+
 @pytest.mark.parametrize(("decay", "expected"), [("linear", [8, 6, 4, 2]), ("none", [8, 8, 8, 8])])
 def test_learning_rate_falls_to_zero_at_the_end_of_the_budget(decay, expected):
     run = Run(configured(4 * BATCH, learning_rate=8.0, learning_rate_decay=decay))

@@ -144,7 +144,7 @@ class Learner(Loop):
             say(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
         elif not finite and self._exchange.stop is Stop.NONE:
             fault = f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}"
-        elif self._skipped_in_a_row >= _MOST_SKIPPED_UPDATES:
+        if not fault and self._skipped_in_a_row >= _MOST_SKIPPED_UPDATES:
             whose = f"rank {culprits} has given " if culprits else ""
             fault = f"{where}: {whose}no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}"
         if fault:
