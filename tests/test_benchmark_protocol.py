@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
-from pala.benchmark.protocol import _driver, _num_sent, _play, protocol_cost_us
-from pala.transport.base import Received
+from pala.benchmark.protocol import _Job, _num_sent, _play, protocol_cost_us
 
 
-@pytest.mark.parametrize("num_ranks", [2, 5])
-def test_every_round_every_rank_sends_and_mixes_one_model(num_ranks: int) -> None:
-    post: deque[tuple[int, Received]] = deque()
-    ranks = [_driver(rank, num_ranks, post) for rank in range(num_ranks)]
-    _play(ranks, post, rounds=7)
-    assert _num_sent(ranks) == 7 * num_ranks
-    for rank in ranks:
+@pytest.mark.parametrize(("num_jobs", "num_ranks"), [(1, 2), (1, 5), (3, 2)])
+def test_every_round_every_rank_sends_and_mixes_one_model(num_jobs: int, num_ranks: int) -> None:
+    jobs = [_Job(num_ranks) for _ in range(num_jobs)]
+    _play(jobs, rounds=7)
+    assert _num_sent(jobs) == 7 * num_ranks * num_jobs
+    for rank in (rank for job in jobs for rank in job.ranks):
         assert rank.counts["models_mixed"] in (6, 7), "the last round's may not be mixed yet"
         assert rank.protocol.budget.local_steps.min() >= 80 * 3 and rank.protocol.counts["models_received"] == 7
         assert rank.protocol.counts["models_refused"] == rank.protocol.counts["models_stale"] == 0

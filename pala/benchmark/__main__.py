@@ -45,7 +45,7 @@ _PROGRAM = "pala.benchmark"
 _PRECISIONS = ("float32", "bfloat16")
 _LOWEST_RATIO = 0.9  # of training with an exchange to training without, below which --quick fails
 _QUICK_ROUND_S = 5.0  # of training, in all exchanges, at most
-_PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64)
+_PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64, 256, 1000)
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,9 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     result = provenance() | {
         "format": 1, "date": started, "jobs": jobs, "config": to_table(command.config),
         "protocol_us": {str(ranks): round(protocol_cost_us(ranks), 2) for ranks in _PROTOCOL_RANKS},
+        "protocol_in_jobs_of_8_us": {
+            str(ranks): round(protocol_cost_us(8, ranks // 8), 2) for ranks in _PROTOCOL_RANKS if ranks % 8 == 0
+        },
         "machine": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
         "options": {
             "ranks": command.ranks, "rounds": command.rounds, "seconds": command.seconds, "quick": command.quick,

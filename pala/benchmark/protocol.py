@@ -22,26 +22,41 @@ from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 _BLOCK = 200  # messages that are timed together, at least
 
 
-def protocol_cost_us(num_ranks: int, messages: int = 2000) -> float:
+def protocol_cost_us(num_ranks: int, num_jobs: int = 1, messages: int = 2000) -> float:
     """CPU time of the protocol's code, in microseconds a model sent; the median over blocks of `messages`.
 
     Counted, on both sides together: counting the update, choosing the peer and asking the process lock, writing
     header and counters; reading and checking them, merging the counters, the decision to mix; and the same for the
     credit that goes back; all by the driver that training runs. Not counted: the model's own bytes (snapshot, check for
-    NaN, sum, mix), and MPI. All `num_ranks` ranks make their updates in turn, on the random topology, with all objects
-    of all ranks (at least two) in this process; caches are warmer than in training, where an update lies between two
-    messages.
+    NaN, sum, mix), and MPI. The ranks of `num_jobs` jobs of `num_ranks` (at least two) make their updates in turn, on
+    the random topology, all in this process. So with many ranks their objects no longer lie in the caches; a rank in
+    training has its own there, but an update between two messages. Many jobs of few ranks show how much that is.
     """
-    post: deque[tuple[int, Received]] = deque()
-    ranks = [_driver(rank, num_ranks, post) for rank in range(num_ranks)]
-    rounds_a_block = -(-_BLOCK // num_ranks)
-    _play(ranks, post, rounds_a_block)  # warm
+    jobs = [_Job(num_ranks) for _ in range(num_jobs)]
+    rounds_a_block = -(-_BLOCK // (num_ranks * num_jobs))
+    _play(jobs, rounds_a_block)  # warm
     costs_us = []
-    for _ in range(max(3, messages // (rounds_a_block * num_ranks))):
-        before, begin = _num_sent(ranks), time.process_time_ns()
-        _play(ranks, post, rounds_a_block)
-        costs_us.append((time.process_time_ns() - begin) / 1e3 / (_num_sent(ranks) - before))
+    for _ in range(max(3, messages // (rounds_a_block * num_ranks * num_jobs))):
+        before, begin = _num_sent(jobs), time.process_time_ns()
+        _play(jobs, rounds_a_block)
+        costs_us.append((time.process_time_ns() - begin) / 1e3 / (_num_sent(jobs) - before))
     return statistics.median(costs_us)
+
+
+class _Job:
+    """Ranks between whom what is sent arrives at once."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._post: deque[tuple[int, Received]] = deque()
+        self.ranks = [_driver(rank, num_ranks, self._post) for rank in range(num_ranks)]
+
+    def update(self, rank: int) -> None:
+        """One update of this rank, and all that follows."""
+        self.ranks[rank].finish_update(80, healthy=True)
+        self.ranks[rank].advance()
+        while self._post:
+            receiver, received = self._post.popleft()
+            self.ranks[receiver].on_message(received)
 
 
 def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> GossipDriver:
@@ -52,19 +67,16 @@ def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> Gos
     return driver
 
 
-def _play(ranks: list[GossipDriver], post: deque[tuple[int, Received]], rounds: int) -> None:
-    """Every rank makes `rounds` updates, in turn; what it sends arrives at once."""
+def _play(jobs: list[_Job], rounds: int) -> None:
+    """Every rank of every job makes `rounds` updates, in turn."""
     for _ in range(rounds):
-        for rank in ranks:
-            rank.finish_update(80, healthy=True)
-            rank.advance()
-            while post:
-                receiver, received = post.popleft()
-                ranks[receiver].on_message(received)
+        for rank in range(len(jobs[0].ranks)):
+            for job in jobs:
+                job.update(rank)
 
 
-def _num_sent(ranks: list[GossipDriver]) -> int:
-    return sum(rank.counts["models_sent"] for rank in ranks)
+def _num_sent(jobs: list[_Job]) -> int:
+    return sum(rank.counts["models_sent"] for job in jobs for rank in job.ranks)
 
 
 class _Post(Transport):

@@ -31,7 +31,9 @@ def markdown(benchmark: dict[str, Any]) -> str:
         "exchange's threads in wall time.\n\n" + _split_table(jobs),
         "## What was exchanged\n\nMedian over rounds and ranks.\n\n" + _exchange_table(jobs),
         "## What the protocol costs\n\nMicroseconds of processor time a model, on both sides together and with the "
-        "credit that goes back, without the model's own bytes.\n\n" + _protocol_table(benchmark["protocol_us"]),
+        "credit that goes back, without the model's own bytes. All ranks are in one process: what more of them "
+        "cost in jobs of 8 as well is the caches', not the protocol's.\n\n"
+        + _protocol_table(benchmark["protocol_us"], benchmark.get("protocol_in_jobs_of_8_us", {})),
         "## Ranks\n\nOf the benchmark's processes, which hold a network for each precision.\n\n" + _ranks_table(jobs),
         f"{benchmark['date']}, commit {benchmark['git_commit']}{' (changed)' if benchmark['git_dirty'] else ''}: "
         f"`{benchmark['command']}`",
@@ -111,8 +113,11 @@ def _exchange_table(jobs: list[dict[str, Any]]) -> str:
     return table(header, rows) if rows else "Nothing."
 
 
-def _protocol_table(costs_us: dict[str, float]) -> str:
-    return table(("ranks", *costs_us), [("a model", *(f"{cost:.1f}" for cost in costs_us.values()))])
+def _protocol_table(costs_us: dict[str, float], in_jobs_us: dict[str, float]) -> str:
+    rows = [("a model", *(f"{cost:.1f}" for cost in costs_us.values()))]
+    if in_jobs_us:
+        rows.append(("a model, in jobs of 8", *(_optional(in_jobs_us, ranks, ".1f") for ranks in costs_us)))
+    return table(("ranks", *costs_us), rows)
 
 
 def _optional(figures: dict[str, float], key: str, form: str, unit: float = 1) -> str:

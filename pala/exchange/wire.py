@@ -84,7 +84,9 @@ class Wire:
             into.data, 0, _MAGIC, _VERSION, message.kind, message.format, message.stop, message.sender, self.num_ranks,
             message.round, self.signature, message.weight, self.num_parameters,
         )  # fmt: skip
-        into[_ALIGNMENT : _ALIGNMENT + 8 * self.num_ranks] = message.local_steps.astype("<u8").view(np.uint8)
+        into[_ALIGNMENT : _ALIGNMENT + 8 * self.num_ranks] = message.local_steps.astype("<u8", copy=False).view(
+            np.uint8
+        )
 
     def decode(self, data: np.ndarray) -> Message | Refusal:
         """Any uint8 bytes to a Message or a Refusal; what is behind the counters is looked at by others."""
@@ -109,7 +111,7 @@ class Wire:
         if not (math.isfinite(weight) and 0 < weight <= ranks * (1 + 1e-9)):
             return Refusal(f"its weight is {weight}")
         counters = data[_ALIGNMENT : _ALIGNMENT + 8 * ranks].tobytes()
-        local_steps = np.frombuffer(counters, "<u8").astype(np.uint64)
+        local_steps = np.frombuffer(counters, "<u8").astype(np.uint64, copy=False)
         if (most := int(local_steps.max())) > _MOST_STEPS:
             return Refusal(f"it says that a rank made {most} steps")
         return Message(known_kind, sender, round_, weight, Stop(stop), local_steps, Format(format_))
