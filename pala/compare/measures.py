@@ -41,6 +41,11 @@ class Run:
         return self.config.seed
 
     @property
+    def frame_skip(self) -> int:
+        """Emulator frames a step."""
+        return self.config.env.frame_skip if self.config.env.id.startswith("ALE/") else 1
+
+    @property
     def completed(self) -> bool:
         """The budget was met and the final policy written."""
         return bool(self.record["completed"])

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pala.compare import scaling
 from pala.compare.comparison import Comparison
-from pala.compare.measures import WINDOW, Run, bootstrap_interval, efficiencies, interquartile_mean
+from pala.compare.measures import WINDOW, Run, bootstrap_interval, interquartile_mean
 from pala.compare.plan import Cell
 from pala.report.curves import Curve, curve_of, mean_of
 from pala.report.pictures import (
     LINE_STYLES,
-    MARKERS,
     draw_group,
     line_look,
     new_figure,
@@ -38,7 +38,7 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
     figures = {
         "learning_curves.png": _learning_curves(comparison),
         "final_scores.png": _final_scores(comparison),
-        "scaling.png": _scaling(comparison),
+        "scaling.png": scaling.draw(comparison),
     }
     drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
     for path, figure in drawn.items():
@@ -67,8 +67,7 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
     for (title, cells), panels in zip(rows.items(), figure.subplots(len(rows), 1 + timed, squeeze=False), strict=True):
         runs = [run for of_cell in cells.values() for run in of_cell]
         seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
-        skips = {run.config.env.frame_skip if run.config.env.id.startswith("ALE/") else 1 for run in runs}
-        tidy_learning_curve(panels[0], steps_label(skips), WINDOW)
+        tidy_learning_curve(panels[0], steps_label({run.frame_skip for run in runs}), WINDOW)
         panels[0].set_title(title, loc="left")
         if timed:
             tidy_learning_curve(panels[1], f"wall-clock time ({unit})", WINDOW)
@@ -133,7 +132,7 @@ def _curve_row(cell: Cell, num_runs: int, axis: str, curve: Curve, i: int) -> di
     return place | {"axis": axis} | {key: round(float(value), 3) for key, value in values.items()}
 
 
-# ---- scores and scaling ----------------------------------------------------------------------------------------------
+# ---- scores --------------------------------------------------------------------------------------------------------
 
 
 def _final_scores(comparison: Comparison) -> Figure | None:
@@ -162,32 +161,3 @@ def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Compar
     panel.set_yticks(range(len(scores)), labels)
     panel.set_ylim(len(scores) - 0.5, -0.5)
     tidy(panel, grid="x")
-
-
-def _scaling(comparison: Comparison) -> Figure | None:
-    """Steps a second and efficiency over the number of ranks; a row for each game. None with one number of ranks."""
-    lines = comparison.speeds_over_ranks()
-    games = list(dict.fromkeys(game for game, _ in lines))
-    if not games:
-        return None
-    figure = new_figure(9.5, 0.8 + 3.2 * len(games))
-    for game, (speed, efficiency) in zip(games, figure.subplots(len(games), 2, squeeze=False), strict=True):
-        for variant in comparison.variants:
-            if (game, variant) not in lines:
-                continue
-            of = lines[game, variant]
-            look = _look(comparison, variant) | {"marker": MARKERS[comparison.variants.index(variant) % len(MARKERS)]}
-            speed.plot(list(of), list(of.values()), label=variant, **look)
-            efficiency.plot(list(of), list(efficiencies(of).values()), label=variant, **look)
-        counts = sorted({ranks for (of_game, _), of in lines.items() if of_game == game for ranks in of})
-        efficiency.axhline(1, color="#999999", linewidth=1, linestyle="--")
-        for panel, label in ((speed, "steps of all ranks a second"), (efficiency, "efficiency")):
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(counts, [str(ranks) for ranks in counts])
-            panel.set_ylim(bottom=0)
-            tidy(panel)
-            panel.set_xlabel("ranks")
-            panel.set_ylabel(label)
-        speed.set_title(game, loc="left")
-        speed.legend(frameon=False)
-    return figure
