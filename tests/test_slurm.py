@@ -118,6 +118,36 @@ def test_an_array_is_a_run_for_each_game_and_seed(slurm: Slurm, any_mpi: Launche
 
 
 @pytest.mark.slow
+def test_a_comparison_is_a_job_for_each_run_and_one_that_reports(
+    slurm: Slurm, any_mpi: Launcher, tmp_path: Path
+) -> None:
+    """The second submission comes while the jobs of the first wait or run."""
+    (tmp_path / "game.toml").write_text('total_steps = 400\nenv = {id = "CartPole-v1", num_envs = 4}\n')
+    (tmp_path / "tiny.toml").write_text(f"""
+name = "tiny"
+seeds = [1]
+ranks = [2]
+slurm.options = ["--hold"]
+games.Pole = "{tmp_path}/game.toml"
+train = {{run = {{dir = "{tmp_path}/runs", tensorboard = false}}, evaluation = {{episodes = 1}}}}
+[variants.gossip]
+""")
+    for _ in range(2):
+        said = slurm.run(
+            "sbatch", "--wait", f"--output={tmp_path}/%j.log", "launch/slurm/scaling.sbatch", f"{tmp_path}/tiny.toml",
+            "--output", f"{tmp_path}/results", cwd=REPOSITORY,
+        )  # fmt: skip
+        assert said.status == 0, said.output
+        queue = slurm.run("squeue", "--noheader", "--format=%j").output.split()
+        assert sorted(queue) == ["pala-tiny-gossip-Pole-2-1", "pala-tiny-report"]
+    slurm.run("scontrol", "release", "JobName=pala-tiny-gossip-Pole-2-1")
+    wait_for(lambda: not slurm.run("squeue", "--noheader").output, 120, "the end of the jobs")
+    log = (tmp_path / "runs/tiny/report.log").read_text()
+    assert "FAILED" not in log and f"{tmp_path}/results/compare.md" in log
+    assert record_of(tmp_path / "runs/tiny/gossip-Pole-2-1")["completed"]
+
+
+@pytest.mark.slow
 def test_several_nodes(any_mpi: Launcher, tmp_path: Path) -> None:
     """scancel reaches every process on every node, Open MPI's own too; the ranks have the time for their checkpoint."""
     with started(2) as slurm:
@@ -196,7 +226,7 @@ def test_another_number_of_ranks_than_tasks_is_told(
 
 def test_every_script_is_bash_and_says_how_it_is_submitted() -> None:
     scripts = sorted((REPOSITORY / "launch/slurm").glob("*.sbatch"))
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
         assert re.search(rf"sbatch( \S+)? launch/slurm/{script.name}", script.read_text())
