@@ -14,6 +14,7 @@ from conftest import CARTPOLE, LAUNCHERS, REPOSITORY, Launcher, record_of, wait_
 from slurm_cluster import Node, Slurm, SlurmError
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
+from pala.compare.plan import Cell, Plan
 from pala.transport.mpi_process import check_slurm_tasks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
@@ -225,8 +226,19 @@ def test_another_number_of_ranks_than_tasks_is_told(
 
 
 def test_every_script_is_bash_and_says_how_it_is_submitted() -> None:
-    scripts = sorted((REPOSITORY / "launch/slurm").glob("*.sbatch"))
-    assert len(scripts) == 6
+    scripts = [script for folder in ("launch/slurm", "examples") for script in (REPOSITORY / folder).glob("*.sbatch")]
+    assert len(scripts) == 8
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
-        assert re.search(rf"sbatch( \S+)? launch/slurm/{script.name}", script.read_text())
+        assert re.search(rf"sbatch( \S+)* {script.relative_to(REPOSITORY)}", script.read_text())
+
+
+def test_the_example_of_a_sweep_reports_the_rates_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    script = Path("examples/learning_rates.sbatch").read_text()
+    rates = re.search(r"rates=\((.*)\)", script)
+    assert rates is not None
+    plan = Plan(Path("examples/learning_rates.toml"))
+    reported = [plan.config_of(Cell(variant, "Pong", 4)).a2c.learning_rate for variant in plan.preset.variants]
+    assert [float(rate) for rate in rates[1].split()] == reported and not plan.runs
+    assert f"--array=0-{2 * len(reported) - 1}%" in script

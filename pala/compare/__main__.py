@@ -133,9 +133,11 @@ def main() -> None:
     """What `python -m pala.compare` runs."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
-    failures = compare(read_command(_PROGRAM, sys.argv[1:], Command()))
+    command = read_command(_PROGRAM, sys.argv[1:], Command())
+    failures = compare(command)
     if failures:
-        say(f"pala: failed: {'; '.join(map(str, failures))}. The same command tries again.")
+        again = "Submit again: they go on." if command.gather else "The same command tries again."
+        say(f"pala: failed: {'; '.join(map(str, failures))}. {again}")
     sys.exit(1 if failures else 0)
 
 
