@@ -29,6 +29,9 @@ class Briefing:
 class Job:
     """What a rank knows of all when it begins."""
 
+    patience_s = 300.0
+    """For the slowest rank, at the end."""
+
     def __init__(self, comm: Communicator, config: Config) -> None:
         """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
         check_agreement(comm, config)
