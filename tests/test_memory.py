@@ -33,6 +33,8 @@ from pala.config import (
     RunConfig,
     check,
 )
+from pala.exchange.base import average_of_ranks
+from pala.exchange.budget import Stop
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.kinds import KINDS
@@ -269,6 +271,27 @@ def test_the_others_go_on_when_ranks_leave(
     assert job.total("waits_given_up") == 0 and "has died" not in capsys.readouterr().err
     resumed = job.resume(4, steps=1600)
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
+
+
+def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model is as new as the others', and it stays for the average."""
+    wait, weights = Gossip._wait_until_all_is_sent, {}
+
+    def wait_for_the_end(gossip: Gossip) -> None:
+        wait(gossip)
+        while gossip._protocol.has_left and gossip.stop is Stop.NONE:
+            time.sleep(0.001)
+
+    def average(comm: MemoryCommunicator, own: Tensor, weight: float, *others: Any) -> Tensor:
+        weights[comm.rank] = weight
+        return average_of_ranks(comm, own, weight, *others)
+
+    monkeypatch.setattr(Gossip, "_wait_until_all_is_sent", wait_for_the_end)
+    monkeypatch.setattr("pala.exchange.gossip.exchange.average_of_ranks", average)
+    job = train(2, configure(tmp_path, steps=400), on_update=leave_at(0, update=3))
+    assert job.ended_well() and weights == {0: 1.0, 1: 1.0}
 
 
 def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(

@@ -127,7 +127,7 @@ def test_a_comparison_is_a_job_for_each_run_and_one_that_reports(
     (tmp_path / "tiny.toml").write_text(f"""
 name = "tiny"
 seeds = [1]
-ranks = [2]
+ranks = [1]
 slurm.options = ["--hold"]
 games.Pole = "{tmp_path}/game.toml"
 train = {{run = {{dir = "{tmp_path}/runs", tensorboard = false}}, evaluation = {{episodes = 1}}}}
@@ -135,17 +135,17 @@ train = {{run = {{dir = "{tmp_path}/runs", tensorboard = false}}, evaluation = {
 """)
     for _ in range(2):
         said = slurm.run(
-            "sbatch", "--wait", f"--output={tmp_path}/%j.log", "launch/slurm/scaling.sbatch", f"{tmp_path}/tiny.toml",
-            "--output", f"{tmp_path}/results", cwd=REPOSITORY,
+            "sbatch", "--parsable", f"--output={tmp_path}/%j.log", "launch/slurm/scaling.sbatch",
+            f"{tmp_path}/tiny.toml", "--output", f"{tmp_path}/results", cwd=REPOSITORY,
         )  # fmt: skip
-        assert said.status == 0, said.output
+        wait_for(lambda job=said.output: slurm.states(job) == ["COMPLETED"], what="the submission")
         queue = slurm.run("squeue", "--noheader", "--format=%j").output.split()
-        assert sorted(queue) == ["pala-tiny-gossip-Pole-2-1", "pala-tiny-report"]
-    slurm.run("scontrol", "release", "JobName=pala-tiny-gossip-Pole-2-1")
+        assert sorted(queue) == ["pala-tiny-gossip-Pole-1-1", "pala-tiny-report"]
+    slurm.run("scontrol", "release", "JobName=pala-tiny-gossip-Pole-1-1")
     wait_for(lambda: not slurm.run("squeue", "--noheader").output, 120, "the end of the jobs")
     log = (tmp_path / "runs/tiny/report.log").read_text()
     assert "FAILED" not in log and f"{tmp_path}/results/compare.md" in log
-    assert record_of(tmp_path / "runs/tiny/gossip-Pole-2-1")["completed"]
+    assert record_of(tmp_path / "runs/tiny/gossip-Pole-1-1")["completed"]
 
 
 @pytest.mark.slow
