@@ -327,7 +327,7 @@ def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp
     job = train(ranks, configure(tmp_path, steps=ENDLESS), on_update=leave_at(*range(ranks), update=5))
     statuses = [result.status for result in job.results]
     assert set(statuses) <= {"left", "stopped"} and "stopped" in statuses
-    assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2"
+    assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
     steps = sum(own_steps(job.states()))
     assert job.resume(ranks, steps=steps + 200).ended_well()
 
