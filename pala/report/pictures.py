@@ -6,11 +6,9 @@ matplotlib is imported by the functions that draw: it takes half a second, and t
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.report.curves import Curve, mean_of
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
 
@@ -33,9 +31,12 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def line_look(number: int) -> dict[str, Any]:
-    """Colour and style of a picture's line with this number: 28 that differ, the first seven solid."""
-    style = LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": style}
+    """Colour, style and marker of a picture's line with this number. 28 differ in colour and style; those of neighbours
+    differ in all three, so that they are told apart in grey."""
+    return {
+        "color": COLOURS[number % len(COLOURS)], "linestyle": LINE_STYLES[number % len(LINE_STYLES)],
+        "marker": MARKERS[number % len(MARKERS)],
+    }  # fmt: skip
 
 
 def tidy(panel: Axes, grid: str = "both") -> None:
@@ -49,40 +50,6 @@ def legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, 110 // (max(map(len, labels)) + 6))
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
-
-
-def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, Any]) -> None:
-    """Draw one curve; or several thin ones, their mean and their range."""
-    if len(curves) == 1:
-        axes.plot(curves[0].x, curves[0].y, label=label, **look)
-        return
-    for curve in curves:
-        axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look)
-    mean = mean_of(curves)
-    axes.fill_between(mean.x, mean.low, mean.high, color=look["color"], alpha=0.18, linewidth=0)
-    axes.plot(mean.x, mean.y, label=label, **look)
-
-
-def tidy_learning_curve(panel: Axes, x_label: str, smooth: int) -> None:
-    """Label a panel of learning curves that are means of `smooth` episodes."""
-    from matplotlib.ticker import EngFormatter
-
-    tidy(panel)
-    panel.set_ylabel(f"episode return\n(unclipped, mean of {smooth} episodes)")
-    panel.set_xlabel(x_label)
-    if "steps" in x_label:
-        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
-
-
-def steps_label(frame_skips: set[int]) -> str:
-    """Label for an axis of steps; `frame_skips`: emulator frames a step of all that is drawn on it."""
-    frames = f" (1 step = {min(frame_skips)} frames)" if len(frame_skips) == 1 and frame_skips != {1} else ""
-    return f"environment steps of all ranks{frames}"
-
-
-def time_unit(longest_s: float) -> tuple[float, str]:
-    """(seconds in the unit, its name) for an axis of this length."""
-    return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
 
 
 def write_picture(figure: Figure, output: Path) -> None:

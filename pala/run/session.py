@@ -61,7 +61,9 @@ def train(
         if make_env is None and resume is not None:
             make_env = _load_environment(comm, resume, trust_run)
         envs = build_envs(comm, config, job.threads, make_env)
-        description = (facts or {}) | {"threads_per_rank": job.threads, "python_environment": make_env is not None}
+        description = (facts or {}) | {
+            "cores": job.cores, "threads_per_rank": job.threads, "python_environment": make_env is not None,
+        }  # fmt: skip
         try:
             parts = _BUILD[config.algorithm](comm, config, envs)
             with open_segment(comm, config, resume, preset or config.env.id.split("/")[-1], make_env) as segment:
