@@ -27,17 +27,18 @@ from pala.config import flatten, to_table
 from pala.evaluation.record import final_evaluation
 from pala.evaluation.scores import reference_of
 from pala.report.curves import Curve, curve_of, learning_curve
-from pala.report.learning_curves import (
-    Mark,
-    draw_evaluations,
+from pala.report.marks import Mark, draw_evaluations, draw_references, explain_ends
+from pala.report.pictures import (
+    COLOURS,
     draw_group,
-    draw_references,
-    explain_ends,
+    legend,
+    line_look,
+    new_figure,
     steps_label,
     tidy_learning_curve,
     time_unit,
+    write_picture,
 )
-from pala.report.pictures import COLOURS, legend, line_look, new_figure, write_picture
 from pala.report.settings import phrase, settings_that_matter
 from pala.report.text import counted
 from pala.run import run_folder
@@ -83,6 +84,11 @@ class Run:
     def game(self) -> str:
         """What was played."""
         return "environment made in Python" if self.facts["python_environment"] else str(self.facts["env.id"])
+
+    @property
+    def reference(self) -> tuple[float, float] | None:
+        """Scores of random play and of a human; None where nobody has published them."""
+        return reference_of(self.game) if self.is_atari else None
 
     def over(self, axis: Axis, seconds: float) -> np.ndarray:
         """[E] where on an axis the episodes ended; `seconds` are in a unit of time."""
@@ -195,7 +201,7 @@ def _draw_one(run: Run, smooth: int) -> Figure:
     for axis in AXES:
         _draw_banded(axes[axis], learning_curve(run.over(axis, seconds), run.returns, smooth))
         draw_evaluations(axes[axis], [_mark([run], axis, seconds, line_look(0))])
-        draw_references(axes[axis], reference_of(run.game))
+        draw_references(axes[axis], run.reference)
     if len(run.distances):
         steps, distances = run.distances.T
         _draw_banded(axes["distance"], curve_of(steps, distances, window=5 * run.facts["ranks"]))
@@ -226,7 +232,7 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
         explain_ends(axes[axis], curves)
         marks = [_mark(group, axis, seconds, line_look(number)) for number, group in enumerate(groups.values())]
         draw_evaluations(axes[axis], marks)
-        draw_references(axes[axis], reference_of(min(games)) if len(games) == 1 else None)
+        draw_references(axes[axis], runs[0].reference if len(games) == 1 else None)
     legend(figure, axes["steps"])
     if len(games) == 1:
         figure.suptitle(games.pop())

@@ -14,7 +14,7 @@ from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
 from pala.evaluation.scores import reference_of, score_table
 from pala.plot import _draw_many, _draw_one, _grouped, main, plot, read
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of, running_mean
-from pala.report.learning_curves import draw_references
+from pala.report.marks import draw_references
 from pala.report.pictures import line_look, new_figure
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path

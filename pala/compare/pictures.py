@@ -15,17 +15,18 @@ from pala.compare.comparison import Comparison
 from pala.compare.measures import WINDOW, Run, bootstrap_interval, efficiencies, interquartile_mean
 from pala.compare.plan import Cell
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of
-from pala.report.learning_curves import (
-    Mark,
-    draw_evaluations,
+from pala.report.marks import Mark, draw_evaluations, draw_references, explain_ends, shade_beyond_cores
+from pala.report.pictures import (
+    MARKERS,
     draw_group,
-    draw_references,
-    explain_ends,
+    line_look,
+    new_figure,
     steps_label,
+    tidy,
     tidy_learning_curve,
     time_unit,
+    write_picture,
 )
-from pala.report.pictures import MARKERS, line_look, new_figure, tidy, write_picture
 from pala.report.text import counted
 
 if TYPE_CHECKING:
@@ -235,12 +236,7 @@ def _tidy_scaling(panel: Axes, label: str, counts: list[int], beyond: set[int]) 
     panel.set_xticks(counts, [str(ranks) for ranks in counts])
     panel.xaxis.minorticks_off()
     panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
-    if beyond:
-        low, high = panel.get_xlim()
-        last = max((ranks for ranks in counts if ranks < min(beyond)), default=None)
-        begin = np.sqrt(last * min(beyond)) if last else low
-        panel.axvspan(begin, high, color="#dddddd", zorder=0, linewidth=0, label="more ranks than cores")
-        panel.set_xlim(low, high)
+    shade_beyond_cores(panel, counts, beyond)
     tidy(panel)
     panel.set_xlabel("ranks")
     panel.set_ylabel(label)

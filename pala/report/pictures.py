@@ -6,9 +6,11 @@ matplotlib is imported by the functions that draw: it takes half a second, and t
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pala.report.curves import Curve, mean_of
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
 
@@ -50,6 +52,39 @@ def legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, 110 // (max(map(len, labels)) + 6))
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
+
+
+def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, Any]) -> None:
+    """Draw one curve; or several thin ones, their mean and their range."""
+    line = mean_of(curves) if len(curves) > 1 else curves[0]
+    if len(curves) > 1:
+        for curve in curves:
+            axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look | {"marker": ""})
+        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.18, linewidth=0)
+    first = 0.04 * MARKERS.index(look.get("marker", MARKERS[0]))  # so that the markers of lines do not meet
+    axes.plot(line.x, line.y, label=label, markevery=(first, 0.3), markersize=5, **look)
+
+
+def tidy_learning_curve(panel: Axes, x_label: str, smooth: int) -> None:
+    """Label a panel of learning curves that are means of `smooth` episodes."""
+    from matplotlib.ticker import EngFormatter
+
+    tidy(panel)
+    panel.set_ylabel(f"episode return\n(unclipped, mean of {smooth} episodes)")
+    panel.set_xlabel(x_label)
+    if "steps" in x_label:
+        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
+
+
+def steps_label(frame_skips: set[int]) -> str:
+    """Label for an axis of steps; `frame_skips`: emulator frames a step of all that is drawn on it."""
+    frames = f" (1 step = {min(frame_skips)} frames)" if len(frame_skips) == 1 and frame_skips != {1} else ""
+    return f"environment steps of all ranks{frames}"
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """(seconds in the unit, its name) for an axis of this length."""
+    return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
 
 
 def write_picture(figure: Figure, output: Path) -> None:

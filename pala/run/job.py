@@ -34,9 +34,9 @@ class Job:
         check_agreement(comm, config)
         check_spares(comm, config.run.spares)
         self.comm, self.spares = comm, config.run.spares
+        self.cores = cores_of_job(comm)
         self.num_trainers = comm.size - self.spares
         self.hosts = comm.allgather(comm.host)
-        self.cores = cores_of_job(comm)
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use
         self.trainers = comm.first(self.num_trainers)  # None on a spare
         self._briefed = self.spares == 0

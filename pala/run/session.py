@@ -61,9 +61,7 @@ def train(
         if make_env is None and resume is not None:
             make_env = _load_environment(comm, resume, trust_run)
         envs = build_envs(comm, config, job.threads, make_env)
-        description = (facts or {}) | {
-            "cores": job.cores, "threads_per_rank": job.threads, "python_environment": make_env is not None,
-        }  # fmt: skip
+        description = (facts or {}) | {"threads_per_rank": job.threads, "python_environment": make_env is not None}
         try:
             parts = _BUILD[config.algorithm](comm, config, envs)
             with open_segment(comm, config, resume, preset or config.env.id.split("/")[-1], make_env) as segment:
@@ -153,7 +151,7 @@ def _described(
 ) -> dict[str, Any]:
     """What run.json says of a segment when it begins."""
     return description | {
-        "ranks": job.num_trainers, "resumed": segment.is_resumed, **job.comm.facts(),
+        "ranks": job.num_trainers, "cores": job.cores, "resumed": segment.is_resumed, **job.comm.facts(),
         "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
 

@@ -58,14 +58,6 @@ def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
     return share_of_cores(mine, busy if comm.rank < comm.size - spares else [mine, *busy])
 
 
-def cores_of_job(comm: Communicator) -> int:
-    """Cores that all ranks together may run on, each host's counted once. Collective."""
-    hosts: dict[str, set[int]] = {}
-    for host, cores in comm.allgather((comm.host, os.sched_getaffinity(0))):
-        hosts.setdefault(host, set()).update(cores)
-    return sum(map(len, hosts.values()))
-
-
 def check_spares(comm: Communicator, spares: int) -> None:
     """Raise on all ranks if so many of them cannot sleep until they are needed. Collective."""
 
@@ -83,3 +75,11 @@ def check_spares(comm: Communicator, spares: int) -> None:
             )
 
     collectively(comm, check)
+
+
+def cores_of_job(comm: Communicator) -> int:
+    """Cores that all ranks together may run on, each host's counted once. Collective."""
+    hosts: dict[str, set[int]] = {}
+    for host, cores in comm.allgather((comm.host, os.sched_getaffinity(0))):
+        hosts.setdefault(host, set()).update(cores)
+    return sum(map(len, hosts.values()))

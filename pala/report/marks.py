@@ -1,5 +1,5 @@
-"""What panels of learning curves have in common: lines of runs that belong together, what they are measured by (random
-play, a human, the final policy's evaluation), and the words on their axes."""
+"""What learning curves are measured by, as marks in their panels: random play, a human, the final policy's evaluation;
+and why a mean ends before its runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pala.report.curves import Curve, mean_of
-from pala.report.pictures import MARKERS, tidy
+from pala.report.curves import Curve
 from pala.report.text import short_number
 
 if TYPE_CHECKING:
@@ -22,39 +21,6 @@ _BESIDE = 0.018  # of an axis: from the end of a line to its mark, and from mark
 _MARK: dict[str, Any] = {"markerfacecolor": "white", "markersize": 6, "capsize": 3, "linewidth": 1.3, "zorder": 3}
 _SINGLE, _SEVERAL = "± standard error", "mean and range of runs"
 _EARLIER_END = 0.02  # of an axis: a mean that ends so much before the last of its runs is explained
-
-
-def tidy_learning_curve(panel: Axes, x_label: str, smooth: int) -> None:
-    """Label a panel of learning curves that are means of `smooth` episodes."""
-    from matplotlib.ticker import EngFormatter
-
-    tidy(panel)
-    panel.set_ylabel(f"episode return\n(unclipped, mean of {smooth} episodes)")
-    panel.set_xlabel(x_label)
-    if "steps" in x_label:
-        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
-
-
-def steps_label(frame_skips: set[int]) -> str:
-    """Label for an axis of steps; `frame_skips`: emulator frames a step of all that is drawn on it."""
-    frames = f" (1 step = {min(frame_skips)} frames)" if len(frame_skips) == 1 and frame_skips != {1} else ""
-    return f"environment steps of all ranks{frames}"
-
-
-def time_unit(longest_s: float) -> tuple[float, str]:
-    """(seconds in the unit, its name) for an axis of this length."""
-    return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
-
-
-def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, Any]) -> None:
-    """Draw one curve; or several thin ones, their mean and their range."""
-    line = mean_of(curves) if len(curves) > 1 else curves[0]
-    if len(curves) > 1:
-        for curve in curves:
-            axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look | {"marker": ""})
-        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.18, linewidth=0)
-    places = (0.04 * MARKERS.index(look["marker"]), 0.3)  # shares of the panel's diagonal, so that markers do not meet
-    axes.plot(line.x, line.y, label=label, markevery=places, markersize=5, **look)
 
 
 def explain_ends(panel: Axes, groups: Sequence[Sequence[Curve]]) -> None:
@@ -123,3 +89,14 @@ def draw_evaluations(panel: Axes, marks: Sequence[Mark]) -> None:
         meanings = dict.fromkeys(_SEVERAL if len(mark.evaluations) > 1 else _SINGLE for mark in drawn)
         meaning = meanings.popitem()[0] if len(meanings) == 1 else f"{_SEVERAL}; of one {_SINGLE}"
         panel.errorbar([], [], yerr=[], fmt="o", color="#555555", label=f"evaluation, {meaning}", **_MARK)
+
+
+def shade_beyond_cores(panel: Axes, counts: Sequence[int], beyond: set[int]) -> None:
+    """Shade the part of a panel over numbers of ranks, on a logarithmic axis, that is of more ranks than cores."""
+    if not beyond:
+        return
+    low, high = panel.get_xlim()
+    last = max((ranks for ranks in counts if ranks < min(beyond)), default=None)
+    begin = np.sqrt(last * min(beyond)) if last else low
+    panel.axvspan(begin, high, color="#dddddd", zorder=0, linewidth=0, label="more ranks than cores")
+    panel.set_xlim(low, high)
