@@ -41,6 +41,7 @@ from pala.exchange.kinds import KINDS
 from pala.gorila.shard import assemble
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
+from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.result import Result
@@ -125,6 +126,10 @@ class Trained:
         kept = ranks if rank is None else [ranks[rank]]
         return sum(r.get(key) or 0 for records in kept for r in records if r["type"] == "interval")
 
+    def fields(self) -> set[str]:
+        """Of all records of all ranks."""
+        return {key for records in read_run(self.run) for record in records for key in record}
+
     def ended_well(self, but_for: Iterable[int] = ()) -> bool:
         """Raise what a rank raised that should have completed."""
         for rank, result in enumerate(self.results):
@@ -184,6 +189,8 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
     assert [result.leads for result in trained.results] == [rank == 0 for rank in range(ranks)]
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
     assert (trained.total("models_mixed") > 0) == (kind in ("gossip", "shared_memory"))
+    known = {metric.name for metric in METRICS if metric.algorithm != "gorila"}
+    assert trained.fields() == known if kind == "gossip" else trained.fields() <= known
     if KINDS[kind].independent:
         assert own_steps(states) == [300] * ranks
         assert len(parameters(states).unique(dim=0)) == ranks
@@ -850,6 +857,7 @@ def test_a_run_that_cannot_be_saved_fails_at_once_and_leaves_nothing(
 def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
     trained = train(ranks, gorila(tmp_path, config))
     assert trained.ended_well() and 400 <= trained.results[0].global_steps < 500
+    assert trained.fields() == {metric.name for metric in METRICS if metric.algorithm != "a2c"}
     states = trained.states()
     assert sum(own_steps(states)) == trained.results[0].global_steps
     assert assemble(states).version > 20 and trained.total("messages_refused") == 0

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pala.compare.comparison import Comparison
 from pala.compare.measures import WINDOW, Run, efficiencies
-from pala.report.curves import curve_of
+from pala.report.curves import learning_curve
+from pala.report.marks import draw_references, shade_beyond_cores
 from pala.report.pictures import (
     MARKERS,
     draw_group,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-_GUIDE: dict[str, Any] = {"color": "#999999", "linewidth": 1, "linestyle": "--"}
+_GUIDE: dict[str, Any] = {"color": "#555555", "linewidth": 1, "linestyle": "--"}
 _PALEST = 0.9  # of the colour map: what comes after is too pale on white
 
 
@@ -40,7 +41,7 @@ def draw(comparison: Comparison) -> Figure | None:
     parts = figure.subfigures(len(games), 1, squeeze=False, height_ratios=[1 + len(of) for of in variants.values()])
     for game, part in zip(games, parts[:, 0], strict=True):
         rows = part.subplots(1 + len(variants[game]), 2, squeeze=False)
-        _draw_speeds(rows[0][0], rows[0][1], comparison, {name: lines[game, name] for name in variants[game]})
+        _draw_speeds(rows[0][0], rows[0][1], comparison, game, {name: lines[game, name] for name in variants[game]})
         rows[0][0].set_title(game, loc="left")
         groups = {name: _over_ranks(comparison, game, name) for name in variants[game]}
         runs = [run for of in groups.values() for of_ranks in of.values() for run in of_ranks]
@@ -65,26 +66,30 @@ def _over_ranks(comparison: Comparison, game: str, variant: str) -> dict[int, li
     return {ranks: found[ranks] for ranks in sorted(found) if found[ranks]}
 
 
-def _draw_speeds(speed: Axes, efficiency: Axes, comparison: Comparison, lines: dict[str, dict[int, float]]) -> None:
+def _draw_speeds(
+    speed: Axes, efficiency: Axes, comparison: Comparison, game: str, lines: dict[str, dict[int, float]]
+) -> None:
     """Both axes of the speeds are logarithmic, so that a speed in proportion to the ranks is a straight line."""
     counts = sorted({ranks for of in lines.values() for ranks in of})
-    ideal = max(of[ranks] / ranks for of in lines.values() for ranks in [min(of)])
-    speed.plot(counts, [ideal * ranks for ranks in counts], label="in proportion to ranks", **_GUIDE)
-    efficiency.axhline(1, **_GUIDE)
     for variant, of in lines.items():
-        number = comparison.variants.index(variant)
-        look = line_look(number) | {"marker": MARKERS[number % len(MARKERS)]}
-        speed.plot(list(of), list(of.values()), label=variant, **look)
-        efficiency.plot(list(of), list(efficiencies(of).values()), label=variant, **look)
+        look = line_look(comparison.variants.index(variant))
+        name = f"{variant}\n(waits for nobody: upper bound)" if comparison.is_independent(game, variant) else variant
+        speed.plot(list(of), list(of.values()), label=name, **look)
+        efficiency.plot(list(of), list(efficiencies(of).values()), label=name, **look)
+    ideal = max(of[min(of)] / min(of) for of in lines.values())
+    speed.plot(counts, [ideal * ranks for ranks in counts], **_GUIDE)
+    efficiency.axhline(1, label="speed in proportion to ranks", **_GUIDE)
     for panel, label in ((speed, "steps of all ranks a second"), (efficiency, "efficiency")):
         panel.set_xscale("log", base=2)
         panel.set_xticks(counts, [str(ranks) for ranks in counts])
+        panel.xaxis.minorticks_off()
+        shade_beyond_cores(panel, counts, comparison.ranks_beyond_cores(game))
         tidy(panel)
         panel.set_xlabel("ranks")
         panel.set_ylabel(label)
     speed.set_yscale("log")
     _label_plainly(speed.yaxis, "{x:,.0f}")
-    efficiency.set_ylim(0, 1.05 * max(1.0, efficiency.dataLim.y1))
+    efficiency.set_ylim(0, 1.05 * max(1.0, efficiency.get_ylim()[1]))
     efficiency.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
@@ -93,7 +98,10 @@ def _looks(counts: set[int]) -> dict[int, dict[str, Any]]:
     from matplotlib import colormaps
 
     step = _PALEST / max(1, len(counts) - 1)
-    return {ranks: {"color": colormaps["viridis"](_PALEST - step * i)} for i, ranks in enumerate(sorted(counts))}
+    return {
+        ranks: {"color": colormaps["viridis"](_PALEST - step * i), "marker": MARKERS[i % len(MARKERS)]}
+        for i, ranks in enumerate(sorted(counts))
+    }
 
 
 def _draw_curves(
@@ -105,8 +113,10 @@ def _draw_curves(
     for ranks, of in groups.items():
         label = counted(ranks, "rank") + (f", {len(of)} runs" if len(of) > 1 else "")
         for panel, unit, axis in ((over_steps, 1.0, "steps"), (over_time, seconds, "time_s")):
-            curves = [curve_of(getattr(run, axis) / unit, run.returns, WINDOW) for run in of]
+            curves = [learning_curve(getattr(run, axis) / unit, run.returns, WINDOW) for run in of]
             draw_group(panel, curves, label, looks[ranks])
+    for panel in (over_steps, over_time):
+        draw_references(panel, next((of[0].reference for of in groups.values()), None))
     over_time.set_xscale("log")
     _label_plainly(over_time.xaxis, "{x:g}")
     over_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from pala.config import Config
 from pala.exchange.gossip.sleeping import Beginning
 from pala.system.errors import CollectiveError
-from pala.transport.agreement import check_agreement, check_spares, cores_per_rank
+from pala.transport.agreement import check_agreement, check_spares, cores_of_job, cores_per_rank
 from pala.transport.base import Communicator
 
 
@@ -37,6 +37,7 @@ class Job:
         check_agreement(comm, config)
         check_spares(comm, config.run.spares)
         self.comm, self.spares = comm, config.run.spares
+        self.cores = cores_of_job(comm)
         self.num_trainers = comm.size - self.spares
         self.hosts = comm.allgather(comm.host)
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use

@@ -322,6 +322,7 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
     "status": lambda value: isinstance(value, str),
     "ranks": lambda value: type(value) is int and 0 < value < 10**7,
     "global_steps": lambda value: type(value) is int and 0 <= value < 2**63,
+    "cores": lambda value: type(value) is int and 0 < value < 10**7,
     "hosts": lambda value: isinstance(value, list) and all(isinstance(host, str) for host in value),
     "lost_ranks": lambda value: isinstance(value, list),
     "versions": lambda value: isinstance(value, dict),

@@ -150,7 +150,7 @@ def _described(
 ) -> dict[str, Any]:
     """What run.json says of a segment when it begins."""
     return description | {
-        "ranks": job.num_trainers, "resumed": segment.is_resumed, **job.comm.facts(),
+        "ranks": job.num_trainers, "cores": job.cores, "resumed": segment.is_resumed, **job.comm.facts(),
         "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
 
