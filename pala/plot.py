@@ -6,7 +6,9 @@
 Two panels: the unclipped return of whole episodes, as a running mean over all ranks, over environment steps and over
 wall-clock time. One run also shows its quartiles and, if it gossips, how far its ranks are apart. Of several runs,
 those that differ in nothing but the seed are drawn as one line, their mean, with a band from the lowest to the
-highest of them.
+highest of them. A hollow mark beside a line's end is the evaluation of the final policy. Atari games have lines for
+what random play and a human reach (dqn_zoo's table). A curve begins once its mean is over as many episodes as it is to
+be (`--smooth`), or, in a run of few, over a tenth of them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ import numpy as np
 import tyro
 
 from pala.config import flatten, to_table
-from pala.report.curves import Curve, curve_of
+from pala.evaluation.record import final_evaluation
+from pala.evaluation.scores import reference_of
+from pala.report.curves import Curve, curve_of, learning_curve
+from pala.report.marks import Mark, draw_evaluations, draw_references, explain_ends
 from pala.report.pictures import (
     COLOURS,
     draw_group,
@@ -47,7 +52,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GroupBy = Literal["preset", "none"]
+Axis = Literal["steps", "time"]
 
+AXES: tuple[Axis, ...] = ("steps", "time")
 _MOST_DIFFERENCES = 3  # that a label names
 
 
@@ -65,6 +72,8 @@ class Run:
     time_s: np.ndarray  # [E] training time at an episode's end
     returns: np.ndarray  # [E] unclipped
     distances: np.ndarray  # [K, 2] global steps, consensus distance
+    end: tuple[float, float]  # global steps and training time of the last record
+    evaluation: dict[str, Any] | None  # of the final policy
 
     @property
     def is_atari(self) -> bool:
@@ -75,6 +84,15 @@ class Run:
     def game(self) -> str:
         """What was played."""
         return "environment made in Python" if self.facts["python_environment"] else str(self.facts["env.id"])
+
+    @property
+    def reference(self) -> tuple[float, float] | None:
+        """Scores of random play and of a human; None where nobody has published them."""
+        return reference_of(self.game) if self.is_atari else None
+
+    def over(self, axis: Axis, seconds: float) -> np.ndarray:
+        """[E] where on an axis the episodes ended; `seconds` are in a unit of time."""
+        return self.steps if axis == "steps" else self.time_s / seconds
 
 
 def plot(
@@ -103,7 +121,8 @@ def plot(
 
 def read(path: Path) -> Run:
     """The episodes and distances of a run. Raises PalaError if it is no run or has no episode yet."""
-    segment = run_folder.read(path)["segments"][-1]
+    record = run_folder.read(path)
+    segment = record["segments"][-1]
     facts = flatten(to_table(run_folder.config_of(path))) | {
         "ranks": segment.get("ranks", 1), "python_environment": segment.get("python_environment", False),
     }  # fmt: skip
@@ -117,7 +136,11 @@ def read(path: Path) -> Run:
         (r["global_steps"], r["consensus_distance"]) for r in records if r.get("consensus_distance") is not None
     ]
     steps, time_s, returns = np.array(episodes, np.float64).T
-    return Run(path, facts, steps, time_s, returns, np.array(sorted(distances), np.float64).reshape(-1, 2))
+    end = (max(r["global_steps"] for r in records), max(r["time_s"] for r in records))
+    return Run(
+        path, facts, steps, time_s, returns, np.array(sorted(distances), np.float64).reshape(-1, 2), end,
+        final_evaluation(path, record),
+    )  # fmt: skip
 
 
 def _read_all(paths: Sequence[Path]) -> list[Run]:
@@ -175,8 +198,10 @@ def _size(group: list[Run]) -> str:
 def _draw_one(run: Run, smooth: int) -> Figure:
     panels = [["steps", "time"], ["distance", "distance"]] if len(run.distances) else [["steps", "time"]]
     figure, axes, seconds = _panels(panels, [run], smooth)
-    for name, x in (("steps", run.steps), ("time", run.time_s / seconds)):
-        _draw_banded(axes[name], curve_of(x, run.returns, smooth))
+    for axis in AXES:
+        _draw_banded(axes[axis], learning_curve(run.over(axis, seconds), run.returns, smooth))
+        draw_evaluations(axes[axis], [_mark([run], axis, seconds, line_look(0))])
+        draw_references(axes[axis], run.reference)
     if len(run.distances):
         steps, distances = run.distances.T
         _draw_banded(axes["distance"], curve_of(steps, distances, window=5 * run.facts["ranks"]))
@@ -196,21 +221,32 @@ def _draw_banded(axes: Axes, curve: Curve) -> None:
 
 def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
     runs = [run for group in groups.values() for run in group]
-    figure, axes, seconds = _panels([["steps", "time"]], runs, smooth)
-    for number, (label, group) in enumerate(groups.items()):
-        look = line_look(number)
-        draw_group(axes["steps"], [curve_of(run.steps, run.returns, smooth) for run in group], label, look)
-        draw_group(axes["time"], [curve_of(run.time_s / seconds, run.returns, smooth) for run in group], label, look)
-    legend(figure, axes["steps"])
     games = {run.game for run in runs}
+    figure, axes, seconds = _panels([["steps", "time"]], runs, smooth)
+    for axis in AXES:
+        curves = [
+            [learning_curve(r.over(axis, seconds), r.returns, smooth) for r in group] for group in groups.values()
+        ]
+        for number, label in enumerate(groups):
+            draw_group(axes[axis], curves[number], label, line_look(number))
+        explain_ends(axes[axis], curves)
+        marks = [_mark(group, axis, seconds, line_look(number)) for number, group in enumerate(groups.values())]
+        draw_evaluations(axes[axis], marks)
+        draw_references(axes[axis], runs[0].reference if len(games) == 1 else None)
+    legend(figure, axes["steps"])
     if len(games) == 1:
         figure.suptitle(games.pop())
     return figure
 
 
+def _mark(runs: Sequence[Run], axis: Axis, seconds: float, look: dict[str, Any]) -> Mark:
+    evaluations = [run.evaluation for run in runs if run.evaluation is not None]
+    return Mark(max(run.end[0] if axis == "steps" else run.end[1] / seconds for run in runs), evaluations, look)
+
+
 def _panels(mosaic: list[list[str]], runs: Sequence[Run], smooth: int) -> tuple[Figure, dict[str, Axes], float]:
     """An empty figure, its labelled axes, and the seconds in a unit of the time axis."""
-    figure = new_figure(11, 4.4 if len(mosaic) == 1 else 6.2)
+    figure = new_figure(11, 4.9 if len(mosaic) == 1 else 6.8)
     axes: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
     skips = {run.facts["env.frame_skip"] if run.is_atari else 1 for run in runs}
     seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))

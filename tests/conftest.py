@@ -225,8 +225,8 @@ def write_disturbed(folder: Path, disturbance: str, *arguments: str) -> str:
 import os, signal, sys, time
 import gymnasium
 import pala.train as cli
-from pala.run import session as training
-training._PATIENCE_S = 4.0  # instead of 300
+from pala.run.job import Job
+Job.patience_s = 4.0  # instead of 300
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 class Disturbed(gymnasium.Wrapper):
     steps = 0

@@ -19,7 +19,7 @@ from conftest import Launcher, processes_in
 from pala.benchmark import __main__ as benchmark
 from pala.benchmark.analysis import far_off, parts_of, training_of
 from pala.benchmark.measure import ContinuedEnvs, figures_of, flops_per_step, model_us
-from pala.benchmark.pictures import draw
+from pala.benchmark.pictures import _is_beyond_cores, draw
 from pala.benchmark.report import markdown
 from pala.config import Config, ExchangeConfig, to_table
 from pala.report.text import Spread, table
@@ -179,7 +179,11 @@ def test_a_table_lines_up() -> None:
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     kinds = dict.fromkeys(("none", "gossip", "allreduce", "gorila"), SPEEDS["gossip"])
-    draw(canned(canned_job(1, kinds), canned_job(2, kinds)), tmp_path / "b.png")
+    jobs = [canned_job(ranks, kinds) for ranks in (2, 4)]
+    for job in jobs:
+        job["of_ranks"] = [rank | {"host": "h"} for rank in job["of_ranks"]]
+    assert [_is_beyond_cores(job, canned()["machine"]) for job in jobs] == [False, True]
+    draw(canned(*jobs), tmp_path / "b.png")
     assert (tmp_path / "b.png").stat().st_size > 10_000
 
 

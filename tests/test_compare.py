@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from conftest import Job, Launcher, ranks_in, record_of, wait_for
 
-from pala.compare import measures, pictures
+from pala.compare import measures, pictures, scaling
 from pala.compare.__main__ import Command, compare
-from pala.compare.collect import without_paths
+from pala.compare.collect import load, without_paths
+from pala.compare.comparison import Comparison
 from pala.compare.execute import chosen, task_of
 from pala.compare.plan import Cell, Plan, Planned, options
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
@@ -31,6 +32,7 @@ from pala.system.errors import PalaError
 from pala.train import parse
 
 pytest.importorskip("matplotlib")
+from matplotlib.patches import Rectangle
 
 GAME = """
 total_steps = 3000
@@ -419,6 +421,33 @@ def test_variants_on_different_numbers_of_ranks_are_drawn_side_by_side(there: Pa
     assert titles(("dqn", 1), ("gorila", 2), ("gorila", 4)) == ["Pole"]
     assert titles(("dqn", 2), ("gorila", 2), ("gorila", 4)) == ["Pole, 2 ranks", "Pole, 4 ranks"]
     assert titles(("gorila", 1)) == ["Pole, 1 rank"]
+
+
+def test_ranks_beyond_cores_and_the_upper_bound_are_named(there: Path) -> None:
+    plan = plan_of(PRESET.replace("ranks = [1, 2]", "ranks = [1, 2, 4]"))
+    plant(plan, {"gossip": (90.0, 80.0), "none": (100.0, 100.0)}, cores=2)
+    figure = scaling.draw(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]))
+    assert figure is not None
+    speed, efficiency = figure.axes[:2]
+    labels = efficiency.get_legend_handles_labels()[1]
+    assert labels[0] == "gossip" and "upper bound" in labels[1] and labels[2:] == [
+        "speed in proportion to ranks", "more ranks than cores",
+    ]  # fmt: skip
+    (shade,) = speed.patches
+    assert isinstance(shade, Rectangle) and 2 < shade.get_x() < 4
+
+
+def test_a_number_of_ranks_has_one_colour_in_all_curves_of_scaling(there: Path) -> None:
+    plan = plan_of(PRESET.replace("[1, 2]", "[1, 2, 4]", 1).replace("[1, 2]", "[1]").replace(
+        "[variants.none]", "[variants.none]\nranks = [1, 4]"
+    ))  # fmt: skip
+    plant(plan, {"gossip": (90.0,), "none": (100.0,)})
+    figure = scaling.draw(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]))
+    assert figure is not None
+    colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes[2:]]
+    gossip, over_time, none = colours[:3]
+    assert gossip == over_time and list(gossip) == ["1 rank", "2 ranks", "4 ranks"] and len(set(gossip.values())) == 3
+    assert none == {ranks: gossip[ranks] for ranks in ("1 rank", "4 ranks")}
 
 
 def write_preset(text: str) -> Path:

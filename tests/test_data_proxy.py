@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
+
+from pala.transport import data_proxy
 from pala.transport.base import Received, Receiver
-from pala.transport.data_proxy import _BULK_TAG, _SMALL_TAG, DataProxy, _Receive
+from pala.transport.data_proxy import _BULK_TAG, _SMALL_TAG, DataProxy, _Receive, _Send
+from pala.transport.threaded import ThreadedTransport
 
 
 class Request:
@@ -16,13 +21,16 @@ class Request:
 
 
 class Listener(Receiver):
+    dead = -1
+
     def __init__(self) -> None:
         self.heard: list[tuple[int, int, bool]] = []
 
     def on_message(self, message: Received) -> None:
         self.heard.append((message.source, len(message.data), message.bulk))
 
-    def on_death(self, rank: int) -> None: ...
+    def on_death(self, rank: int) -> None:
+        self.dead = rank
 
 
 def test_a_senders_messages_are_heard_in_the_order_in_which_they_began() -> None:
@@ -41,3 +49,17 @@ def test_a_senders_messages_are_heard_in_the_order_in_which_they_began() -> None
     assert proxy._complete_receives()
     assert heard[2:] == [(1, 1000, False), (1, 1, False), (3, 3000, True)]
     assert not proxy._receives
+
+
+def test_a_death_is_heard_of_before_what_was_lost_with_it_counts_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that leaves could think that the dead one goes on."""
+    proxy, listener, packet = DataProxy.__new__(DataProxy), Listener(), SimpleNamespace(pending=1)
+    ThreadedTransport.__init__(proxy, "test")
+    looks: list[set[int]] = [set(), {3}]  # it dies between the look at deaths and the look at what is sent
+    proxy._deaths, proxy._receiver = SimpleNamespace(look=lambda: looks.pop(0)), listener  # type: ignore[assignment]
+    proxy._receives, proxy._sends = [], [_Send(Request(), packet)]  # type: ignore[arg-type]
+    proxy._num_pending = 1
+    monkeypatch.setattr(proxy, "_start_receive", lambda: False)
+    monkeypatch.setattr(data_proxy, "_test", lambda request: data_proxy._Fate.LOST)
+    monkeypatch.setattr(proxy, "_has_left", lambda packet: listener.heard.append((listener.dead, 0, False)))
+    assert proxy._poll() and listener.heard == [(3, 0, False)]

@@ -23,7 +23,8 @@ from pala.a2c.learner import Learner
 from pala.config import Config
 from pala.envs import MakeEnv
 from pala.exchange.gossip.exchange import Gossip
-from pala.run import checkpoint, conclusion, session
+from pala.run import checkpoint, conclusion
+from pala.run.job import Job
 from pala.run.rank import run_rank
 from pala.run.result import Conclusion, Result
 from pala.system import waiting
@@ -85,7 +86,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
     """They end with a sentence, and one of them says in the record how it ended, since who keeps that does not."""
     ranks = Ranks(3, configure(tmp_path))
     save_policy, seen = checkpoint.save_policy, []
-    monkeypatch.setattr(session, "_PATIENCE_S", 0.5 if how == "in time" else 300.0)
+    monkeypatch.setattr(Job, "patience_s", 0.5 if how == "in time" else 300.0)
     monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
 
     def stopped(*arguments: Any) -> None:
@@ -266,7 +267,7 @@ def test_who_has_left_concludes_nothing(tmp_path: Path) -> None:
 def test_a_spare_that_waits_in_vain_for_the_only_rank_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(2, with_spares(tmp_path, spares=1, steps=200))
     close, seen = Gossip.close, []
-    monkeypatch.setattr("pala.run.rank._PATIENCE_S", 0.5)
+    monkeypatch.setattr(Job, "patience_s", 0.5)
 
     def stopped(gossip: Gossip, timeout_s: float) -> Any:
         wait_for(lambda: ranks.comms[0].world.gone == {1}, 30, "the spare's end")

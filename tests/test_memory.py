@@ -33,12 +33,15 @@ from pala.config import (
     RunConfig,
     check,
 )
+from pala.exchange.base import average_of_ranks
+from pala.exchange.budget import Stop
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.kinds import KINDS
 from pala.gorila.shard import assemble
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
+from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.result import Result
@@ -123,6 +126,10 @@ class Trained:
         kept = ranks if rank is None else [ranks[rank]]
         return sum(r.get(key) or 0 for records in kept for r in records if r["type"] == "interval")
 
+    def fields(self) -> set[str]:
+        """Of all records of all ranks."""
+        return {key for records in read_run(self.run) for record in records for key in record}
+
     def ended_well(self, but_for: Iterable[int] = ()) -> bool:
         """Raise what a rank raised that should have completed."""
         for rank, result in enumerate(self.results):
@@ -182,6 +189,8 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
     assert [result.leads for result in trained.results] == [rank == 0 for rank in range(ranks)]
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
     assert (trained.total("models_mixed") > 0) == (kind in ("gossip", "shared_memory"))
+    known = {metric.name for metric in METRICS if metric.algorithm != "gorila"}
+    assert trained.fields() == known if kind == "gossip" else trained.fields() <= known
     if KINDS[kind].independent:
         assert own_steps(states) == [300] * ranks
         assert len(parameters(states).unique(dim=0)) == ranks
@@ -271,6 +280,27 @@ def test_the_others_go_on_when_ranks_leave(
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
 
 
+def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model is as new as the others', and it stays for the average."""
+    wait, weights = Gossip._wait_until_all_is_sent, {}
+
+    def wait_for_the_end(gossip: Gossip) -> None:
+        wait(gossip)
+        while gossip._protocol.has_left and gossip.stop is Stop.NONE:
+            time.sleep(0.001)
+
+    def average(comm: MemoryCommunicator, own: Tensor, weight: float, *others: Any) -> Tensor:
+        weights[comm.rank] = weight
+        return average_of_ranks(comm, own, weight, *others)
+
+    monkeypatch.setattr(Gossip, "_wait_until_all_is_sent", wait_for_the_end)
+    monkeypatch.setattr("pala.exchange.gossip.exchange.average_of_ranks", average)
+    job = train(2, configure(tmp_path, steps=400), on_update=leave_at(0, update=3))
+    assert job.ended_well() and weights == {0: 1.0, 1: 1.0}
+
+
 def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +334,7 @@ def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp
     job = train(ranks, configure(tmp_path, steps=ENDLESS), on_update=leave_at(*range(ranks), update=5))
     statuses = [result.status for result in job.results]
     assert set(statuses) <= {"left", "stopped"} and "stopped" in statuses
-    assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2"
+    assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
     steps = sum(own_steps(job.states()))
     assert job.resume(ranks, steps=steps + 200).ended_well()
 
@@ -827,6 +857,7 @@ def test_a_run_that_cannot_be_saved_fails_at_once_and_leaves_nothing(
 def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
     trained = train(ranks, gorila(tmp_path, config))
     assert trained.ended_well() and 400 <= trained.results[0].global_steps < 500
+    assert trained.fields() == {metric.name for metric in METRICS if metric.algorithm != "a2c"}
     states = trained.states()
     assert sum(own_steps(states)) == trained.results[0].global_steps
     assert assemble(states).version > 20 and trained.total("messages_refused") == 0

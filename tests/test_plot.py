@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +11,11 @@ import numpy as np
 import pytest
 
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
+from pala.evaluation.scores import reference_of, score_table
 from pala.plot import _draw_many, _draw_one, _grouped, main, plot, read
-from pala.report.curves import Curve, curve_of, mean_of, running_mean
+from pala.report.curves import Curve, curve_of, learning_curve, mean_of, running_mean
+from pala.report.marks import draw_references
+from pala.report.pictures import line_look, new_figure
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.system.errors import PalaError
@@ -21,10 +26,17 @@ RING = ExchangeConfig(topology="ring")
 NONE = ExchangeConfig(kind="none")
 
 
-def make_run(path: Path, config: Config = CONFIG, ranks: int = 2, episodes: int = 40, end_s: float = 600) -> Path:
-    """A run whose returns are its seed and whose ranks report in turn."""
+def make_run(
+    path: Path, config: Config = CONFIG, ranks: int = 2, episodes: int = 40, end_s: float = 600,
+    score: float | None = None,
+) -> Path:  # fmt: skip
+    """A run whose returns are its seed and whose ranks report in turn; evaluated if it has a score."""
     (path / "metrics").mkdir(parents=True)
-    run_folder.RunRecord.begin(path, config, {"ranks": ranks})
+    record = run_folder.RunRecord.begin(path, config, {"ranks": ranks})
+    if score is not None:
+        record.end("completed", global_steps=100)
+        facts = {"policy": "final", "global_steps": 100, "mean_return": score, "standard_error": 0.5, "episodes": 3}
+        (path / "evaluation.json").write_text(json.dumps(facts))
     for rank in range(ranks):
         records: list[Record] = []
         for i in range(rank, episodes, ranks):
@@ -47,6 +59,68 @@ def test_a_curve_is_in_the_order_of_its_axis_and_thin() -> None:
     assert curve.low.tolist() == [10, 12.5, 22.5]
     assert curve.high.tolist() == [10, 17.5, 27.5]
     assert len(curve_of(np.arange(10_000.0), np.zeros(10_000), 100).x) <= 500
+
+
+def test_a_curve_begins_with_enough_episodes() -> None:
+    def begin(episodes: int, window: int) -> float:
+        return float(learning_curve(np.arange(episodes) + 1.0, np.zeros(episodes), window).x[0])
+
+    assert begin(2000, 100) == 100
+    assert begin(300, 100) == 30, "a tenth of a run of few"
+    assert begin(5, 100) == begin(1, 100) == 1
+
+
+def test_every_game_of_the_table_has_its_references() -> None:
+    import ale_py
+    import gymnasium
+
+    gymnasium.register_envs(ale_py)
+    ids = {spec.kwargs["game"]: id_ for id_, spec in gymnasium.registry.items() if id_.startswith("ALE/")}
+    assert reference_of("ALE/Pong-v5") == (-20.7, 14.6) and reference_of("CartPole-v1") is None
+    assert [game for game in score_table("atari_scores.csv") if reference_of(ids[game]) is None] == []
+
+
+def test_a_reference_that_is_far_away_is_named_and_not_drawn() -> None:
+    panel = new_figure(4, 3).subplots()
+    panel.plot([0, 1], [-21.0, -20.0])
+    draw_references(panel, (-20.7, 14.6))
+    assert [line.get_label() for line in panel.lines[1:]] == ["random play: −20.7", "human: 14.6 (above the panel)"]  # noqa: RUF001
+    assert panel.get_ylim()[1] < -19
+    panel = new_figure(4, 3).subplots()
+    panel.plot([0, 1], [-21.0, 0.0])
+    draw_references(panel, (-20.7, 14.6))
+    assert panel.get_ylim()[1] > 14.6
+
+
+def test_lines_are_told_apart_in_grey() -> None:
+    looks = [line_look(number) for number in range(28)]
+    assert len({(look["color"], look["linestyle"]) for look in looks}) == 28
+    for first, second in itertools.pairwise(looks):
+        assert all(first[key] != second[key] for key in ("color", "linestyle", "marker"))
+
+
+def test_evaluations_stand_beside_the_ends(tmp_path: Path) -> None:
+    def marks(*runs: Path) -> dict[str, list[float]]:
+        loaded = [read(run) for run in runs]
+        figure = _draw_one(loaded[0], 100) if len(runs) == 1 else _draw_many(_grouped(loaded, "preset"), 100)
+        panel = figure.axes[0]
+        assert panel.get_ylim()[0] < 3 and panel.get_ylim()[1] > 10.5
+        shown = [bars.lines[0] for bars in panel.containers]
+        _, labels = panel.get_legend_handles_labels()
+        named = next(label for label in labels if label.startswith("evaluation"))
+        return {named: [float(y) for line in shown for y in np.asarray(line.get_ydata())]}
+
+    a, b = (make_run(tmp_path / f"s{s}", replace(CONFIG, seed=s), score=float(4 * s + 2)) for s in (1, 2))
+    ring = make_run(tmp_path / "ring", replace(CONFIG, exchange=RING, seed=2), score=10.0)
+    assert marks(b) == {"evaluation, ± standard error": [10]}
+    assert marks(a, b) == {"evaluation, mean and range of runs": [8]}
+    assert marks(a, b, ring) == {"evaluation, mean and range of runs; of one ± standard error": [8, 10]}
+
+
+def test_a_mean_that_ends_before_its_runs_is_explained(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / str(s), replace(CONFIG, seed=s), end_s=600 * s) for s in (1, 2)]
+    steps, time = _draw_many(_grouped([read(path) for path in paths], "preset"), 100).axes
+    assert "where the shortest of their runs ends" in time.get_xlabel() and "\n" not in steps.get_xlabel()
 
 
 def test_the_mean_of_curves_covers_what_they_share() -> None:

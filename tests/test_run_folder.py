@@ -149,6 +149,24 @@ def test_a_file_system_without_locks_is_said_once(code: int, tmp_path: Path, mon
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_without_locks_a_job_that_was_stopped_is_over_when_all_is_saved(
+    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor would end it while it saves its replay."""
+    record = run_folder.RunRecord.begin(tmp_path, Config(), {})
+    record.end("stopped")
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert run_folder.is_over(tmp_path, 0) == has_locks
+    record.note(saved=True)
+    assert run_folder.is_over(tmp_path, 0) and not run_folder.is_over(tmp_path, 1)
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
 def test_a_host_that_does_not_see_the_folder_is_told(tmp_path: Path) -> None:
     with pytest.raises(PalaError, match=r"cannot use run folder .* \(No such file or directory\)\. All hosts need one"):
         run_folder.join_lock(tmp_path / "elsewhere")

@@ -14,6 +14,7 @@ from conftest import CARTPOLE, LAUNCHERS, REPOSITORY, Launcher, record_of, wait_
 from slurm_cluster import Node, Slurm, SlurmError
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
+from pala.compare.plan import Cell, Plan
 from pala.transport.mpi_process import check_slurm_tasks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
@@ -118,6 +119,36 @@ def test_an_array_is_a_run_for_each_game_and_seed(slurm: Slurm, any_mpi: Launche
 
 
 @pytest.mark.slow
+def test_a_comparison_is_a_job_for_each_run_and_one_that_reports(
+    slurm: Slurm, any_mpi: Launcher, tmp_path: Path
+) -> None:
+    """The second submission comes while the jobs of the first wait or run."""
+    (tmp_path / "game.toml").write_text('total_steps = 400\nenv = {id = "CartPole-v1", num_envs = 4}\n')
+    (tmp_path / "tiny.toml").write_text(f"""
+name = "tiny"
+seeds = [1]
+ranks = [1]
+slurm.options = ["--hold"]
+games.Pole = "{tmp_path}/game.toml"
+train = {{run = {{dir = "{tmp_path}/runs", tensorboard = false}}, evaluation = {{episodes = 1}}}}
+[variants.gossip]
+""")
+    for _ in range(2):
+        said = slurm.run(
+            "sbatch", "--parsable", f"--output={tmp_path}/%j.log", "launch/slurm/scaling.sbatch",
+            f"{tmp_path}/tiny.toml", "--output", f"{tmp_path}/results", cwd=REPOSITORY,
+        )  # fmt: skip
+        wait_for(lambda job=said.output: slurm.states(job) == ["COMPLETED"], what="the submission")
+        queue = slurm.run("squeue", "--noheader", "--format=%j").output.split()
+        assert sorted(queue) == ["pala-tiny-gossip-Pole-1-1", "pala-tiny-report"]
+    slurm.run("scontrol", "release", "JobName=pala-tiny-gossip-Pole-1-1")
+    wait_for(lambda: not slurm.run("squeue", "--noheader").output, 120, "the end of the jobs")
+    log = (tmp_path / "runs/tiny/report.log").read_text()
+    assert "FAILED" not in log and f"{tmp_path}/results/compare.md" in log
+    assert record_of(tmp_path / "runs/tiny/gossip-Pole-1-1")["completed"]
+
+
+@pytest.mark.slow
 def test_several_nodes(any_mpi: Launcher, tmp_path: Path) -> None:
     """scancel reaches every process on every node, Open MPI's own too; the ranks have the time for their checkpoint."""
     with started(2) as slurm:
@@ -195,8 +226,19 @@ def test_another_number_of_ranks_than_tasks_is_told(
 
 
 def test_every_script_is_bash_and_says_how_it_is_submitted() -> None:
-    scripts = sorted((REPOSITORY / "launch/slurm").glob("*.sbatch"))
-    assert len(scripts) == 5
+    scripts = [script for folder in ("launch/slurm", "examples") for script in (REPOSITORY / folder).glob("*.sbatch")]
+    assert len(scripts) == 8
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
-        assert re.search(rf"sbatch( \S+)? launch/slurm/{script.name}", script.read_text())
+        assert re.search(rf"sbatch( \S+)* {script.relative_to(REPOSITORY)}", script.read_text())
+
+
+def test_the_example_of_a_sweep_reports_the_rates_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    script = Path("examples/learning_rates.sbatch").read_text()
+    rates = re.search(r"rates=\((.*)\)", script)
+    assert rates is not None
+    plan = Plan(Path("examples/learning_rates.toml"))
+    reported = [plan.config_of(Cell(variant, "Pong", 4)).a2c.learning_rate for variant in plan.preset.variants]
+    assert [float(rate) for rate in rates[1].split()] == reported and not plan.runs
+    assert f"--array=0-{2 * len(reported) - 1}%" in script

@@ -4,6 +4,7 @@
     run what is missing, then report           python -m pala.compare PRESET
     a part of it                               python -m pala.compare PRESET --only gossip Pong
     report what is there, with other runs      python -m pala.compare PRESET --report-only --add runs/from-a-cluster
+    the same as jobs of Slurm                  python -m pala.compare PRESET --submit
 
 Each run is a job of MPI of its own, in runs/NAME; the report and copies of the runs go to results/NAME. ^C or SIGTERM
 ends the present job with a checkpoint, and the next call goes on. docs/compare.md explains the preset and the measures.
@@ -21,9 +22,11 @@ from typing import Annotated, NoReturn
 import tyro
 
 from pala.compare.collect import keep, load
-from pala.compare.execute import Executor, chosen
+from pala.compare.execute import Executor, chosen, nothing_missing
+from pala.compare.notes import left_out
 from pala.compare.plan import Plan, Planned
 from pala.compare.report import write
+from pala.compare.slurm import Submission, unfinished
 from pala.run.run_folder import runs_in
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -45,6 +48,10 @@ class Command:
     """Runs made elsewhere, or folders of such runs: they are copied into the results and reported with the others."""
     report_only: bool = False
     """Start nothing."""
+    submit: bool = False
+    """Submit what is missing as jobs of Slurm, each of its own size, and a last one that reports (docs/clusters.md)."""
+    gather: bool = False
+    """Report, and fail if a run of the preset is missing: the last job of `--submit`."""
     dry_run: bool = False
     """Print the commands of what is missing, and do nothing."""
     output: Path | None = None
@@ -55,18 +62,48 @@ def compare(command: Command) -> list[Planned]:
     """Run, collect and report; returns the runs that failed. Raises PalaError."""
     if command.preset is None:
         raise PalaError("Name a preset, such as configs/compare/pong.toml; `--help` explains the options.")
+    ways = [f"--{way.replace('_', '-')}" for way in ("report_only", "submit", "gather") if getattr(command, way)]
+    if len(ways) > 1:
+        raise PalaError(f"Give only one of {', '.join(ways)}.")
     plan = Plan(command.preset)
     results = command.output or Path("results") / plan.preset.name
     added = runs_in(command.add)
     failures: list[Planned] = []
-    if not command.report_only:
+    if command.submit:
+        submission = _submission(plan, command, results)
+        if command.dry_run:
+            print("\n".join(map(shlex.join, submission.commands())) or nothing_missing(results))
+            return []
+        failures = submission.submit()
+        if submission.jobs:
+            return failures
+    if command.submit or command.gather:
+        failures = _unfinished(plan, results)
+    elif not command.report_only:
         executor = Executor(plan, chosen(plan, command.only), results)
         if command.dry_run:
-            print("\n".join(shlex.join(task.words) for task in executor.tasks) or executor.nothing_missing)
+            print("\n".join(shlex.join(task.words) for task in executor.tasks) or nothing_missing(results))
             return []
         failures = executor.run()
     _report(plan, command.preset, added, results)
     return failures
+
+
+def _submission(plan: Plan, command: Command, results: Path) -> Submission:
+    """With a last job that does as this command, but for submitting."""
+    for note in left_out(plan):
+        say(note)
+    added = [word for folder in command.add for word in ("--add", str(folder))]
+    report = [str(command.preset), "--gather", "--output", str(results), *added]
+    return Submission(plan, chosen(plan, command.only), results, report)
+
+
+def _unfinished(plan: Plan, results: Path) -> list[Planned]:
+    """What the jobs of a cluster have not finished, said one by one."""
+    found = unfinished(plan, results)
+    for run, why in found:
+        print(f"      {run}: FAILED. {why}", flush=True)
+    return [run for run, _ in found]
 
 
 def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
@@ -82,7 +119,7 @@ def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
         raise PalaError(f"There is no run of '{plan.preset.name}' to report, neither here nor in '{copies}'.")
     if preset.resolve() != (results / "preset.toml").resolve():
         write_atomically(results / "preset.toml", preset.read_bytes())
-    print("\n".join(f"      {path}" for path in write(plan.preset, runs, results)), flush=True)
+    print("\n".join(f"      {path}" for path in write(plan, runs, results)), flush=True)
 
 
 def _stop(number: int, frame: object) -> NoReturn:
@@ -96,9 +133,11 @@ def main() -> None:
     """What `python -m pala.compare` runs."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
-    failures = compare(read_command(_PROGRAM, sys.argv[1:], Command()))
+    command = read_command(_PROGRAM, sys.argv[1:], Command())
+    failures = compare(command)
     if failures:
-        say(f"pala: failed: {'; '.join(map(str, failures))}. The same command tries again.")
+        again = "Submit again: they go on." if command.gather else "The same command tries again."
+        say(f"pala: failed: {'; '.join(map(str, failures))}. {again}")
     sys.exit(1 if failures else 0)
 
 

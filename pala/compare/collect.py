@@ -14,9 +14,8 @@ import numpy as np
 from pala.compare.measures import Run
 from pala.compare.plan import Cell, Plan
 from pala.config import Config, ExchangeConfig
-from pala.envs import atari_rom
 from pala.evaluation.record import final_evaluation
-from pala.evaluation.scores import reference_scores
+from pala.evaluation.scores import reference_of
 from pala.report.settings import differences, method_of, phrase
 from pala.run import run_folder
 from pala.run.metrics import read_run
@@ -87,12 +86,8 @@ def load(folder: Path, plan: Plan) -> Run:
     time_s, steps, returns = np.array(episodes, np.float64).reshape(-1, 3).T
     return Run(
         folder.name, _cell_of(config, record["segments"][-1].get("ranks", 1), plan, folder), config, record,
-        final_evaluation(folder, record), _reference(config), ranks, steps, time_s, returns,
+        final_evaluation(folder, record), reference_of(config.env.id), ranks, steps, time_s, returns,
     )  # fmt: skip
-
-
-def _reference(config: Config) -> tuple[float, float] | None:
-    return reference_scores(atari_rom(config.env.id)) if config.env.id.startswith("ALE/") else None
 
 
 def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:

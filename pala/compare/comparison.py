@@ -78,6 +78,15 @@ class Comparison:
                 found.setdefault((cell.game, cell.variant), {})[cell.ranks] = statistics.median(speeds)
         return {key: speeds for key, speeds in found.items() if len(speeds) > 1}
 
+    def is_independent(self, game: str, variant: str) -> bool:
+        """Whether the ranks of a variant's completed runs exchange nothing."""
+        runs = [run for cell, of in self.cells.items() for run in of if (cell.game, cell.variant) == (game, variant)]
+        return all(kind_of(run.config.exchange).independent and run.config.algorithm == "a2c" for run in runs)
+
+    def ranks_beyond_cores(self, game: str) -> set[int]:
+        """The numbers of ranks with which a completed run of a game had more ranks than cores."""
+        return {cell.ranks for cell, of in self.cells.items() for r in of if cell.game == game and r.is_beyond_cores}
+
 
 def _names(preset: Preset, runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys([*preset.variants, *sorted({run.cell.variant for run in runs})]))

@@ -33,6 +33,16 @@ class Task:
     what: str  # of train, resume, evaluate
     words: list[str]  # the command, with `python` for the interpreter
 
+    @property
+    def command(self) -> list[str]:
+        """The command, with this interpreter."""
+        return [sys.executable if word == "python" else word for word in self.words]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of the program, without what starts it."""
+        return self.words[self.words.index("-m") + 2 :]
+
 
 def task_of(planned: Planned, results: Path) -> Task | None:
     """What a run needs; None if it is complete, here or in the results. Raises PalaError if it was made otherwise than
@@ -88,6 +98,12 @@ def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]
     return differing
 
 
+def set_aside(folder: Path) -> None:
+    """Give a run's folder another name if a job ended before it had begun a record there."""
+    if folder.exists() and not (folder / "run.json").exists():
+        folder.rename(folder.with_name(f"{folder.name}-not-begun-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+
 def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
     """The runs of the variants and games that are named; of all where none is. Raises PalaError."""
     variants, games = plan.preset.variants, plan.preset.games
@@ -99,6 +115,14 @@ def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
     return [run for run in plan.runs if run.cell.variant in of_variants and run.cell.game in of_games]
 
 
+def nothing_missing(results: Path) -> str:
+    """What to say if there is no task."""
+    return (
+        f"Nothing is missing: all runs are complete, here or in '{results}'. To make them anew, give the "
+        "results another folder, as in `--output results/mine`."
+    )
+
+
 class Executor:
     """Does the tasks of some planned runs, and says what becomes of each."""
 
@@ -107,14 +131,6 @@ class Executor:
         self._plan, self._results, self._num_runs = plan, results, len(runs)
         self.tasks = [task for run in runs if (task := task_of(run, results)) is not None]
         self._seconds = self._steps = 0.0  # of runs trained from start to end
-
-    @property
-    def nothing_missing(self) -> str:
-        """What to say if there is no task."""
-        return (
-            f"Nothing is missing: all runs are complete, here or in '{self._results}'. To make them anew, give the "
-            "results another folder, as in `--output results/mine`."
-        )
 
     def run(self) -> list[Planned]:
         """Returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
@@ -130,7 +146,7 @@ class Executor:
         done = self._num_runs - len(self.tasks)
         print(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete", flush=True)
         if not self.tasks:
-            print(f"      {self.nothing_missing}", flush=True)
+            print(f"      {nothing_missing(self._results)}", flush=True)
         failures: list[Planned] = []
         for number, task in enumerate(self.tasks):
             place = f"      {done + number + 1}/{self._num_runs}  {task.run}"
@@ -149,13 +165,10 @@ class Executor:
 
     def _do(self, task: Task) -> str | None:
         """What went wrong, if anything."""
-        folder = task.run.folder
-        if folder.exists() and not (folder / "run.json").exists():  # a job ended before it had begun a record
-            folder.rename(folder.with_name(f"{folder.name}-not-begun-{time.strftime('%Y%m%d-%H%M%S')}"))
-        words = [sys.executable if word == "python" else word for word in task.words]
-        log = folder.with_name(f"{folder.name}.log")
+        log = task.run.log
+        set_aside(task.run.folder)
         try:
-            run_job(words, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S)
+            run_job(task.command, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S)
             fault = f"The job ended, but the run is not complete; its output is in '{log}'."
         except PalaError as error:
             fault = str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class Run:
     def seed(self) -> int:
         """The seed that all random streams derive from."""
         return self.config.seed
+
+    @property
+    def frame_skip(self) -> int:
+        """Emulator frames a step."""
+        return self.config.env.frame_skip if self.config.env.id.startswith("ALE/") else 1
 
     @property
     def completed(self) -> bool:
@@ -99,6 +105,16 @@ class Run:
     def training_s(self) -> float:
         """Time of training over all segments; pauses between them do not count."""
         return max((rank[-1]["time_s"] for rank in self.ranks if rank), default=0.0)
+
+    @property
+    def end_steps(self) -> float:
+        """Steps of all ranks at its end so far."""
+        return float(max((rank[-1]["global_steps"] for rank in self.ranks if rank), default=0))
+
+    @property
+    def is_beyond_cores(self) -> bool:
+        """Its ranks outnumbered the cores of its hosts; of runs of earlier versions that is not known."""
+        return self.last.get("ranks", 1) > self.last.get("cores", math.inf)
 
     def mean(self, key: str) -> float | None:
         """Mean of a key of the metrics over intervals and ranks; None if none has it."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pala.compare.comparison import Comparison
 from pala.compare.measures import Run
+from pala.compare.plan import Plan
 from pala.evaluation.record import action_words
 from pala.exchange.kinds import kind_of
 from pala.report.text import counted
@@ -41,6 +42,25 @@ def notes(comparison: Comparison) -> list[str]:
         "Independent learners (`none`) export rank 0's policy, which has seen only its share of the steps: they are "
         "the measure of speed, not of learning." if any(_is_independent(run) for run in done) else "",
     ) if note]  # fmt: skip
+
+
+def left_out(plan: Plan) -> list[str]:
+    """Sentences on what is not run, since it cannot be."""
+    ranks: dict[str, list[int]] = {}
+    for cell in plan.left_out:
+        ranks.setdefault(cell.variant, []).append(cell.ranks)
+    nodes = f"span nodes of {counted(plan.preset.slurm.ranks_per_node, 'rank')} ('slurm.ranks_per_node')"
+    return [
+        f"`{variant}` is for one node: left out with {' and '.join(map(str, dict.fromkeys(of)))} ranks, which {nodes}."
+        for variant, of in ranks.items()
+    ]
+
+
+def not_begun(plan: Plan, runs: Sequence[Run]) -> list[str]:
+    """A sentence that names the runs that the preset asks for and that are not there, if there are such."""
+    there = {(run.cell, run.seed) for run in runs}
+    absent = [str(run) for run in plan.runs if (run.cell, run.config.seed) not in there]
+    return [f"Asked for by the preset, but not there: {'; '.join(absent)}."] if absent else []
 
 
 def commit(run: Run) -> str:

@@ -1,19 +1,23 @@
-"""The pictures of a comparison, and the numbers behind its curves. A variant has the same colour in all of them."""
+"""The pictures of a comparison, and the numbers behind its curves. A variant has the same colour and line style in all
+of them."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pala.compare import scaling
 from pala.compare.comparison import Comparison
-from pala.compare.measures import WINDOW, Run, bootstrap_interval, efficiencies, interquartile_mean
+from pala.compare.measures import WINDOW, Run, bootstrap_interval, interquartile_mean
 from pala.compare.plan import Cell
-from pala.report.curves import Curve, curve_of, mean_of
+from pala.report.curves import Curve, curve_of, learning_curve, mean_of
+from pala.report.marks import Mark, draw_evaluations, draw_references, explain_ends
 from pala.report.pictures import (
-    LINE_STYLES,
     MARKERS,
     draw_group,
     line_look,
@@ -38,7 +42,7 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
     figures = {
         "learning_curves.png": _learning_curves(comparison),
         "final_scores.png": _final_scores(comparison),
-        "scaling.png": _scaling(comparison),
+        "scaling.png": scaling.draw(comparison),
     }
     drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
     for path, figure in drawn.items():
@@ -68,21 +72,48 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
         runs = [run for of_cell in cells.values() for run in of_cell]
         seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
         skips = {run.config.env.frame_skip if run.config.env.id.startswith("ALE/") else 1 for run in runs}
-        tidy_learning_curve(panels[0], steps_label(skips), WINDOW)
+        lines = _lines(comparison, cells)
+        _draw_row(panels[0], lines, steps_label(skips), lambda run: (run.steps, run.end_steps))
         panels[0].set_title(title, loc="left")
         if timed:
-            tidy_learning_curve(panels[1], f"wall-clock time ({unit})", WINDOW)
-        rank_counts = sorted({cell.ranks for cell in cells})
-        for cell in sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks)):
-            group, look, name = cells[cell], _look(comparison, cell.variant), cell.variant
-            if len(rank_counts) > 1:
-                name += f", {counted(cell.ranks, 'rank')}"
-                look["linestyle"] = LINE_STYLES[rank_counts.index(cell.ranks) % len(LINE_STYLES)]
-            _draw_variant(panels[0], group, [run.steps for run in group], name, look)
-            if timed:
-                _draw_variant(panels[1], group, [run.time_s / seconds for run in group], name, look)
+            label = f"wall-clock time ({unit})"
+            _draw_row(panels[1], lines, label, lambda run, s=seconds: (run.time_s / s, run.training_s / s))  # type: ignore[misc]
         panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return figure
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    runs: list[Run]
+    look: dict[str, Any]
+
+
+def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[_Line]:
+    """The lines of a row of panels. Those of a variant with several numbers of ranks differ in their markers."""
+    several = len({cell.ranks for cell in cells}) > 1
+    order = sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks))
+    return [
+        _Line(
+            f"{cell.variant}, {counted(cell.ranks, 'rank')}" if several else cell.variant, cells[cell],
+            _look(comparison, cell.variant) | {"marker": MARKERS[place % len(MARKERS)]},
+        )
+        for place, cell in enumerate(order)
+    ]  # fmt: skip
+
+
+def _draw_row(panel: Axes, lines: list[_Line], x_label: str, places: Callable[[Run], tuple[np.ndarray, float]]) -> None:
+    """Draw a panel; `places`: where on its axis a run's episodes ended [E], and where the run did."""
+    tidy_learning_curve(panel, x_label, WINDOW)
+    groups = [_draw_variant(panel, line, places) for line in lines]
+    explain_ends(panel, list(filter(None, groups)))
+    draw_evaluations(panel, [_mark(line, places) for line in lines])
+    draw_references(panel, lines[0].runs[0].reference)
+
+
+def _mark(line: _Line, places: Callable[[Run], tuple[np.ndarray, float]]) -> Mark:
+    evaluations = [run.evaluation for run in line.runs if run.evaluation is not None]
+    return Mark(max(places(run)[1] for run in line.runs), evaluations, line.look)
 
 
 def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
@@ -100,17 +131,19 @@ def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
     return rows
 
 
-def _draw_variant(axes: Axes, runs: list[Run], x: list[np.ndarray], name: str, look: dict[str, Any]) -> None:
-    curves = [curve_of(of_run, run.returns, WINDOW) for run, of_run in zip(runs, x, strict=True)]
-    complete = [curve for run, curve in zip(runs, curves, strict=True) if run.completed]
-    label = "" if complete else f"{name}\nnot completed"
-    for run, curve in zip(runs, curves, strict=True):
+def _draw_variant(panel: Axes, line: _Line, places: Callable[[Run], tuple[np.ndarray, float]]) -> list[Curve]:
+    """Draw the runs of a line; returns the curves of those that its mean is of."""
+    curves = [learning_curve(places(run)[0], run.returns, WINDOW) for run in line.runs]
+    complete = [curve for run, curve in zip(line.runs, curves, strict=True) if run.completed]
+    label = "" if complete else f"{line.name}\nnot completed"
+    for run, curve in zip(line.runs, curves, strict=True):
         if not run.completed:
-            axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=label, **look)
+            panel.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=label, **line.look | {"marker": ""})
             label = ""
     if complete:
         size = f"mean and range of {len(complete)} runs" if len(complete) > 1 else "1 run"
-        draw_group(axes, complete, f"{name}\n{size}", look)
+        draw_group(panel, complete, f"{line.name}\n{size}", line.look)
+    return complete
 
 
 def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
@@ -133,7 +166,7 @@ def _curve_row(cell: Cell, num_runs: int, axis: str, curve: Curve, i: int) -> di
     return place | {"axis": axis} | {key: round(float(value), 3) for key, value in values.items()}
 
 
-# ---- scores and scaling ----------------------------------------------------------------------------------------------
+# ---- scores --------------------------------------------------------------------------------------------------------
 
 
 def _final_scores(comparison: Comparison) -> Figure | None:
@@ -162,32 +195,9 @@ def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Compar
     panel.set_yticks(range(len(scores)), labels)
     panel.set_ylim(len(scores) - 0.5, -0.5)
     tidy(panel, grid="x")
-
-
-def _scaling(comparison: Comparison) -> Figure | None:
-    """Steps a second and efficiency over the number of ranks; a row for each game. None with one number of ranks."""
-    lines = comparison.speeds_over_ranks()
-    games = list(dict.fromkeys(game for game, _ in lines))
-    if not games:
-        return None
-    figure = new_figure(9.5, 0.8 + 3.2 * len(games))
-    for game, (speed, efficiency) in zip(games, figure.subplots(len(games), 2, squeeze=False), strict=True):
-        for variant in comparison.variants:
-            if (game, variant) not in lines:
-                continue
-            of = lines[game, variant]
-            look = _look(comparison, variant) | {"marker": MARKERS[comparison.variants.index(variant) % len(MARKERS)]}
-            speed.plot(list(of), list(of.values()), label=variant, **look)
-            efficiency.plot(list(of), list(efficiencies(of).values()), label=variant, **look)
-        counts = sorted({ranks for (of_game, _), of in lines.items() if of_game == game for ranks in of})
-        efficiency.axhline(1, color="#999999", linewidth=1, linestyle="--")
-        for panel, label in ((speed, "steps of all ranks a second"), (efficiency, "efficiency")):
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(counts, [str(ranks) for ranks in counts])
-            panel.set_ylim(bottom=0)
-            tidy(panel)
-            panel.set_xlabel("ranks")
-            panel.set_ylabel(label)
-        speed.set_title(game, loc="left")
-        speed.legend(frameon=False)
-    return figure
+    draw_references(panel, comparison.cells[next(iter(scores))][0].reference, across=True)
+    panel.plot([], [], "o", color="#555555", markersize=5, label="a run")
+    panel.plot([], [], "|", color="#555555", markersize=12, markeredgewidth=2.5, label="interquartile mean")
+    if any(len(values) > 1 for values in scores.values()):
+        panel.plot([], [], color="#555555", linewidth=9, alpha=0.3, label="95 % interval")
+    panel.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)

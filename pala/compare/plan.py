@@ -6,17 +6,29 @@ preset of pala.train, `[train]`, `[train_at.N]` for N ranks, the variant.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pala.config import Config, build, flatten, from_table, load_preset, read_toml, to_table
+from pala.exchange.kinds import kind_of
 from pala.report.text import counted
 from pala.system.errors import PalaError, nearest
 
 _VARIANTS_OWN = ("ranks", "launcher")  # keys of a variant that are no settings of a run
 _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give
+
+
+@dataclass(frozen=True)
+class SlurmJobs:
+    """What the jobs of `--submit` ask a cluster for."""
+
+    ranks_per_node: int = 0
+    """At most; a run with more takes several nodes. 0: all ranks of a run on one node."""
+    options: tuple[str, ...] = ()
+    """Options of sbatch, for every job that trains."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,8 @@ class Preset:
     """Settings of every run, as in a preset of pala.train."""
     train_at: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Number of ranks -> settings of runs with so many, such as a learning rate."""
+    slurm: SlurmJobs = SlurmJobs()
+    """Jobs on a cluster."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name -> settings; also `ranks` and `launcher`, where they differ from the above. `ranks = []`: made elsewhere."""
 
@@ -71,6 +85,11 @@ class Planned:
         """The run's folder."""
         return Path(self.config.run.dir) / self.config.run.name
 
+    @property
+    def log(self) -> Path:
+        """The output of its jobs."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
     def __str__(self) -> str:
         return f"{self.cell}, seed {self.config.seed}"
 
@@ -87,11 +106,16 @@ class Plan:
         self._game_of = {config.env.id: name for name, config in self._games.items()}
         if len(self._game_of) < len(self._games):
             raise PalaError(f"{self.source}: two games have the same 'env.id'; runs of them could not be told apart.")
-        self.runs = [
-            self._planned(Cell(variant, game, ranks), seed)
-            for seed in dict.fromkeys(self.preset.seeds) for game in self._games
-            for ranks in self._rank_counts() for variant in self.preset.variants
+        cells = [
+            Cell(variant, game, ranks)
+            for game in self._games for ranks in self._rank_counts() for variant in self.preset.variants
             if ranks in self.preset.variants[variant].get("ranks", self.preset.ranks)
+        ]  # fmt: skip
+        self.left_out = [cell for cell in cells if self.nodes(cell.ranks) > 1 and self._needs_one_host(cell)]
+        """Cells that no run is made of: their method needs one host, and their ranks span nodes."""
+        self.runs = [
+            self._planned(cell, seed)
+            for seed in dict.fromkeys(self.preset.seeds) for cell in cells if cell not in self.left_out
         ]  # fmt: skip
 
     def _check(self) -> None:
@@ -111,6 +135,15 @@ class Plan:
             raise PalaError(f"{self.source}: 'train_at' needs numbers of ranks, as in [train_at.4].")
         if min(self._rank_counts(), default=1) < 1:
             raise PalaError(f"{self.source}: 'ranks' has a number below 1.")
+        if preset.slurm.ranks_per_node < 0:
+            raise PalaError(f"{self.source}: 'slurm.ranks_per_node' is {preset.slurm.ranks_per_node}, below 0.")
+
+    def nodes(self, ranks: int) -> int:
+        """How many nodes of a cluster so many ranks span."""
+        return math.ceil(ranks / (self.preset.slurm.ranks_per_node or ranks))
+
+    def _needs_one_host(self, cell: Cell) -> bool:
+        return kind_of(self.config_of(cell).exchange).one_host
 
     def _rank_counts(self) -> list[int]:
         own = (table["ranks"] for table in self.preset.variants.values() if "ranks" in table)

@@ -19,20 +19,21 @@ from pala.compare.measures import (
     interquartile_mean,
     median_reached,
 )
-from pala.compare.notes import commit, machine, notes, versions
-from pala.compare.plan import Cell, Preset
+from pala.compare.notes import commit, left_out, machine, not_begun, notes, versions
+from pala.compare.plan import Cell, Plan
 from pala.exchange.kinds import kind_of
 from pala.report.text import Spread, counted, csv_text, short_number, table
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
 
 
-def write(preset: Preset, runs: Sequence[Run], folder: Path) -> list[Path]:
+def write(plan: Plan, runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write everything; returns the paths. Raises PalaError."""
-    comparison = Comparison.of(preset, runs)
+    comparison = Comparison.of(plan.preset, runs)
+    gaps = [*not_begun(plan, runs), *left_out(plan)]
     drawn = pictures.draw(comparison, folder)
     texts = {
-        "compare.md": markdown(comparison, [path.name for path in drawn]),
+        "compare.md": markdown(comparison, [path.name for path in drawn], gaps),
         "runs.csv": csv_text([_row(comparison, run) for run in comparison.runs]),
         "curves.csv": csv_text(pictures.curve_rows(comparison)),
     }
@@ -75,10 +76,10 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def markdown(comparison: Comparison, images: Sequence[str]) -> str:
-    """The whole report."""
+def markdown(comparison: Comparison, images: Sequence[str], gaps: Sequence[str] = ()) -> str:
+    """The whole report; `gaps`: sentences on what is not in it."""
     preset, done = comparison.preset, sum(run.completed for run in comparison.runs)
-    limits = notes(comparison)
+    limits = [*gaps, *notes(comparison)]
     sections = [
         f"# Comparison: {preset.name}",
         f"{counted(done, 'completed run')} of {len(comparison.runs)} begun. Each measure is explained in "

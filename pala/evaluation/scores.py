@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import importlib.resources
+import re
 
 SCORE_TABLE = "dqn_zoo random/human scores, 57 games"
 """What an evaluation calls the table that it is normalised by."""
@@ -25,6 +26,12 @@ def reference_scores(rom: str) -> tuple[float, float] | None:
     """(random, human) score of an Atari game by its ROM's name, `space_invaders`; None if the table lacks it."""
     scores = score_table("atari_scores.csv").get(rom)
     return (scores["random"], scores["human"]) if scores else None
+
+
+def reference_of(env_id: str) -> tuple[float, float] | None:
+    """(random, human) score of an environment by its id, `ALE/SpaceInvaders-v5`; None if it is no game of the table."""
+    game = re.fullmatch(r"ALE/(\w+)-v\d+", env_id)
+    return reference_scores(re.sub(r"(?<!^)(?=[A-Z])", "_", game[1]).lower()) if game else None
 
 
 def human_normalised(score: float, random: float, human: float) -> float:

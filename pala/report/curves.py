@@ -29,14 +29,21 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return means
 
 
-def curve_of(x: np.ndarray, values: np.ndarray, window: int) -> Curve:
-    """The running mean of `values` in the order of `x`, with their running quartiles, at 500 places at most."""
+def curve_of(x: np.ndarray, values: np.ndarray, window: int, least: int = 1) -> Curve:
+    """The running mean of `values` in the order of `x`, with their running quartiles, at 500 places at most; from where
+    it is a mean of `least` values on."""
     order = np.argsort(x, kind="stable")
     x, values = x[order], values[order]
-    at = np.unique(np.linspace(0, len(x) - 1, _POINTS).astype(int))
+    at = np.unique(np.linspace(least - 1, len(x) - 1, _POINTS).astype(int))
     quartiles = [np.percentile(values[max(0, i + 1 - window) : i + 1], (25, 75)) for i in at]
     low, high = np.array(quartiles).T
     return Curve(x[at], running_mean(values, window)[at], low, high)
+
+
+def learning_curve(x: np.ndarray, returns: np.ndarray, window: int) -> Curve:
+    """A curve as it is drawn. It begins with a mean of `window` episodes; in a run of few, of a tenth of them all. Of
+    the first episodes to end, most are those that went badly, so a mean of fewer begins with a jump."""
+    return curve_of(x, returns, window, least=max(1, min(window, len(x) // 10)))
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:

@@ -33,9 +33,12 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def line_look(number: int) -> dict[str, Any]:
-    """Colour and style of a picture's line with this number: 28 that differ, the first seven solid."""
-    style = LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": style}
+    """Colour, style and marker of a picture's line with this number. 28 differ in colour and style; those of neighbours
+    differ in all three, so that they are told apart in grey."""
+    return {
+        "color": COLOURS[number % len(COLOURS)], "linestyle": LINE_STYLES[number % len(LINE_STYLES)],
+        "marker": MARKERS[number % len(MARKERS)],
+    }  # fmt: skip
 
 
 def tidy(panel: Axes, grid: str = "both") -> None:
@@ -53,14 +56,13 @@ def legend(figure: Figure, axes: Axes) -> None:
 
 def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, Any]) -> None:
     """Draw one curve; or several thin ones, their mean and their range."""
-    if len(curves) == 1:
-        axes.plot(curves[0].x, curves[0].y, label=label, **look)
-        return
-    for curve in curves:
-        axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look)
-    mean = mean_of(curves)
-    axes.fill_between(mean.x, mean.low, mean.high, color=look["color"], alpha=0.18, linewidth=0)
-    axes.plot(mean.x, mean.y, label=label, **look)
+    line = mean_of(curves) if len(curves) > 1 else curves[0]
+    if len(curves) > 1:
+        for curve in curves:
+            axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look | {"marker": ""})
+        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.18, linewidth=0)
+    first = 0.04 * MARKERS.index(look.get("marker", MARKERS[0]))  # so that the markers of lines do not meet
+    axes.plot(line.x, line.y, label=label, markevery=(first, 0.3), markersize=5, **look)
 
 
 def tidy_learning_curve(panel: Axes, x_label: str, smooth: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pala.config import Config
 from pala.exchange.gossip.sleeping import Beginning
 from pala.system.errors import CollectiveError
-from pala.transport.agreement import check_agreement, check_spares, cores_per_rank
+from pala.transport.agreement import check_agreement, check_spares, cores_of_job, cores_per_rank
 from pala.transport.base import Communicator
 
 
@@ -29,11 +29,15 @@ class Briefing:
 class Job:
     """What a rank knows of all when it begins."""
 
+    patience_s = 300.0
+    """For the slowest rank, at the end."""
+
     def __init__(self, comm: Communicator, config: Config) -> None:
         """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
         check_agreement(comm, config)
         check_spares(comm, config.run.spares)
         self.comm, self.spares = comm, config.run.spares
+        self.cores = cores_of_job(comm)
         self.num_trainers = comm.size - self.spares
         self.hosts = comm.allgather(comm.host)
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use

@@ -22,8 +22,6 @@ from pala.transport.base import Communicator
 if TYPE_CHECKING:
     from pala.envs import MakeEnv
 
-_PATIENCE_S = 300.0  # for the slowest rank at the end
-
 
 def run_rank(
     comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
@@ -72,7 +70,7 @@ def _stand_by(
 def _close(job: Job, briefing: Briefing, sleeping: SleepingGossip) -> None:
     """Collective. Raises EndError."""
     try:
-        sleeping.close(_PATIENCE_S)
+        sleeping.close(job.patience_s)
     except EndError as error:
         from pala.run.records import note_failure  # they load torch
         from pala.run.segment import Segment

@@ -134,8 +134,15 @@ class Records:
 
     def conclude(self, outcomes: dict[str, str]) -> None:
         """Note what became of the last words, if this rank leads."""
+        self._note_or_say(conclusion=outcomes | {"rank": self._rank})
+
+    def saved(self) -> None:
+        """Note that no rank has anything left to save, if this rank leads."""
+        self._note_or_say(saved=True)
+
+    def _note_or_say(self, **facts: Any) -> None:
         try:
-            self.note(conclusion=outcomes | {"rank": self._rank})
+            self.note(**facts)
         except OSError as error:
             say(f"run.json cannot be written: {error}.")
 

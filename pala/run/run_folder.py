@@ -247,17 +247,34 @@ def _holder(lock: Path) -> str:
         return "it is ending"
 
 
+def _tells_who_lives(run: Path) -> bool:
+    """Whether the folder can be locked, so that its lock tells of every rank."""
+    try:
+        with open_to_append(run / _LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def is_over(run: Path, earlier_segments: int) -> bool:
     """Whether a job that came after so many segments has done all that it does, by its record, and no rank of it lives,
-    as far as the folder's lock tells."""
+    as far as the folder's lock tells. Where there are no locks, a job that was stopped must have said that all is
+    saved: Gorila's replay takes long."""
     try:
         segments = read(run)["segments"]
     except PalaError:
         return False
     if len(segments) <= earlier_segments or segments[-1]["status"] == "running":
         return False
-    concluded = segments[-1]["status"] != "completed" or "conclusion" in segments[-1]
-    return concluded and who_trains(run) is None
+    last = segments[-1]
+    if last["status"] == "completed" and "conclusion" not in last:
+        return False
+    if last["status"] == "stopped" and "saved" not in last and not _tells_who_lives(run):
+        return False
+    return who_trains(run) is None
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -305,6 +322,7 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
     "status": lambda value: isinstance(value, str),
     "ranks": lambda value: type(value) is int and 0 < value < 10**7,
     "global_steps": lambda value: type(value) is int and 0 <= value < 2**63,
+    "cores": lambda value: type(value) is int and 0 < value < 10**7,
     "hosts": lambda value: isinstance(value, list) and all(isinstance(host, str) for host in value),
     "lost_ranks": lambda value: isinstance(value, list),
     "versions": lambda value: isinstance(value, dict),

@@ -42,7 +42,6 @@ from pala.system.runtime import Interrupt, process_age_s, say
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator, Living
 
-_PATIENCE_S = 300.0  # for the slowest rank at the end
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _BUILD: dict[str, Callable[[Communicator, Config, Envs], Parts[Any]]] = {  # collective
     "a2c": a2c.build, "gorila": gorila.build,
@@ -151,7 +150,7 @@ def _described(
 ) -> dict[str, Any]:
     """What run.json says of a segment when it begins."""
     return description | {
-        "ranks": job.num_trainers, "resumed": segment.is_resumed, **job.comm.facts(),
+        "ranks": job.num_trainers, "cores": job.cores, "resumed": segment.is_resumed, **job.comm.facts(),
         "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
 
@@ -204,16 +203,17 @@ class Session:
                 self._comm.depart()
                 return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
             stop = self._sit_out(exchange)
-        if exchange.close(_PATIENCE_S) is Stop.BUDGET:
-            final = exchange.final_parameters(_PATIENCE_S)
+        if exchange.close(self._job.patience_s) is Stop.BUDGET:
+            final = exchange.final_parameters(self._job.patience_s)
             self._comm.among_the_living(
-                lambda living: self._complete(exchange, final, living), _PATIENCE_S, self._interrupt
+                lambda living: self._complete(exchange, final, living), self._job.patience_s, self._interrupt
             )
         elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
             stop = Stop.SIGNAL
             self._record_stop(exchange)
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
+        self._records.saved()
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal)
         exit_status = 0 if signal is None else 128 + signal
         return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status)
@@ -310,6 +310,6 @@ class Session:
                 done.append(conclude(result, self._config, self._interrupt))
                 self._records.conclude(done[0].outcomes)
 
-        limit_s = self._config.evaluation.timeout_s + _PATIENCE_S
+        limit_s = self._config.evaluation.timeout_s + self._job.patience_s
         self._comm.among_the_living(conclude_first, limit_s, self._interrupt)
         return replace(result, leads=self._leads, exit_status=done[0].exit_status if done else 0)

@@ -75,3 +75,11 @@ def check_spares(comm: Communicator, spares: int) -> None:
             )
 
     collectively(comm, check)
+
+
+def cores_of_job(comm: Communicator) -> int:
+    """Cores that all ranks together may run on, each host's counted once. Collective."""
+    hosts: dict[str, set[int]] = {}
+    for host, cores in comm.allgather((comm.host, os.sched_getaffinity(0))):
+        hosts.setdefault(host, set()).update(cores)
+    return sum(map(len, hosts.values()))

@@ -91,18 +91,23 @@ class DataProxy(ThreadedTransport):
             self._wake.clear()
 
     def _poll(self) -> bool:
-        for rank in self._deaths.look():
-            self._receiver.on_death(rank)
+        self._tell_of_deaths()
         moved = self._empty_outboxes()
         while self._start_receive() or self._complete_receives():
             moved = True
         moved |= self._empty_outboxes()  # answers to what came
         for send in self._sends[:]:
-            if _test(send.request) is not _Fate.UNDER_WAY:  # a dead peer needs it no more
+            if (fate := _test(send.request)) is not _Fate.UNDER_WAY:  # a dead peer needs it no more
                 self._sends.remove(send)
                 moved = True
+                if fate is _Fate.LOST:
+                    self._tell_of_deaths()  # at once: who has sent its last news must not count on the dead
                 self._has_left(send.packet)
         return moved
+
+    def _tell_of_deaths(self) -> None:
+        for rank in self._deaths.look():
+            self._receiver.on_death(rank)
 
     def _start_receive(self) -> bool:
         """Begin to receive a message that has come; one bulk message at a time."""

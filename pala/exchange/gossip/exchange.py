@@ -106,8 +106,8 @@ class Gossip(ModelExchange):
             if self.living and budget.stop is Stop.NONE:
                 say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
+            budget.stay()  # training has ended meanwhile, or others were told to leave at the same time
         if budget.stop is Stop.NONE:
-            budget.stay()  # perhaps others were told to leave at the same time
             say(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
             self._interrupt.signal = LEAVE
             self._driver.end(Stop.SIGNAL)

@@ -1,0 +1,208 @@
+"""What the documentation site has beside docs/: pages made from the code, the repository's other pages, and its links.
+
+    python -m pip install -c constraints.txt -e .[docs]
+    mkdocs build --strict                     # into site/; mkdocs serve shows it while you write
+    python docs/mkdocs_hooks.py               # writes the tables of docs/metrics.md anew from pala/run/metric_table.py
+
+Nothing is fetched from the network. The reference pages are made at each build and lie nowhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import posixpath
+import re
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pala
+from pala.config import Config
+from pala.run.metric_table import METRICS, Metric
+
+_NO_UNIT = "\N{EN DASH}"
+REPOSITORY = Path(__file__).resolve().parent.parent
+MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+TABLES = {  # what docs/metrics.md shows where
+    "every": lambda m: m.record == "every",
+    "start": lambda m: m.record == "start",
+    "episode": lambda m: m.record == "episode",
+    "interval": lambda m: m.record == "interval" and m.algorithm != "gorila",
+    "gorila": lambda m: m.algorithm == "gorila",
+}
+
+
+# ---- pages made from the code ----------------------------------------------------------------------------------------
+
+
+def configuration() -> str:
+    """Every key of a preset and of the command line: type, default, meaning."""
+    sections = [
+        "# Configuration",
+        "Every key of a preset (TOML). On the command line a key is an option, `a2c.learning_rate` is "
+        "`--a2c.learning-rate`. Names in brackets are sources: they are explained at the end.",
+        *_section(Config, Config(), ""),
+        "## Sources\n\n" + str(inspect.getdoc(importlib.import_module("pala.config"))).partition("Sources: ")[2],
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _section(cls: Any, default: Any, prefix: str) -> Iterator[str]:
+    hints, texts = typing.get_type_hints(cls), _texts(cls)
+    inner = [field.name for field in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[field.name])]
+    rows = [
+        (f"`{prefix}{field.name}`", _type(hints[field.name]), f"`{_toml(getattr(default, field.name))}`",
+         texts[field.name])
+        for field in dataclasses.fields(cls) if field.name not in inner
+    ]  # fmt: skip
+    if prefix:
+        yield f"## `[{prefix.rstrip('.')}]`\n\n{' '.join(str(inspect.getdoc(cls)).split())}"
+    yield _table(("key", "type", "default", "meaning"), rows)
+    for name in inner:
+        yield from _section(hints[name], getattr(default, name), f"{prefix}{name}.")
+
+
+def _texts(cls: Any) -> dict[str, str]:
+    """The string below each field of a dataclass, in one line."""
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(tree, ast.ClassDef)
+    texts, last = {}, ""
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            last = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and last:
+            texts[last] = " ".join(str(node.value.value).split())
+    return texts
+
+
+def _type(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f'`"{value}"`' for value in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)
+        return f"list of {inner[0].__name__}" if inner[-1] is Ellipsis else f"list of {len(inner)} {inner[0].__name__}s"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def metrics() -> str:
+    """Every field of the metrics files: record, unit, scope, meaning."""
+    rows = [
+        (f"`{m.name}`", m.record, {"both": "both", "a2c": "A2C", "gorila": "Gorila"}[m.algorithm],
+         f"{m.scope}: {m.role}" if m.role not in ("", "all") else m.scope, m.unit or _NO_UNIT, m.meaning)
+        for m in METRICS
+    ]  # fmt: skip
+    return (
+        "# Metrics: all fields\n\nOf `metrics/rank-NNNN.jsonl` in a run's folder; [Metrics](../metrics.md) says how to "
+        "read the files.\n\n" + _table(("field", "record", "algorithm", "of", "unit", "meaning"), rows) + "\n"
+    )
+
+
+def api() -> str:
+    """What `pala` exports, by the docstrings. mkdocstrings puts them in the place of the `:::` lines."""
+    blocks = [f"::: {_place_of(name)}\n    options:\n      heading_level: 2" for name in pala.__all__]
+    return "\n\n".join(["# Python API", *blocks]) + "\n"
+
+
+def _place_of(name: str) -> str:
+    found = getattr(pala, name)
+    module, own_name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+    return f"{module}.{own_name}" if module and own_name else f"pala.{name}"
+
+
+GENERATED = {"reference/configuration.md": configuration, "reference/metrics.md": metrics, "reference/api.md": api}
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """A table's cell: a bar would end it, and `*` between words is no emphasis here."""
+    return text.replace("|", "\\|")
+
+
+# ---- the tables of docs/metrics.md -----------------------------------------------------------------------------------
+
+
+def with_tables(page: str) -> str:
+    """docs/metrics.md with its tables, between two comments each, made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- {name}: pala/run/metric_table.py -->\n\n{_metrics_table(name)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+): pala/run/metric_table.py -->.*?<!-- end -->", made, page, flags=re.DOTALL)
+
+
+def _metrics_table(name: str) -> str:
+    def row(m: Metric) -> tuple[str, ...]:
+        return (f"`{m.name}`", m.unit or _NO_UNIT, *([m.role] if name == "gorila" else []), m.meaning)
+
+    header = ("key", "unit", *(["role"] if name == "gorila" else []), "meaning")
+    return _table(header, [row(m) for m in METRICS if TABLES[name](m)])
+
+
+# ---- the repository's other pages, and links -------------------------------------------------------------------------
+
+
+def place_on_site(path: str) -> str | None:
+    """Where a file of the repository is on the site; None if it is not there."""
+    if path in MOVED:
+        return MOVED[path]
+    if path.startswith("docs/") and path.endswith(".md"):
+        return path.removeprefix("docs/")
+    is_shown = path.startswith("results/") and path.endswith((".md", ".png"))
+    return path if is_shown and (REPOSITORY / path).is_file() else None
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """mkdocs: add the generated pages and those that lie outside docs/."""
+    from mkdocs.structure.files import File
+
+    for uri, make in GENERATED.items():
+        files.append(File.generated(config, uri, content=make()))
+    results = sorted(p for p in (REPOSITORY / "results").rglob("*") if p.suffix in (".md", ".png"))
+    for path in [*(REPOSITORY / name for name in MOVED), *results]:
+        place = place_on_site(path.relative_to(REPOSITORY).as_posix())
+        assert place is not None
+        files.append(File.generated(config, place, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """mkdocs: lead links to where their targets are on the site."""
+    return with_links(markdown, page.file.src_uri)
+
+
+def with_links(markdown: str, uri: str) -> str:
+    """A page's text with links that lead to the site's pages. What a link to a file says that the site lacks is left
+    without its link."""
+    origins = {place: path for path, place in MOVED.items()}
+    origin = origins.get(uri, uri if uri.startswith("results/") else f"docs/{uri}")
+
+    def led(match: re.Match[str]) -> str:
+        words, target, anchor = match[1], match[2], match[3] or ""
+        if "://" in target or target.startswith("mailto:") or uri in GENERATED:
+            return match[0]
+        place = place_on_site(posixpath.normpath(posixpath.join(posixpath.dirname(origin), target)))
+        if place is None:
+            return words.lstrip("!")[1:-1]
+        return f"{words}({posixpath.relpath(place, posixpath.dirname(uri))}{anchor})"
+
+    return re.sub(r"(!?\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)", led, markdown)
+
+
+if __name__ == "__main__":
+    target = REPOSITORY / "docs" / "metrics.md"
+    target.write_text(with_tables(target.read_text()))

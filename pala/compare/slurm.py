@@ -1,0 +1,167 @@
+"""A comparison on a cluster: every run that is missing as a job of Slurm of its own size, and a last one that reports.
+
+A job's name tells which run it is for, so that the queue says what need not be submitted again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pala.compare.execute import Task, set_aside, task_of
+from pala.compare.plan import Plan, Planned, Preset
+from pala.run import run_folder
+from pala.system.errors import PalaError
+
+_SCRIPT = Path("launch/slurm/several_nodes.sbatch")
+_WHERE = {"partition": "SLURM_JOB_PARTITION", "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS"}
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # of a job's own variables: they say which cluster, not which job
+
+
+class Submission:
+    """The jobs of a comparison, for those of its runs that are chosen."""
+
+    def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path, report: Sequence[str]) -> None:
+        """`report`: arguments of pala.compare for the last job. Raises PalaError if a run that exists is not what the
+        plan asks for, or this is not PALA's repository."""
+        if not _SCRIPT.exists():
+            raise PalaError(f"There is no '{_SCRIPT}' here; submit from PALA's repository.")
+        if other := [run for run in runs if run.launcher != Preset.launcher]:
+            raise PalaError(
+                f"{plan.source}: 'launcher' is '{other[0].launcher}', but jobs of Slurm start their ranks by "
+                f"'{_SCRIPT}'; leave it out."
+            )
+        self.jobs: list[str] = []
+        """Jobs for runs of the comparison that wait or run, after `submit`."""
+        self._plan, self._results, self._runs, self._report = plan, results, runs, report
+        self._folder = runs[0].folder.parent if runs else Path()
+
+    def commands(self) -> list[list[str]]:
+        """What would be submitted, were no job waiting or running. Raises PalaError."""
+        return [self._command(task) for task in self._tasks({})]
+
+    def submit(self) -> list[Planned]:
+        """Submit what is missing and has no job; returns the runs whose job Slurm did not take. Raises PalaError if it
+        does not answer, or another comparison works in the same folder."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = run_folder.lock(self._folder)
+        try:
+            return self._submit()
+        finally:
+            if lock is not None:
+                lock.close()
+
+    def _submit(self) -> list[Planned]:
+        queue = self._queue()
+        refused, fresh = [], []
+        for task in self._tasks(queue):
+            set_aside(task.run.folder)
+            try:
+                fresh.append(_ask(self._command(task)))
+                print(f"      {task.run}: job {fresh[-1]}", flush=True)
+            except PalaError as error:
+                refused.append(task.run)
+                print(f"      {task.run}: NOT SUBMITTED. {error}", flush=True)
+        waiting = [(run, queue[_name(run)]) for run in self._plan.runs if _name(run) in queue]
+        for run, job in waiting:
+            print(f"      {run}: job {job} waits or runs", flush=True)
+        self.jobs = [*(job for _, job in waiting), *fresh]
+        if fresh or (waiting and self._report_name not in queue):
+            self._submit_report(queue.get(self._report_name))
+        return refused
+
+    def _tasks(self, queue: dict[str, str]) -> list[Task]:
+        """What runs without a job still need."""
+        absent = [run for run in self._runs if _name(run) not in queue]
+        return [task for run in absent if (task := task_of(run, self._results)) is not None]
+
+    def _submit_report(self, earlier: str | None) -> None:
+        """The last job; one of an earlier submission that still waits makes place for it."""
+        command = shlex.join([sys.executable, "-m", "pala.compare", *self._report])
+        log, after = self._folder / "report.log", f"--dependency=afterany:{':'.join(self.jobs)}"
+        size = ["--nodes=1", "--ntasks=1"]
+        job = _ask([*_sbatch(self._report_name), *_output(log), *size, after, f"--wrap=exec {command}"])
+        print(f"      report, after them: job {job}; what it says is in '{log}'", flush=True)
+        if earlier:
+            _ask(["scancel", "--state=PENDING", earlier])
+
+    @property
+    def _report_name(self) -> str:
+        return f"pala-{self._plan.preset.name}-report"
+
+    def _queue(self) -> dict[str, str]:
+        """Name -> number of this user's jobs from this folder that wait, run or end."""
+        lines = _ask(["squeue", f"--user={os.getuid()}", "--noheader", "--format=%i|%Z|%j"]).splitlines()
+        jobs = [line.split("|", 2) for line in lines if line.count("|") >= 2]
+        here = Path.cwd()
+        return {name: number for number, folder, name in jobs if Path(folder).resolve() == here}
+
+    def _command(self, task: Task) -> list[str]:
+        """sbatch with all its words."""
+        run, options = task.run, self._plan.preset.slurm.options
+        begin = [*_sbatch(_name(run)), *_output(run.log)]
+        if task.what == "evaluate":
+            return [*begin, "--nodes=1", "--ntasks=1", *options, f"--wrap=exec {shlex.join(task.command)}"]
+        ranks, nodes = run.cell.ranks, self._plan.nodes(run.cell.ranks)
+        on_each = math.ceil(ranks / nodes)
+        size = [f"--nodes={nodes}", f"--ntasks-per-node={on_each}"]
+        uneven = ["-n", str(ranks)] if nodes * on_each != ranks else []
+        goes_on = ["--continue"] if task.what == "train" else []  # it may be requeued
+        return [*begin, *size, *options, str(_SCRIPT), *uneven, *goes_on, *task.arguments]
+
+
+def _name(run: Planned) -> str:
+    return f"pala-{run.folder.parent.name}-{run.folder.name}"
+
+
+def _sbatch(name: str) -> list[str]:
+    """With the partition, account and quality of service of the job in which this runs, if it runs in one."""
+    where = [f"--{option}={os.environ[variable]}" for option, variable in _WHERE.items() if os.environ.get(variable)]
+    return ["sbatch", "--parsable", f"--job-name={name}", *where]
+
+
+def _output(log: Path) -> list[str]:
+    return [f"--output={log}", "--open-mode=append"]
+
+
+def _ask(command: list[str]) -> str:
+    """What a command of Slurm answers. Raises PalaError with what it says if it fails."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in _KEPT}
+    try:
+        done = subprocess.run(
+            command, env=environment, text=True, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except FileNotFoundError:
+        raise PalaError(f"'{command[0]}' was not found: submit where Slurm's commands are installed.") from None
+    if done.returncode != 0:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise PalaError(f"`{command[0]}` failed with status {done.returncode}: {said or 'it does not say why'}")
+    return done.stdout.strip().split(";")[0] if command[0] == "sbatch" else done.stdout
+
+
+def unfinished(plan: Plan, results: Path) -> list[tuple[Planned, str]]:
+    """Runs of the plan that are missing or not complete, each with why, and where its output is."""
+    found: list[tuple[Planned, str]] = []
+    for run in plan.runs:
+        try:
+            task = task_of(run, results)
+            why = _why(task) if task is not None else ""
+        except PalaError as error:
+            why = str(error)
+        if why:
+            found.append((run, f"{why} Its output: '{run.log}'." if run.log.exists() else why))
+    return found
+
+
+def _why(task: Task) -> str:
+    if task.what == "train":
+        return "It has not begun."
+    if task.what == "evaluate":
+        return "It is trained, but not evaluated."
+    last = run_folder.read(task.run.folder)["segments"][-1]
+    return f"It is not complete; its last start is '{last['status']}' in its record."

@@ -1,0 +1,153 @@
+"""The fields of the metrics files, with their units: what docs/metrics.md and the site's reference are made of.
+
+A field with the same name may mean something else in the other algorithm. No torch, no MPI.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Metric(NamedTuple):
+    """A field of a record."""
+
+    name: str
+    record: Literal["every", "start", "episode", "interval"]
+    algorithm: Literal["both", "a2c", "gorila"]
+    role: str  # Gorila: on which ranks it is
+    scope: Literal["one rank", "all ranks"]
+    unit: str  # empty: a plain number, a list of them, or a name
+    meaning: str
+
+
+METRICS = (
+    Metric("type", "every", "both", "", "one rank", "", "`start`, `episode` or `interval`"),
+    Metric("time_s", "every", "both", "", "one rank", "s", "training time since the run began, over all segments"),
+    Metric("local_steps", "every", "both", "", "one rank", "steps", "steps made by this rank since the run began"),
+    Metric("global_steps", "every", "both", "", "all ranks", "steps",
+        "of all ranks, as far as this rank knows: never more than were made. With `exchange.kind none`: this "
+        "rank's times the number of ranks",
+    ),
+    Metric("segment", "start", "both", "", "one rank", "", "name of its folder in `checkpoints/`"),
+    Metric("rank", "start", "both", "", "one rank", "", "number of the rank, from 0"),
+    Metric("ranks", "start", "both", "", "all ranks", "ranks", "ranks that train, without spares"),
+    Metric("return", "episode", "both", "", "one rank", "score",
+        "sum of the unclipped rewards of the whole episode; null if it was not finite: readers leave such "
+        "episodes out",
+    ),
+    Metric("length_steps", "episode", "both", "", "one rank", "steps", "length of the whole episode"),
+    Metric("local_steps_per_s", "interval", "both", "", "one rank", "steps/s",
+        "speed of this rank; the sum over ranks is the speed of the job",
+    ),
+    Metric("updates", "interval", "a2c", "", "one rank", "", "optimiser steps of this rank since the run began"),
+    Metric("updates_skipped", "interval", "a2c", "", "one rank", "",
+        "left out in this interval because the gradient was not finite",
+    ),
+    Metric("loss_policy", "interval", "a2c", "", "one rank", "",
+        "the policy's term of the loss before its coefficient",
+    ),
+    Metric("loss_value", "interval", "a2c", "", "one rank", "score²",
+        "the value's term of the loss before its coefficient",
+    ),
+    Metric("entropy", "interval", "a2c", "", "one rank", "nat", "of the policy, before its coefficient"),
+    Metric("gradient_norm", "interval", "a2c", "", "one rank", "", "L2 norm of the gradient before clipping"),
+    Metric("learning_rate", "interval", "a2c", "", "one rank", "", "at the time of the record"),
+    Metric("consensus_distance", "interval", "a2c", "", "one rank", "",
+        "L2 distance between this rank's parameters and the mean of the models it is about to mix in (`top_k`: "
+        "over the parameters that came; `bfloat16`: both rounded); mean over the interval's mixes; null if there "
+        "was none",
+    ),
+    Metric("consensus_distance_relative", "interval", "a2c", "", "one rank", "",
+        "`consensus_distance` divided by the L2 norm of this rank's parameters",
+    ),
+    Metric("own_movement", "interval", "a2c", "", "one rank", "",
+        "sketch (32 sums over a sample of parameters) of this rank's own steps in the interval; with `movement`, "
+        "summed over ranks and intervals, it gives *progress kept*, the share of the ranks' own steps that the "
+        "mean of their models moves by (`pala/a2c/movement.py`)",
+    ),
+    Metric("movement", "interval", "a2c", "", "one rank", "", "the same of how this rank's parameters moved in all"),
+    Metric("staleness_updates", "interval", "a2c", "", "one rank", "updates",
+        "the most updates this rank made since its last mix",
+    ),
+    Metric("push_sum_weight", "interval", "a2c", "", "one rank", "", "this rank's weight (1 under `uniform`)"),
+    Metric("mixes", "interval", "a2c", "", "one rank", "", "times this rank mixed"),
+    Metric("models_sent", "interval", "a2c", "", "one rank", "", "models sent to peers"),
+    Metric("models_received", "interval", "a2c", "", "one rank", "",
+        "models that came from peers (`shared_memory` does not count them: they are mixed at once)",
+    ),
+    Metric("models_mixed", "interval", "a2c", "", "one rank", "", "peers' models that were mixed in"),
+    Metric("bytes_sent", "interval", "both", "", "one rank", "bytes", "of the models sent, headers included"),
+    Metric("models_refused", "interval", "a2c", "", "one rank", "",
+        "messages that were rejected (not finite, wrong size, another network, a model that nobody gave leave to "
+        "send)",
+    ),
+    Metric("models_stale", "interval", "a2c", "", "one rank", "",
+        "not mixed because they were sent, or should have come, while this rank or its sender was away",
+    ),
+    Metric("waits_given_up", "interval", "a2c", "", "one rank", "",
+        "times that this rank's patience ended and it went on without a mix",
+    ),
+    Metric("sends_without_buffer", "interval", "a2c", "", "one rank", "",
+        "sends put off because both send buffers were still under way; with `shared_memory`: left out because an "
+        "out-peer had not read the last one",
+    ),
+    Metric("memory_peak_bytes", "interval", "both", "", "one rank", "bytes", "peak resident memory of this process"),
+    Metric("time_environment", "interval", "both", "", "one rank", "fraction", "stepping environments"),
+    Metric("time_inference", "interval", "both", "", "one rank", "fraction",
+        "forward passes for acting (they are also the learning passes) and copies to the device",
+    ),
+    Metric("time_update", "interval", "both", "", "one rank", "fraction",
+        "loss, backward pass, optimiser; Gorila: the gradient",
+    ),
+    Metric("time_exchange", "interval", "both", "", "one rank", "fraction",
+        "snapshots, mixing, bookkeeping; with `allreduce` the reduction itself; Gorila: replay, gradients to and "
+        "parameters from the shards, and what a shard does for others",
+    ),
+    Metric("time_wait", "interval", "both", "", "one rank", "fraction",
+        "waiting for a peer because of the staleness bound; with `allreduce` for the slowest rank, at each "
+        "update; Gorila: for a minibatch, for a shard's answer or, on ranks that only answer others, for a "
+        "message",
+    ),
+    Metric("time_other", "interval", "both", "", "one rank", "fraction",
+        "the rest: logging, checkpoints. The six sum to 1",
+    ),
+    Metric("updates", "interval", "gorila", "learner", "one rank", "",
+        "minibatches whose gradient was computed since the run began, the filtered ones included",
+    ),
+    Metric("loss", "interval", "gorila", "learner", "one rank", "reward²",
+        "Huber loss of the temporal-difference error",
+    ),
+    Metric("absolute_error", "interval", "gorila", "learner", "one rank", "reward",
+        "mean absolute temporal-difference error",
+    ),
+    Metric("action_value", "interval", "gorila", "learner", "one rank", "reward", "mean value of the sampled actions"),
+    Metric("gradients_sent", "interval", "gorila", "learner", "one rank", "", "gradients sent to the shards"),
+    Metric("gradients_filtered", "interval", "gorila", "learner", "one rank", "",
+        "gradients discarded because the error was far above its running mean, or not finite",
+    ),
+    Metric("parameters_received", "interval", "gorila", "learner, actor", "one rank", "",
+        "slices from shards on other ranks",
+    ),
+    Metric("server_updates", "interval", "gorila", "shard", "one rank", "", "gradients applied since the run began"),
+    Metric("gradients_stale", "interval", "gorila", "shard", "one rank", "",
+        "discarded because they were computed with parameters too many updates old",
+    ),
+    Metric("gradients_not_finite", "interval", "gorila", "shard", "one rank", "",
+        "discarded because they held NaN or infinity",
+    ),
+    Metric("replay_transitions", "interval", "gorila", "replay", "one rank", "", "transitions that can be sampled"),
+    Metric("rewards_not_finite", "interval", "gorila", "replay", "one rank", "",
+        "transitions that were left out because their reward was NaN or infinite; those before and after stay",
+    ),
+    Metric("minibatches_owed", "interval", "gorila", "replay", "one rank", "",
+        "that the steps played have paid for and no learner has taken",
+    ),
+    Metric("epsilon", "interval", "gorila", "all", "one rank", "", "probability of a random action"),
+    Metric("steps_not_sent", "interval", "gorila", "actor", "one rank", "steps",
+        "played while its replay was silent, and lost",
+    ),
+    Metric("messages_refused", "interval", "gorila", "all", "one rank", "",
+        "of the wrong size or network, or for a role that this rank lacks",
+    ),
+)  # fmt: skip
+"""Every field that training writes, in the order in which docs/metrics.md shows them."""

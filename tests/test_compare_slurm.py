@@ -1,0 +1,165 @@
+"""A comparison as jobs of Slurm: what is submitted, when, and what the last job says. The commands of Slurm are scripts
+that note what they are asked; `test_slurm.py` has the real ones."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from test_compare import GAME, PRESET, make_run, section
+
+from pala.compare.__main__ import Command, compare
+from pala.compare.plan import Plan
+from pala.system.errors import PalaError
+
+pytest.importorskip("matplotlib")
+
+SLURM = """
+[slurm]
+ranks_per_node = 2
+options = ["--time=1:00:00"]
+[variants.shared_memory]
+exchange.kind = "shared_memory"
+"""
+SCRIPTS = {
+    "squeue": "cat queue",
+    "scancel": 'echo "scancel $*" >> asked',
+    # Numbers from 1 on; nobody may have more than `limit` jobs.
+    "sbatch": """
+number=$(cat asked 2>/dev/null | grep -c '^sbatch' || true)
+if [ -e limit ] && [ "$number" -ge "$(cat limit)" ]; then echo "sbatch: error: too many jobs" >&2; exit 1; fi
+echo "sbatch $*" >> asked
+echo $((number + 1))
+""",
+}
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a preset and a Slurm in which nothing waits."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.toml").write_text(GAME)
+    write_preset()
+    for name, text in SCRIPTS.items():
+        script = tmp_path / "bin" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f"#!/bin/sh\n{text}")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    for variable in ("SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT", "SLURM_JOB_QOS"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "queue").touch()
+    (tmp_path / "launch/slurm").mkdir(parents=True)
+    (tmp_path / "launch/slurm/several_nodes.sbatch").touch()
+    return tmp_path
+
+
+def write_preset(ranks: str = "[1, 2, 3, 4]", launcher: str = "") -> Plan:
+    """Three variants, one seed, two ranks a node."""
+    text = PRESET.replace("ranks = [1, 2]", f"ranks = {ranks}").replace("seeds = [1, 2]", "seeds = [1]")
+    text = text.replace("launcher = \"sh -c 'exit 3' {ranks}\"\n", launcher) + SLURM
+    Path("preset.toml").write_text(text)
+    return Plan(Path("preset.toml"))
+
+
+def submit(**how: bool) -> list[str]:
+    """The runs whose job was not taken."""
+    return [run.folder.name for run in compare(Command(Path("preset.toml"), submit=True, **how))]
+
+
+def asked() -> list[str]:
+    """What Slurm has been asked for since the last look."""
+    lines = Path("asked").read_text().splitlines() if Path("asked").exists() else []
+    Path("asked").unlink(missing_ok=True)
+    return lines
+
+
+def names(commands: list[str]) -> list[str]:
+    return [word.partition("=")[2] for line in commands for word in line.split() if word.startswith("--job-name=")]
+
+
+def test_each_run_is_a_job_of_its_own_size(
+    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "cpu")  # where the job runs that submits the others
+    assert submit() == []
+    *jobs, report = asked()
+    sizes = {name: " ".join(line.split()[6:10]) for name, line in zip(names(jobs), jobs, strict=True)}
+    assert sizes["pala-tiny-gossip-Pole-1-1"] == "--nodes=1 --ntasks-per-node=1 --time=1:00:00 launch/slurm/" \
+        "several_nodes.sbatch"  # fmt: skip
+    assert sizes["pala-tiny-none-Pole-4-1"].startswith("--nodes=2 --ntasks-per-node=2 ")
+    uneven = next(line for line in jobs if "gossip-Pole-3-1" in line)
+    assert "--nodes=2 --ntasks-per-node=2 " in uneven and ".sbatch -n 3 --continue game.toml " in uneven
+    assert [name for name in names(jobs) if "shared" in name] == [f"pala-tiny-shared_memory-Pole-{n}-1" for n in (1, 2)]
+    assert all("--partition=cpu" in line for line in (*jobs, report)) and len(jobs) == 10
+    assert f"--dependency=afterany:{':'.join(str(n + 1) for n in range(10))} " in report
+    said = capsys.readouterr()
+    assert "`shared_memory` is for one node: left out with 3 and 4 ranks, which span nodes of 2 ranks" in said.err
+    assert "gossip Pole, 3 ranks, seed 1: job 7" in said.out
+
+
+def test_what_waits_or_runs_is_not_submitted_again(there: Path) -> None:
+    plan = write_preset("[1, 2]")
+    make_run(plan.runs[0].folder, plan.runs[0].config, 1)
+    make_run(plan.runs[1].folder, plan.runs[1].config, 1, completed=False)
+    Path("queue").write_text(
+        f"71|{there}|pala-tiny-none-Pole-2-1\n72|{there}|pala-tiny-report\n"
+        "73|/another/clone|pala-tiny-gossip-Pole-2-1\nslurm says|something\n"
+    )
+    assert submit() == []
+    *jobs, report, cancelled = asked()
+    assert names(jobs) == [f"pala-tiny-{run}-1" for run in (
+        "none-Pole-1", "shared_memory-Pole-1", "gossip-Pole-2", "shared_memory-Pole-2",
+    )]  # fmt: skip
+    assert " --resume runs/tiny/none-Pole-1-1" in jobs[0] and "--continue" not in jobs[0]
+    assert "--dependency=afterany:71:1:2:3:4 " in report and cancelled == "scancel --state=PENDING 72"
+    waiting = [f"{n}|{there}|{name}\n" for n, name in enumerate([*names(jobs), *names([report])], 1)]
+    Path("queue").write_text(f"71|{there}|pala-tiny-none-Pole-2-1\n{''.join(waiting)}")
+    assert submit() == [] and asked() == []
+
+
+def test_what_slurm_does_not_take_is_told(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_preset("[1]")
+    Path("limit").write_text("2")
+    with pytest.raises(PalaError, match="`sbatch` failed with status 1: sbatch: error: too many jobs"):
+        submit()  # not even the last job
+    assert "shared_memory Pole, 1 rank, seed 1: NOT SUBMITTED. `sbatch` failed" in capsys.readouterr().out
+    assert len(asked()) == 2
+
+
+def test_the_last_job_names_what_failed(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = write_preset("[1, 2]")
+    make_run(plan.runs[0].folder, plan.runs[0].config, 1)
+    make_run(plan.runs[1].folder, plan.runs[1].config, 1, completed=False)
+    make_run(plan.runs[2].folder, plan.runs[2].config, 1, score=None)
+    plan.runs[1].log.touch()
+    failed = compare(Command(Path("preset.toml"), gather=True))
+    assert failed == plan.runs[1:]
+    said = capsys.readouterr().out
+    assert "none Pole, 1 rank, seed 1: FAILED. It is not complete; its last start is 'running' in its record." in said
+    assert "Its output: 'runs/tiny/none-Pole-1-1.log'." in said
+    assert "shared_memory Pole, 1 rank, seed 1: FAILED. It is trained, but not evaluated." in said
+    assert "gossip Pole, 2 ranks, seed 1: FAILED. It has not begun." in said
+    limits = section(Path("results/tiny/compare.md").read_text(), "To bear in mind")
+    assert "not there: gossip Pole, 2 ranks, seed 1; none Pole, 2 ranks, seed 1; shared_memory Pole" in limits
+
+
+def test_nothing_is_submitted_when_all_runs_are_there(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is made at once."""
+    plan = write_preset("[1]")
+    for run in plan.runs:
+        make_run(run.folder, run.config, 1)
+    assert submit() == [] and asked() == [] and Path("results/tiny/compare.md").exists()
+
+
+def test_mistakes_are_told(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PalaError, match="only one of --report-only, --submit"):
+        submit(report_only=True)
+    monkeypatch.setenv("PATH", "/nowhere")
+    write_preset(launcher='launcher = "aprun -n {ranks}"\n')
+    with pytest.raises(PalaError, match=r"'launcher' is 'aprun -n \{ranks\}', but jobs of Slurm start their ranks by"):
+        submit()
+    shutil.rmtree("launch")
+    with pytest.raises(PalaError, match="submit from PALA's repository"):
+        submit()
