@@ -43,6 +43,9 @@ class EnvConfig:
     """Gymnasium id. Ids that begin with `ALE/` get the Atari settings of this section; all others ignore them."""
     num_envs: int = 16
     """Environments a rank [GALA: 16]."""
+    wrappers: tuple[str, ...] = ()
+    """Other than Atari: Gymnasium wrappers around each environment, the innermost first: `FlattenObservation`,
+    `RescaleObservation(min_obs=-1, max_obs=1)`, `my_module:MyWrapper`."""
     vectorization: Literal["sync", "async"] = "sync"
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own."""
     clip_rewards: Literal["auto", "sign", "none"] = "auto"

@@ -25,6 +25,7 @@ from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
 from pala.system.errors import PalaError, nearest
+from pala.wrappers import wrapped
 
 MakeEnv = Callable[[], gymnasium.Env]
 
@@ -146,8 +147,15 @@ def make_envs(
     """The environments of one rank. A `make_env` of the user's wins over `config.id`. Other than Atari, episodes are
     truncated after `max_episode_steps`, if not before."""
     if make_env is None and config.id.startswith("ALE/"):
+        if config.wrappers:
+            raise PalaError(
+                f"'env.wrappers' is {list(config.wrappers)}, but '{config.id}' is played by ale-py's own vector "
+                "environment, which has no single environments to wrap; from Python, give a `make_env` that makes the "
+                "game with gymnasium.wrappers.AtariPreprocessing."
+            )
         return AtariEnvs(atari_rom(config.id), config, num_threads)
-    factory = make_env if make_env is not None else lambda: gymnasium.make(checked_id(config.id))
+    plain = make_env if make_env is not None else lambda: gymnasium.make(checked_id(config.id))
+    factory = wrapped(plain, config.wrappers)
     limit = max_episode_steps
     limited = factory if limit is None else lambda: gymnasium.wrappers.TimeLimit(factory(), limit)
     try:

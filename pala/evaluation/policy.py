@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 
 from pala.config import Config
-from pala.envs import Envs
+from pala.envs import Envs, make_envs
 from pala.exchange.kinds import kind_of
 from pala.gorila.dqn import epsilon_greedy
-from pala.gorila.networks import QNetwork
+from pala.gorila.networks import q_network
 from pala.gorila.shard import assemble
-from pala.networks.network import ActorCritic, FlatParameters, Network
-from pala.run import checkpoint, run_folder
+from pala.networks.network import FlatParameters, Network
+from pala.networks.own import MakeNetwork, actor_critic
+from pala.run import checkpoint, run_folder, user_code
 from pala.system.errors import PalaError
 
 Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
@@ -24,51 +27,92 @@ Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions 
 
 @dataclass(frozen=True)
 class Policy:
-    """A network with the parameters of a run."""
+    """A network with the parameters of a run, on the CPU, and how it acts."""
 
     network: Network
+    observation_space: gymnasium.Space
+    action_space: gymnasium.Space
     global_steps: int  # of training, over all ranks
     source: str  # "final", or of which checkpoints
     environment: str | None = None  # what the run calls an environment made in Python
-    epsilon: float = 0.0  # of a Q-network
+    epsilon: float | None = None  # of a Q-network; None: of a policy that is sampled
+    generator: torch.Generator = field(default_factory=torch.Generator, repr=False)  # of what `act` samples
+
+    def act(self, observations: Any, greedy: bool = False) -> Any:
+        """Actions for one observation or a batch of them, as the environment takes them.
+
+        `observations`: [*obs] or [B, *obs], as the environment that the run was trained on gives them. Returns one
+        action, or B: int64 [B] for Discrete actions, [B, *action] for a Box. `greedy`: the most probable action instead
+        of a sampled one; of Gorila never a random one. Keeps no state from call to call but `generator`. Raises
+        PalaError for observations of another shape or type.
+        """
+        batch, is_single = self._batch(observations)
+        actions = self._choose(batch, greedy, self.generator)
+        return actions[0] if is_single else actions
+
+    def seed(self, seed: int) -> None:
+        """What `act` samples from now on is drawn from this seed."""
+        self.generator.manual_seed(seed)
 
     def actor(self, greedy: bool, seed: int) -> Actor:
         """A function from observations to actions, with a random stream of its own: sampled from the policy or, if
         `greedy`, the most probable; of a Q-network the best, but with probability `epsilon` any, unless `greedy`."""
         generator = torch.Generator().manual_seed(seed)
-        network, distribution = self.network, self.network.distribution
+        return lambda observations: self._choose(observations, greedy, generator)
 
-        def choose(observations: torch.Tensor) -> torch.Tensor:
-            if isinstance(network, QNetwork):
-                return epsilon_greedy(network(observations), 0.0 if greedy else self.epsilon, generator)
-            policy_output, _ = network(observations)
-            return distribution.sample(policy_output, generator, greedy)
+    def _choose(self, observations: np.ndarray, greedy: bool, generator: torch.Generator) -> np.ndarray:
+        distribution = self.network.distribution
+        with torch.inference_mode():
+            outputs = self.network.outputs(torch.from_numpy(np.ascontiguousarray(observations)))[0]
+            if self.epsilon is None:
+                actions = distribution.sample(outputs, generator, greedy)
+            else:
+                actions = epsilon_greedy(outputs, 0.0 if greedy else self.epsilon, generator)
+            env_actions: np.ndarray = distribution.to_env(actions).numpy()
+            return env_actions
 
-        def act(observations: np.ndarray) -> np.ndarray:
-            with torch.inference_mode():
-                actions = choose(torch.from_numpy(np.ascontiguousarray(observations)))
-                env_actions: np.ndarray = distribution.to_env(actions).numpy()
-                return env_actions
+    def _batch(self, observations: Any) -> tuple[np.ndarray, bool]:
+        """[B, *obs], and whether a single one was given."""
+        given, space = np.asarray(observations), self.observation_space
+        is_single = given.shape == space.shape
+        if not is_single and given.shape[1:] != space.shape:
+            raise PalaError(f"Observations are of shape {given.shape}, but the policy takes {space.shape} or a batch.")
+        if space.dtype is not None and not np.can_cast(given.dtype, space.dtype, "same_kind"):
+            raise PalaError(f"Observations are {given.dtype}, but the policy takes {space.dtype}.")
+        return (given[None] if is_single else given), is_single
 
-        return act
+
+def policy_of(run: Path, seed: int = 0, trust_run: bool = False) -> Policy:
+    """What `pala.load_policy` does."""
+    config = run_folder.config_of(run)
+    make_env, make_network = user_code.load_trusted(run, config, trust_run)
+    envs = make_envs(replace(config.env, num_envs=1, vectorization="sync"), 1, make_env)  # for its spaces
+    try:
+        policy = load_policy(run, config, envs, make_network)
+    finally:
+        envs.close()
+    policy.seed(seed)
+    return policy
 
 
-def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
+def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> Policy:
     """A completed run's final policy, or what its ranks' newest checkpoints hold. Raises PalaError."""
-    kind = QNetwork if config.algorithm == "gorila" else ActorCritic
-    network = kind(envs.observation_space, envs.action_space, config.network)
+    is_gorila = config.algorithm == "gorila"
+    spaces = envs.observation_space, envs.action_space
+    network = (q_network if is_gorila else actor_critic)(*spaces, config.network, make_network)
+    network.eval()
     flat = FlatParameters(network, torch.device("cpu"))
-    file = run / "policy.safetensors"
+    file, environment = run / "policy.safetensors", None
     if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy
         named, header = checkpoint.load_policy(file, network.state_dict())
         network.load_state_dict(named)
-        policy = Policy(network, header["global_steps"], "final", header.get("environment"), config.evaluation.epsilon)
+        steps, source, environment = header["global_steps"], "final", header.get("environment")
     else:
         steps, source = _load_checkpoints(run, config, flat)
-        policy = Policy(network, steps, source, epsilon=config.evaluation.epsilon)
     if not flat.data.isfinite().all():
-        raise PalaError(f"The policy of run '{run}' ({policy.source}) has parameters that are not finite numbers.")
-    return policy
+        raise PalaError(f"The policy of run '{run}' ({source}) has parameters that are not finite numbers.")
+    epsilon = config.evaluation.epsilon if is_gorila else None
+    return Policy(network, *spaces, steps, source, environment, epsilon)
 
 
 def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:

@@ -17,10 +17,10 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
 
     Raises PalaError for what cannot be: CUDA graphs without CUDA or images, bfloat16 without images.
     """
-    written_out = network.is_image and config.passes != "autograd"
+    written_out = network.is_image and not network.is_own and config.passes != "autograd"
     if config.passes == "cuda_graph" and not (written_out and observations.is_cuda):
         raise PalaError(
-            "'network.passes' is 'cuda_graph', which needs image observations and a CUDA device; use 'auto'."
+            "'network.passes' is 'cuda_graph', which needs PALA's network for images and a CUDA device; use 'auto'."
         )
     if config.precision == "bfloat16" and not network.is_image:
         raise PalaError(

@@ -82,6 +82,8 @@ class Network(nn.Module, abc.ABC):
     observations that it cannot take.
     """
 
+    is_own = False  # of the user's making (`own.py`)
+
     def __init__(
         self, observation_space: gymnasium.Space, distribution: Categorical | Gaussian, config: NetworkConfig
     ) -> None:
