@@ -40,7 +40,8 @@ class EnvConfig:
     """What a rank plays."""
 
     id: str = "ALE/Pong-v5"
-    """Gymnasium id. Ids that begin with `ALE/` get the Atari settings of this section; all others ignore them."""
+    """Gymnasium id, or `module:id` for a module that registers it. Ids that begin with `ALE/` get the Atari settings of
+    this section; all others ignore them."""
     num_envs: int = 16
     """Environments a rank [GALA: 16]."""
     wrappers: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
 from pala.system.errors import PalaError, nearest
+from pala.system.names import import_module
 from pala.wrappers import wrapped
 
 MakeEnv = Callable[[], gymnasium.Env]
@@ -195,8 +196,12 @@ def atari_rom(env_id: str) -> str:
 
 
 def checked_id(env_id: str) -> str:
-    """The id of an environment that is registered. Raises PalaError for any other; `module:id`, by which gymnasium
-    would import a module, is one."""
+    """The id of an environment that is registered; for `module:id` that module is imported first. Raises PalaError for
+    any other."""
+    module, _, own_id = env_id.rpartition(":")
+    if module:
+        import_module(module, "'env.id'")
+        return f"{module}:{checked_id(own_id)}"
     try:
         if env_id.startswith("ALE/") or env_id not in gymnasium.registry:  # perhaps a game under its former name
             import ale_py

@@ -239,7 +239,7 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     config = Config(env=EnvConfig(id="ALE/Pong-v5"), network=NetworkConfig(mlp_hidden=(8,)))
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
-    user_code.keep(run, CARTPOLE, UserCode(Sparkle))
+    user_code.keep(run, config, UserCode(Sparkle))
     evaluation = evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
     assert evaluation.returns == [5, 5, 5]
     assert (evaluation.environment, evaluation.noop_max) == ("environment made in Python", None)

@@ -89,10 +89,13 @@ def local_factory() -> Callable[[], Sparkle]:
 def test_a_factory_that_can_be_imported_is_kept_by_its_name(tmp_path: Path, someone_else: Callable[[], None]) -> None:
     for make_env, name in ((five_steps, "five_steps"), (Sparkle, "Sparkle")):
         keep(tmp_path, make_env)
-        assert names_in(tmp_path) == ["make_env.txt"]
+        assert names_in(tmp_path) == ["code.signature", "make_env.txt"]
         assert (tmp_path / "make_env.txt").read_text() == f"{make_env.__module__}:{name}"
-        someone_else()
         assert load(tmp_path) is make_env
+    someone_else()
+    with pytest.raises(PalaError, match=r"make_env.txt' \(a name\), and no job of yours .* add `--trust-run`"):
+        load(tmp_path)
+    assert load(tmp_path, trust_run=True) is Sparkle
 
 
 @pytest.mark.parametrize("where", ["__main__", "by value"])
@@ -120,7 +123,7 @@ def test_a_pickle_is_loaded_without_a_question_only_by_whose_job_wrote_it(
     made = load(tmp_path)
     assert made is not None and isinstance(made(), Sparkle)
     someone_else()
-    with pytest.raises(PalaError, match=r"as a pickle, '.*make_env.pkl', and no job of yours .* add `--trust-run`"):
+    with pytest.raises(PalaError, match=r"make_env.pkl' \(a pickle\), and no job of yours .* add `--trust-run`"):
         load(tmp_path)
     assert load(tmp_path, trust_run=True) is not None
 
@@ -130,7 +133,7 @@ def test_another_pickle_under_a_signature_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "make_env.pkl").write_bytes(cloudpickle.dumps(lambda: None))
     with pytest.raises(PalaError, match="--trust-run"):
         load(tmp_path)
-    (tmp_path / "make_env.signature").unlink()
+    (tmp_path / "code.signature").unlink()
     with pytest.raises(PalaError, match="--trust-run"):
         load(tmp_path)
 
@@ -164,7 +167,7 @@ def test_a_module_in_the_runs_own_folder_is_never_imported(
     monkeypatch.syspath_prepend(tmp_path / "run" if module == "harm" else tmp_path)
     (tmp_path / "run" / "make_env.txt").write_text(f"{module}:make")
     with pytest.raises(PalaError, match="in the run's own folder, which is not imported"):
-        load(tmp_path / "run")
+        load(tmp_path / "run", trust_run=True)
 
 
 @pytest.mark.parametrize(
@@ -174,24 +177,48 @@ def test_a_module_in_the_runs_own_folder_is_never_imported(
 )  # fmt: skip
 def test_a_name_leads_to_nothing_but_a_modules_own_factory(name: str, tmp_path: Path) -> None:
     (tmp_path / "make_env.txt").write_text(name)
-    with pytest.raises(PalaError, match=r"make_env\.txt|cannot be loaded"):
-        load(tmp_path)
+    with pytest.raises(PalaError, match=r"make_env\.txt' (names|is larger)"):
+        load(tmp_path, trust_run=True)
 
 
 def test_a_name_wins_over_a_pickle_and_takes_its_place(tmp_path: Path) -> None:
     keep(tmp_path, local_factory())
     keep(tmp_path, five_steps)
-    assert names_in(tmp_path) == ["make_env.txt"]
+    assert names_in(tmp_path) == ["code.signature", "make_env.txt"]
     (tmp_path / "make_env.pkl").write_bytes(cloudpickle.dumps(local_factory()))
     assert load(tmp_path) is five_steps
     keep(tmp_path, local_factory())
-    assert names_in(tmp_path) == ["make_env.pkl", "make_env.signature"]
+    assert names_in(tmp_path) == ["code.signature", "make_env.pkl"]
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [({"wrappers": ("FlattenObservation",)}, "'env.wrappers'"), ({"id": "harm:Pong-v0"}, "'env.id'")],
+)
+def test_names_in_the_configuration_are_asked_for(named: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """By who signed them without a question; not in a run that has been given others."""
+    config = replace(CARTPOLE, env=replace(CARTPOLE.env, **named))
+    with pytest.raises(PalaError, match=rf"brings code along, {says} .* add `--trust-run`"):
+        user_code.check_trust(tmp_path, config, trust_run=False)
+    user_code.check_trust(tmp_path, config, trust_run=True)
+    user_code.keep(tmp_path, config, UserCode())
+    user_code.check_trust(tmp_path, config, trust_run=False)
+    other = replace(config, env=replace(config.env, wrappers=("ClipReward",)))
+    with pytest.raises(PalaError, match="--trust-run"):
+        user_code.check_trust(tmp_path, other, trust_run=False)
+
+
+def test_what_is_given_is_not_loaded_from_the_run(tmp_path: Path) -> None:
+    (tmp_path / "make_env.pkl").write_bytes(b"harm")
+    given = UserCode(five_steps)
+    user_code.check_trust(tmp_path, CARTPOLE, trust_run=False, given=given)
+    assert user_code.load(tmp_path, given) == given
 
 
 def test_a_pickle_full_of_holes_takes_no_memory(tmp_path: Path, little_memory: None) -> None:
     keep(tmp_path, local_factory())
     os.truncate(tmp_path / "make_env.pkl", 10**12)
-    with pytest.raises(PalaError, match=r"make_env.pkl' is larger than 64 MiB"):
+    with pytest.raises(PalaError, match=r"make_env.pkl' is larger than 67,108,864 bytes"):
         load(tmp_path)
 
 
@@ -332,7 +359,7 @@ def test_a_video_imports_no_module_that_a_run_names(tmp_path: Path, monkeypatch:
     folder = make_run(tmp_path / "run", replace(CARTPOLE, env=EnvConfig(id="harm_of_a_run:Name-v0")))
     (tmp_path / "harm_of_a_run.py").write_text("raise AssertionError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PalaError, match="no environment 'harm_of_a_run:Name-v0' is registered"):
+    with pytest.raises(PalaError, match=r"brings code along, 'env.id' \['harm_of_a_run:Name-v0'\]"):
         record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
 
 

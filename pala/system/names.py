@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -36,16 +37,24 @@ def import_named(text: str, source: str, not_in: Path | None = None, defined_the
         raise PalaError(f"{source} names {text[:100]!r}, which is no function or class of a module, 'module:name'.")
     if not_in is not None and _lies_in(module, not_in):
         raise PalaError(f"{source} names the module '{module}' in the run's own folder, which is not imported.")
+    found: Any = import_module(module, source)
     try:
-        found: Any = importlib.import_module(module)
         for part in parts:
             found = getattr(found, part)
-    except Exception as error:  # it is the user's code: anything may happen
-        raise cannot_be_loaded(f"{source} names '{text}', which", error) from error
+    except AttributeError as error:
+        raise cannot_be_loaded(f"{source} names '{text}', which", error) from None
     is_own = (getattr(found, "__module__", None), getattr(found, "__qualname__", None)) == (module, name)
     if not callable(found) or (defined_there and not is_own):
         raise PalaError(f"{source} names '{text}', which is no function or class of that module.")
     return found
+
+
+def import_module(module: str, source: str) -> ModuleType:
+    """The module that a file or key, `source`, names. Raises PalaError."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # it is the user's code: anything may happen
+        raise cannot_be_loaded(f"{source} names the module '{module}', which", error) from error
 
 
 def cannot_be_loaded(what: str, error: Exception) -> PalaError:
