@@ -1,4 +1,4 @@
-"""Use a trained policy in a program of your own, without MPI: `python examples/load_and_act.py runs/CartPole-v1-...`."""
+"""Use a trained policy in a program of your own, without MPI: `python examples/load_and_act.py RUN`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Residual(nn.Module):
 
 
 class MyNetwork(nn.Module):
-    """A trunk, and a linear head for each of `num_outputs`: (numbers of the distribution of actions, 1 for the value)."""
+    """A trunk, and a linear head for each of `num_outputs`: what the actions are drawn by, and the value."""
 
     def __init__(self, observation_space: gymnasium.Space, num_outputs: tuple[int, ...], width: int = 64) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What PALA offers from Python: fit, policies that act, callbacks that stop, networks and wrappers; the examples and the
-blocks of docs/python.md as written, but for fewer steps."""
+"""What PALA offers from Python: fit, policies that act, callbacks that stop, networks and wrappers; the examples and
+the blocks of docs/python.md as written, but for fewer steps."""
 
 from __future__ import annotations
 
