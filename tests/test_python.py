@@ -23,7 +23,7 @@ from torch import nn
 
 import pala
 from pala import play as play_program
-from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, RunConfig, checked
+from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, checked
 from pala.envs import make_envs
 from pala.evaluation.policy import policy_of
 from pala.exchange.kinds import KINDS
@@ -162,7 +162,7 @@ def test_a_policy_says_what_it_cannot_take(policy: Any) -> None:
 
 
 def test_the_policy_of_a_box_and_of_gorila(tmp_path: Path) -> None:
-    (result,) = train(1, gorila(tmp_path, steps=100))
+    result = train(2, gorila(tmp_path, steps=100))[0]
     act = pala.load_policy(result.run).act
     batch = np.zeros((200, 4), np.float32)
     assert len(set(act(batch).tolist())) == 2 and len(set(act(batch, greedy=True).tolist())) == 1
@@ -264,8 +264,6 @@ def wrapped(*names: str) -> EnvConfig:
 
 
 def test_wrappers_are_put_around_environments_from_within() -> None:
-    envs = make_envs(wrapped("TransformReward(func=None)"), make_env=lambda: Sparkle()) if False else None
-    assert envs is None
     envs = make_envs(wrapped(f"{__name__}:Doubled", "FrameStackObservation(stack_size=3)", "FlattenObservation"))
     try:
         assert envs.observation_space.shape == (12,)
@@ -282,7 +280,7 @@ def test_wrappers_are_put_around_environments_from_within() -> None:
         ("FlattenObservation(1)", "is no wrapper: write"),
         ("FlattenObservation(a=print())", "is no wrapper: write"),
         ("__import__('os')", "is no wrapper: write|has no"),
-        ("FrameStackObservation(stack=3)", "fails to wrap .* TypeError"),
+        ("FrameStackObservation(stack=3)", "fails to wrap .*TypeError"),
         ("no_such_module:Wrapper", "names the module 'no_such_module', which cannot be loaded"),
         (f"{__name__}:NoSuch", "'env.wrappers' names .*NoSuch', which cannot be loaded"),
         ("os:abort", "is no function or class of a module"),
@@ -321,6 +319,7 @@ def drawn(tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.filterwarnings("ignore:no fast renderer")
 def test_a_policy_plays_in_a_window(
     drawn: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,7 +328,7 @@ def test_a_policy_plays_in_a_window(
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.setattr("sys.argv", ["play", str(drawn), "--episodes", "2", "--speed", "100"])
     play_program.main()
-    assert capsys.readouterr().out == "an episode of 5 steps, return 5\n" * 2
+    assert capsys.readouterr().out == "an episode of 5 steps, return 5.0\n" * 2
 
 
 def test_without_pygame_or_a_display_a_sentence_names_the_video(
@@ -389,7 +388,6 @@ def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
     def script() -> None:
         for block in blocks:
             exec(compile(block, str(PAGE), "exec"), names)
-        pala.fit(names["config_of_wrapped"])
 
     one_rank(script)
     assert len(list((tmp_path / "runs").iterdir())) == 5
@@ -415,4 +413,3 @@ def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pyt
 def test_every_example_is_tried() -> None:
     tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tried
-    assert RunConfig
