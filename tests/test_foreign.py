@@ -318,13 +318,30 @@ def resumed(folder: Path) -> None:
             raise result
 
 
-def test_a_video_imports_no_module_that_a_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gymnasium.make` would, for an id like `module:Name-v0`."""
+def test_a_module_that_a_run_names_is_imported_for_who_made_it_or_by_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, someone_else: Callable[[], None]
+) -> None:
     folder = make_run(tmp_path / "run", replace(CARTPOLE, env=EnvConfig(id="harm_of_a_run:Name-v0")))
-    (tmp_path / "harm_of_a_run.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "harm_of_a_run.py").write_text("raise ImportError('its code ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PalaError, match="no environment 'harm_of_a_run:Name-v0' is registered"):
-        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+
+    def film(trust_run: bool = False) -> None:
+        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1, trust_run=trust_run)
+
+    for program in (film, lambda: evaluate(folder, 1, 1, greedy=False, seed=0, threads=1)):
+        with pytest.raises(PalaError, match=r"the module 'harm_of_a_run' would be imported, .* add `--trust-run`"):
+            program()
+    with pytest.raises(PalaError, match="its code ran"):
+        film(trust_run=True)
+    environment.keep_id(folder, "another:Name-v0")
+    with pytest.raises(PalaError, match="--trust-run"):
+        film()
+    environment.keep_id(folder, "harm_of_a_run:Name-v0")
+    with pytest.raises(PalaError, match="its code ran"):
+        film()
+    someone_else()
+    with pytest.raises(PalaError, match="--trust-run"):
+        film()
 
 
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics/rank-0000.jsonl", ".lock"])

@@ -55,8 +55,12 @@ class Policy:
 
 def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
     """A completed run's final policy, or what its ranks' newest checkpoints hold. Raises PalaError."""
-    kind = QNetwork if config.algorithm == "gorila" else ActorCritic
-    network = kind(envs.observation_space, envs.action_space, config.network)
+    spaces = envs.observation_space, envs.action_space
+    network: Network
+    if config.algorithm == "gorila":
+        network = QNetwork(*spaces, config.network)
+    else:
+        network = ActorCritic(*spaces, config.network, config.env)
     flat = FlatParameters(network, torch.device("cpu"))
     file = run / "policy.safetensors"
     if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy

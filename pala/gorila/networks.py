@@ -6,7 +6,8 @@ import gymnasium
 from torch import Tensor, nn
 
 from pala.config import NetworkConfig
-from pala.networks.network import Categorical, Network, orthogonal
+from pala.networks.distributions import Categorical
+from pala.networks.network import Network, orthogonal
 from pala.system.errors import PalaError
 
 

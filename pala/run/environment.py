@@ -1,13 +1,15 @@
-"""An environment that a run was made with from Python, as the run's folder keeps it.
+"""An environment that runs code of the user's, as a run's folder keeps it: made from Python, or a `module:id`.
 
 | file | holds | is loaded |
 |---|---|---|
 | `make_env.txt` | the name, `module:name`, of a factory that can be imported | from the user's own modules |
 | `make_env.pkl` | any other factory, by cloudpickle | if this user's own job wrote it, or by `--trust-run` |
 | `make_env.signature` | who wrote the pickle: its HMAC by the user's own key | |
+| `make_env.id.signature` | the same of an `env.id` in run.json that names a module | its module, on the same terms |
 
-Loading a pickle runs whatever code is in it. So one that came from elsewhere is loaded only by request. Whose job wrote
-a pickle is told by a secret key in the user's home, as Jupyter tells trusted notebooks: no folder can bring it along.
+Loading a pickle runs whatever code is in it, and importing a module whatever is in that. So what came from elsewhere is
+loaded only by request. Whose job wrote it is told by a secret key in the user's home, as Jupyter tells trusted
+notebooks: no folder can bring it along.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from typing import Any
 import cloudpickle
 
 from pala.envs import MakeEnv
+from pala.run import run_folder
 from pala.system.errors import PalaError
 from pala.system.files import open_to_read, write_atomically
 
-NAME, PICKLE, SIGNATURE = FILES = ("make_env.txt", "make_env.pkl", "make_env.signature")
+NAME, PICKLE, SIGNATURE, ID_SIGNATURE = FILES = (
+    "make_env.txt", "make_env.pkl", "make_env.signature", "make_env.id.signature"
+)  # fmt: skip
 _MOST_NAME_BYTES = 1000
 _MOST_PICKLE_BYTES = 64 << 20
 _KEY_BYTES = 32
@@ -56,6 +61,12 @@ def keep(run: Path, make_env: MakeEnv) -> None:
     (run / NAME).unlink(missing_ok=True)
 
 
+def keep_id(run: Path, env_id: str) -> None:
+    """Sign an id that names a module. Raises OSError."""
+    if ":" in env_id and (key := _own_key()) is not None:
+        write_atomically(run / ID_SIGNATURE, _signature(key, env_id.encode()).encode())
+
+
 def forget(run: Path) -> None:
     """Delete what another job has kept here. Raises OSError."""
     for file in FILES:
@@ -63,21 +74,34 @@ def forget(run: Path) -> None:
 
 
 def check_trust(run: Path, trust_run: bool) -> None:
-    """Raise PalaError if the run keeps its environment as a pickle that is not to be loaded without being asked to."""
-    if trust_run or (run / NAME).exists() or not (run / PICKLE).exists():
+    """Raise PalaError if the run keeps its environment as a pickle, or names a module, that is not to be loaded without
+    being asked to."""
+    if trust_run or (run / NAME).exists():
+        return
+    if not (run / PICKLE).exists():
+        _check_trust_in_id(run)
         return
     try:
-        with open_to_read(run / SIGNATURE) as file:
-            found = file.read(_MOST_NAME_BYTES)
         data = _pickle_of(run)
-        key = _own_key()
     except OSError:
-        found, data, key = b"", b"", None
-    if key is None or not hmac.compare_digest(found, _signature(key, data).encode()):
+        data = None
+    if data is None or not _is_signed(run / SIGNATURE, data):
         raise PalaError(
             f"Run '{run}' keeps its environment, which was made in Python, as a pickle, '{run / PICKLE}', and no job "
             "of yours on this machine wrote that. Loading it runs whatever code is in it: if you trust whoever made "
             "the run, add `--trust-run` (from Python: `trust_run=True`)."
+        )
+
+
+def _check_trust_in_id(run: Path) -> None:
+    if not (run / "run.json").exists():
+        return
+    env_id = run_folder.config_of(run).env.id
+    if ":" in env_id and not _is_signed(run / ID_SIGNATURE, env_id.encode()):
+        raise PalaError(
+            f"Run '{run}' plays '{env_id}', for which the module '{env_id.rpartition(':')[0]}' would be imported, and "
+            "no job of yours on this machine wrote that. Importing it runs its code: if you trust whoever made the "
+            "run, add `--trust-run` (from Python: `trust_run=True`)."
         )
 
 
@@ -164,6 +188,17 @@ def _lies_in(module: str, run: Path) -> bool:
 
 
 # ---- by signature ----------------------------------------------------------------------------------------------------
+
+
+def _is_signed(file: Path, data: bytes) -> bool:
+    """Whether a job of this user has signed these bytes there."""
+    try:
+        with open_to_read(file) as opened:
+            found = opened.read(_MOST_NAME_BYTES)
+    except OSError:
+        return False
+    key = _own_key()
+    return key is not None and hmac.compare_digest(found, _signature(key, data).encode())
 
 
 def _signature(key: bytes, data: bytes) -> str:

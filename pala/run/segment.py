@@ -80,6 +80,8 @@ def open_segment(
         segment = Segment(run, checkpoint.new_segment(run), previous)
         if make_env is not None:
             environment.keep(run, make_env)
+        else:
+            environment.keep_id(run, config.env.id)
         return segment, lock is not None
 
     def join() -> None:

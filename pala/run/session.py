@@ -61,10 +61,12 @@ def train(
         if make_env is None and resume is not None:
             make_env = _load_environment(comm, resume, trust_run)
         envs = build_envs(comm, config, job.threads, make_env)
-        description = (facts or {}) | {"threads_per_rank": job.threads, "python_environment": make_env is not None}
+        description = (facts or {}) | {
+            "threads_per_rank": job.threads, "environment": envs.name, "python_environment": make_env is not None
+        }  # fmt: skip
         try:
             parts = _BUILD[config.algorithm](comm, config, envs)
-            with open_segment(comm, config, resume, preset or config.env.id.split("/")[-1], make_env) as segment:
+            with open_segment(comm, config, resume, preset or envs.name.split("/")[-1], make_env) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
@@ -105,7 +107,8 @@ def take_place(
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
     with joined(segment, briefing.is_locked) as segment:
-        exchange = Gossip(job.comm, parts.flat.data, parts.flat.signature, config, None, interrupt, sleeping)
+        flat = parts.flat
+        exchange = Gossip(job.comm, flat.data, flat.signature, config, None, interrupt, sleeping, flat.num_moments)
         if not exchange.take_place():
             envs.close()
             return None
@@ -288,7 +291,8 @@ class Session:
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         header = {
-            "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._job.num_trainers
+            "config": to_table(self._config), "environment": self._envs.name, "global_steps": exchange.global_steps,
+            "ranks": self._job.num_trainers,
         }  # fmt: skip
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)
