@@ -242,7 +242,7 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     user_code.keep(run, config, UserCode(Sparkle))
     evaluation = evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
     assert evaluation.returns == [5, 5, 5]
-    assert (evaluation.environment, evaluation.noop_max) == ("environment made in Python", None)
+    assert (evaluation.environment, evaluation.noop_max) == ("Sparkle", None)
     with pytest.raises(PalaError, match="draws no pictures"):
         record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
     (run / "make_env.txt").unlink()

@@ -172,8 +172,8 @@ def test_a_module_in_the_runs_own_folder_is_never_imported(
 
 @pytest.mark.parametrize(
     "name",
-    ["os:abort", "http.server:test", "pala.run.environment:sys.exit", "pala.run.environment:load_nothing",
-     "pala.run.environment:NAME", "../x:y", "x", "", ":", "a:b:c", "\0", "x" * 5000],
+    ["os:abort", "http.server:test", "pala.run.user_code:sys.exit", "pala.run.environment:load_nothing",
+     "pala.run.user_code:NAME", "../x:y", "x", "", ":", "a:b:c", "\0", "x" * 5000],
 )  # fmt: skip
 def test_a_name_leads_to_nothing_but_a_modules_own_factory(name: str, tmp_path: Path) -> None:
     (tmp_path / "make_env.txt").write_text(name)
@@ -354,13 +354,30 @@ def resumed(folder: Path) -> None:
             raise result
 
 
-def test_a_video_imports_no_module_that_a_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gymnasium.make` would, for an id like `module:Name-v0`."""
+def test_a_module_that_a_run_names_is_imported_for_who_made_it_or_by_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, someone_else: Callable[[], None]
+) -> None:
     folder = make_run(tmp_path / "run", replace(CARTPOLE, env=EnvConfig(id="harm_of_a_run:Name-v0")))
-    (tmp_path / "harm_of_a_run.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "harm_of_a_run.py").write_text("raise ImportError('its code ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PalaError, match=r"brings code along, 'env.id' \['harm_of_a_run:Name-v0'\]"):
-        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+
+    def film(trust_run: bool = False) -> None:
+        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1, trust_run=trust_run)
+
+    for program in (film, lambda: evaluate(folder, 1, 1, greedy=False, seed=0, threads=1)):
+        with pytest.raises(PalaError, match=r"brings code along, 'env.id' \['harm_of_a_run:Name-v0'\].*--trust-run"):
+            program()
+    with pytest.raises(PalaError, match="its code ran"):
+        film(trust_run=True)
+    user_code.keep(folder, replace(CARTPOLE, env=EnvConfig(id="another:Name-v0")), user_code.NOTHING)
+    with pytest.raises(PalaError, match="--trust-run"):
+        film()
+    user_code.keep(folder, run_folder.config_of(folder), user_code.NOTHING)
+    with pytest.raises(PalaError, match="its code ran"):
+        film()
+    someone_else()
+    with pytest.raises(PalaError, match="--trust-run"):
+        film()
 
 
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics/rank-0000.jsonl", ".lock"])

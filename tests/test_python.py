@@ -23,7 +23,7 @@ from torch import nn
 
 import pala
 from pala import play as play_program
-from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, checked
+from pala.config import Config, EnvConfig, EvaluationConfig, checked
 from pala.envs import make_envs
 from pala.evaluation.policy import policy_of
 from pala.exchange.kinds import KINDS
@@ -236,7 +236,7 @@ def _without(part: str) -> Callable[..., nn.Module]:
 def test_a_network_that_cannot_be_is_told(make: Any, says: str) -> None:
     spaces = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
     with pytest.raises(PalaError, match=says):
-        actor_critic(*spaces, NetworkConfig(), make)
+        actor_critic(*spaces, Config(), make)
 
 
 def test_running_statistics_are_refused(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_an_id_names_the_module_that_registers_it(tmp_path: Path, monkeypatch: p
 @pytest.fixture
 def drawn(tmp_path: Path) -> Path:
     """A run whose environment draws itself."""
-    network = actor_critic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE.network)
+    network = actor_critic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE)
     run = make_run(tmp_path / "run", CARTPOLE, network)  # type: ignore[arg-type]
     keep(run, CARTPOLE, UserCode(lambda: Sparkle("rgb_array")))
     return run

@@ -15,7 +15,7 @@ from pala.envs import Envs
 from pala.exchange.base import ExchangeState, ModelExchange
 from pala.exchange.kinds import kind_of
 from pala.exchange.make import check_placement, make_exchange
-from pala.networks.make import make_tape
+from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
 from pala.networks.tape import Tape
@@ -62,7 +62,9 @@ class A2CParts(Parts[ModelExchange]):
         return self.a2c.tensors, {}
 
     def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> ModelExchange:
-        return make_exchange(comm, self.flat.data, self.flat.signature, self.config, start, interrupt)
+        return make_exchange(
+            comm, self.flat.data, self.flat.signature, self.config, start, interrupt, self.flat.num_moments
+        )
 
     def make_loop(
         self, rank: int, envs: Envs, exchange: ModelExchange, progress: Progress, interrupt: Interrupt
@@ -99,11 +101,10 @@ def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetw
 
     def make() -> Network:
         with torch_weights(config.seed):
-            return actor_critic(envs.observation_space, envs.action_space, config.network, make_network)
+            return actor_critic(envs.observation_space, envs.action_space, config, make_network)
 
     network = collectively(comm, make)
     flat = FlatParameters(network, device)
-    shape = (envs.num_envs, *(envs.observation_space.shape or ()))
-    observations = torch.zeros(shape, dtype=torch.uint8, device=device)
+    observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
     return A2CParts(config, device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pala.config import EnvConfig
-from pala.envs import Envs, Episode, atari_rom, make_envs
+from pala.envs import AtariEnvs, Envs, Episode, atari_rom, make_envs
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
@@ -59,7 +59,7 @@ def evaluate(
     finally:
         envs.close()
     cut = sum(episode.length_steps >= limit for episode in played)
-    if cut and (make_env is not None or not config.env.id.startswith("ALE/")):
+    if cut and not isinstance(envs, AtariEnvs):
         say(
             f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps')."
         )
@@ -73,7 +73,7 @@ def evaluate(
         seed=seed,
         steps_per_s=round(steps / seconds, 1),
         **_statistics(played),
-        **_game_facts(config.env, played, policy.environment or "environment made in Python" if make_env else None),
+        **_game_facts(config.env, played, envs.name, isinstance(envs, AtariEnvs)),
     )
 
 
@@ -115,15 +115,15 @@ def _statistics(played: list[Episode]) -> dict[str, Any]:
     }
 
 
-def _game_facts(env: EnvConfig, played: list[Episode], made_in_python: str | None) -> dict[str, Any]:
-    """The fields that only Atari has; None elsewhere."""
+def _game_facts(env: EnvConfig, played: list[Episode], name: str, is_atari: bool) -> dict[str, Any]:
+    """What was played, and the fields that only Atari has; None elsewhere."""
     names = (
         "frames_per_step", "noop_max", "repeat_action_probability",
         "random_score", "human_score", "human_normalised_score", "score_table",
     )  # fmt: skip
     facts: dict[str, Any] = dict.fromkeys(names)
-    if made_in_python is not None or not env.id.startswith("ALE/"):
-        return facts | {"environment": made_in_python or env.id}
+    if not is_atari:
+        return facts | {"environment": name}
     facts |= {
         "environment": env.id.removeprefix("ALE/").split("-v")[0],
         "frames_per_step": env.frame_skip,

@@ -10,6 +10,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.spaces import Dict, Tuple
+from gymnasium.vector.utils import batch_space, iterate
 
 from pala.config import Config
 from pala.envs import Envs, make_envs
@@ -20,6 +22,7 @@ from pala.gorila.shard import assemble
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
 from pala.run import checkpoint, run_folder, user_code
+from pala.spaces import Inputs
 from pala.system.errors import PalaError
 
 Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
@@ -30,7 +33,7 @@ class Policy:
     """A network with the parameters of a run, on the CPU, and how it acts."""
 
     network: Network
-    observation_space: gymnasium.Space
+    inputs: Inputs  # from the environment's observations to the network's
     action_space: gymnasium.Space
     global_steps: int  # of training, over all ranks
     source: str  # "final", or of which checkpoints
@@ -38,12 +41,18 @@ class Policy:
     epsilon: float | None = None  # of a Q-network; None: of a policy that is sampled
     generator: torch.Generator = field(default_factory=torch.Generator, repr=False)  # of what `act` samples
 
+    @property
+    def observation_space(self) -> gymnasium.Space:
+        """Of one observation, as the environment gives it."""
+        return self.inputs.original
+
     def act(self, observations: Any, greedy: bool = False) -> Any:
         """Actions for one observation or a batch of them, as the environment takes them.
 
-        `observations`: [*obs] or [B, *obs], as the environment that the run was trained on gives them. Returns one
-        action, or B: int64 [B] for Discrete actions, [B, *action] for a Box. `greedy`: the most probable action instead
-        of a sampled one; of Gorila never a random one. Keeps no state from call to call but `generator`. Raises
+        `observations`: one as the environment that the run was trained on gives it, or a batch as Gymnasium's vector
+        environments do: arrays with one dimension more, in a dict or tuple where the observation is one. Returns one
+        action, or B: int64 [B] for Discrete actions, [B, *action] for others. `greedy`: the most probable action
+        instead of a sampled one; of Gorila never a random one. Keeps no state from call to call but `generator`. Raises
         PalaError for observations of another shape or type.
         """
         batch, is_single = self._batch(observations)
@@ -72,14 +81,30 @@ class Policy:
             return env_actions
 
     def _batch(self, observations: Any) -> tuple[np.ndarray, bool]:
-        """[B, *obs], and whether a single one was given."""
-        given, space = np.asarray(observations), self.observation_space
-        is_single = given.shape == space.shape
-        if not is_single and given.shape[1:] != space.shape:
-            raise PalaError(f"Observations are of shape {given.shape}, but the policy takes {space.shape} or a batch.")
-        if space.dtype is not None and not np.can_cast(given.dtype, space.dtype, "same_kind"):
-            raise PalaError(f"Observations are {given.dtype}, but the policy takes {space.dtype}.")
-        return (given[None] if is_single else given), is_single
+        """What the network gets, [B, ...], and whether a single observation was given."""
+        is_single = _is_single(self.observation_space, observations)
+        if self.inputs.is_identity:
+            return (np.asarray(observations)[None] if is_single else np.asarray(observations)), is_single
+        each = [observations] if is_single else iterate(batch_space(self.observation_space), observations)
+        return np.stack([self.inputs.encode(observation) for observation in each]), is_single
+
+
+def _is_single(space: gymnasium.Space, observations: Any) -> bool:
+    """Whether it is one observation of this space; False: a batch. Raises PalaError if it is neither."""
+    if isinstance(space, (Dict, Tuple)):
+        parts = space.spaces if isinstance(space, Dict) else dict(enumerate(space.spaces))
+        try:
+            single = [_is_single(part, observations[key]) for key, part in parts.items()]
+            return all(single)
+        except (KeyError, IndexError, TypeError):
+            raise PalaError(f"Observations are {type(observations).__name__}, but the policy takes {space}.") from None
+    given = np.asarray(observations)
+    is_single = given.shape == space.shape
+    if not is_single and given.shape[1:] != space.shape:
+        raise PalaError(f"Observations are of shape {given.shape}, but the policy takes {space.shape} or a batch.")
+    if space.dtype is not None and not np.can_cast(given.dtype, space.dtype, "same_kind"):
+        raise PalaError(f"Observations are {given.dtype}, but the policy takes {space.dtype}.")
+    return is_single
 
 
 def policy_of(run: Path, seed: int = 0, trust_run: bool = False) -> Policy:
@@ -98,8 +123,9 @@ def policy_of(run: Path, seed: int = 0, trust_run: bool = False) -> Policy:
 def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> Policy:
     """A completed run's final policy, or what its ranks' newest checkpoints hold. Raises PalaError."""
     is_gorila = config.algorithm == "gorila"
-    spaces = envs.observation_space, envs.action_space
-    network = (q_network if is_gorila else actor_critic)(*spaces, config.network, make_network)
+    network = (q_network if is_gorila else actor_critic)(
+        envs.observation_space, envs.action_space, config, make_network
+    )
     network.eval()
     flat = FlatParameters(network, torch.device("cpu"))
     file, environment = run / "policy.safetensors", None
@@ -112,7 +138,7 @@ def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork
     if not flat.data.isfinite().all():
         raise PalaError(f"The policy of run '{run}' ({source}) has parameters that are not finite numbers.")
     epsilon = config.evaluation.epsilon if is_gorila else None
-    return Policy(network, *spaces, steps, source, environment, epsilon)
+    return Policy(network, envs.inputs, envs.action_space, steps, source, environment, epsilon)
 
 
 def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gymnasium
 from torch import Tensor, nn
 
-from pala.config import NetworkConfig
-from pala.networks.network import Categorical, Network, orthogonal
+from pala.config import Config, NetworkConfig
+from pala.networks.distributions import Categorical
+from pala.networks.network import Network, orthogonal
 from pala.networks.own import MakeNetwork, OwnNetwork
 from pala.system.errors import PalaError
 
@@ -43,11 +44,11 @@ def numbered(action_space: gymnasium.Space) -> Categorical:
 
 
 def q_network(
-    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig,
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config,
     make_network: MakeNetwork | None = None,
 ) -> Network:  # fmt: skip
     """PALA's, or the user's own."""
     if make_network is None:
-        return QNetwork(observation_space, action_space, config)
+        return QNetwork(observation_space, action_space, config.network)
     distribution = numbered(action_space)
     return OwnNetwork(make_network, observation_space, distribution, (distribution.num_outputs,))

@@ -22,7 +22,7 @@ from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import Beginning, Shard, assemble
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
-from pala.networks.make import make_tape
+from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork
 from pala.networks.tape import Tape
@@ -167,14 +167,15 @@ def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetw
     def make_networks() -> tuple[Network, Network]:
         with torch_weights(config.seed):
             first, second = (
-                q_network(envs.observation_space, envs.action_space, config.network, make_network) for _ in range(2)
+                q_network(envs.observation_space, envs.action_space, config, make_network) for _ in range(2)
             )
         return first, second
 
     network, target_network = collectively(comm, make_networks)
     flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
-    shape = (config.gorila.minibatch_size, *(envs.observation_space.shape or ()))
-    observations = torch.zeros(shape, dtype=torch.uint8, device=device)  # room for a minibatch
+    observations = blank_observations(
+        envs.observation_space, config.gorila.minibatch_size, device
+    )  # room for a minibatch
     tape, target_tape = (
         collectively(comm, lambda net=net: make_tape(net, config.network, 1, observations))  # type: ignore[misc]
         for net in (network, target_network)

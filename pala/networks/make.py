@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gymnasium
+import numpy as np
+import torch
 from torch import Tensor
 
 from pala.config import NetworkConfig
@@ -28,5 +31,13 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
         )
     if not written_out:
         return AutogradTape(network, config.precision)
-    tape = ConvTape(network.trunk, network.heads, config.precision, max_passes, len(observations))
+    tape = ConvTape(
+        network.trunk, network.heads, config.precision, max_passes, len(observations),
+        network.pixel_low, network.pixel_factor,
+    )  # fmt: skip
     return GraphedTape(tape, observations, max_passes) if config.passes == "cuda_graph" else tape
+
+
+def blank_observations(space: gymnasium.Space, count: int, device: torch.device) -> Tensor:
+    """So many observations of a space, all zeros: an example for `make_tape`."""
+    return torch.from_numpy(np.zeros((count, *(space.shape or ())), space.dtype)).to(device)

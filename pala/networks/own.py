@@ -18,8 +18,10 @@ import gymnasium
 import torch
 from torch import Tensor, nn
 
-from pala.config import NetworkConfig
-from pala.networks.network import ActorCritic, Categorical, Gaussian, Network, _distribution
+from pala.config import Config, EnvConfig
+from pala.networks.distributions import Distribution, distribution_of
+from pala.networks.make import blank_observations
+from pala.networks.network import ActorCritic, Network
 from pala.system.errors import PalaError
 
 MakeNetwork = Callable[[gymnasium.Space, tuple[int, ...]], nn.Module]
@@ -27,14 +29,14 @@ MakeNetwork = Callable[[gymnasium.Space, tuple[int, ...]], nn.Module]
 
 
 def actor_critic(
-    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig,
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config,
     make_network: MakeNetwork | None = None,
 ) -> Network:  # fmt: skip
     """PALA's, or the user's own."""
     if make_network is None:
-        return ActorCritic(observation_space, action_space, config)
-    distribution = _distribution(action_space)
-    return OwnNetwork(make_network, observation_space, distribution, (distribution.num_outputs, 1))
+        return ActorCritic(observation_space, action_space, config.network, config.env)
+    distribution = distribution_of(action_space)
+    return OwnNetwork(make_network, observation_space, distribution, (distribution.num_outputs, 1), config.env)
 
 
 class OwnNetwork(Network):
@@ -43,12 +45,12 @@ class OwnNetwork(Network):
     is_own = True
 
     def __init__(
-        self, make_network: MakeNetwork, observation_space: gymnasium.Space, distribution: Categorical | Gaussian,
-        num_outputs: tuple[int, ...],
+        self, make_network: MakeNetwork, observation_space: gymnasium.Space, distribution: Distribution,
+        num_outputs: tuple[int, ...], env: EnvConfig | None = None,
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)  # Network would make a trunk
         self.distribution = distribution
-        self.is_image = len(observation_space.shape or ()) == 3
+        self._take_inputs(observation_space, env)
         self.own = make_network(observation_space, num_outputs)
         _check_parts(self.own, len(num_outputs))
         self._check_outputs(observation_space, num_outputs)
@@ -65,7 +67,7 @@ class OwnNetwork(Network):
         return [cast(Any, self.own).trunk(inputs)] * len(self.heads)
 
     def _check_outputs(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
-        observations = torch.zeros((2, *(space.shape or ())), dtype=torch.uint8 if self.is_image else torch.float32)
+        observations = blank_observations(space, 2, torch.device("cpu"))
         try:
             with torch.no_grad():
                 shapes = [tuple(outputs.shape) for outputs in self.outputs(observations)]

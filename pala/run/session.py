@@ -9,7 +9,6 @@ outlive it (`pala/transport/mpi_process.py`, `abort`).
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,14 +67,14 @@ def train(
             code = _load_code(comm, resume, code, trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
         description = (facts or {}) | {
-            "threads_per_rank": job.threads, "python_environment": code.make_env is not None,
+            "threads_per_rank": job.threads, "environment": envs.name, "python_environment": code.make_env is not None,
             "python_network": code.make_network is not None,
         }  # fmt: skip
         try:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
             if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
                 say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
-            with open_segment(comm, config, resume, preset or re.split("[/:]", config.env.id)[-1], code) as segment:
+            with open_segment(comm, config, resume, preset or envs.name.split("/")[-1], code) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
@@ -116,7 +115,8 @@ def take_place(
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
     with joined(segment, briefing.is_locked) as segment:
-        exchange = Gossip(job.comm, parts.flat.data, parts.flat.signature, config, None, interrupt, sleeping)
+        flat = parts.flat
+        exchange = Gossip(job.comm, flat.data, flat.signature, config, None, interrupt, sleeping, flat.num_moments)
         if not exchange.take_place():
             envs.close()
             return None
@@ -336,7 +336,8 @@ class Session:
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         header = {
-            "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._job.num_trainers
+            "config": to_table(self._config), "environment": self._envs.name, "global_steps": exchange.global_steps,
+            "ranks": self._job.num_trainers,
         }  # fmt: skip
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)
