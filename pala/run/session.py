@@ -61,12 +61,14 @@ def train(
         if make_env is None and resume is not None:
             make_env = _load_environment(comm, resume, trust_run)
         envs = build_envs(comm, config, job.threads, make_env)
+        if make_env is not None:  # which has won over the id that the settings name
+            config = replace(config, env=replace(config.env, id=envs.name))
         description = (facts or {}) | {
             "threads_per_rank": job.threads, "environment": envs.name, "python_environment": make_env is not None
         }  # fmt: skip
         try:
             parts = _BUILD[config.algorithm](comm, config, envs)
-            with open_segment(comm, config, resume, preset or envs.name.split("/")[-1], make_env) as segment:
+            with open_segment(comm, config, resume, preset or config.env.short_id, make_env) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
