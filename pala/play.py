@@ -41,7 +41,7 @@ class Command:
     greedy: bool = False
     """The most probable action instead of a sampled one; Gorila: no random actions."""
     seed: int = 0
-    """Of the first episode; each after it has the next one."""
+    """Equal seeds give equal episodes."""
     trust_run: bool = False
     """Run the code that the run names or holds (environment, network, wrappers), though it came from elsewhere."""
 
@@ -65,21 +65,18 @@ def main() -> None:
 
 def _watch(command: Command) -> None:
     """In a window."""
-    from pala.evaluation.video import filmed
+    from pala.evaluation.video import filmed, words_of
     from pala.evaluation.window import Window
 
-    window = Window(f"PALA  {command.run}")
-    try:
-        for number in range(command.episodes) if command.episodes else itertools.count():
-            seed = command.seed + number
-            with filmed(command.run, command.greedy, seed, _THREADS, command.trust_run) as film:
-                goes_on = window.show(film.pictures, film.frames_per_s * command.speed)
-            if film.ended:
-                print(film.words, flush=True)
-            if not goes_on:
-                return
-    finally:
-        window.close()
+    window, told = Window(f"PALA  {command.run}"), 0
+    with filmed(command.run, command.episodes, command.greedy, command.seed, _THREADS, command.trust_run) as film:
+        for picture in itertools.chain(film.pictures, [None]):  # the last episode ends without a picture
+            for episode in film.ended[told:]:
+                print(words_of(episode), flush=True)
+            told = len(film.ended)
+            if picture is None or not window.show(picture, film.frames_per_s * command.speed):
+                break
+    window.close()
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Run:
     @property
     def game(self) -> str:
         """What was played."""
-        return str(self.facts["environment" if self.facts["python_environment"] else "env.id"])
+        return str(self.facts["env.id"])
 
 
 def plot(
@@ -108,7 +108,7 @@ def read(path: Path) -> Run:
         "ranks": segment.get("ranks", 1), "python_environment": segment.get("python_environment", False),
     }  # fmt: skip
     if facts["python_environment"]:
-        facts["environment"] = segment.get("environment", "environment made in Python")  # early runs kept no name
+        facts["env.id"] = segment.get("environment", "environment made in Python")  # early runs kept no name
     records = [record for rank in read_run(path) for record in rank]
     episodes = [(r["global_steps"], r["time_s"], r["return"]) for r in records if r["type"] == "episode"]
     if not episodes:

@@ -161,6 +161,18 @@ def test_a_policy_says_what_it_cannot_take(policy: Any) -> None:
         policy.act(np.zeros(4, complex))
 
 
+@pytest.mark.slow
+def test_a_policy_is_exported_as_a_program_of_torch(policy: Any, tmp_path: Path, recwarn: Any) -> None:
+    policy.export(tmp_path / "policy.pt2")
+    exported = torch.export.load(tmp_path / "policy.pt2").module()
+    batch = torch.randn(5, 4)
+    for mine, theirs in zip(policy.network(batch), exported(batch), strict=True):
+        torch.testing.assert_close(theirs, mine)
+    assert len(recwarn) == 0
+    with pytest.raises(PalaError, match=r"no/policy.pt2' cannot be written"):
+        policy.export(tmp_path / "no" / "policy.pt2")
+
+
 def test_the_policy_of_a_box_and_of_gorila(tmp_path: Path) -> None:
     result = train(2, gorila(tmp_path, steps=100))[0]
     act = pala.load_policy(result.run).act

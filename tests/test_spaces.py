@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -190,11 +191,13 @@ def test_several_choices_are_independent_ones(space: Any) -> None:
 )
 def test_odd_environments_train_and_are_called_by_their_class(observations: Any, actions: Any, tmp_path: Any) -> None:
     config = configure(tmp_path, steps=60)
+    config = replace(config, run=replace(config.run, name=""))
     (result,) = run_ranks(
         1, lambda comm: run_rank(comm, config, make_env=lambda: Odd(observations, actions), interrupt=comm.interrupt)
     )
-    assert result.status == "completed"
-    assert run_folder.read(result.run)["segments"][0]["environment"] == "Odd"
+    assert result.status == "completed" and result.run.name.startswith("Odd-20")
+    record = run_folder.read(result.run)
+    assert record["segments"][0]["environment"] == record["config"]["env"]["id"] == "Odd"
     evaluation = evaluate(result.run, 2, 2, greedy=False, seed=0, threads=1)
     assert (evaluation.returns, evaluation.environment) == ([4.0, 4.0], "Odd")
     assert read_run(result.run).game == "Odd"

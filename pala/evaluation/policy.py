@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from pala.networks.own import MakeNetwork, actor_critic
 from pala.run import checkpoint, run_folder, user_code
 from pala.spaces import Inputs
 from pala.system.errors import PalaError
+from pala.system.files import write_atomically
 
 Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
 
@@ -62,6 +65,27 @@ class Policy:
     def seed(self, seed: int) -> None:
         """What `act` samples from now on is drawn from this seed."""
         self.generator.manual_seed(seed)
+
+    def export(self, file: str | Path) -> None:
+        """Write the network as a program of torch, for use without PALA: `torch.export.load(file).module()` takes a
+        batch of any size, as `act` does (float32, or uint8 images), and gives the heads' outputs: the logits of
+        Discrete actions or the means of a Box, and the value; of Gorila the actions' values. Raises PalaError."""
+        space = self.observation_space
+        dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
+        two = torch.zeros((2, *(space.shape or ())), dtype=dtype)  # torch takes a batch of one for a constant
+        network = copy.deepcopy(self.network)
+        for parameter in network.parameters():
+            parameter.data = parameter.data.clone()  # no views of the flat parameters
+        program = io.BytesIO()
+        try:
+            sizes = ({0: torch.export.Dim("batch")},)
+            torch.export.save(torch.export.export(network, (two,), dynamic_shapes=sizes), program)
+        except Exception as error:  # torch's tracing of the user's own network: anything may happen
+            raise PalaError(f"The network cannot be exported ({type(error).__name__}: {error}).") from error
+        try:
+            write_atomically(Path(file), program.getvalue())
+        except OSError as error:
+            raise PalaError(f"'{file}' cannot be written: {error}.") from None
 
     def actor(self, greedy: bool, seed: int) -> Actor:
         """A function from observations to actions, with a random stream of its own: sampled from the policy or, if

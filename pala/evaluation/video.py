@@ -6,6 +6,7 @@ Atari is shown by a twin in colour of the policy's own environment; other enviro
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,31 +42,33 @@ def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int, t
     """
     if file.suffix != ".mp4":
         raise PalaError(f"Video '{file}' must have a name that ends in '.mp4'.")
-    with filmed(run, greedy, seed, threads, trust_run) as film:
-        steps = _write_video(file, film.frames_per_s, film.pictures)
+    with filmed(run, 1, greedy, seed, threads, trust_run) as film:
+        steps = _write_video(file, film.frames_per_s, itertools.islice(film.pictures, 1 + _MOST_VIDEO_STEPS))
     if not film.ended:
         return f"Video '{file}': the first {steps:,} steps of an episode; the rest is cut."
-    return f"Video '{file}': {film.words}."
+    return f"Video '{file}': {words_of(film.ended[0])}."
 
 
 class Film(NamedTuple):
-    """One episode, played while its pictures are looked at."""
+    """Episodes, played while their pictures are looked at."""
 
-    pictures: Iterator[np.ndarray]  # RGB uint8 [H, W, 3], one a step; at most 20,000
+    pictures: Iterator[np.ndarray]  # RGB uint8 [H, W, 3], one a step
     frames_per_s: float  # at which people play
-    ended: list[Episode]  # empty until the episode is over
+    ended: list[Episode]  # so far
 
-    @property
-    def words(self) -> str:
-        """What was played."""
-        episode = self.ended[0]
-        return f"an episode of {episode.length_steps:,} steps, return {short_number(episode.episode_return)}"
+
+def words_of(episode: Episode) -> str:
+    """What was played."""
+    return f"an episode of {episode.length_steps:,} steps, return {short_number(episode.episode_return)}"
 
 
 @contextmanager
-def filmed(run: Path, greedy: bool, seed: int, threads: int, trust_run: bool = False) -> Iterator[Film]:
-    """An episode of a run's policy. Raises PalaError, also while it is played."""
-    check_numbers(seed=(seed, 0), threads=(threads, 1))
+def filmed(
+    run: Path, episodes: int, greedy: bool, seed: int, threads: int, trust_run: bool = False
+) -> Iterator[Film]:  # fmt: skip
+    """So many episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
+    played."""
+    check_numbers(episodes=(episodes, 0), seed=(seed, 0), threads=(threads, 1))
     torch.set_num_threads(threads)
     config = run_folder.config_of(run)
     seeds = derive(seed, 0, "video environment")
@@ -74,21 +77,23 @@ def filmed(run: Path, greedy: bool, seed: int, threads: int, trust_run: bool = F
     try:
         act = load_policy(run, config, envs, make_network).actor(greedy, int(derive(seed, 0, "video actions")[0]))
         ended: list[Episode] = []
-        yield Film(_film(envs, act, screen, seeds, ended), frames_per_s, ended)
+        yield Film(_film(envs, act, screen, seeds, ended, episodes), frames_per_s, ended)
     finally:
         envs.close()
 
 
-def _film(envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list[Episode]) -> Iterator[np.ndarray]:
-    """The pictures of one episode; it is put into `ended` if it ends within the limit."""
+def _film(
+    envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list[Episode], episodes: int
+) -> Iterator[np.ndarray]:
+    """The pictures; an episode is put into `ended` when it ends."""
     observations = envs.reset(seeds)
     yield screen(None)
-    for _ in range(_MOST_VIDEO_STEPS):
+    while True:
         actions = act(observations)
         step = envs.step(actions)
         observations = step.observations
-        if step.episodes:  # the environment has begun anew: there is no picture of the last moment
-            ended += step.episodes
+        ended += step.episodes
+        if len(ended) == episodes > 0:  # the environment has begun anew: there is no picture of the last moment
             return
         yield screen(actions)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from pala.evaluation.video import enlarged
 from pala.system.errors import PalaError
+
+_UNSEEN = ("offscreen", "dummy")  # what SDL takes where there is no display
 
 
 class Window:
@@ -28,17 +29,16 @@ class Window:
             self._pygame.display.init()
         except self._pygame.error as error:
             raise PalaError(f"No window can be opened ({error}); `--video FILE.mp4` does without.") from None
+        if self._pygame.display.get_driver() in _UNSEEN and "SDL_VIDEODRIVER" not in os.environ:
+            raise PalaError("No window can be opened: there is no display; `--video FILE.mp4` does without.")
         self._pygame.display.set_caption(title)
         self._clock, self._screen = self._pygame.time.Clock(), None
 
-    def show(self, pictures: Iterable[np.ndarray], frames_per_s: float) -> bool:
-        """RGB uint8 [H, W, 3], so many a second; False when the window was closed meanwhile."""
-        for picture in pictures:
-            self._draw(enlarged(picture).swapaxes(0, 1))
-            self._clock.tick(frames_per_s)
-            if any(self._is_end(event) for event in self._pygame.event.get()):
-                return False
-        return True
+    def show(self, picture: np.ndarray, frames_per_s: float) -> bool:
+        """RGB uint8 [H, W, 3]; waits until it is time for it, by so many a second. False when the window was closed."""
+        self._draw(enlarged(picture).swapaxes(0, 1))
+        self._clock.tick(frames_per_s)
+        return not any(self._is_end(event) for event in self._pygame.event.get())
 
     def close(self) -> None:
         """Take it away."""

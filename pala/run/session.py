@@ -66,6 +66,8 @@ def train(
         if resume is not None:
             code = _load_code(comm, resume, code, trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
+        if code.make_env is not None:  # which has won over the id that the settings name
+            config = replace(config, env=replace(config.env, id=envs.name))
         description = (facts or {}) | {
             "threads_per_rank": job.threads, "environment": envs.name, "python_environment": code.make_env is not None,
             "python_network": code.make_network is not None,
@@ -74,7 +76,7 @@ def train(
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
             if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
                 say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
-            with open_segment(comm, config, resume, preset or envs.name.split("/")[-1], code) as segment:
+            with open_segment(comm, config, resume, preset or config.env.short_id, code) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
