@@ -69,7 +69,8 @@ def test_a_callback_that_returns_false_stops_all_ranks(kind: str, callback: str,
 
     def enough(moment: Moment) -> bool | None:
         moments.append(moment)
-        return False if moment.rank == 1 and moment.local_steps >= 100 else None
+        both_were_asked = {m.rank for m in moments} == {0, 1}  # one may begin after the other has made 100 steps
+        return False if moment.rank == 1 and moment.local_steps >= 100 and both_were_asked else None
 
     results = train(2, config, Hooks(**{callback: enough}))
     why = f"{callback} of rank 1 returned False"
@@ -77,7 +78,6 @@ def test_a_callback_that_returns_false_stops_all_ranks(kind: str, callback: str,
     record = record_of(tmp_path / "r")
     assert record["completed"] and record["segments"][0]["stopped_early"] == why
     assert record["segments"][0]["global_steps"] == results[0].global_steps < 10**8
-    assert {moment.rank for moment in moments} == {0, 1}
     intervals = [moment.records[-1]["type"] for moment in moments if moment.records]
     assert intervals == (["interval"] * len(moments) if callback == "on_interval" else [])
 
