@@ -115,7 +115,7 @@ class Supervisor:
         if command.resume is not None:
             self.run, self.resumes = command.resume, True
         else:
-            stem = command.preset.stem if command.preset else command.config.env.id.split("/")[-1]
+            stem = command.preset.stem if command.preset else command.config.env.short_id
             if options.go_on and not command.config.run.name:
                 raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
             name = command.config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

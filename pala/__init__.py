@@ -4,7 +4,12 @@
     python -m pala.evaluate runs/pong-...                    # score it
     python -m pala.plot runs/pong-...                        # see it
 
-From Python (each rank runs the same script): `pala.fit(config, make_env=...)`.
+From Python ([docs/python.md](../docs/python.md)); each rank runs the same script:
+
+    result = pala.fit(pala.load_preset("my_preset.toml"))    # trains, evaluates, draws
+    policy = pala.load_policy(result.run)                    # no MPI from here on
+    policy.act(observations)
+    pala.evaluate_policy(result.run, episodes=100)
 """
 
 from __future__ import annotations
@@ -14,24 +19,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.config import Config, checked, load_preset
+from pala.run.hooks import Callback, Hooks, Moment
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
+    from pala.evaluation.policy import Policy
+    from pala.evaluation.record import Evaluation
+    from pala.networks.own import MakeNetwork
     from pala.run.result import Result
 
 __version__ = "0.1.0"
-__all__ = ["Config", "PalaError", "fit", "load_preset"]
+__all__ = ["Config", "Moment", "PalaError", "evaluate_policy", "fit", "load_policy", "load_preset"]
 
 
 def fit(
-    config: Config, make_env: Callable[[], Any] | None = None, resume: str | Path | None = None, trust_run: bool = False
-) -> Result:
-    """Train one policy on all ranks of MPI.COMM_WORLD. Collective: every rank calls it with the same arguments.
+    config: Config, make_env: Callable[[], Any] | None = None, resume: str | Path | None = None,
+    trust_run: bool = False, *, make_network: MakeNetwork | None = None, on_update: Callback | None = None,
+    on_interval: Callback | None = None,
+) -> Result:  # fmt: skip
+    """Train one policy on all ranks of MPI.COMM_WORLD, evaluate it and draw the learning curve, as `python -m
+    pala.train` does. Collective: every rank calls it with the same arguments, and gets the same evaluation.
 
     `make_env`: returns one fresh `gymnasium.Env`; wins over `config.env.id` and travels with cloudpickle to where a
-    process needs it. The run keeps it: by name if it is defined in a module that can be imported, else as a pickle.
-    `resume`: the folder of an earlier run to go on with; without `make_env`, in the environment that it keeps.
-    `trust_run`: load that also if it is a pickle that came from elsewhere, which runs its code. Raises PalaError for a
+    process needs it. `make_network(observation_space, num_outputs)`: returns a torch module with `trunk` and `heads`
+    (`pala/networks/own.py`). The run keeps both: by name if they are defined in a module that can be imported, else as
+    a pickle. `on_update`, `on_interval`: called on every rank with a `Moment`, after each of its updates and whenever
+    it has written to its metrics file; one that returns False ends training on all ranks, and the run is complete: it
+    is evaluated, and `run.json` says why it ended.
+
+    `resume`: the folder of an earlier run to go on with, with the environment and the network that it keeps if none are
+    given. `trust_run`: run the code that it names or holds though it came from elsewhere. Raises PalaError for a
     mistake that all ranks see; a script that does not catch it ends with the sentence alone, printed once. With several
     ranks, any other error ends the whole job with its traceback, because the other ranks would wait for this one for
     ever. Where the others go on without a rank, one that was told to leave or a spare that nobody needed, it does not
@@ -51,14 +68,62 @@ def fit(
         from pala.run.rank import run_rank
 
         result = run_rank(
-            comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, trust_run=trust_run
-        )
+            comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, trust_run=trust_run,
+            hooks=Hooks(make_network, on_update, on_interval), conclude=_conclude,
+        )  # fmt: skip
         if result.departs:
             leave_job()
-        return result
+        return _with_evaluation(result)
     except CollectiveError:
         raise  # on every rank
     except BaseException as error:
         if comm.size > 1:
             abort(comm, error)  # the other ranks would wait for ever
         raise
+
+
+def _conclude(*arguments: Any) -> Any:
+    from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
+
+    return conclude(*arguments)
+
+
+def _with_evaluation(result: Result) -> Result:
+    """On ranks that did not evaluate: with what the one that did has written into the run's folder."""
+    from dataclasses import replace
+
+    from pala.evaluation.record import read_evaluation
+
+    if result.evaluation is not None or result.status != "completed":
+        return result
+    curve = result.run / "learning_curve.png"
+    return replace(
+        result, evaluation=read_evaluation(result.run), learning_curve=curve if curve.exists() else None
+    )  # fmt: skip
+
+
+def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False) -> Policy:
+    """The policy of a run, on the CPU and without MPI: `policy.act(observations)` gives actions.
+
+    A run that has not completed gives the mean of its ranks' newest checkpoints. `seed`: of sampled actions.
+    `trust_run`: run the code that the run names or holds (its environment, network, wrappers) though it came from
+    elsewhere. Raises PalaError.
+    """
+    from pala.evaluation.policy import policy_of
+
+    return policy_of(Path(run), seed, trust_run)
+
+
+def evaluate_policy(
+    run: str | Path, episodes: int | None = None, num_envs: int | None = None, greedy: bool | None = None,
+    seed: int = 0, threads: int | None = None, trust_run: bool = False,
+) -> Evaluation:  # fmt: skip
+    """Play whole games with a run's policy, without MPI; writes nothing. What is None is as in the run's own
+    `evaluation` settings; `threads`, of torch and Atari: the cores that this process may use.
+
+    Equal arguments give equal returns, unless the environment has chance of its own. `trust_run`: as of `load_policy`.
+    Raises PalaError.
+    """
+    from pala.evaluation.play import evaluate_with_defaults
+
+    return evaluate_with_defaults(Path(run), episodes, num_envs, greedy, seed, threads, trust_run)

@@ -40,14 +40,24 @@ class EnvConfig:
     """What a rank plays."""
 
     id: str = "ALE/Pong-v5"
-    """Gymnasium id. Ids that begin with `ALE/` get the Atari settings of this section; all others ignore them."""
+    """Gymnasium id; `module:id` imports the module first. Ids that begin with `ALE/` get the Atari settings of this
+    section; all others ignore them."""
     num_envs: int = 16
     """Environments a rank [GALA: 16]."""
+    wrappers: tuple[str, ...] = ()
+    """Other than Atari: Gymnasium wrappers around each environment, the innermost first: `FlattenObservation`,
+    `RescaleObservation(min_obs=-1, max_obs=1)`, `my_module:MyWrapper`."""
     vectorization: Literal["sync", "async"] = "sync"
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own."""
     clip_rewards: Literal["auto", "sign", "none"] = "auto"
     """What the learner sees: the sign of each reward [DQN] or the reward itself. `auto`: sign for Atari, none for
     others. Reported returns are never clipped."""
+    normalize_observations: bool = False
+    """Vector observations: less their running mean, over their running deviation (docs/environments.md). A2C only."""
+    normalize_rewards: bool = False
+    """What the learner sees: rewards over the running deviation of the discounted return. A2C only."""
+    image_layout: Literal["auto", "channels_first", "channels_last"] = "auto"
+    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/environments.md)."""
     terminal_on_life_loss: bool = True
     """Atari: a lost life ends the return in training, though the game goes on [GALA]. Reports count whole games."""
     frame_skip: int = 4
@@ -63,13 +73,19 @@ class EnvConfig:
     max_episode_frames: int = 108_000
     """Atari: emulator frames after which an episode is truncated; 30 minutes of play are usual today."""
 
+    @property
+    def short_id(self) -> str:
+        """The id without module and namespace, as run folders are named after it."""
+        return self.id.split(":")[-1].split("/")[-1]
+
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The network of either algorithm. Image observations get GALA's convolutions, vectors an MLP."""
+    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/environments.md)."""
 
     conv_channels: tuple[int, int, int] = (32, 64, 32)
-    """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32; DQN: 32, 64, 64]."""
+    """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32; DQN: 32, 64, 64]; of images under
+    36 pixels they are smaller."""
     conv_hidden: int = 512
     """Units of the linear layer behind the convolutions [GALA, DQN: 512]."""
     mlp_hidden: tuple[int, ...] = (64, 64)
@@ -386,6 +402,7 @@ def check(config: Config, source: str) -> None:
             raise PalaError(f"{source}: '{key}' is {shown} but every width must lie between 1 and 1e+06.")
     check_exchange(config.exchange, source)
     check_gorila(config.gorila, source)
+    check_normalization(config, source)
     check_spares(config, source)
     least = config.gorila.min_replay_steps
     if config.algorithm == "gorila" and config.total_steps <= least:
@@ -433,6 +450,16 @@ def check_spares(config: Config, source: str) -> None:
             "no rank can take another's place while training runs; 'gossip' can. Leave it out, and let "
             "`launch/supervise.py` restart the job."
         )
+
+
+def check_normalization(config: Config, source: str) -> None:
+    """Raise PalaError where nothing would be normalised."""
+    for key in ("normalize_observations", "normalize_rewards"):
+        if config.algorithm == "gorila" and getattr(config.env, key):
+            raise PalaError(
+                f"{source}: 'env.{key}' is true, but 'algorithm' is 'gorila', whose replay holds what was seen before; "
+                "leave it out, or wrap the environment."
+            )
 
 
 def check_gorila(gorila: GorilaConfig, source: str) -> None:

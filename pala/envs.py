@@ -24,7 +24,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
+from pala.spaces import Inputs, Layout, inputs_of
 from pala.system.errors import PalaError, nearest
+from pala.system.names import import_module
+from pala.wrappers import wrapped
 
 MakeEnv = Callable[[], gymnasium.Env]
 
@@ -51,12 +54,16 @@ class Step(NamedTuple):
 class Envs:
     """`num_envs` environments behind one `reset` and one `step`."""
 
-    def __init__(self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool) -> None:
-        self._env = vector_env
+    def __init__(
+        self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool, name: str = "", inputs: Inputs | None = None
+    ) -> None:
+        """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s."""
+        self._env, self.name = vector_env, name
         self._clip = clip_rewards
         self.num_envs = vector_env.num_envs
         self.observation_space = vector_env.single_observation_space
         self.action_space = vector_env.single_action_space
+        self.inputs = inputs or Inputs(self.observation_space, self.observation_space)
         self._returns = np.zeros(self.num_envs, np.float64)
         self._lengths = np.zeros(self.num_envs, np.int64)
 
@@ -69,7 +76,7 @@ class Envs:
         return observations
 
     def step(self, actions: np.ndarray) -> Step:
-        """Step all environments; `actions` [B] int64 or [B, A] float32."""
+        """Step all environments; `actions` [B, ...] as the action space has them."""
         observations, rewards, terminated, truncated, info = self._env.step(actions)
         truncated = truncated & ~terminated
         ended = self._episode_ended(terminated, truncated, info)
@@ -123,7 +130,7 @@ class AtariEnvs(Envs):
             life_loss_info=config.terminal_on_life_loss,
             reward_clipping=False,  # it would hide the true reward
         )
-        super().__init__(vector_env, clip_rewards=config.clip_rewards != "none")
+        super().__init__(vector_env, clip_rewards=config.clip_rewards != "none", name=config.id)
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
 
     def _seed_argument(self, seeds: np.ndarray) -> np.ndarray:
@@ -140,20 +147,46 @@ class AtariEnvs(Envs):
         return ended
 
 
+class _Factory:
+    """Makes environments whose observations are what the network gets; knows what the first one is called."""
+
+    def __init__(self, make_env: MakeEnv, layout: Layout, max_episode_steps: int | None) -> None:
+        self._make_env, self._layout, self._max_episode_steps = make_env, layout, max_episode_steps
+        self.name = ""
+        self.inputs: Inputs | None = None
+
+    def __call__(self) -> gymnasium.Env:
+        env = self._make_env()
+        bare = env.unwrapped
+        self.name = bare.spec.id if bare.spec is not None else type(bare).__name__
+        self.inputs = inputs = inputs_of(env.observation_space, self._layout)
+        if not inputs.is_identity:
+            env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
+        limit = self._max_episode_steps
+        return env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
+
+
 def make_envs(
     config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None, max_episode_steps: int | None = None
 ) -> Envs:
     """The environments of one rank. A `make_env` of the user's wins over `config.id`. Other than Atari, episodes are
-    truncated after `max_episode_steps`, if not before."""
+    truncated after `max_episode_steps`, if not before. Raises PalaError."""
     if make_env is None and config.id.startswith("ALE/"):
+        if config.wrappers:
+            raise PalaError(
+                f"'env.wrappers' is {list(config.wrappers)}, but '{config.id}' is played by ale-py's own vector "
+                "environment, which has no single environments to wrap; from Python, give a `make_env` that makes the "
+                "game with gymnasium.wrappers.AtariPreprocessing."
+            )
         return AtariEnvs(atari_rom(config.id), config, num_threads)
-    factory = make_env if make_env is not None else lambda: gymnasium.make(checked_id(config.id))
-    limit = max_episode_steps
-    limited = factory if limit is None else lambda: gymnasium.wrappers.TimeLimit(factory(), limit)
+    by_id: MakeEnv = lambda: gymnasium.make(checked_id(config.id))  # noqa: E731
+    factory = _Factory(wrapped(make_env or by_id, config.wrappers), config.image_layout, max_episode_steps)
     try:
-        return Envs(_vector_env(limited, config), clip_rewards=config.clip_rewards == "sign")
+        vector_env = _vector_env(factory, config)
     except gymnasium.error.Error as error:
-        raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
+        what = "The environment made in Python" if make_env is not None else f"'env.id': the environment '{config.id}'"
+        raise PalaError(f"{what} cannot be made: {error}") from None
+    return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs)
 
 
 def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:
@@ -187,18 +220,22 @@ def atari_rom(env_id: str) -> str:
 
 
 def checked_id(env_id: str) -> str:
-    """The id of an environment that is registered. Raises PalaError for any other; `module:id`, by which gymnasium
-    would import a module, is one."""
+    """The id of an environment that is registered, once the module of a `module:id` has been imported, which runs its
+    code. Raises PalaError for any other."""
+    module, _, name = env_id.rpartition(":")
+    if module:
+        import_module(module, "'env.id'")
     try:
-        if env_id.startswith("ALE/") or env_id not in gymnasium.registry:  # perhaps a game under its former name
+        if name.startswith("ALE/") or name not in gymnasium.registry:  # perhaps a game under its former name
             import ale_py
 
             gymnasium.register_envs(ale_py)
-        if (now := _as_now_named(env_id)) != env_id:  # ale-py has the former names, too, without any preprocessing
+        now = _as_now_named(name)  # ale-py has the former names, too, without any preprocessing
+        if now != name or (module and name.startswith("ALE/")):
             raise PalaError(f"'env.id': no environment '{env_id}' is registered; did you mean '{now}'?")
-        gymnasium.spec(env_id)
+        gymnasium.spec(name)
     except gymnasium.error.Error as error:
-        hint = nearest(env_id, gymnasium.registry)
+        hint = nearest(name, gymnasium.registry)
         raise PalaError(f"'env.id': no environment '{env_id}' is registered{hint or f' ({error}).'}") from None
     except ImportError as error:
         raise PalaError(f"'env.id' is '{env_id}', but its package cannot be imported: {error}.") from None

@@ -7,8 +7,8 @@
 Prints one line; `RUN/evaluation.json` holds the newest result, `RUN/evaluations.jsonl` every one.
 
 The policy is `RUN/policy.safetensors`; a run that has not completed is scored on the mean of its ranks' newest
-checkpoints. It is computed on the CPU. A run that was trained on an environment made in Python brings it along: by
-name, or as a pickle, and loading one runs code. If it came from elsewhere, that asks for `--trust-run`.
+checkpoints. It is computed on the CPU. What a run was trained with that was made in Python (environment,
+network) or named (wrappers) is loaded, which runs code. If the run came from elsewhere, that asks for `--trust-run`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Command:
     threads: int = 0
     """Threads of torch and Atari; 0: all cores."""
     trust_run: bool = False
-    """Load the environment that the run keeps as a pickle, though it came from elsewhere. Loading one runs code."""
+    """Run the code that the run names or holds (environment, network, wrappers), though it came from elsewhere."""
 
 
 def parse(arguments: list[str]) -> Command:

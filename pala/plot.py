@@ -78,12 +78,12 @@ class Run:
     @property
     def is_atari(self) -> bool:
         """Played on Atari, so that a step is several frames."""
-        return self.game.startswith("ALE/")
+        return self.game.startswith("ALE/") and not self.facts["python_environment"]
 
     @property
     def game(self) -> str:
         """What was played."""
-        return "environment made in Python" if self.facts["python_environment"] else str(self.facts["env.id"])
+        return str(self.facts["env.id"])
 
     @property
     def reference(self) -> tuple[float, float] | None:
@@ -126,6 +126,8 @@ def read(path: Path) -> Run:
     facts = flatten(to_table(run_folder.config_of(path))) | {
         "ranks": segment.get("ranks", 1), "python_environment": segment.get("python_environment", False),
     }  # fmt: skip
+    if facts["python_environment"]:
+        facts["env.id"] = segment.get("environment", "environment made in Python")  # early runs kept no name
     records = [record for rank in read_run(path) for record in rank]
     episodes = [(r["global_steps"], r["time_s"], r["return"]) for r in records if r["type"] == "episode"]
     if not episodes:

@@ -24,8 +24,9 @@ from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import human_normalised, reference_scores
 from pala.evaluation.video import _atari_screen, record_video
 from pala.networks.network import ActorCritic, FlatParameters
-from pala.run import checkpoint, environment, run_folder
+from pala.run import checkpoint, run_folder, user_code
 from pala.run.checkpoint import RankState
+from pala.run.user_code import UserCode
 from pala.system.errors import PalaError
 
 CARTPOLE = Config(
@@ -238,10 +239,10 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     config = Config(env=EnvConfig(id="ALE/Pong-v5"), network=NetworkConfig(mlp_hidden=(8,)))
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
-    environment.keep(run, Sparkle)
+    user_code.keep(run, config, UserCode(Sparkle))
     evaluation = evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
     assert evaluation.returns == [5, 5, 5]
-    assert (evaluation.environment, evaluation.noop_max) == ("environment made in Python", None)
+    assert (evaluation.environment, evaluation.noop_max) == ("Sparkle", None)
     with pytest.raises(PalaError, match="draws no pictures"):
         record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
     (run / "make_env.txt").unlink()
@@ -303,7 +304,7 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
         network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
     if game == "Sparkle":
-        environment.keep(run, lambda: Sparkle("rgb_array"))
+        user_code.keep(run, CARTPOLE, UserCode(lambda: Sparkle("rgb_array")))
     sentence = record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
     steps, size, frames_per_s = (20, (320, 420), 15) if game == "Pong" else (5, (330, 606), 10)
     assert f"an episode of {steps} steps" in sentence

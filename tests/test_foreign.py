@@ -30,9 +30,10 @@ from pala.evaluation.play import evaluate
 from pala.evaluation.video import record_video
 from pala.gorila import scores as scores_program
 from pala.networks.network import ActorCritic
-from pala.run import checkpoint, environment, metrics, run_folder
+from pala.run import checkpoint, metrics, run_folder, user_code
 from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_rank, read_run
 from pala.run.rank import run_rank
+from pala.run.user_code import UserCode, has_environment
 from pala.system.errors import CollectiveError, PalaError
 from pala.train import parse
 from pala.transport.memory import run_ranks
@@ -69,6 +70,14 @@ def five_steps() -> Sparkle:
     return Sparkle("rgb_array")
 
 
+def keep(folder: Path, make_env: Callable[[], Any]) -> None:
+    user_code.keep(folder, CARTPOLE, UserCode(make_env))
+
+
+def load(folder: Path, trust_run: bool = False) -> Any:
+    return user_code.load_trusted(folder, CARTPOLE, trust_run).make_env
+
+
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -79,11 +88,14 @@ def local_factory() -> Callable[[], Sparkle]:
 
 def test_a_factory_that_can_be_imported_is_kept_by_its_name(tmp_path: Path, someone_else: Callable[[], None]) -> None:
     for make_env, name in ((five_steps, "five_steps"), (Sparkle, "Sparkle")):
-        environment.keep(tmp_path, make_env)
-        assert names_in(tmp_path) == ["make_env.txt"]
+        keep(tmp_path, make_env)
+        assert names_in(tmp_path) == ["code.signature", "make_env.txt"]
         assert (tmp_path / "make_env.txt").read_text() == f"{make_env.__module__}:{name}"
-        someone_else()
-        assert environment.load(tmp_path) is make_env
+        assert load(tmp_path) is make_env
+    someone_else()
+    with pytest.raises(PalaError, match=r"make_env.txt' \(a name\), and no job of yours .* add `--trust-run`"):
+        load(tmp_path)
+    assert load(tmp_path, trust_run=True) is Sparkle
 
 
 @pytest.mark.parametrize("where", ["__main__", "by value"])
@@ -96,7 +108,7 @@ def test_a_factory_that_others_cannot_import_is_pickled(
     else:
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
-        environment.keep(tmp_path, five_steps)
+        keep(tmp_path, five_steps)
     finally:
         if where != "__main__":
             cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -106,38 +118,38 @@ def test_a_factory_that_others_cannot_import_is_pickled(
 def test_a_pickle_is_loaded_without_a_question_only_by_whose_job_wrote_it(
     tmp_path: Path, someone_else: Callable[[], None]
 ) -> None:
-    assert environment.load(tmp_path) is None and not environment.is_kept(tmp_path)
-    environment.keep(tmp_path, local_factory())
-    made = environment.load(tmp_path)
+    assert load(tmp_path) is None and not has_environment(tmp_path)
+    keep(tmp_path, local_factory())
+    made = load(tmp_path)
     assert made is not None and isinstance(made(), Sparkle)
     someone_else()
-    with pytest.raises(PalaError, match=r"as a pickle, '.*make_env.pkl', and no job of yours .* add `--trust-run`"):
-        environment.load(tmp_path)
-    assert environment.load(tmp_path, trust_run=True) is not None
+    with pytest.raises(PalaError, match=r"make_env.pkl' \(a pickle\), and no job of yours .* add `--trust-run`"):
+        load(tmp_path)
+    assert load(tmp_path, trust_run=True) is not None
 
 
 def test_another_pickle_under_a_signature_is_asked_for(tmp_path: Path) -> None:
-    environment.keep(tmp_path, local_factory())
+    keep(tmp_path, local_factory())
     (tmp_path / "make_env.pkl").write_bytes(cloudpickle.dumps(lambda: None))
     with pytest.raises(PalaError, match="--trust-run"):
-        environment.load(tmp_path)
-    (tmp_path / "make_env.signature").unlink()
+        load(tmp_path)
+    (tmp_path / "code.signature").unlink()
     with pytest.raises(PalaError, match="--trust-run"):
-        environment.load(tmp_path)
+        load(tmp_path)
 
 
 def test_without_a_home_every_pickle_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    environment.keep(tmp_path, local_factory())
+    keep(tmp_path, local_factory())
     with pytest.raises(PalaError, match="--trust-run"):
-        environment.load(tmp_path)
-    assert environment.load(tmp_path, trust_run=True) is not None
+        load(tmp_path)
+    assert load(tmp_path, trust_run=True) is not None
 
 
 def test_the_key_is_the_users_alone(tmp_path: Path, someone_else: Callable[[], None]) -> None:
     someone_else()
-    environment.keep(tmp_path, local_factory())
+    keep(tmp_path, local_factory())
     key = tmp_path / "other home" / "pala" / "key"
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
     assert names_in(key.parent) == ["key"]
@@ -155,44 +167,68 @@ def test_a_module_in_the_runs_own_folder_is_never_imported(
     monkeypatch.syspath_prepend(tmp_path / "run" if module == "harm" else tmp_path)
     (tmp_path / "run" / "make_env.txt").write_text(f"{module}:make")
     with pytest.raises(PalaError, match="in the run's own folder, which is not imported"):
-        environment.load(tmp_path / "run")
+        load(tmp_path / "run", trust_run=True)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["os:abort", "http.server:test", "pala.run.environment:sys.exit", "pala.run.environment:load_nothing",
-     "pala.run.environment:NAME", "../x:y", "x", "", ":", "a:b:c", "\0", "x" * 5000],
+    ["os:abort", "http.server:test", "pala.run.user_code:sys.exit", "pala.run.environment:load_nothing",
+     "pala.run.user_code:NAME", "../x:y", "x", "", ":", "a:b:c", "\0", "x" * 5000],
 )  # fmt: skip
 def test_a_name_leads_to_nothing_but_a_modules_own_factory(name: str, tmp_path: Path) -> None:
     (tmp_path / "make_env.txt").write_text(name)
-    with pytest.raises(PalaError, match=r"make_env\.txt|cannot be loaded"):
-        environment.load(tmp_path)
+    with pytest.raises(PalaError, match=r"make_env\.txt' (names|is larger)"):
+        load(tmp_path, trust_run=True)
 
 
 def test_a_name_wins_over_a_pickle_and_takes_its_place(tmp_path: Path) -> None:
-    environment.keep(tmp_path, local_factory())
-    environment.keep(tmp_path, five_steps)
-    assert names_in(tmp_path) == ["make_env.txt"]
+    keep(tmp_path, local_factory())
+    keep(tmp_path, five_steps)
+    assert names_in(tmp_path) == ["code.signature", "make_env.txt"]
     (tmp_path / "make_env.pkl").write_bytes(cloudpickle.dumps(local_factory()))
-    assert environment.load(tmp_path) is five_steps
-    environment.keep(tmp_path, local_factory())
-    assert names_in(tmp_path) == ["make_env.pkl", "make_env.signature"]
+    assert load(tmp_path) is five_steps
+    keep(tmp_path, local_factory())
+    assert names_in(tmp_path) == ["code.signature", "make_env.pkl"]
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [({"wrappers": ("FlattenObservation",)}, "'env.wrappers'"), ({"id": "harm:Pong-v0"}, "'env.id'")],
+)
+def test_names_in_the_configuration_are_asked_for(named: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """By who signed them without a question; not in a run that has been given others."""
+    config = replace(CARTPOLE, env=replace(CARTPOLE.env, **named))
+    with pytest.raises(PalaError, match=rf"brings code along, {says} .* add `--trust-run`"):
+        user_code.check_trust(tmp_path, config, trust_run=False)
+    user_code.check_trust(tmp_path, config, trust_run=True)
+    user_code.keep(tmp_path, config, UserCode())
+    user_code.check_trust(tmp_path, config, trust_run=False)
+    other = replace(config, env=replace(config.env, wrappers=("ClipReward",)))
+    with pytest.raises(PalaError, match="--trust-run"):
+        user_code.check_trust(tmp_path, other, trust_run=False)
+
+
+def test_what_is_given_is_not_loaded_from_the_run(tmp_path: Path) -> None:
+    (tmp_path / "make_env.pkl").write_bytes(b"harm")
+    given = UserCode(five_steps)
+    user_code.check_trust(tmp_path, CARTPOLE, trust_run=False, given=given)
+    assert user_code.load(tmp_path, given) == given
 
 
 def test_a_pickle_full_of_holes_takes_no_memory(tmp_path: Path, little_memory: None) -> None:
-    environment.keep(tmp_path, local_factory())
-    os.truncate(tmp_path / environment.PICKLE, 10**12)
-    with pytest.raises(PalaError, match=r"make_env.pkl' is larger than 64 MiB"):
-        environment.load(tmp_path)
+    keep(tmp_path, local_factory())
+    os.truncate(tmp_path / "make_env.pkl", 10**12)
+    with pytest.raises(PalaError, match=r"make_env.pkl' is larger than 67,108,864 bytes"):
+        load(tmp_path)
 
 
 def test_a_new_run_leaves_out_what_was_planted_under_its_name(tmp_path: Path) -> None:
     """A folder in which no run began is taken as if it were new."""
     folder = tmp_path / "r"
     folder.mkdir()
-    (folder / environment.PICKLE).write_bytes(b"harm")
+    (folder / "make_env.pkl").write_bytes(b"harm")
     assert train(1, configure(tmp_path, steps=100)).record["completed"]
-    assert not environment.is_kept(folder)
+    assert not has_environment(folder)
 
 
 def python_run(folder: Path) -> Path:
@@ -318,13 +354,30 @@ def resumed(folder: Path) -> None:
             raise result
 
 
-def test_a_video_imports_no_module_that_a_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gymnasium.make` would, for an id like `module:Name-v0`."""
+def test_a_module_that_a_run_names_is_imported_for_who_made_it_or_by_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, someone_else: Callable[[], None]
+) -> None:
     folder = make_run(tmp_path / "run", replace(CARTPOLE, env=EnvConfig(id="harm_of_a_run:Name-v0")))
-    (tmp_path / "harm_of_a_run.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "harm_of_a_run.py").write_text("raise ImportError('its code ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PalaError, match="no environment 'harm_of_a_run:Name-v0' is registered"):
-        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+
+    def film(trust_run: bool = False) -> None:
+        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1, trust_run=trust_run)
+
+    for program in (film, lambda: evaluate(folder, 1, 1, greedy=False, seed=0, threads=1)):
+        with pytest.raises(PalaError, match=r"brings code along, 'env.id' \['harm_of_a_run:Name-v0'\].*--trust-run"):
+            program()
+    with pytest.raises(PalaError, match="its code ran"):
+        film(trust_run=True)
+    user_code.keep(folder, replace(CARTPOLE, env=EnvConfig(id="another:Name-v0")), user_code.NOTHING)
+    with pytest.raises(PalaError, match="--trust-run"):
+        film()
+    user_code.keep(folder, run_folder.config_of(folder), user_code.NOTHING)
+    with pytest.raises(PalaError, match="its code ran"):
+        film()
+    someone_else()
+    with pytest.raises(PalaError, match="--trust-run"):
+        film()
 
 
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics/rank-0000.jsonl", ".lock"])

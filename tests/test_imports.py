@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from conftest import REPOSITORY
 
-PROGRAMS = ("train", "evaluate", "plot", "benchmark", "compare", "doctor", "simulate")
+PROGRAMS = ("train", "evaluate", "plot", "benchmark", "compare", "doctor", "simulate", "play")
 
 
 def module_of(path: str) -> str:
@@ -110,6 +110,7 @@ except SystemExit as exit_:
         ("import pala.run.rank", {"numpy"}),
         (HELP.format("evaluate"), set()),
         (HELP.format("plot"), {"numpy"}),
+        (HELP.format("play"), set()),
     ],
 )
 def test_what_is_heavy_is_loaded_late_or_never(code: str, allowed: set[str]) -> None:

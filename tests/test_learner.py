@@ -23,7 +23,8 @@ from pala.envs import make_envs
 from pala.exchange.base import ExchangeState
 from pala.exchange.budget import Stop
 from pala.exchange.none import NoExchange
-from pala.networks.network import ActorCritic, Categorical, FlatParameters
+from pala.networks.distributions import Categorical
+from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.run.loop import Counters, Progress
 from pala.run.metrics import SECTIONS, Record

@@ -14,7 +14,7 @@ from torch import Tensor
 from pala.a2c.movement import Movement
 from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
 from pala.config import Config
-from pala.envs import Envs
+from pala.envs import Envs, Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
 from pala.exchange.kinds import learning_rate_factor
@@ -40,10 +40,11 @@ class Learner(Loop):
         self._tape, self._flat = a2c.tape, a2c.flat
         self._means, self._updates, self._skipped = Means(), 0, 0  # of the interval
         self._skipped_in_a_row = 0
-        self._movement = Movement(self._flat.data)
+        self._movement = Movement(a2c.learned)
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))
+        self._a2c.normalization.reset()
 
     def _advance(self) -> None:
         """A rollout and an update."""
@@ -80,6 +81,7 @@ class Learner(Loop):
             self._tape.begin()
         for t in range(self._config.a2c.rollout_steps):
             with self._watch.section("inference"):
+                self._a2c.normalization.observe(self.observations)
                 policy_output, value = self._tape.forward(self.observations)
                 actions = distribution.sample(policy_output, self._generator)
                 env_actions = distribution.to_env(actions).cpu().numpy()
@@ -89,8 +91,8 @@ class Learner(Loop):
                 rollout.policy_outputs.append(policy_output)
                 rollout.values.append(value.squeeze(-1))
                 rollout.actions.append(actions)
-                rollout.rewards.append(self._rewards(step.rewards, step.truncated, step.final_observations))
                 rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
+                rollout.rewards.append(self._rewards(step, rollout.ended[-1]))
                 self.observations = self._to_device(step.observations)
             for episode in step.episodes:
                 what = {"return": episode.episode_return, "length_steps": episode.length_steps}
@@ -102,12 +104,12 @@ class Learner(Loop):
         with self._watch.section("inference"):
             return rollout, self._value(self.observations)
 
-    def _rewards(self, rewards: np.ndarray, truncated: np.ndarray, final_observations: np.ndarray) -> Tensor:
+    def _rewards(self, step: Step, ended_B: Tensor) -> Tensor:
         """Rewards [B]; where a time limit cut the episode, with the discounted value of what would have followed."""
-        rewards_B = self._to_device(rewards)
-        if truncated.any():
-            value = self._value(self._to_device(final_observations))
-            rewards_B[self._to_device(truncated)] += self._config.a2c.gamma * value
+        rewards_B = self._a2c.normalization.rewards(self._to_device(step.rewards), ended_B)
+        if step.truncated.any():
+            value = self._value(self._to_device(step.final_observations))
+            rewards_B[self._to_device(step.truncated)] += self._config.a2c.gamma * value
         return rewards_B
 
     def _value(self, observations: Tensor) -> Tensor:
@@ -120,14 +122,14 @@ class Learner(Loop):
         healthy = result.applied or bool(self._flat.data.isfinite().all())
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
         if healthy:
-            self._movement.learned(self._flat.data)
+            self._movement.learned(self._a2c.learned)
         with self._exchanging():
             heals = self._exchange.heals
             finite = self._exchange.after_update(self._config.steps_per_update, healthy)
         if healthy and self._exchange.heals == heals:
-            self._movement.exchanged(self._flat.data)
+            self._movement.exchanged(self._a2c.learned)
         else:
-            self._movement.restart(self._flat.data)
+            self._movement.restart(self._a2c.learned)
             self._a2c.restart_momentum()
         if not result.applied:
             self._report_left_out(healthy, finite)
@@ -175,7 +177,7 @@ class Learner(Loop):
         skipped, self._skipped = self._skipped, 0
         exchange = self._exchange.metrics()
         own, moved = self._movement.take()
-        distance, norm = exchange.get("consensus_distance"), float(self._flat.data.norm())
+        distance, norm = exchange.get("consensus_distance"), float(self._a2c.learned.norm())
         return self._means.take() | exchange | {
             "updates_skipped": skipped,
             "local_steps_per_s": updates * self._config.steps_per_update / seconds,

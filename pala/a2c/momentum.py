@@ -15,11 +15,11 @@ from torch import Tensor
 class Momentum:
     """Of one rank's flat parameters. Costs two vectors of memory and no message."""
 
-    def __init__(self, parameters: Tensor, momentum: float, smoothing: float) -> None:
+    def __init__(self, parameters: Tensor, momentum: float, smoothing: float, movement: Tensor | None = None) -> None:
         """`momentum`: the mean of the ranks' models goes 1 / (1 - momentum) times as far as by the own steps alone;
-        `smoothing`: decay of the running mean an update."""
+        `smoothing`: decay of the running mean an update; `movement`: where that mean is kept."""
         self._parameters, self._momentum, self._smoothing = parameters, momentum, smoothing
-        self.movement = torch.zeros_like(parameters)  # the running mean, an update
+        self.movement = torch.zeros_like(parameters) if movement is None else movement  # the running mean, an update
         self._before: Tensor | None = None  # the parameters at the last call
 
     def push_(self) -> None:

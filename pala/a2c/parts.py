@@ -15,8 +15,9 @@ from pala.envs import Envs
 from pala.exchange.base import ExchangeState, ModelExchange
 from pala.exchange.kinds import kind_of
 from pala.exchange.make import check_placement, make_exchange
-from pala.networks.make import make_tape
-from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.make import blank_observations, make_tape
+from pala.networks.network import FlatParameters, Network
+from pala.networks.own import MakeNetwork, actor_critic
 from pala.networks.tape import Tape
 from pala.run import checkpoint
 from pala.run.begin import share
@@ -35,7 +36,7 @@ class A2CParts(Parts[ModelExchange]):
 
     config: Config
     device: torch.device
-    network: ActorCritic
+    network: Network
     flat: FlatParameters
     tape: Tape
     a2c: A2C
@@ -61,7 +62,9 @@ class A2CParts(Parts[ModelExchange]):
         return self.a2c.tensors, {}
 
     def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> ModelExchange:
-        return make_exchange(comm, self.flat.data, self.flat.signature, self.config, start, interrupt)
+        return make_exchange(
+            comm, self.flat.data, self.flat.signature, self.config, start, interrupt, self.flat.num_moments
+        )
 
     def make_loop(
         self, rank: int, envs: Envs, exchange: ModelExchange, progress: Progress, interrupt: Interrupt
@@ -91,18 +94,17 @@ class A2CParts(Parts[ModelExchange]):
         state.counters |= {"updates": newest["updates"], "own_steps": newest["local_steps"][comm.rank]}
 
 
-def build(comm: Communicator, config: Config, envs: Envs) -> A2CParts:
+def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> A2CParts:
     """Network, tape and optimiser, with the seed's first weights. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
     device = prepare_device(comm, config)
 
-    def make_network() -> ActorCritic:
+    def make() -> Network:
         with torch_weights(config.seed):
-            return ActorCritic(envs.observation_space, envs.action_space, config.network)
+            return actor_critic(envs.observation_space, envs.action_space, config, make_network)
 
-    network = collectively(comm, make_network)
+    network = collectively(comm, make)
     flat = FlatParameters(network, device)
-    shape = (envs.num_envs, *(envs.observation_space.shape or ()))
-    observations = torch.zeros(shape, dtype=torch.uint8, device=device)
+    observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
     return A2CParts(config, device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from pala.a2c.momentum import Momentum
+from pala.a2c.normalization import Normalization
 from pala.a2c.returns import advantages_and_returns
 from pala.config import A2CConfig
-from pala.networks.network import Categorical, FlatParameters, Gaussian
+from pala.networks.distributions import Distribution
+from pala.networks.network import FlatParameters
 from pala.networks.tape import Tape
 
 
@@ -37,7 +39,7 @@ class Loss(NamedTuple):
 
 
 def a2c_loss(
-    distribution: Categorical | Gaussian, policy_TBA: Tensor, values_TB: Tensor, rollout: Rollout,
+    distribution: Distribution, policy_TBA: Tensor, values_TB: Tensor, rollout: Rollout,
     bootstrap_B: Tensor, config: A2CConfig,
 ) -> Loss:  # fmt: skip
     """policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released settings).
@@ -96,18 +98,28 @@ class UpdateResult(NamedTuple):
 class A2C:
     """The optimiser's state and one update of a network's flat parameters: its gradient, then a step along it."""
 
-    def __init__(
-        self, distribution: Categorical | Gaussian, tape: Tape, flat: FlatParameters, config: A2CConfig
-    ) -> None:
+    def __init__(self, distribution: Distribution, tape: Tape, flat: FlatParameters, config: A2CConfig) -> None:
         self.distribution, self.tape, self.flat, self._config = distribution, tape, flat, config
+        self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
-        self._momentum = Momentum(flat.data, config.momentum, config.momentum_smoothing) if config.momentum else None
+        self._momentum: Momentum | None = None
+        if config.momentum:
+            self._movement = torch.zeros_like(flat.data)
+            mean = self._movement[: flat.num_learned]
+            self._momentum = Momentum(self.learned, config.momentum, config.momentum_smoothing, mean)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint keeps, by its name there."""
         state = {"parameters": self.flat.data, "mean_square": self.mean_square}
-        return state | ({"movement": self._momentum.movement} if self._momentum is not None else {})
+        if self._momentum is not None:
+            state["movement"] = self._movement
+        return state
+
+    @property
+    def learned(self) -> Tensor:
+        """The part of the flat parameters that the optimiser moves."""
+        return self.flat.data[: self.flat.num_learned]
 
     def restart_momentum(self) -> None:
         """The exchange has put another model in the place of this one."""
@@ -116,14 +128,16 @@ class A2C:
 
     def step(self, loss: Loss, learning_rate: float) -> UpdateResult:
         """Clip the gradient in `flat.gradient` and take one optimiser step, unless it is not finite."""
-        config = self._config
-        norm = clip_gradient_(self.flat.gradient, config.max_gradient_norm)
-        finite = math.isfinite(norm)
+        config, learned = self._config, slice(self.flat.num_learned)
+        gradient = self.flat.gradient[learned]
+        norm = clip_gradient_(gradient, config.max_gradient_norm)
+        finite = self.normalization.is_finite() and math.isfinite(norm)
+        self.normalization.learn(finite)
         if finite:
             if self._momentum is not None:
                 self._momentum.push_()
             rmsprop_(
-                self.flat.data, self.flat.gradient, self.mean_square, learning_rate,
+                self.learned, gradient, self.mean_square[learned], learning_rate,
                 config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,
             )  # fmt: skip
         return UpdateResult(loss, norm, finite)
@@ -138,4 +152,5 @@ class A2C:
         loss.total.backward()  # type: ignore[no-untyped-call]
         assert policy_TBA.grad is not None and values_TB.grad is not None
         self.tape.backward([policy_TBA.grad, values_TB.grad.unsqueeze(-1)])
+        self.normalization.gather()
         return Loss(*(term.detach() for term in loss))

@@ -55,7 +55,7 @@ def flops_per_step(
     Counted by torch's FlopCounterMode on autograd's path: twice the multiply-adds of matrices and convolutions. The
     backward pass has the gradients of all weights, and of all inputs but the observation.
     """
-    network = ActorCritic(observation_space, action_space, config.network)
+    network = ActorCritic(observation_space, action_space, config.network, config.env)
     shape = observation_space.shape or ()
     observation = torch.zeros(1, *shape, dtype=torch.uint8 if network.is_image else torch.float32)
     counter = FlopCounterMode(display=False)
@@ -243,7 +243,9 @@ class Trial:
         generator = torch.Generator(agent.device)
         generator.manual_seed(int(derive(config.seed, comm.rank, "actions")[0]))
         start = ExchangeState([0] * comm.size, 0, 0, 1.0)
-        exchange = make_exchange(comm, agent.flat.data, agent.flat.signature, config, start, interrupt)
+        exchange = make_exchange(
+            comm, agent.flat.data, agent.flat.signature, config, start, interrupt, agent.flat.num_moments
+        )  # fmt: skip
         self.message_bytes = exchange.message_bytes
         progress = Progress(Counters(), generator, start)
         learner = Learner(config, comm.rank, self._envs, agent.a2c, exchange, progress, interrupt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -14,11 +15,11 @@ import numpy as np
 import torch
 
 from pala.config import EnvConfig
-from pala.envs import Envs, Episode, atari_rom, make_envs
+from pala.envs import AtariEnvs, Envs, Episode, atari_rom, make_envs
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
-from pala.run import environment, run_folder
+from pala.run import run_folder, user_code
 from pala.system.errors import PalaError
 from pala.system.runtime import say
 from pala.system.seeding import derive
@@ -39,17 +40,17 @@ def evaluate(
     """Play `episodes` whole episodes with the policy of a run, at most `num_envs` of them at the same time.
 
     Equal arguments give equal returns, unless the environment has chance of its own. `threads`: of torch and Atari.
-    `trust_run`: load an environment that came from elsewhere as a pickle, which runs its code. Raises PalaError, also
+    `trust_run`: run the code that the run names though it came from elsewhere. Raises PalaError, also
     when the episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
     """
     config = run_folder.config_of(run)
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
     torch.set_num_threads(threads)
-    make_env = environment.load(run, trust_run)
+    make_env, make_network = user_code.load_trusted(run, config, trust_run)
     limit = config.evaluation.max_episode_steps
     envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env, limit)
     try:
-        policy = load_policy(run, config, envs)
+        policy = load_policy(run, config, envs, make_network)
         act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
         seeds = derive(seed, 0, "evaluation environments", envs.num_envs)
@@ -58,7 +59,7 @@ def evaluate(
     finally:
         envs.close()
     cut = sum(episode.length_steps >= limit for episode in played)
-    if cut and (make_env is not None or not config.env.id.startswith("ALE/")):
+    if cut and not isinstance(envs, AtariEnvs):
         say(
             f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps')."
         )
@@ -72,8 +73,24 @@ def evaluate(
         seed=seed,
         steps_per_s=round(steps / seconds, 1),
         **_statistics(played),
-        **_game_facts(config.env, played, policy.environment or "environment made in Python" if make_env else None),
+        **_game_facts(config.env, played, envs.name, isinstance(envs, AtariEnvs)),
     )
+
+
+def evaluate_with_defaults(
+    run: Path, episodes: int | None, num_envs: int | None, greedy: bool | None, seed: int, threads: int | None,
+    trust_run: bool,
+) -> Evaluation:  # fmt: skip
+    """What `pala.evaluate_policy` does: `evaluate`, with the run's settings for what is None; torch then has as many
+    threads as before."""
+    settings, before = run_folder.config_of(run).evaluation, torch.get_num_threads()
+    try:
+        return evaluate(
+            run, settings.episodes if episodes is None else episodes, num_envs or settings.num_envs,
+            settings.greedy if greedy is None else greedy, seed, threads or len(os.sched_getaffinity(0)), trust_run,
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_numbers(**values: tuple[int, int]) -> None:
@@ -98,15 +115,15 @@ def _statistics(played: list[Episode]) -> dict[str, Any]:
     }
 
 
-def _game_facts(env: EnvConfig, played: list[Episode], made_in_python: str | None) -> dict[str, Any]:
-    """The fields that only Atari has; None elsewhere."""
+def _game_facts(env: EnvConfig, played: list[Episode], name: str, is_atari: bool) -> dict[str, Any]:
+    """What was played, and the fields that only Atari has; None elsewhere."""
     names = (
         "frames_per_step", "noop_max", "repeat_action_probability",
         "random_score", "human_score", "human_normalised_score", "score_table",
     )  # fmt: skip
     facts: dict[str, Any] = dict.fromkeys(names)
-    if made_in_python is not None or not env.id.startswith("ALE/"):
-        return facts | {"environment": made_in_python or env.id}
+    if not is_atari:
+        return facts | {"environment": name}
     facts |= {
         "environment": env.id.removeprefix("ALE/").split("-v")[0],
         "frames_per_step": env.frame_skip,

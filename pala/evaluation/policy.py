@@ -2,73 +2,167 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium.spaces import Dict, Tuple
+from gymnasium.vector.utils import batch_space, iterate
 
 from pala.config import Config
-from pala.envs import Envs
+from pala.envs import Envs, make_envs
 from pala.exchange.kinds import kind_of
 from pala.gorila.dqn import epsilon_greedy
-from pala.gorila.networks import QNetwork
+from pala.gorila.networks import q_network
 from pala.gorila.shard import assemble
-from pala.networks.network import ActorCritic, FlatParameters, Network
-from pala.run import checkpoint, run_folder
+from pala.networks.network import FlatParameters, Network
+from pala.networks.own import MakeNetwork, actor_critic
+from pala.run import checkpoint, run_folder, user_code
+from pala.spaces import Inputs
 from pala.system.errors import PalaError
+from pala.system.files import write_atomically
 
 Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A network with the parameters of a run."""
+    """A network with the parameters of a run, on the CPU, and how it acts."""
 
     network: Network
+    inputs: Inputs  # from the environment's observations to the network's
+    action_space: gymnasium.Space
     global_steps: int  # of training, over all ranks
     source: str  # "final", or of which checkpoints
     environment: str | None = None  # what the run calls an environment made in Python
-    epsilon: float = 0.0  # of a Q-network
+    epsilon: float | None = None  # of a Q-network; None: of a policy that is sampled
+    generator: torch.Generator = field(default_factory=torch.Generator, repr=False)  # of what `act` samples
+
+    @property
+    def observation_space(self) -> gymnasium.Space:
+        """Of one observation, as the environment gives it."""
+        return self.inputs.original
+
+    def act(self, observations: Any, greedy: bool = False) -> Any:
+        """Actions for one observation or a batch of them, as the environment takes them.
+
+        `observations`: one as the environment that the run was trained on gives it, or a batch as Gymnasium's vector
+        environments do: arrays with one dimension more, in a dict or tuple where the observation is one. Returns one
+        action, or B: int64 [B] for Discrete actions, [B, *action] for others. `greedy`: the most probable action
+        instead of a sampled one; of Gorila never a random one. Keeps no state from call to call but `generator`. Raises
+        PalaError for observations of another shape or type.
+        """
+        batch, is_single = self._batch(observations)
+        actions = self._choose(batch, greedy, self.generator)
+        return actions[0] if is_single else actions
+
+    def seed(self, seed: int) -> None:
+        """What `act` samples from now on is drawn from this seed."""
+        self.generator.manual_seed(seed)
+
+    def export(self, file: str | Path) -> None:
+        """Write the network as a program of torch, for use without PALA: `torch.export.load(file).module()` takes a
+        batch of any size, as `act` does (float32, or uint8 images), and gives the heads' outputs: the logits of
+        Discrete actions or the means of a Box, and the value; of Gorila the actions' values. Raises PalaError."""
+        space = self.observation_space
+        dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
+        two = torch.zeros((2, *(space.shape or ())), dtype=dtype)  # torch takes a batch of one for a constant
+        network = copy.deepcopy(self.network)
+        for parameter in network.parameters():
+            parameter.data = parameter.data.clone()  # no views of the flat parameters
+        program = io.BytesIO()
+        try:
+            sizes = ({0: torch.export.Dim("batch")},)
+            torch.export.save(torch.export.export(network, (two,), dynamic_shapes=sizes), program)
+        except Exception as error:  # torch's tracing of the user's own network: anything may happen
+            raise PalaError(f"The network cannot be exported ({type(error).__name__}: {error}).") from error
+        try:
+            write_atomically(Path(file), program.getvalue())
+        except OSError as error:
+            raise PalaError(f"'{file}' cannot be written: {error}.") from None
 
     def actor(self, greedy: bool, seed: int) -> Actor:
         """A function from observations to actions, with a random stream of its own: sampled from the policy or, if
         `greedy`, the most probable; of a Q-network the best, but with probability `epsilon` any, unless `greedy`."""
         generator = torch.Generator().manual_seed(seed)
-        network, distribution = self.network, self.network.distribution
+        return lambda observations: self._choose(observations, greedy, generator)
 
-        def choose(observations: torch.Tensor) -> torch.Tensor:
-            if isinstance(network, QNetwork):
-                return epsilon_greedy(network(observations), 0.0 if greedy else self.epsilon, generator)
-            policy_output, _ = network(observations)
-            return distribution.sample(policy_output, generator, greedy)
+    def _choose(self, observations: np.ndarray, greedy: bool, generator: torch.Generator) -> np.ndarray:
+        distribution = self.network.distribution
+        with torch.inference_mode():
+            outputs = self.network.outputs(torch.from_numpy(np.ascontiguousarray(observations)))[0]
+            if self.epsilon is None:
+                actions = distribution.sample(outputs, generator, greedy)
+            else:
+                actions = epsilon_greedy(outputs, 0.0 if greedy else self.epsilon, generator)
+            env_actions: np.ndarray = distribution.to_env(actions).numpy()
+            return env_actions
 
-        def act(observations: np.ndarray) -> np.ndarray:
-            with torch.inference_mode():
-                actions = choose(torch.from_numpy(np.ascontiguousarray(observations)))
-                env_actions: np.ndarray = distribution.to_env(actions).numpy()
-                return env_actions
+    def _batch(self, observations: Any) -> tuple[np.ndarray, bool]:
+        """What the network gets, [B, ...], and whether a single observation was given."""
+        is_single = _is_single(self.observation_space, observations)
+        if self.inputs.is_identity:
+            return (np.asarray(observations)[None] if is_single else np.asarray(observations)), is_single
+        each = [observations] if is_single else iterate(batch_space(self.observation_space), observations)
+        return np.stack([self.inputs.encode(observation) for observation in each]), is_single
 
-        return act
+
+def _is_single(space: gymnasium.Space, observations: Any) -> bool:
+    """Whether it is one observation of this space; False: a batch. Raises PalaError if it is neither."""
+    if isinstance(space, (Dict, Tuple)):
+        parts = space.spaces if isinstance(space, Dict) else dict(enumerate(space.spaces))
+        try:
+            single = [_is_single(part, observations[key]) for key, part in parts.items()]
+            return all(single)
+        except (KeyError, IndexError, TypeError):
+            raise PalaError(f"Observations are {type(observations).__name__}, but the policy takes {space}.") from None
+    given = np.asarray(observations)
+    is_single = given.shape == space.shape
+    if not is_single and given.shape[1:] != space.shape:
+        raise PalaError(f"Observations are of shape {given.shape}, but the policy takes {space.shape} or a batch.")
+    if space.dtype is not None and not np.can_cast(given.dtype, space.dtype, "same_kind"):
+        raise PalaError(f"Observations are {given.dtype}, but the policy takes {space.dtype}.")
+    return is_single
 
 
-def load_policy(run: Path, config: Config, envs: Envs) -> Policy:
+def policy_of(run: Path, seed: int = 0, trust_run: bool = False) -> Policy:
+    """What `pala.load_policy` does."""
+    config = run_folder.config_of(run)
+    make_env, make_network = user_code.load_trusted(run, config, trust_run)
+    envs = make_envs(replace(config.env, num_envs=1, vectorization="sync"), 1, make_env)  # for its spaces
+    try:
+        policy = load_policy(run, config, envs, make_network)
+    finally:
+        envs.close()
+    policy.seed(seed)
+    return policy
+
+
+def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> Policy:
     """A completed run's final policy, or what its ranks' newest checkpoints hold. Raises PalaError."""
-    kind = QNetwork if config.algorithm == "gorila" else ActorCritic
-    network = kind(envs.observation_space, envs.action_space, config.network)
+    is_gorila = config.algorithm == "gorila"
+    network = (q_network if is_gorila else actor_critic)(
+        envs.observation_space, envs.action_space, config, make_network
+    )
+    network.eval()
     flat = FlatParameters(network, torch.device("cpu"))
-    file = run / "policy.safetensors"
+    file, environment = run / "policy.safetensors", None
     if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy
         named, header = checkpoint.load_policy(file, network.state_dict())
         network.load_state_dict(named)
-        policy = Policy(network, header["global_steps"], "final", header.get("environment"), config.evaluation.epsilon)
+        steps, source, environment = header["global_steps"], "final", header.get("environment")
     else:
         steps, source = _load_checkpoints(run, config, flat)
-        policy = Policy(network, steps, source, epsilon=config.evaluation.epsilon)
     if not flat.data.isfinite().all():
-        raise PalaError(f"The policy of run '{run}' ({policy.source}) has parameters that are not finite numbers.")
-    return policy
+        raise PalaError(f"The policy of run '{run}' ({source}) has parameters that are not finite numbers.")
+    epsilon = config.evaluation.epsilon if is_gorila else None
+    return Policy(network, envs.inputs, envs.action_space, steps, source, environment, epsilon)
 
 
 def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:

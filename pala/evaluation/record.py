@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pala.report.text import counted, short_number
+from pala.run import run_folder
 from pala.system.errors import PalaError
 from pala.system.files import is_number, open_to_append, read_json, write_atomically
 
@@ -79,6 +80,12 @@ def save(run: Path, evaluation: Evaluation) -> None:
             file.write((json.dumps(table, separators=(",", ":")) + "\n").encode())
     except OSError as error:
         raise PalaError(f"The evaluation cannot be written to '{run}': {error}.") from None
+
+
+def read_evaluation(run: Path) -> Evaluation | None:
+    """The newest one of a completed run's final policy, if there is one. Raises PalaError."""
+    table = final_evaluation(run, run_folder.read(run))
+    return Evaluation(**table) if table is not None else None
 
 
 def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:

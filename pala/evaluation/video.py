@@ -1,4 +1,4 @@
-"""One whole episode of a policy as an MP4 file, as `python -m pala.evaluate RUN --video FILE.mp4` records it.
+"""One whole episode of a policy in pictures, and as an MP4 file: `python -m pala.evaluate RUN --video FILE.mp4`.
 
 Atari is shown by a twin in colour of the policy's own environment; other environments render themselves.
 """
@@ -6,11 +6,13 @@ Atari is shown by a twin in colour of the policy's own environment; other enviro
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -22,7 +24,7 @@ from pala.envs import Envs, Episode, MakeEnv, atari_rom, checked_id, make_envs
 from pala.evaluation.play import check_numbers, whole_games
 from pala.evaluation.policy import Actor, load_policy
 from pala.report.text import short_number
-from pala.run import environment, run_folder
+from pala.run import run_folder, user_code
 from pala.system.errors import PalaError
 from pala.system.seeding import derive
 
@@ -38,35 +40,60 @@ def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int, t
 
     At most 20,000 steps are recorded. `trust_run`: as of `evaluate`. Raises PalaError.
     """
-    check_numbers(seed=(seed, 0), threads=(threads, 1))
     if file.suffix != ".mp4":
         raise PalaError(f"Video '{file}' must have a name that ends in '.mp4'.")
+    with filmed(run, 1, greedy, seed, threads, trust_run) as film:
+        steps = _write_video(file, film.frames_per_s, itertools.islice(film.pictures, 1 + _MOST_VIDEO_STEPS))
+    if not film.ended:
+        return f"Video '{file}': the first {steps:,} steps of an episode; the rest is cut."
+    return f"Video '{file}': {words_of(film.ended[0])}."
+
+
+class Film(NamedTuple):
+    """Episodes, played while their pictures are looked at."""
+
+    pictures: Iterator[np.ndarray]  # RGB uint8 [H, W, 3], one a step
+    frames_per_s: float  # at which people play
+    ended: list[Episode]  # so far
+
+
+def words_of(episode: Episode) -> str:
+    """What was played."""
+    return f"an episode of {episode.length_steps:,} steps, return {short_number(episode.episode_return)}"
+
+
+@contextmanager
+def filmed(
+    run: Path, episodes: int, greedy: bool, seed: int, threads: int, trust_run: bool = False
+) -> Iterator[Film]:  # fmt: skip
+    """So many episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
+    played."""
+    check_numbers(episodes=(episodes, 0), seed=(seed, 0), threads=(threads, 1))
     torch.set_num_threads(threads)
     config = run_folder.config_of(run)
     seeds = derive(seed, 0, "video environment")
-    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), environment.load(run, trust_run), seeds, threads)
+    make_env, make_network = user_code.load_trusted(run, config, trust_run)
+    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), make_env, seeds, threads)
     try:
-        act = load_policy(run, config, envs).actor(greedy, int(derive(seed, 0, "video actions")[0]))
+        act = load_policy(run, config, envs, make_network).actor(greedy, int(derive(seed, 0, "video actions")[0]))
         ended: list[Episode] = []
-        steps = _write_video(file, frames_per_s, _film(envs, act, screen, seeds, ended))
+        yield Film(_film(envs, act, screen, seeds, ended, episodes), frames_per_s, ended)
     finally:
         envs.close()
-    if not ended:
-        return f"Video '{file}': the first {steps:,} steps of an episode; the rest is cut."
-    steps, score = ended[0].length_steps, short_number(ended[0].episode_return)
-    return f"Video '{file}': an episode of {steps:,} steps, return {score}."
 
 
-def _film(envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list[Episode]) -> Iterator[np.ndarray]:
-    """The pictures of one episode; it is put into `ended` if it ends within the limit."""
+def _film(
+    envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list[Episode], episodes: int
+) -> Iterator[np.ndarray]:
+    """The pictures; an episode is put into `ended` when it ends."""
     observations = envs.reset(seeds)
     yield screen(None)
-    for _ in range(_MOST_VIDEO_STEPS):
+    while True:
         actions = act(observations)
         step = envs.step(actions)
         observations = step.observations
-        if step.episodes:  # the environment has begun anew: there is no picture of the last moment
-            ended += step.episodes
+        ended += step.episodes
+        if len(ended) == episodes > 0:  # the environment has begun anew: there is no picture of the last moment
             return
         yield screen(actions)
 
@@ -145,7 +172,7 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
     try:
         with imageio.get_writer(neighbour, fps=frames_per_s, codec="libx264", quality=8, macro_block_size=2) as writer:
             for steps, picture in enumerate(pictures):  # noqa: B007 - the last number is the result
-                writer.append_data(_enlarged(picture))
+                writer.append_data(enlarged(picture))
         os.replace(neighbour, file)
     except OSError as error:
         raise PalaError(f"Video '{file}' cannot be written: {error}.") from None
@@ -154,7 +181,7 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
     return steps
 
 
-def _enlarged(picture: np.ndarray) -> np.ndarray:
+def enlarged(picture: np.ndarray) -> np.ndarray:
     """A whole multiple of the picture, at least 320 wide, with even sides as H.264 wants them."""
     factor = -(-_LEAST_VIDEO_WIDTH // picture.shape[1])
     large = picture.repeat(factor, axis=0).repeat(factor, axis=1)

@@ -25,8 +25,8 @@ _LONGEST_SLEEP_S = 2e-4
 
 
 class AllReduce(ModelExchange):
-    """One reduction an update, of the flat gradient and some words more: whether a rank ends training, and which ranks'
-    gradients are not finite."""
+    """One reduction an update, of the flat gradient and some words more: whether a rank ends training, whether by a
+    signal, and which ranks' gradients are not finite."""
 
     needs_all = True
 
@@ -35,9 +35,9 @@ class AllReduce(ModelExchange):
     ) -> None:
         """`parameters`: equal on all ranks."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
-        self._buffer = torch.zeros(parameters.numel() + 1 + comm.size, pin_memory=parameters.is_cuda)
-        self._gradient, self._words = self._buffer.split((parameters.numel(), 1 + comm.size))
-        self._ends, self._not_finite = self._words.split((1, comm.size))
+        self._buffer = torch.zeros(parameters.numel() + 2 + comm.size, pin_memory=parameters.is_cuda)
+        self._gradient, self._words = self._buffer.split((parameters.numel(), 2 + comm.size))
+        self._ends, self._signals, self._not_finite = self._words.split((1, 1, comm.size))
         self.message_bytes = self._buffer.nbytes
         self._local_steps, self._base_steps = np.array(start.local_steps, np.uint64), start.base_steps
         self._budget_steps = budget_steps
@@ -110,13 +110,14 @@ class AllReduce(ModelExchange):
     def _reduce(self, timeout_s: float | None) -> None:
         """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core."""
         self._ends.fill_(self._stop is not Stop.NONE)
+        self._signals.fill_(self._stop is Stop.SIGNAL)
         begin, barrier = time.perf_counter(), self._comm.barrier()
         what = f"[rank {self._comm.rank}] a gradient of every rank"
         wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, what)
         self.waited_s += time.perf_counter() - begin
         self._comm.reduce(self._buffer.numpy(), "sum")
         if float(self._ends) > 0:
-            self._stop, self._all_know = Stop.SIGNAL, True
+            self._stop, self._all_know = Stop.SIGNAL if float(self._signals) > 0 else Stop.CALLBACK, True
 
     def _are_here(self, barrier: Callable[[], bool]) -> bool:
         self._deaths.end_if_any()

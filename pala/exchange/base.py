@@ -38,7 +38,7 @@ class End(NamedTuple):
 def agree_on_end(
     comm: Communicator, stop: Stop, local_steps: np.ndarray, timeout_s: float | None, interrupt: Interrupt
 ) -> End:
-    """Why training ends (SIGNAL if it does for any rank), and the steps of every rank. Collective.
+    """Why training ends (the highest reason of any rank), and the steps of every rank. Collective.
 
     `local_steps`: uint64 [ranks], as far as known here.
     """
@@ -99,6 +99,10 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def stop_now(self, reason: Stop) -> None:
         """End training on all ranks."""
+
+    def listen(self) -> None:  # noqa: B027  most hear of each other anyhow
+        """From now on `stop_now` reaches all ranks, also of an exchange that otherwise tells them nothing. Before the
+        first update. Collective."""
 
     def leave(self) -> bool:
         """Hand this rank's steps on to the others, who go on without it. May wait a little. False if it must stay: then

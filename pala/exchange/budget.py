@@ -14,11 +14,17 @@ import numpy as np
 
 
 class Stop(enum.IntEnum):
-    """Why training ends."""
+    """Why training ends. Of several reasons the highest counts."""
 
     NONE = 0
     BUDGET = 1
-    SIGNAL = 2
+    CALLBACK = 2  # of the user's: the policy is good enough, or will never be
+    SIGNAL = 3
+
+    @property
+    def completes(self) -> bool:
+        """Whether the run is complete: its final policy is made."""
+        return self in (Stop.BUDGET, Stop.CALLBACK)
 
 
 class StepBudget:

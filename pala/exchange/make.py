@@ -16,17 +16,19 @@ from pala.transport.base import Communicator
 
 
 def make_exchange(
-    comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt
-) -> ModelExchange:
-    """The exchange that the configuration names, on a flat parameter vector. Collective."""
+    comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt,
+    num_exact: int = 0,
+) -> ModelExchange:  # fmt: skip
+    """The exchange that the configuration names, on a flat parameter vector, of which the last `num_exact` elements are
+    never rounded or left out. Collective."""
     kind, budget_steps = config.exchange.kind, config.total_steps
     if kind == "none":
         return NoExchange(comm, parameters, budget_steps, start, interrupt)
     if kind == "allreduce":
         return AllReduce(comm, parameters, budget_steps, start, interrupt)
     if kind == "shared_memory":
-        return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt)
-    return Gossip(comm, parameters, signature, config, start, interrupt)
+        return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt, num_exact)
+    return Gossip(comm, parameters, signature, config, start, interrupt, num_exact=num_exact)
 
 
 def check_placement(comm: Communicator, config: ExchangeConfig) -> None:

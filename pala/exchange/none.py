@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
 from pala.exchange.budget import Stop
 from pala.system.runtime import Interrupt
-from pala.transport.base import Communicator, Living
+from pala.transport.base import Bytes, Communicator, Living, Received, Receiver
 
 
 class NoExchange(ModelExchange):
@@ -27,6 +28,7 @@ class NoExchange(ModelExchange):
         self._local_steps = start.local_steps[comm.rank]
         self._share = math.ceil((budget_steps - start.base_steps) / comm.size)
         self._stop = Stop.NONE
+        self._bell: _Bell | None = None
         self._check_budget()
 
     @property
@@ -43,12 +45,23 @@ class NoExchange(ModelExchange):
 
     @property
     def stop(self) -> Stop:
+        if self._bell is not None and self._bell.has_rung:
+            self.stop_now(Stop.CALLBACK)
         return self._stop
 
     def stop_now(self, reason: Stop) -> None:
-        """End training on this rank; the others get the launcher's signal themselves."""
+        """End training on this rank, and on all if a callback does; the others get the launcher's signal themselves."""
         if self._stop is Stop.NONE:
             self._stop = reason
+            if self._bell is not None and reason is Stop.CALLBACK:
+                self._bell.ring(self.living)
+
+    def listen(self) -> None:
+        self._bell = _Bell(self._comm)
+
+    def between_steps(self) -> None:
+        if self._bell is not None:
+            self._bell.transport.poll()
 
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._local_steps += steps
@@ -59,6 +72,8 @@ class NoExchange(ModelExchange):
         """Ranks of unlike speed end at unlike times: waits for the slowest without a limit, but for a signal."""
         known = np.array(self._start.local_steps, np.uint64)
         known[self._comm.rank] = self._local_steps
+        if self._bell is not None:
+            self._bell.transport.close(math.inf, self._interrupt)
         end = agree_on_end(self._comm, self._stop, known, None, self._interrupt)
         self._final_steps = end.local_steps
         return end.stop
@@ -83,3 +98,24 @@ class NoExchange(ModelExchange):
     def _check_budget(self) -> None:
         if self._local_steps >= self._share:
             self.stop_now(Stop.BUDGET)
+
+
+class _Bell(Receiver):
+    """Tells all ranks, once, that a callback ends training. Any message is its ringing."""
+
+    def __init__(self, comm: Communicator) -> None:
+        """Collective."""
+        self._rank, self.has_rung = comm.rank, False
+        self.transport = comm.open_transport()
+        self.transport.start(self)
+
+    def ring(self, ranks: Iterable[int]) -> None:
+        """Let the others hear it."""
+        for rank in set(ranks) - {self._rank} if not self.has_rung else ():
+            self.transport.send(rank, Bytes(np.zeros(1, np.uint8)))
+
+    def on_message(self, message: Received) -> None:
+        self.has_rung = True
+
+    def on_death(self, rank: int) -> None:
+        """It trains no more, and hears nothing."""

@@ -80,9 +80,11 @@ class SharedMemory(ModelExchange):
 
     def __init__(
         self, comm: Communicator, parameters: Tensor, config: ExchangeConfig, budget_steps: int, start: ExchangeState,
-        interrupt: Interrupt,
+        interrupt: Interrupt, num_exact: int = 0,
     ) -> None:  # fmt: skip
-        """Collective. All ranks are on one host."""
+        """`num_exact`: the last parameters that are no part of the distance that is measured. Collective. All ranks are
+        on one host."""
+        self._num_measured = parameters.numel() - num_exact
         self._comm, self._rank, self._parameters, self._interrupt = comm, comm.rank, parameters, interrupt
         self._max_staleness, self._budget_steps, self._base_steps = config.max_staleness, budget_steps, start.base_steps
         everybody = range(comm.size)
@@ -191,7 +193,7 @@ class SharedMemory(ModelExchange):
         """x <- (x + sum of in-peers) / (1 + k); a model that is not finite is replaced."""
         k, x = len(self._in), self._parameters
         if healthy and self._counts["mixes"] % _MIXES_A_MEASUREMENT == 0:
-            self._distances.append((total / k - x).norm())
+            self._distances.append((total / k - x)[: self._num_measured].norm())
         if healthy:
             x.add_(total).mul_(1 / (1 + k))
         else:

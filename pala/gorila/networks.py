@@ -5,8 +5,10 @@ from __future__ import annotations
 import gymnasium
 from torch import Tensor, nn
 
-from pala.config import NetworkConfig
-from pala.networks.network import Categorical, Network, orthogonal
+from pala.config import Config, NetworkConfig
+from pala.networks.distributions import Categorical
+from pala.networks.network import Network, orthogonal
+from pala.networks.own import MakeNetwork, OwnNetwork
 from pala.system.errors import PalaError
 
 
@@ -22,9 +24,7 @@ class QNetwork(Network):
     def __init__(
         self, observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig
     ) -> None:
-        if not isinstance(action_space, gymnasium.spaces.Discrete):
-            raise PalaError(f"DQN needs Discrete actions, not {action_space}; set 'algorithm' to 'a2c'.")
-        super().__init__(observation_space, Categorical(int(action_space.n), int(action_space.start)), config)
+        super().__init__(observation_space, numbered(action_space), config)
         self.head = orthogonal(nn.Linear(self.num_features, self.distribution.num_outputs), 1.0)
 
     @property
@@ -34,3 +34,21 @@ class QNetwork(Network):
     def forward(self, observations: Tensor) -> Tensor:
         (values,) = self.outputs(observations)
         return values
+
+
+def numbered(action_space: gymnasium.Space) -> Categorical:
+    """What numbers the actions. Raises PalaError for actions without numbers."""
+    if not isinstance(action_space, gymnasium.spaces.Discrete):
+        raise PalaError(f"DQN needs Discrete actions, not {action_space}; set 'algorithm' to 'a2c'.")
+    return Categorical(int(action_space.n), int(action_space.start))
+
+
+def q_network(
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config,
+    make_network: MakeNetwork | None = None,
+) -> Network:  # fmt: skip
+    """PALA's, or the user's own."""
+    if make_network is None:
+        return QNetwork(observation_space, action_space, config.network)
+    distribution = numbered(action_space)
+    return OwnNetwork(make_network, observation_space, distribution, (distribution.num_outputs,))

@@ -16,14 +16,15 @@ from pala.exchange.base import ExchangeState
 from pala.exchange.budget import StepBudget
 from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
-from pala.gorila.networks import QNetwork
+from pala.gorila.networks import q_network
 from pala.gorila.node import Formats, Rules
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import Beginning, Shard, assemble
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
-from pala.networks.make import make_tape
-from pala.networks.network import FlatParameters
+from pala.networks.make import blank_observations, make_tape
+from pala.networks.network import FlatParameters, Network
+from pala.networks.own import MakeNetwork
 from pala.networks.tape import Tape
 from pala.run import checkpoint
 from pala.run.begin import share
@@ -47,7 +48,7 @@ class GorilaParts(Parts[GorilaExchange]):
     rules: Rules
     frame_stack: int  # frames of an observation of which each step brings one; 1: whole observations
     device: torch.device
-    network: QNetwork
+    network: Network
     flat: FlatParameters
     tape: Tape
     target: FlatParameters
@@ -158,20 +159,23 @@ class GorilaParts(Parts[GorilaExchange]):
         return Worker(self, envs, exchange, progress, interrupt)
 
 
-def build(comm: Communicator, config: Config, envs: Envs) -> GorilaParts:
+def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> GorilaParts:
     """Networks with the seed's first weights, and what the rank's roles need. Collective."""
     roles = collectively(comm, lambda: assign(config.gorila, comm.size))
     device = prepare_device(comm, config)
 
-    def make_networks() -> tuple[QNetwork, QNetwork]:
+    def make_networks() -> tuple[Network, Network]:
         with torch_weights(config.seed):
-            first, second = (QNetwork(envs.observation_space, envs.action_space, config.network) for _ in range(2))
+            first, second = (
+                q_network(envs.observation_space, envs.action_space, config, make_network) for _ in range(2)
+            )
         return first, second
 
     network, target_network = collectively(comm, make_networks)
     flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
-    shape = (config.gorila.minibatch_size, *(envs.observation_space.shape or ()))
-    observations = torch.zeros(shape, dtype=torch.uint8, device=device)  # room for a minibatch
+    observations = blank_observations(
+        envs.observation_space, config.gorila.minibatch_size, device
+    )  # room for a minibatch
     tape, target_tape = (
         collectively(comm, lambda net=net: make_tape(net, config.network, 1, observations))  # type: ignore[misc]
         for net in (network, target_network)

@@ -28,7 +28,7 @@ from pala.evaluation.record import final_evaluation
 from pala.evaluation.scores import human_normalised, score_table
 from pala.report.settings import differences, phrase
 from pala.report.text import counted, csv_text, short_number, table
-from pala.run import environment, run_folder
+from pala.run import run_folder, user_code
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
@@ -66,7 +66,7 @@ def read(folder: Path) -> Run | str:
     record, config = run_folder.read(folder), run_folder.config_of(folder)
     if config.algorithm != "gorila":
         return f"trains '{config.algorithm}'"
-    is_atari = config.env.id.startswith("ALE/") and not environment.is_kept(folder)
+    is_atari = config.env.id.startswith("ALE/") and not user_code.has_environment(folder)
     rom = atari_rom(config.env.id) if is_atari else ""
     if rom not in score_table(PUBLISHED):
         return "plays none of the 49 games"

@@ -1,7 +1,7 @@
 """The convolutional network's passes written out: the fast path. Equal to the plain network and autograd to rounding.
 
 What it saves: activations lie in buffers of all passes, so that the backward pass runs once over a rollout instead of
-once a step; no graph is built; the division by 255 is in the first layer's weights; the heads are one matrix. In
+once a step; no graph is built; the scaling of pixels is in the first layer's weights; the heads are one matrix. In
 bfloat16 the weights are cast once, by `begin`, while the heads, whose values would lose too much (at 100 the rounding
 is 0.25), the parameters, their gradient and the optimiser stay float32.
 """
@@ -18,8 +18,6 @@ from torch.nn import functional
 from pala.networks.network import channels_last
 from pala.networks.tape import Tape
 
-_PIXEL = 1 / 255
-
 
 class ConvTape(Tape):
     """Convolutions, a linear layer, heads: a `Network` for images.
@@ -31,9 +29,12 @@ class ConvTape(Tape):
     """
 
     def __init__(
-        self, trunk: nn.Sequential, heads: Sequence[nn.Linear], precision: str, max_passes: int, batch_size: int
-    ) -> None:
-        """A tape that keeps at most `max_passes` passes of `batch_size` observations."""
+        self, trunk: nn.Sequential, heads: Sequence[nn.Linear], precision: str, max_passes: int, batch_size: int,
+        pixel_low: float = 0.0, pixel_factor: float = 1 / 255,
+    ) -> None:  # fmt: skip
+        """A tape that keeps at most `max_passes` passes of `batch_size` observations, of which each pixel x counts as
+        (x - pixel_low) * pixel_factor."""
+        self._pixel_low, self._pixel_factor = pixel_low, pixel_factor
         self._convolutions = [layer for layer in trunk if isinstance(layer, nn.Conv2d)]
         self._linear, self._heads = cast(nn.Linear, trunk.linear), heads
         self._head_sizes = [head.out_features for head in heads]
@@ -47,8 +48,15 @@ class ConvTape(Tape):
         self.kept = 0
         layers: list[nn.Conv2d | nn.Linear] = [*self._convolutions, self._linear]
         self._weights = [(self._cast(layer.weight), self._cast(layer.bias)) for layer in layers]
-        self._weights[0] = (self._cast(layers[0].weight * _PIXEL), self._weights[0][1])
+        self._weights[0] = self._scaled_first_layer(self._convolutions[0])
         self._weights.append((torch.cat([h.weight for h in self._heads]), torch.cat([h.bias for h in self._heads])))
+
+    def _scaled_first_layer(self, layer: nn.Conv2d) -> tuple[Tensor, Tensor]:
+        weight, bias = layer.weight * self._pixel_factor, layer.bias
+        if self._pixel_low != 0:
+            assert bias is not None
+            bias = bias - self._pixel_low * weight.sum((1, 2, 3))
+        return self._cast(weight), self._cast(bias)
 
     def _cast(self, parameter: Tensor | None) -> Tensor:
         assert parameter is not None
@@ -106,7 +114,14 @@ class ConvTape(Tape):
                 gradient, images[i], weight, [layer.out_channels], layer.stride, (0, 0), (1, 1), False, (0, 0), 1,
                 (i > 0, True, True),
             )  # fmt: skip
-            _write(layer, by_weight if i > 0 else by_weight.float() * _PIXEL, by_bias)
+            _write(layer, by_weight if i > 0 else self._by_first_weight(by_weight, by_bias), by_bias)
+
+    def _by_first_weight(self, by_scaled_weight: Tensor, by_bias: Tensor) -> Tensor:
+        """The gradient by the first layer's own weights."""
+        gradient = by_scaled_weight.float() * self._pixel_factor
+        if self._pixel_low != 0:
+            gradient -= self._pixel_factor * self._pixel_low * by_bias.float().view(-1, 1, 1, 1)
+        return gradient
 
 
 def _rows(images: Tensor) -> Tensor:

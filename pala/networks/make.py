@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gymnasium
+import numpy as np
+import torch
 from torch import Tensor
 
 from pala.config import NetworkConfig
@@ -17,10 +20,10 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
 
     Raises PalaError for what cannot be: CUDA graphs without CUDA or images, bfloat16 without images.
     """
-    written_out = network.is_image and config.passes != "autograd"
+    written_out = network.is_image and not network.is_own and config.passes != "autograd"
     if config.passes == "cuda_graph" and not (written_out and observations.is_cuda):
         raise PalaError(
-            "'network.passes' is 'cuda_graph', which needs image observations and a CUDA device; use 'auto'."
+            "'network.passes' is 'cuda_graph', which needs PALA's network for images and a CUDA device; use 'auto'."
         )
     if config.precision == "bfloat16" and not network.is_image:
         raise PalaError(
@@ -28,5 +31,13 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
         )
     if not written_out:
         return AutogradTape(network, config.precision)
-    tape = ConvTape(network.trunk, network.heads, config.precision, max_passes, len(observations))
+    tape = ConvTape(
+        network.trunk, network.heads, config.precision, max_passes, len(observations),
+        network.pixel_low, network.pixel_factor,
+    )  # fmt: skip
     return GraphedTape(tape, observations, max_passes) if config.passes == "cuda_graph" else tape
+
+
+def blank_observations(space: gymnasium.Space, count: int, device: torch.device) -> Tensor:
+    """So many observations of a space, all zeros: an example for `make_tape`."""
+    return torch.from_numpy(np.zeros((count, *(space.shape or ())), space.dtype)).to(device)

@@ -1,4 +1,4 @@
-"""Networks: trunks, heads, the actor-critic and its action distributions, and flat parameter storage."""
+"""Networks: trunks, heads, the actor-critic, and flat parameter storage."""
 
 from __future__ import annotations
 
@@ -6,89 +6,59 @@ import abc
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import gymnasium
 import torch
 from torch import Tensor, nn
 
-from pala.config import NetworkConfig
+from pala.config import EnvConfig, NetworkConfig
+from pala.networks.distributions import Distribution, distribution_of
+from pala.networks.moments import Moments
+from pala.spaces import LEAST_SIDE, image_scale
 from pala.system.errors import PalaError
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 
 
-class Categorical:
-    """Distribution over discrete actions, from logits [..., A]; actions are int64 [...]."""
-
-    def __init__(self, num_actions: int, first_action: int = 0) -> None:
-        self.num_outputs = num_actions
-        self.first_action = first_action
-
-    def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Actions [B] for logits [B, A], by exponential races: P(argmax p / e) = p. Unlike `multinomial`, logits that
-        are not finite give some action instead of an error (on a GPU, a dead context): the update deals with them."""
-        if greedy:
-            return logits.argmax(-1)
-        races = torch.empty_like(logits).exponential_(generator=generator)
-        return (logits.softmax(-1) / races).argmax(-1)
-
-    def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of `actions` and entropy, both [...]."""
-        log_p = logits.log_softmax(-1)
-        return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-
-    def to_env(self, actions: Tensor) -> Tensor:
-        """As the environment wants them."""
-        return actions + self.first_action if self.first_action else actions
-
-
-class Gaussian(nn.Module):
-    """Independent normal distributions over a box of actions, from means [..., A]; one learned log-deviation each."""
-
-    def __init__(self, space: gymnasium.spaces.Box) -> None:
-        super().__init__()
-        self.num_outputs = math.prod(space.shape)
-        self.log_std = nn.Parameter(torch.zeros(self.num_outputs))
-        self.low: Tensor
-        self.high: Tensor
-        self.register_buffer("low", torch.as_tensor(space.low), persistent=False)
-        self.register_buffer("high", torch.as_tensor(space.high), persistent=False)
-
-    def sample(self, mean: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Actions [B, A], not yet clipped to the box."""
-        if greedy:
-            return mean
-        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        return mean + noise * self.log_std.detach().exp()  # an action is data: no gradient flows through it
-
-    def log_prob_and_entropy(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-density of the unclipped `actions` and entropy, both [...]."""
-        normal = torch.distributions.Normal(mean, self.log_std.exp(), validate_args=False)
-        return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
-
-    def to_env(self, actions: Tensor) -> Tensor:
-        """Clipped to the box and in its shape; finite whatever the network says."""
-        return actions.nan_to_num(0.0).reshape(-1, *self.low.shape).clamp(self.low, self.high)
-
-
 class Network(nn.Module, abc.ABC):
     """A trunk, and linear heads over its features.
 
-    Images (uint8 [C, H, W]) go through GALA's convolutions (Assran et al. 2019, released settings: 32 8x8/4, 64 4x4/2,
-    32 3x3/1, linear 512, ReLU), vectors through an MLP with tanh. Orthogonal initial weights. The linear layer takes
-    the last convolution's outputs in the order height, width, channels: as they lie in memory. Raises PalaError for
-    observations that it cannot take.
+    Images ([C, H, W], scaled to 0..1 by the bounds of their space) go through convolutions, those of GALA from 36 x 36
+    pixels on, vectors through an MLP with tanh. Orthogonal initial weights. The linear layer takes the last
+    convolution's outputs in the order height, width, channels: as they lie in memory. Raises PalaError for observations
+    that it cannot take; `pala.spaces` makes of others what it can.
     """
 
+    is_own = False  # of the user's making (`own.py`)
+
     def __init__(
-        self, observation_space: gymnasium.Space, distribution: Categorical | Gaussian, config: NetworkConfig
-    ) -> None:
+        self, observation_space: gymnasium.Space, distribution: Distribution, config: NetworkConfig,
+        env: EnvConfig | None = None,
+    ) -> None:  # fmt: skip
+        """`env`: says what is normalised; None: nothing."""
         super().__init__()
         self.distribution = distribution
         self.trunk, self.num_features = make_trunk(observation_space, config)
-        self.is_image = len(observation_space.shape or ()) == 3
+        self._take_inputs(observation_space, env)
+
+    def _take_inputs(self, space: gymnasium.Space, env: EnvConfig | None) -> None:
+        """Whether observations are images, and by what they and rewards are scaled."""
+        self.is_image = len(space.shape or ()) == 3
+        normalize = env is not None and env.normalize_observations
+        if self.is_image and normalize:
+            raise PalaError(
+                "'env.normalize_observations' is for vectors, but the observations are images, which are scaled by "
+                "the bounds of their space; leave it out."
+            )
+        self.observation_moments = Moments(math.prod(space.shape or ())) if normalize else None
+        # Of discounted returns, by which rewards are scaled; no part of the policy, but it goes where that goes.
+        self.return_moments = Moments(1) if env is not None and env.normalize_rewards else None
+        self.pixel_low, self.pixel_factor = 0.0, 1.0
+        if self.is_image:
+            assert isinstance(space, gymnasium.spaces.Box)
+            self.pixel_low, self.pixel_factor = image_scale(space)
 
     @property
     @abc.abstractmethod
@@ -97,9 +67,19 @@ class Network(nn.Module, abc.ABC):
 
     def outputs(self, observations: Tensor) -> list[Tensor]:
         """Each head's [B, O] float32, for observations [B, ...]."""
-        features = self._features(as_inputs(observations))
+        features = self._features(self._inputs(observations))
         with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
             return [head(x.float()) for head, x in zip(self.heads, features, strict=True)]
+
+    def _inputs(self, observations: Tensor) -> Tensor:
+        """What a trunk takes of observations [B, ...]: float32; images scaled and channels-last."""
+        if self.is_image:
+            images = channels_last(observations).to(torch.float32)  # a copy
+            if self.pixel_low != 0:
+                images.sub_(self.pixel_low)
+            return images.mul_(self.pixel_factor)
+        moments = self.observation_moments
+        return observations.to(torch.float32) if moments is None else moments.standardised(observations)
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
         """What each head takes."""
@@ -114,9 +94,10 @@ class ActorCritic(Network):
     """
 
     def __init__(
-        self, observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig
-    ) -> None:
-        super().__init__(observation_space, _distribution(action_space), config)
+        self, observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig,
+        env: EnvConfig | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(observation_space, distribution_of(action_space), config, env)
         if not self.is_image:
             self.value_trunk, _ = make_trunk(observation_space, config)
         self.policy_head = orthogonal(nn.Linear(self.num_features, self.distribution.num_outputs), 0.01)
@@ -134,25 +115,10 @@ class ActorCritic(Network):
         return super()._features(inputs) if self.is_image else [self.trunk(inputs), self.value_trunk(inputs)]
 
 
-def as_inputs(observations: Tensor) -> Tensor:
-    """What a trunk takes of observations [B, ...]: float32; images scaled to 0..1 and channels-last."""
-    if observations.dim() == 4:
-        return channels_last(observations).to(torch.float32).mul_(1 / 255)
-    return observations.to(torch.float32)
-
-
 def channels_last(images: Tensor) -> Tensor:
     """The same images [B, C, H, W] in channels-last memory order. For bytes, a stack of the channels is three times
     as fast as `to(memory_format=...)`."""
     return torch.stack(images.unbind(1), -1).permute(0, 3, 1, 2)
-
-
-def _distribution(space: gymnasium.Space) -> Categorical | Gaussian:
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return Categorical(int(space.n), int(space.start))
-    if isinstance(space, gymnasium.spaces.Box):
-        return Gaussian(space)
-    raise PalaError(f"Actions must be Discrete or a Box, not {space}; wrap the environment.")
 
 
 def make_trunk(space: gymnasium.Space, config: NetworkConfig) -> tuple[nn.Sequential, int]:
@@ -162,8 +128,6 @@ def make_trunk(space: gymnasium.Space, config: NetworkConfig) -> tuple[nn.Sequen
         raise PalaError(f"Observations must be a Box of one or three dimensions, not {space}.")
     if len(shape) == 1:
         return _mlp_trunk(shape[0], config.mlp_hidden)
-    if space.dtype != "uint8":
-        raise PalaError(f"Image observations must be uint8, not {space.dtype}; wrap the environment.")
     return _conv_trunk(shape, config), config.conv_hidden
 
 
@@ -175,17 +139,28 @@ def orthogonal(layer: Layer, gain: float) -> Layer:
     return layer
 
 
+_TRUNKS = {  # least side in pixels -> (kernel, stride) of each convolution
+    36: ((8, 4), (4, 2), (3, 1)),  # GALA's, for Atari's 84 x 84
+    16: ((4, 2), (3, 2), (3, 1)),
+    LEAST_SIDE: ((3, 1), (3, 1), (3, 1)),  # as on MinAtar's 10 x 10 (Young & Tian 2019, which has one of them)
+}
+"""The first that fits is taken. The smaller ones are ours."""
+
+
 def _conv_trunk(shape: tuple[int, ...], config: NetworkConfig) -> nn.Sequential:
     gain = nn.init.calculate_gain("relu")
     channels, height, width = shape
+    kinds = next((kinds for least, kinds in _TRUNKS.items() if min(height, width) >= least), None)
+    if kinds is None:
+        raise PalaError(
+            f"Image observations {shape} are under {LEAST_SIDE} pixels high or wide; give them as a vector."
+        )
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    for i, (out, kernel, stride) in enumerate(zip(config.conv_channels, (8, 4, 3), (4, 2, 1), strict=True), 1):
+    for i, (out, (kernel, stride)) in enumerate(zip(config.conv_channels, kinds, strict=True), 1):
         height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
         layers[f"conv{i}"] = orthogonal(nn.Conv2d(channels, out, kernel, stride), gain)
         layers[f"relu{i}"] = nn.ReLU()
         channels = out
-    if height < 1 or width < 1:
-        raise PalaError(f"Image observations {shape} are too small for the convolutions; 84 x 84 is usual.")
     layers["flatten"] = _FlattenChannelsLast()
     layers["linear"] = orthogonal(nn.Linear(height * width * channels, config.conv_hidden), gain)
     layers["relu"] = nn.ReLU()
@@ -211,24 +186,41 @@ class FlatParameters:
     """All parameters of a network in one contiguous float32 vector, and their gradients in another.
 
     The network's parameters become views of `data` (convolutions in channels-last order, the layout in which they
-    are fastest), so a snapshot is one copy, averaging one operation and an optimiser step a few.
+    are fastest), so a snapshot is one copy, averaging one operation and an optimiser step a few. The last `num_moments`
+    elements are running moments (`moments.py`), which no optimiser may move.
     """
 
     def __init__(self, network: nn.Module, device: torch.device) -> None:
         network.to(device)
-        named = list(network.named_parameters())
-        total = sum(parameter.numel() for _, parameter in named)
+        parameters = list(network.named_parameters())
+        self.moments = {name: module for name, module in network.named_modules() if isinstance(module, Moments)}
+        buffers = [
+            (f"{name}.{of}", buffer) for name, module in self.moments.items() for of, buffer in module.named_buffers()
+        ]
+        self.num_moments = sum(buffer.numel() for _, buffer in buffers)
+        total = sum(parameter.numel() for _, parameter in parameters) + self.num_moments
         self.data = torch.zeros(total, device=device)
         self.gradient = torch.zeros(total, device=device)
-        self.signature = _signature(named)
-        offset = 0
-        for _, parameter in named:
-            end = offset + parameter.numel()
-            view = _shaped(self.data[offset:end], parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
-            parameter.grad = _shaped(self.gradient[offset:end], parameter.shape)
-            offset = end
+        self.signature = _signature([*parameters, *buffers])
+        self._offset = 0
+        for _, parameter in parameters:
+            parameter.data, parameter.grad = self._take(parameter.data)
+        for module in self.moments.values():
+            for name, buffer in list(module.named_buffers()):
+                view, module.seen[name] = self._take(buffer)
+                setattr(module, name, view)
+
+    @property
+    def num_learned(self) -> int:
+        """Elements that the optimiser moves: the first ones."""
+        return len(self.data) - self.num_moments
+
+    def _take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """The next views of `data`, filled with this tensor, and of `gradient`."""
+        begin, self._offset = self._offset, self._offset + tensor.numel()
+        data, gradient = (_shaped(flat[begin : self._offset], tensor.shape) for flat in (self.data, self.gradient))
+        data.copy_(tensor)
+        return data, gradient
 
 
 def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
@@ -238,7 +230,7 @@ def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
     return flat.view(shape)
 
 
-def _signature(named: list[tuple[str, nn.Parameter]]) -> int:
+def _signature(named: Sequence[tuple[str, Tensor]]) -> int:
     """64 bits that are equal for networks of the same names and shapes."""
     layout = ";".join(f"{name}:{tuple(parameter.shape)}" for name, parameter in named)
     return int.from_bytes(hashlib.sha256(layout.encode()).digest()[:8], "little")

@@ -1,4 +1,5 @@
-"""What the first rank does after training, alone and without MPI, with all cores of its host; the others sleep."""
+"""What the first rank does after training, alone and without MPI, with all cores that the ranks of its host may
+use; the others sleep."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from pala.config import Config
 from pala.evaluation.play import evaluate
-from pala.evaluation.record import save
+from pala.evaluation.record import Evaluation, save
 from pala.plot import plot
 from pala.run.result import Conclusion, Result
 from pala.system.errors import PalaError
@@ -19,20 +20,21 @@ from pala.system.runtime import Interrupt, say, tell
 def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
     """Evaluate the final policy, draw the learning curve, and say where everything is. The exit status is 128 + the
     signal if one interrupted that, also one that came before it began; else that of the result."""
-    tell(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
+    early = f" ({result.stopped_early})" if result.stopped_early else ""
+    tell(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
         tell(f"      go on with: python -m pala.train --resume {result.run}")
         return Conclusion(result.exit_status, {})
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the other ranks sleep: use all cores
-    last_words: list[tuple[str, Callable[[], str]]] = [
-        ("evaluation", lambda: _evaluate(result.run, config)),
-        ("learning curve", lambda: _draw(result.run)),
+    last_words = _LastWords(result.run, config)
+    tasks: list[tuple[str, Callable[[], str]]] = [
+        ("evaluation", last_words.evaluate),
+        ("learning curve", last_words.draw),
     ]
-    outcomes = {}
-    for what, action in last_words:
+    outcomes, status = {}, result.exit_status
+    for what, task in tasks:
         try:
             with interrupt.raised_at_once():
-                said = action()
+                said = task()
             outcomes[what] = "done"
         except (PalaError, OSError) as error:
             said = outcomes[what] = str(error)
@@ -42,25 +44,36 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
         except KeyboardInterrupt:
             assert interrupt.signal is not None
             tell(f"      {what}: interrupted; `python -m pala.evaluate {result.run}` makes up for it")
-            outcomes[what] = f"interrupted by {interrupt.signal.name}"
-            return Conclusion(128 + interrupt.signal, outcomes)
+            outcomes[what], status = f"interrupted by {interrupt.signal.name}", 128 + interrupt.signal
+            break
         tell(f"      {what}: {said}")
-    return Conclusion(result.exit_status, outcomes)
+    return Conclusion(status, outcomes, last_words.evaluation, last_words.learning_curve)
 
 
-def _evaluate(run: Path, config: Config) -> str:
-    settings = config.evaluation
-    if settings.episodes == 0:
-        return "left out ('evaluation.episodes' is 0)"
-    tell(f"      evaluation: plays {settings.episodes:,} episodes")
-    evaluation = evaluate(
-        run, settings.episodes, settings.num_envs, settings.greedy, config.seed,
-        threads=len(os.sched_getaffinity(0)), timeout_s=settings.timeout_s,
-        trust_run=True,  # this job itself has written it
-    )  # fmt: skip
-    save(run, evaluation)
-    return f"{evaluation} ({run / 'evaluation.json'})"
+class _LastWords:
+    """What is done, and what it gave."""
 
+    def __init__(self, run: Path, config: Config) -> None:
+        self._run, self._config = run, config
+        self.evaluation: Evaluation | None = None
+        self.learning_curve: Path | None = None
 
-def _draw(run: Path) -> str:
-    return str(plot([run], run / "learning_curve.png"))
+    def evaluate(self) -> str:
+        """Score the policy, on all cores that this thread may use; returns words for it."""
+        settings = self._config.evaluation
+        if settings.episodes == 0:
+            return "left out ('evaluation.episodes' is 0)"
+        tell(f"      evaluation: plays {settings.episodes:,} episodes")
+        evaluation = evaluate(
+            self._run, settings.episodes, settings.num_envs, settings.greedy, self._config.seed,
+            threads=len(os.sched_getaffinity(0)), timeout_s=settings.timeout_s,
+            trust_run=True,  # this job itself has written it
+        )  # fmt: skip
+        save(self._run, evaluation)
+        self.evaluation = evaluation
+        return f"{evaluation} ({self._run / 'evaluation.json'})"
+
+    def draw(self) -> str:
+        """Draw the learning curve; returns where."""
+        self.learning_curve = plot([self._run], self._run / "learning_curve.png")
+        return str(self.learning_curve)

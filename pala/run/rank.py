@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pala.config import Config
 from pala.exchange.gossip.sleeping import SleepingGossip
+from pala.run.hooks import NO_HOOKS, Hooks
 from pala.run.job import Briefing, Job
 from pala.run.result import Conclude, Result
 from pala.system.errors import CollectiveError, EndError
@@ -27,27 +28,28 @@ def run_rank(
     comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
     facts: dict[str, Any] | None = None, on_update: Callable[[int], None] | None = None,
     interrupt: Interrupt | None = None, conclude: Conclude | None = None, trust_run: bool = False,
+    hooks: Hooks = NO_HOOKS,
 ) -> Result:  # fmt: skip
     """Train on all ranks of `comm`, of which the last `run.spares` sleep until they are needed. Collective.
 
     `resume`: the run's folder; `preset`: what a new one's name begins with; `facts`: for run.json; `on_update(updates)`
     is called after each update of this rank; `interrupt`: in place of the process's signals; `conclude`: what the first
-    rank that lives does at the very end, alone; `trust_run`: a resumed run's environment may be a pickle that came from
-    elsewhere (`environment.py`).
+    rank that lives does at the very end, alone; `trust_run`: run the code that a resumed run names though it came from
+    elsewhere (`user_code.py`); `hooks`: what the user gives beside the environment, alike on all ranks.
     """
     job = Job(comm, config)
     if job.trainers is None:
         with (interrupt or Interrupt()).installed() as interrupt:
-            return _stand_by(job, config, make_env, on_update, interrupt, conclude)
+            return _stand_by(job, config, make_env, on_update, interrupt, conclude, hooks)
     from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
 
     with (interrupt or Interrupt()).installed() as interrupt:
-        return train(job, config, make_env, resume, preset, facts, on_update, interrupt, conclude, trust_run)
+        return train(job, config, make_env, resume, preset, facts, on_update, interrupt, conclude, trust_run, hooks)
 
 
 def _stand_by(
     job: Job, config: Config, make_env: MakeEnv | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
-    conclude: Conclude | None,
+    conclude: Conclude | None, hooks: Hooks,
 ) -> Result:  # fmt: skip
     """Sleep until this rank is needed, then train to the end; or until training ends."""
     briefing = job.brief(None)
@@ -58,7 +60,7 @@ def _stand_by(
     if sleeping.until_needed():
         from pala.run.session import take_place  # torch, environments: now they are needed
 
-        result = take_place(job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude)
+        result = take_place(job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude, hooks)
         if result is not None:
             return result
     if not interrupt.is_told_to_leave:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pala.config import Config
 from pala.system.runtime import Interrupt
 
+if TYPE_CHECKING:
+    from pala.evaluation.record import Evaluation
+
 
 @dataclass(frozen=True)
 class Result:
-    """What `run_rank` returns."""
+    """What `run_rank` and `pala.fit` return."""
 
     run: Path
     status: str
@@ -23,6 +26,13 @@ class Result:
     signal: int | None  # number of the signal that stopped it
     leads: bool  # True on the lowest rank that lives
     exit_status: int  # for this rank's process
+    stopped_early: str = ""
+    """Whose callback ended training before its budget was met, as `run.json` has it; "" if none did."""
+    evaluation: Evaluation | None = None
+    """Of the final policy; None if it was left out ('evaluation.episodes' is 0) or could not be made, which the console
+    and run.json say, and of a run that a signal stopped."""
+    learning_curve: Path | None = None
+    """The picture; None as above."""
 
     @property
     def departs(self) -> bool:
@@ -35,6 +45,8 @@ class Conclusion(NamedTuple):
 
     exit_status: int
     outcomes: dict[str, str]  # for run.json: task -> what became of it
+    evaluation: Evaluation | None = None
+    learning_curve: Path | None = None
 
 
 Conclude = Callable[[Result, Config, Interrupt], Conclusion]

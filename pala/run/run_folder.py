@@ -98,7 +98,7 @@ def _never_began(path: Path) -> bool:
     try:
         return all(
             entry.name == _LOCK
-            or entry.name.startswith("make_env.")
+            or entry.name.startswith(("make_env.", "make_network.", "code."))
             or (entry.name in ("metrics", "checkpoints") and not any(entry.rglob("*.*")))
             for entry in path.iterdir()
         )

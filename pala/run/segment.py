@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pala.config import Config
-from pala.envs import MakeEnv
-from pala.run import checkpoint, environment, run_folder
+from pala.run import checkpoint, run_folder, user_code
+from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
@@ -58,11 +58,11 @@ def joined(segment: Segment, is_locked: bool) -> Iterator[Segment]:
 
 @contextmanager
 def open_segment(
-    comm: Communicator, config: Config, resume: Path | None, preset: str, make_env: MakeEnv | None
+    comm: Communicator, config: Config, resume: Path | None, preset: str, code: UserCode
 ) -> Iterator[Segment]:
     """Make the folders and lock the run's, on every rank, until the block ends. Collective.
 
-    A new run's is named after `preset`, unless the configuration says how. `make_env` is kept in it.
+    A new run's is named after `preset`, unless the configuration says how. `code` is kept in it.
     """
     lock: BinaryIO | None = None  # held on every rank, so that the folder stays locked while any of them lives
 
@@ -75,11 +75,10 @@ def open_segment(
         if lock is not None:
             run_folder.remove_unfinished(run)
         if resume is None:
-            environment.forget(run)  # of a job that never began
+            user_code.forget(run)  # of a job that never began
         previous = checkpoint.newest_segment(run) if resume is not None else None
         segment = Segment(run, checkpoint.new_segment(run), previous)
-        if make_env is not None:
-            environment.keep(run, make_env)
+        user_code.keep(run, config, code)
         return segment, lock is not None
 
     def join() -> None:

@@ -27,9 +27,11 @@ from pala.exchange.budget import Stop
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.sleeping import Beginning, SleepingGossip
 from pala.gorila import parts as gorila
-from pala.run import checkpoint, environment
+from pala.networks.own import MakeNetwork
+from pala.run import checkpoint, run_folder, user_code
 from pala.run.begin import begin, env_seeds, make_generator
 from pala.run.checkpoint import RankState
+from pala.run.hooks import Callback, Hooks, Moment, asks_to_stop
 from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
@@ -37,74 +39,85 @@ from pala.run.parts import Parts, build_envs
 from pala.run.records import Records
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
+from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.system.runtime import Interrupt, process_age_s, say
+from pala.system.runtime import Interrupt, on_cores, process_age_s, say
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator, Living
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
-_BUILD: dict[str, Callable[[Communicator, Config, Envs], Parts[Any]]] = {  # collective
+_BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None], Parts[Any]]] = {  # collective
     "a2c": a2c.build, "gorila": gorila.build,
 }  # fmt: skip
+_CALLBACKS = ("", "on_update", "on_interval")
 
 
 def train(
     job: Job, config: Config, make_env: MakeEnv | None, resume: Path | None, preset: str,
     facts: dict[str, Any] | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
-    conclude: Conclude | None, trust_run: bool,
+    conclude: Conclude | None, trust_run: bool, hooks: Hooks,
 ) -> Result:  # fmt: skip
     """What `run_rank` does on a rank that trains from the beginning. Collective."""
     comm = job.trainers
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
-        if make_env is None and resume is not None:
-            make_env = _load_environment(comm, resume, trust_run)
-        envs = build_envs(comm, config, job.threads, make_env)
-        description = (facts or {}) | {"threads_per_rank": job.threads, "python_environment": make_env is not None}
+        code = UserCode(make_env, hooks.make_network)
+        if resume is not None:
+            code = _load_code(comm, resume, code, trust_run)
+        envs = build_envs(comm, config, job.threads, code.make_env)
+        if code.make_env is not None:  # which has won over the id that the settings name
+            config = replace(config, env=replace(config.env, id=envs.name))
+        description = (facts or {}) | {
+            "threads_per_rank": job.threads, "environment": envs.name, "python_environment": code.make_env is not None,
+            "python_network": code.make_network is not None,
+        }  # fmt: skip
         try:
-            parts = _BUILD[config.algorithm](comm, config, envs)
-            with open_segment(comm, config, resume, preset or config.env.id.split("/")[-1], make_env) as segment:
+            parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
+            if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
+                say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
+            with open_segment(comm, config, resume, preset or config.env.short_id, code) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: save(job, parts, progress, segment, exchange=None))
                     records = _open_records(job, config, parts, progress, segment)
                     records.begin(comm, _described(job, config, parts, segment, description))
-                session = Session(job, config, envs, parts, segment, progress, records, interrupt)
+                session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
                 return session.run(session.begin, on_update or nothing_on_update, conclude)
         except CollectiveError:
             envs.close()
             raise
 
 
-def _load_environment(comm: Communicator, run: Path, trust_run: bool) -> MakeEnv | None:
-    """That of a run, if it was made from Python. Rank 0 alone judges whose it is: other hosts may lack the user's home.
-    Collective."""
+def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) -> UserCode:
+    """What a run was made with from Python, as far as it is not given anew. Rank 0 alone judges whose it is: other
+    hosts may lack the user's home. Collective."""
 
     def check() -> None:
         if comm.rank == 0:
-            environment.check_trust(run, trust_run)
+            user_code.check_trust(run, run_folder.config_of(run), trust_run, given)
 
     collectively(comm, check)
-    return collectively(comm, lambda: environment.load(run, trust_run=True))
+    return collectively(comm, lambda: user_code.load(run, given))
 
 
 def take_place(
     job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: SleepingGossip, make_env: MakeEnv | None,
-    on_update: Callable[[int], None] | None, interrupt: Interrupt, conclude: Conclude | None,
+    on_update: Callable[[int], None] | None, interrupt: Interrupt, conclude: Conclude | None, hooks: Hooks,
 ) -> Result | None:  # fmt: skip
     """What a spare does when it is needed: build, ask a peer for its model, train. None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = job.comm.alone(), job.comm.rank
     segment = Segment(briefing.run, briefing.segment, briefing.previous)
     try:
-        make_env = make_env or environment.load(segment.run, trust_run=True)  # this job has kept or judged it
-        envs = build_envs(alone, config, job.threads, make_env)
-        parts: Parts[Any] = _BUILD[config.algorithm](alone, config, envs)
+        code = user_code.load(segment.run, UserCode(make_env, hooks.make_network))  # this job has kept or judged it
+        envs = build_envs(alone, config, job.threads, code.make_env)
+        parts: Parts[Any] = _BUILD[config.algorithm](alone, config, envs, code.make_network)
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
     with joined(segment, briefing.is_locked) as segment:
-        exchange = Gossip(job.comm, parts.flat.data, parts.flat.signature, config, None, interrupt, sleeping)
+        flat = parts.flat
+        exchange = Gossip(job.comm, flat.data, flat.signature, config, None, interrupt, sleeping, flat.num_moments)
         if not exchange.take_place():
             envs.close()
             return None
@@ -112,7 +125,7 @@ def take_place(
         counters = Counters(time_s=time.perf_counter() - began_s)
         progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
         records = _open_records(job, config, parts, progress, segment)
-        session = Session(job, config, envs, parts, segment, progress, records, interrupt)
+        session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
         return session.run(lambda: exchange, on_update or nothing_on_update, conclude)
 
 
@@ -160,8 +173,9 @@ class Session:
 
     def __init__(
         self, job: Job, config: Config, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
-        records: Records, interrupt: Interrupt,
+        records: Records, interrupt: Interrupt, hooks: Hooks,
     ) -> None:  # fmt: skip
+        self._hooks, self._asked_to_stop = hooks, ""  # by which of them
         self._job, self._config, self._envs, self._parts = job, config, envs, parts
         self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
         self._comm = job.comm
@@ -191,6 +205,8 @@ class Session:
         is_locked = segment.identity is not None
         self._job.brief(Briefing(segment.run, segment.path, segment.previous, is_locked, time_s, told))
         exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
+        if self._hooks.may_stop:
+            exchange.listen()
         return exchange
 
     def _train(self, exchange: Exchange, on_update: Callable[[int], None]) -> Result:
@@ -203,20 +219,36 @@ class Session:
                 self._comm.depart()
                 return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
             stop = self._sit_out(exchange)
-        if exchange.close(self._job.patience_s) is Stop.BUDGET:
+        end, early = exchange.close(self._job.patience_s), ""
+        if end.completes:
+            early = self._who_stopped() if end is Stop.CALLBACK else ""
             final = exchange.final_parameters(self._job.patience_s)
             self._comm.among_the_living(
-                lambda living: self._complete(exchange, final, living), self._job.patience_s, self._interrupt
+                lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
-        elif stop is Stop.BUDGET:  # a peer got a signal before the news reached it
-            stop = Stop.SIGNAL
+        elif stop is not end:  # a peer got a signal before the news reached it
             self._record_stop(exchange)
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
         self._records.saved()
-        status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal)
+        status, signal = ("completed", None) if end.completes else ("stopped", self._signal)
         exit_status = 0 if signal is None else 128 + signal
-        return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status)
+        return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status, early)
+
+    def _who_stopped(self) -> str:
+        """Whose callback ended training, in words, the same on all ranks. Collective."""
+
+        def gather(living: Living) -> np.ndarray:
+            said = np.zeros(self._comm.size, np.uint64)  # each rank's callback, counted from 1
+            said[self._comm.rank] = _CALLBACKS.index(self._asked_to_stop) if self._asked_to_stop else 0
+            living.reduce(said, "max", self._job.patience_s, self._interrupt)
+            return said
+
+        said = self._comm.among_the_living(gather, self._job.patience_s, self._interrupt)
+        ranks = np.flatnonzero(said)
+        if not len(ranks):
+            return "a callback of a rank that has died returned False"
+        return f"{_CALLBACKS[int(said[ranks[0]])]} of rank {ranks[0]} returned False"
 
     def _sit_out(self, exchange: Exchange) -> Stop:
         """Wait for the end, which this MPI does not reach without every rank; returns why it ended."""
@@ -239,11 +271,16 @@ class Session:
             self._records.write(records)
             self._lead_if_first(exchange)
             self._records.report(exchange.global_steps)
+            self._call("on_interval", self._hooks.on_interval, exchange, records)
+
+        def updated(updates: int) -> None:
+            on_update(updates)
+            self._call("on_update", self._hooks.on_update, exchange)
 
         seeds: np.ndarray = env_seeds(self._config.seed, self._comm.rank, self._segment, self._envs.num_envs)
-        stop = loop.run(seeds, on_interval, lambda: self._save_or_say(exchange), on_update)
+        stop = loop.run(seeds, on_interval, lambda: self._save_or_say(exchange), updated)
         self._envs.close()
-        if stop is Stop.BUDGET:  # a full disk should not keep the ranks from the smaller file, the final policy
+        if stop.completes:  # a full disk should not keep the ranks from the smaller file, the final policy
             self._save_or_say(exchange)
         else:
             self._save(exchange)
@@ -251,6 +288,19 @@ class Session:
         if stop is Stop.SIGNAL:
             self._record_stop(exchange)  # at once: after a signal the launcher may not give much time
         return stop
+
+    def _call(
+        self, name: str, callback: Callback | None, exchange: Exchange, records: list[Record] | None = None
+    ) -> None:
+        """One of the user's, which may end training."""
+        if callback is None:
+            return
+        done, rank = self._progress.counters, self._comm.rank
+        moment = Moment(rank, done.updates, done.local_steps, exchange.global_steps, done.time_s, records or ())
+        if asks_to_stop(callback(moment)) and exchange.stop is Stop.NONE:
+            say(f"[rank {rank}] '{name}' returned False: training ends on all ranks.")
+            self._asked_to_stop = name
+            exchange.stop_now(Stop.CALLBACK)
 
     def _lead_if_first(self, exchange: Exchange) -> bool:
         return self._records.lead_if_first(exchange.living, self._progress.counters.time_s, exchange.left)
@@ -279,7 +329,7 @@ class Session:
 
     # ---- what is written down ------------------------------------------------------------------------------------
 
-    def _complete(self, exchange: Exchange, final: Tensor, living: Living) -> None:
+    def _complete(self, exchange: Exchange, final: Tensor, living: Living, stopped_early: str) -> None:
         """Write the final policy, and then that the run is complete. The first of the living only."""
         self._leads = self._comm.rank == living.members[0]
         if not self._leads:
@@ -288,11 +338,13 @@ class Session:
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         header = {
-            "config": to_table(self._config), "global_steps": exchange.global_steps, "ranks": self._job.num_trainers
+            "config": to_table(self._config), "environment": self._envs.name, "global_steps": exchange.global_steps,
+            "ranks": self._job.num_trainers,
         }  # fmt: skip
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)
-        self._records.end("completed", global_steps=exchange.global_steps)
+        why = {"stopped_early": stopped_early} if stopped_early else {}
+        self._records.end("completed", global_steps=exchange.global_steps, **why)
 
     def _conclude(self, result: Result, exchange: Exchange, conclude: Conclude) -> Result:
         """The first of the living concludes, while the others wait asleep: if it dies, the next one does. Collective,
@@ -307,9 +359,11 @@ class Session:
             time_s = self._progress.counters.time_s
             self._leads = self._records.lead_if_first(living.members, time_s, exchange.left)
             if self._leads and not done:
-                done.append(conclude(result, self._config, self._interrupt))
+                with on_cores(self._job.host_cores):  # the other ranks sleep
+                    done.append(conclude(result, self._config, self._interrupt))
                 self._records.conclude(done[0].outcomes)
 
         limit_s = self._config.evaluation.timeout_s + self._job.patience_s
         self._comm.among_the_living(conclude_first, limit_s, self._interrupt)
-        return replace(result, leads=self._leads, exit_status=done[0].exit_status if done else 0)
+        result = replace(result, leads=self._leads, exit_status=done[0].exit_status if done else 0)
+        return replace(result, evaluation=done[0].evaluation, learning_curve=done[0].learning_curve) if done else result

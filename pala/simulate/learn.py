@@ -33,8 +33,9 @@ from pala.config import Config, EnvConfig, check, load_preset
 from pala.envs import Envs, make_envs
 from pala.exchange.base import ExchangeState
 from pala.exchange.gossip.mixing import RULES
-from pala.networks.make import make_tape
-from pala.networks.network import ActorCritic, Categorical, FlatParameters
+from pala.networks.distributions import Categorical
+from pala.networks.make import blank_observations, make_tape
+from pala.networks.network import ActorCritic, FlatParameters
 from pala.report.text import table
 from pala.run.loop import Counters, Progress
 from pala.run.run_folder import provenance
@@ -131,6 +132,7 @@ class Learners:
         self.divergences: list[float] = []
         self.own_steps = torch.zeros_like(self.ranks[0].flat.data)  # sum over ranks of what they learned
         self.beginning = self.ranks[0].flat.data.clone()
+        self._num_learned = self.ranks[0].flat.num_learned
         self._next_look = 0.0
 
     def update(self, number: int, parameters: Tensor) -> None:
@@ -157,7 +159,8 @@ class Learners:
         self._next_look += self.config.total_steps / _LOOKS
         stacked = torch.stack(list(models))
         mean = stacked.mean(0)
-        self.distances.append(float((stacked - mean).square().sum(1).mean().sqrt() / mean.norm()))
+        apart = (stacked - mean)[:, : self._num_learned].square().sum(1).mean().sqrt()
+        self.distances.append(float(apart / mean[: self._num_learned].norm()))
         self.divergences.append(self._divergence(stacked))
 
     def _divergence(self, models: Tensor) -> float:
@@ -177,17 +180,18 @@ class Learners:
     def progress_kept(self, mean: Tensor) -> float:
         """Of `Learned`; `mean`: of the ranks' models at the end."""
         went, learned = mean - self.beginning, self.own_steps / len(self.ranks)
+        went, learned = went[: self._num_learned], learned[: self._num_learned]
         return float(went.dot(learned) / learned.dot(learned))
 
 
 class _Rank:
     def __init__(self, config: Config, rank: int, ranks: int, envs: Envs) -> None:
         with torch_weights(config.seed):
-            self.network = ActorCritic(envs.observation_space, envs.action_space, config.network)
+            self.network = ActorCritic(envs.observation_space, envs.action_space, config.network, config.env)
         device = torch.device("cpu")
         self.flat = FlatParameters(self.network, device)
-        shape = (envs.num_envs, *(envs.observation_space.shape or ()))
-        tape = make_tape(self.network, config.network, config.a2c.rollout_steps, torch.zeros(shape, dtype=torch.uint8))
+        observations = blank_observations(envs.observation_space, envs.num_envs, device)
+        tape = make_tape(self.network, config.network, config.a2c.rollout_steps, observations)
         generator = torch.Generator()
         generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
         a2c = A2C(self.network.distribution, tape, self.flat, config.a2c)

@@ -95,6 +95,17 @@ def share_of_cores(mine: set[int], on_this_host: list[set[int]]) -> int:
     return max(1, int(sum(1 / sum(core in cores for cores in on_this_host) for core in mine) + 1e-6))
 
 
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """Inside the block this thread, and those that it starts, may run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def cgroup_numbers(*names: str) -> list[int] | None:
     """Numbers in files of this container's control group; None if one is missing or sets no limit."""
     try:

@@ -58,6 +58,12 @@ def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
     return share_of_cores(mine, busy if comm.rank < comm.size - spares else [mine, *busy])
 
 
+def cores_of_host(comm: Communicator) -> set[int]:
+    """The cores that the ranks on this host may use between them. Collective."""
+    ranks = comm.allgather((comm.host, set(os.sched_getaffinity(0))))
+    return set().union(*(cores for host, cores in ranks if host == comm.host))
+
+
 def check_spares(comm: Communicator, spares: int) -> None:
     """Raise on all ranks if so many of them cannot sleep until they are needed. Collective."""
 

@@ -124,10 +124,10 @@ class Float32(Codec):
 
     format, dtype = Format.FLOAT32, torch.float32
 
-    def __init__(self, parameters: Tensor) -> None:
+    def __init__(self, parameters: Tensor, may_keep_block: bool = True) -> None:
         size = parameters.numel() * self.dtype.itemsize
         self.sizes = {self.format: range(size, size + 1)}
-        self.keeps_block = self.dtype == parameters.dtype and not parameters.is_cuda
+        self.keeps_block = may_keep_block and self.dtype == parameters.dtype and not parameters.is_cuda
         own = 0 if self.keeps_block else parameters.numel()
         self._staged, self._sum = parameters.new_empty(own), parameters.new_empty(own)
         self._scale, self._total_weight = 1.0, 0.0  # scale * sum is the weighted sum

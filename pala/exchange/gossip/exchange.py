@@ -13,8 +13,8 @@ from torch import Tensor
 from pala.config import Config
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.protocols import PROTOCOLS, make_protocol
@@ -33,13 +33,14 @@ class Gossip(ModelExchange):
 
     def __init__(
         self, comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState | None,
-        interrupt: Interrupt, slept: SleepingGossip | None = None,
+        interrupt: Interrupt, slept: SleepingGossip | None = None, num_exact: int = 0,
     ) -> None:  # fmt: skip
-        """`parameters`: flat, mixed in place, touched only inside `after_update`. `start`: None for a
+        """`parameters`: flat, mixed in place, touched only inside `after_update`; the last `num_exact` are never
+        rounded or left out. `start`: None for a
         spare that is needed, which goes on with what it `slept` by, and has to `take_place`. Collective, but for a
         spare."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
-        codec = make_codec(config.exchange, parameters)
+        codec = make_codec_with_exact(config.exchange, parameters, num_exact)
         sizes = gossip_sizes(codec.sizes, PROTOCOLS[config.exchange.mixing].kinds)
         wire = Wire(comm.size, parameters.numel(), signature, sizes)
         models = TensorModels(parameters, codec, wire)

@@ -1,0 +1,61 @@
+"""What a rank normalises by, and what its rollouts teach the moments: `networks/moments.py` has the rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pala.networks.network import FlatParameters
+
+OBSERVATIONS, RETURNS = "observation_moments", "return_moments"
+
+
+class Normalization:
+    """Of one rank's environments, B of them; does nothing for a network without moments.
+
+    Rewards are divided by the deviation of the discounted return so far, R <- gamma R + r, which begins at 0 with each
+    episode, as in Gymnasium's NormalizeReward (there only after a termination).
+    """
+
+    def __init__(self, flat: FlatParameters, gamma: float) -> None:
+        """`flat`: of an `ActorCritic`, whose names of the moments are used here."""
+        self._flat, self._gamma, self._of = flat, gamma, flat.moments
+        self._samples: dict[str, list[Tensor]] = {what: [] for what in self._of}
+        self._returns_B: Tensor | None = None
+
+    def reset(self) -> None:
+        """New episodes begin in all environments."""
+        self._returns_B = None
+        for samples in self._samples.values():
+            samples.clear()
+
+    def observe(self, observations_BN: Tensor) -> None:
+        """Note what the environments show before a step."""
+        if OBSERVATIONS in self._of:
+            self._samples[OBSERVATIONS].append(observations_BN)
+
+    def rewards(self, rewards_B: Tensor, ended_B: Tensor) -> Tensor:
+        """What the learner sees of a step's rewards; `ended_B` float: 1 where the episode or its return ended."""
+        if RETURNS not in self._of:
+            return rewards_B
+        before = torch.zeros_like(rewards_B) if self._returns_B is None else self._returns_B
+        returns_B = before * self._gamma + rewards_B
+        self._samples[RETURNS].append(returns_B.unsqueeze(-1))
+        self._returns_B = returns_B * (1 - ended_B)
+        return self._of[RETURNS].scaled(rewards_B)
+
+    def gather(self) -> None:
+        """What the rollout saw goes behind the flat gradient, where the ranks' may be averaged."""
+        for what, samples in self._samples.items():
+            self._of[what].see(torch.cat(samples))
+
+    def is_finite(self) -> bool:
+        """Whether what was gathered is."""
+        return not self._of or bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
+
+    def learn(self, healthy: bool) -> None:
+        """The moments take that in, if it is `healthy`. The next rollout may begin."""
+        for what, samples in self._samples.items():
+            if healthy:
+                self._of[what].learn(sum(map(len, samples)))
+            samples.clear()

@@ -1,0 +1,117 @@
+"""Action distributions, from a network's outputs: one choice, several choices, or a box of real numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pala.system.errors import PalaError
+
+
+class Categorical:
+    """Distribution over discrete actions, from logits [..., A]; actions are int64 [...]."""
+
+    def __init__(self, num_actions: int, first_action: int = 0) -> None:
+        self.num_outputs = num_actions
+        self.first_action = first_action
+
+    def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
+        """Actions [B] for logits [B, A], by exponential races: P(argmax p / e) = p. Unlike `multinomial`, logits that
+        are not finite give some action instead of an error (on a GPU, a dead context): the update deals with them."""
+        if greedy:
+            return logits.argmax(-1)
+        races = torch.empty_like(logits).exponential_(generator=generator)
+        return (logits.softmax(-1) / races).argmax(-1)
+
+    def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of `actions` and entropy, both [...]."""
+        log_p = logits.log_softmax(-1)
+        return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+    def to_env(self, actions: Tensor) -> Tensor:
+        """As the environment wants them."""
+        return actions + self.first_action if self.first_action else actions
+
+
+class Gaussian(nn.Module):
+    """Independent normal distributions over a box of actions, from means [..., A]; one learned log-deviation each."""
+
+    def __init__(self, space: gymnasium.spaces.Box) -> None:
+        super().__init__()
+        self.num_outputs = math.prod(space.shape)
+        self.log_std = nn.Parameter(torch.zeros(self.num_outputs))
+        self.low: Tensor
+        self.high: Tensor
+        self.register_buffer("low", torch.as_tensor(space.low), persistent=False)
+        self.register_buffer("high", torch.as_tensor(space.high), persistent=False)
+
+    def sample(self, mean: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
+        """Actions [B, A], not yet clipped to the box."""
+        if greedy:
+            return mean
+        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+        return mean + noise * self.log_std.detach().exp()  # an action is data: no gradient flows through it
+
+    def log_prob_and_entropy(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-density of the unclipped `actions` and entropy, both [...]."""
+        normal = torch.distributions.Normal(mean, self.log_std.exp(), validate_args=False)
+        return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
+
+    def to_env(self, actions: Tensor) -> Tensor:
+        """Clipped to the box and in its shape; finite whatever the network says."""
+        return actions.nan_to_num(0.0).reshape(-1, *self.low.shape).clamp(self.low, self.high)
+
+
+class MultiCategorical:
+    """Independent choices, each with a categorical distribution of its own: logits [..., sum of sizes], the choices'
+    one behind the other; actions are int64 [..., K]. For MultiDiscrete and MultiBinary actions of any shape."""
+
+    def __init__(self, space: gymnasium.spaces.MultiDiscrete | gymnasium.spaces.MultiBinary) -> None:
+        if isinstance(space, gymnasium.spaces.MultiBinary):
+            sizes, starts, self._dtype = np.full(space.shape, 2), np.zeros(space.shape, np.int64), torch.int8
+        else:
+            sizes, starts, self._dtype = np.asarray(space.nvec), np.asarray(space.start), torch.int64
+        self.shape: tuple[int, ...] = tuple(space.shape)
+        self.num_outputs = int(sizes.sum())
+        self._sizes: list[int] = sizes.reshape(-1).tolist()
+        self._choices = [Categorical(size) for size in self._sizes]
+        self._starts = torch.from_numpy(starts.reshape(-1).astype(np.int64))
+
+    def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
+        """Actions [B, K] for logits [B, sum of sizes]."""
+        parts = zip(self._choices, self._split(logits), strict=True)
+        return torch.stack([choice.sample(part, generator, greedy) for choice, part in parts], -1)
+
+    def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of `actions` and entropy, both [...]: the sums over the choices."""
+        parts = zip(self._choices, self._split(logits), actions.unbind(-1), strict=True)
+        log_probs, entropies = zip(*(choice.log_prob_and_entropy(part, of) for choice, part, of in parts), strict=True)
+        return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
+
+    def to_env(self, actions: Tensor) -> Tensor:
+        """In the space's shape, counted from where it begins."""
+        return (actions + self._starts.to(actions.device)).to(self._dtype).reshape(-1, *self.shape)
+
+    def _split(self, logits: Tensor) -> Sequence[Tensor]:
+        return logits.split(self._sizes, -1)
+
+
+Distribution = Categorical | MultiCategorical | Gaussian
+
+
+def distribution_of(space: gymnasium.Space) -> Distribution:
+    """The distribution over a space's actions. Raises PalaError for a space that has none."""
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return Categorical(int(space.n), int(space.start))
+    if isinstance(space, (gymnasium.spaces.MultiDiscrete, gymnasium.spaces.MultiBinary)):
+        return MultiCategorical(space)
+    if isinstance(space, gymnasium.spaces.Box):
+        return Gaussian(space)
+    raise PalaError(
+        f"Actions must be Discrete, MultiDiscrete, MultiBinary or a Box, not {space}; wrap the environment."
+    )

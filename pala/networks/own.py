@@ -1,0 +1,97 @@
+"""A network of the user's own, in the place of PALA's: a module that has a trunk and heads.
+
+| part | takes | gives |
+|---|---|---|
+| `trunk` | observations [B, ...] as float32; images (uint8 [C, H, W]) scaled to 0..1 | features, anything |
+| each of `heads` | what the trunk gives | float32 [B, its number of outputs] |
+
+An actor-critic has two heads: what the distribution of actions is made of, and the value, one output. A Q-network has
+one: the value of each action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+from pala.config import Config, EnvConfig
+from pala.networks.distributions import Distribution, distribution_of
+from pala.networks.make import blank_observations
+from pala.networks.network import ActorCritic, Network
+from pala.system.errors import PalaError
+
+MakeNetwork = Callable[[gymnasium.Space, tuple[int, ...]], nn.Module]
+"""`(observation_space, num_outputs)` -> the module; `num_outputs`: of each head."""
+
+
+def actor_critic(
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config,
+    make_network: MakeNetwork | None = None,
+) -> Network:  # fmt: skip
+    """PALA's, or the user's own."""
+    if make_network is None:
+        return ActorCritic(observation_space, action_space, config.network, config.env)
+    distribution = distribution_of(action_space)
+    return OwnNetwork(make_network, observation_space, distribution, (distribution.num_outputs, 1), config.env)
+
+
+class OwnNetwork(Network):
+    """PALA's side of it. Raises PalaError for a module whose parts or outputs are not as above."""
+
+    is_own = True
+
+    def __init__(
+        self, make_network: MakeNetwork, observation_space: gymnasium.Space, distribution: Distribution,
+        num_outputs: tuple[int, ...], env: EnvConfig | None = None,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)  # Network would make a trunk
+        self.distribution = distribution
+        self._take_inputs(observation_space, env)
+        self.own = make_network(observation_space, num_outputs)
+        _check_parts(self.own, len(num_outputs))
+        self._check_outputs(observation_space, num_outputs)
+
+    @property
+    def heads(self) -> list[nn.Linear]:
+        return list(cast(Any, self.own).heads)
+
+    def forward(self, observations: Tensor) -> list[Tensor]:
+        """As `outputs`."""
+        return self.outputs(observations)
+
+    def _features(self, inputs: Tensor) -> list[Tensor]:
+        return [cast(Any, self.own).trunk(inputs)] * len(self.heads)
+
+    def _check_outputs(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+        observations = blank_observations(space, 2, torch.device("cpu"))
+        try:
+            with torch.no_grad():
+                shapes = [tuple(outputs.shape) for outputs in self.outputs(observations)]
+        except Exception as error:  # it is the user's code: anything may happen
+            raise PalaError(f"The network of 'make_network' fails ({type(error).__name__}: {error}).") from error
+        wanted = [(2, number) for number in num_outputs]
+        if shapes != wanted:
+            raise PalaError(f"The heads of 'make_network' give {shapes} for two observations, but must give {wanted}.")
+
+
+def _check_parts(own: object, num_heads: int) -> None:
+    heads = getattr(own, "heads", None)
+    if not isinstance(own, nn.Module) or not callable(getattr(own, "trunk", None)) or heads is None:
+        raise PalaError(
+            f"'make_network' gives a {type(own).__name__}, but must give a torch.nn.Module with a 'trunk' and 'heads'."
+        )
+    if len(heads) != num_heads:
+        raise PalaError(f"'make_network' gives {len(heads)} heads, but {num_heads} are needed, as in 'num_outputs'.")
+    other = next((name for name, p in own.named_parameters() if p.dtype != torch.float32), None)
+    if other is not None:
+        raise PalaError(f"'make_network': the parameter '{other}' is not float32, as all that ranks exchange must be.")
+    kept = [name for name in own.state_dict() if name not in dict(own.named_parameters(remove_duplicate=False))]
+    if kept:
+        raise PalaError(
+            f"'make_network': '{kept[0]}' is a buffer, which ranks do not exchange; use no running statistics (in the "
+            "place of BatchNorm, LayerNorm), or register it with `persistent=False`."
+        )

@@ -1,0 +1,61 @@
+"""What a user brings from Python beside the environment: a network, and functions that training calls."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # a spare that sleeps loads no torch
+    from pala.networks.own import MakeNetwork
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How far training is, as a callback is told on its rank."""
+
+    rank: int
+    updates: int  # of this rank
+    local_steps: int  # environment steps of this rank
+    global_steps: int  # of all ranks, as far as known here
+    time_s: float  # of training, all segments; as of the last record
+    records: Sequence[dict[str, Any]] = ()
+    """`on_interval`: what this rank has just written to its metrics file (docs/metrics.md), its episodes and, last, the
+    figures of the interval."""
+
+    @property
+    def mean_return(self) -> float | None:
+        """Of this rank's episodes in `records`, whole and unclipped; None without one."""
+        returns = [record["return"] for record in self.records if record["type"] == "episode"]
+        return statistics.fmean(returns) if returns else None
+
+
+Callback = Callable[[Moment], object]
+"""Returns False to end training on all ranks; anything else, None as well, goes on."""
+
+
+class Hooks(NamedTuple):
+    """What the user gives, the same on every rank."""
+
+    make_network: MakeNetwork | None = None
+    """`(observation_space, num_outputs)` -> a module with `trunk` and `heads` (`pala/networks/own.py`)."""
+    on_update: Callback | None = None
+    """Called after each update of this rank."""
+    on_interval: Callback | None = None
+    """Called on each rank whenever it writes to its metrics file: every `run.log_interval_s`, and at the end."""
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a callback may end training."""
+        return self.on_update is not None or self.on_interval is not None
+
+
+NO_HOOKS = Hooks()
+
+
+def asks_to_stop(answer: object) -> bool:
+    """Whether a callback returned False, or what NumPy and torch have for it."""
+    if type(answer).__module__ in ("numpy", "torch") and getattr(answer, "shape", None) == ():
+        answer = answer.item()  # type: ignore[attr-defined]
+    return answer is False

@@ -1,0 +1,195 @@
+"""Code of the user's that a run needs, and whom it is trusted from.
+
+| where | holds |
+|---|---|
+| `make_env.txt`, `make_network.txt` | the name, `module:name`, of a factory that can be imported |
+| `make_env.pkl`, `make_network.pkl` | any other factory, by cloudpickle |
+| `run.json` | names in `env.wrappers`, a module in `env.id` |
+| `code.signature` | who wrote all that: its HMAC by the user's own key |
+
+Importing what a folder names, or loading its pickles, runs code. So all of it asks for `--trust-run` unless a job of
+this user's wrote it. That is told by a secret key in the user's home, as Jupyter tells trusted notebooks: no folder can
+bring it along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cloudpickle
+
+from pala.config import Config
+from pala.envs import MakeEnv
+from pala.system.errors import PalaError
+from pala.system.files import open_to_read, write_atomically
+from pala.system.names import cannot_be_loaded, import_named, name_of
+
+if TYPE_CHECKING:
+    from pala.networks.own import MakeNetwork
+
+SIGNATURE = "code.signature"
+_MOST_NAME_BYTES = 1000
+_MOST_PICKLE_BYTES = 64 << 20
+_KEY_BYTES = 32
+
+
+class UserCode(NamedTuple):
+    """Factories from Python; a run keeps each in files of that name."""
+
+    make_env: MakeEnv | None = None
+    make_network: MakeNetwork | None = None
+
+
+NOTHING = UserCode()
+FILES = (*(f"{name}.{ending}" for name in UserCode._fields for ending in ("txt", "pkl")), SIGNATURE)
+
+
+def has_environment(run: Path) -> bool:
+    """Whether the run was made with an environment from Python."""
+    return _kept(run, "make_env") is not None
+
+
+def keep(run: Path, config: Config, code: UserCode) -> None:
+    """Write it into the run's folder: by name what can be imported by that, else as a pickle. Then sign it, and the
+    names in the run's configuration. Raises OSError."""
+    for what, factory in code._asdict().items():
+        if factory is not None:
+            _keep_one(run, what, factory)
+    key = _own_key()
+    if key is not None and _pieces(run, config, NOTHING):
+        write_atomically(run / SIGNATURE, _signature(key, run, config).encode())
+
+
+def forget(run: Path) -> None:
+    """Delete what another job has kept here. Raises OSError."""
+    for file in FILES:
+        (run / file).unlink(missing_ok=True)
+
+
+def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NOTHING) -> None:
+    """Raise PalaError if the run, whose `config` this is, names or holds code that is not to be run without being asked
+    to. What is `given` is not loaded from it."""
+    pieces = _pieces(run, config, given)
+    if trust_run or not pieces:
+        return
+    try:
+        with open_to_read(run / SIGNATURE) as file:
+            found = file.read(_MOST_NAME_BYTES)
+        key = _own_key()
+        signed = key is not None and hmac.compare_digest(found, _signature(key, run, config).encode())
+    except OSError:
+        signed = False
+    if not signed:
+        raise PalaError(
+            f"Run '{run}' brings code along, {' and '.join(pieces)}, and no job of yours on this machine wrote that. "
+            "Loading it runs whatever it is: if you trust whoever made the run, add `--trust-run` (from Python: "
+            "`trust_run=True`)."
+        )
+
+
+def load(run: Path, given: UserCode = NOTHING) -> UserCode:
+    """The factories that the run was made with, but for those `given`; runs their code. After `check_trust`. Raises
+    PalaError if one cannot be loaded."""
+    return UserCode(*(factory or _load_one(run, what) for what, factory in given._asdict().items()))
+
+
+def load_trusted(run: Path, config: Config, trust_run: bool) -> UserCode:
+    """`check_trust`, then `load`."""
+    check_trust(run, config, trust_run)
+    return load(run)
+
+
+def _kept(run: Path, what: str) -> Path | None:
+    """The file that a factory is kept in; a name wins over a pickle."""
+    return next((file for ending in ("txt", "pkl") if (file := run / f"{what}.{ending}").exists()), None)
+
+
+def _keep_one(run: Path, what: str, factory: Any) -> None:
+    name, pickle = run / f"{what}.txt", run / f"{what}.pkl"
+    imported_by = name_of(factory)
+    if imported_by is not None:
+        write_atomically(name, imported_by.encode())
+        pickle.unlink(missing_ok=True)
+    else:
+        write_atomically(pickle, cloudpickle.dumps(factory))
+        name.unlink(missing_ok=True)
+
+
+def _load_one(run: Path, what: str) -> Any:
+    file = _kept(run, what)
+    if file is None:
+        return None
+    try:
+        content = _content(file)
+        if file.suffix == ".txt":
+            return import_named(content.decode(errors="replace"), f"'{file}'", not_in=run, defined_there=True)
+        return cloudpickle.loads(content)
+    except PalaError:
+        raise
+    except Exception as error:  # it is the user's code: anything may happen
+        raise cannot_be_loaded(f"'{file}'", error) from error
+
+
+def _content(file: Path) -> bytes:
+    most = _MOST_NAME_BYTES if file.suffix == ".txt" else _MOST_PICKLE_BYTES
+    with open_to_read(file) as opened:
+        data = opened.read(most + 1)
+    if len(data) > most:
+        raise PalaError(f"'{file}' is larger than {most:,} bytes, which no such file is.")
+    return data
+
+
+# ---- whose it is -----------------------------------------------------------------------------------------------------
+
+
+def _pieces(run: Path, config: Config, given: UserCode) -> list[str]:
+    """What would be run of a run's code, in words."""
+    files = [_kept(run, what) for what, factory in given._asdict().items() if factory is None]
+    pieces = [f"'{file}' (a {'name' if file.suffix == '.txt' else 'pickle'})" for file in files if file is not None]
+    return pieces + [f"{key!r} {value}" for key, value in _names(config).items() if value]
+
+
+def _names(config: Config) -> dict[str, list[str]]:
+    """What is imported by names in a configuration."""
+    return {"env.wrappers": list(config.env.wrappers), "env.id": [config.env.id] if ":" in config.env.id else []}
+
+
+def _signature(key: bytes, run: Path, config: Config) -> str:
+    files = [file for what in UserCode._fields if (file := _kept(run, what)) is not None]
+    signed = {file.name: hashlib.sha256(_content(file)).hexdigest() for file in files} | _names(config)
+    return hmac.new(key, json.dumps(signed, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _own_key() -> bytes | None:
+    """This user's secret, made when it is first needed; None where the user has no home to keep it in."""
+    try:
+        state = os.environ.get("XDG_STATE_HOME")
+        file = (Path(state) if state else Path.home() / ".local" / "state") / "pala" / "key"
+        if not file.exists():
+            _make_key(file)
+        with open_to_read(file) as opened:
+            key = opened.read(_KEY_BYTES + 1)
+    except (OSError, RuntimeError):
+        return None
+    return key if len(key) == _KEY_BYTES else None
+
+
+def _make_key(file: Path) -> None:
+    """Of several processes that do so at once, one makes it and all have the same."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = file.with_name(f".key.{secrets.token_hex(8)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "wb") as opened:
+            opened.write(secrets.token_bytes(_KEY_BYTES))
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh, file)
+    finally:
+        fresh.unlink()

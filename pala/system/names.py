@@ -1,0 +1,82 @@
+"""Things by the names that they are imported by: `module:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from pala.system.errors import PalaError
+
+
+def name_of(thing: object) -> str | None:
+    """`module:name`, if that leads to this very object in other processes, too."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(name, str)) or module == "__main__" or not _may_be_named(module):
+        return None
+    if not cloudpickle.list_registry_pickle_by_value().isdisjoint({module, module.partition(".")[0]}):
+        return None  # its user says that others cannot import it
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is thing else None
+
+
+def import_named(text: str, source: str, not_in: Path | None = None, defined_there: bool = False) -> Any:
+    """What `module:name` leads to: a function or a class, imported from anywhere but the folder `not_in` and Python's
+    own modules. `source`: the file or key that gives the name. `defined_there`: refuse what the module has imported
+    itself. Raises PalaError."""
+    module, _, name = text.partition(":")
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in [*module.split("."), *parts]) or not _may_be_named(module):
+        raise PalaError(f"{source} names {text[:100]!r}, which is no function or class of a module, 'module:name'.")
+    if not_in is not None and _lies_in(module, not_in):
+        raise PalaError(f"{source} names the module '{module}' in the run's own folder, which is not imported.")
+    found: Any = import_module(module, source)
+    try:
+        for part in parts:
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise cannot_be_loaded(f"{source} names '{text}', which", error) from None
+    is_own = (getattr(found, "__module__", None), getattr(found, "__qualname__", None)) == (module, name)
+    if not callable(found) or (defined_there and not is_own):
+        raise PalaError(f"{source} names '{text}', which is no function or class of that module.")
+    return found
+
+
+def import_module(module: str, source: str) -> ModuleType:
+    """The module that a file or key, `source`, names. Raises PalaError."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # it is the user's code: anything may happen
+        raise cannot_be_loaded(f"{source} names the module '{module}', which", error) from error
+
+
+def cannot_be_loaded(what: str, error: Exception) -> PalaError:
+    """The sentence for code that fails when it is imported or unpickled."""
+    return PalaError(
+        f"{what} cannot be loaded ({type(error).__name__}: {error}); start from where its modules can be imported."
+    )
+
+
+def _may_be_named(module: str) -> bool:
+    """Python's own modules have nothing that a run could want, and some of their functions do harm."""
+    return module.partition(".")[0] not in (*sys.stdlib_module_names, *sys.builtin_module_names)
+
+
+def _lies_in(module: str, folder: Path) -> bool:
+    """Whether it would be imported from a folder, by way of any of its packages. Imports nothing."""
+    folder, where = folder.resolve(), None
+    for part in module.split("."):
+        spec = importlib.machinery.PathFinder.find_spec(part, where)
+        if spec is None:
+            return False
+        where = list(spec.submodule_search_locations or ())
+        if any(Path(place).resolve().is_relative_to(folder) for place in [spec.origin, *where] if place is not None):
+            return True
+    return False

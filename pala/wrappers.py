@@ -1,0 +1,71 @@
+"""Gymnasium wrappers by name, as `env.wrappers` lists them, the innermost first.
+
+| written | is |
+|---|---|
+| `FlattenObservation` | a wrapper of `gymnasium.wrappers` |
+| `RescaleObservation(min_obs=-1, max_obs=1)` | the same with arguments: keywords and plain values |
+| `my_package.wrappers:Mine` | a wrapper of one's own, or a function from an environment to an environment |
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+
+from pala.system.errors import PalaError, nearest
+from pala.system.names import import_named
+
+Wrap = Callable[[gymnasium.Env], gymnasium.Env]
+_SOURCE = "'env.wrappers'"
+
+
+def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Callable[[], gymnasium.Env]:
+    """A factory of wrapped environments. Raises PalaError for a wrapper that there is not."""
+    wraps = [(name, _wrap(name)) for name in names]
+
+    def make() -> gymnasium.Env:
+        env = make_env()
+        for name, wrap in wraps:
+            try:
+                env = wrap(env)
+            except Exception as error:  # it is the user's code: anything may happen
+                raise PalaError(
+                    f"{_SOURCE}: '{name}' fails to wrap {env} ({type(error).__name__}: {error})."
+                ) from error
+        return env
+
+    return make if wraps else make_env
+
+
+def _wrap(text: str) -> Wrap:
+    name, arguments = _parsed(text)
+    wrapper = import_named(name, _SOURCE) if ":" in name else _of_gymnasium(name)
+    return lambda env: wrapper(env, **arguments)
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments."""
+    match = re.fullmatch(r"([\w.:]+)(\(.*\))?", text.strip(), re.DOTALL)
+    try:
+        if match is None:
+            raise ValueError
+        call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        return match[1], {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        raise PalaError(
+            f"{_SOURCE}: '{text}' is no wrapper: write `Name`, `module:Name` or `Name(key=value)`, with plain values."
+        ) from None
+
+
+def _of_gymnasium(name: str) -> Any:
+    known = [known for known in gymnasium.wrappers.__all__ if known[0].isupper()]
+    if name not in known:
+        hint = nearest(name, known) or "; one of your own is written 'module:Name'."
+        raise PalaError(f"{_SOURCE}: gymnasium.wrappers has no '{name}'{hint}")
+    return getattr(gymnasium.wrappers, name)

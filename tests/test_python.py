@@ -1,0 +1,427 @@
+"""What PALA offers from Python: fit, policies that act, callbacks that stop, networks and wrappers; the examples and
+the blocks of docs/python.md as written, but for fewer steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, record_of
+from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
+from test_memory import configure, gorila
+from torch import nn
+
+import pala
+from pala import play as play_program
+from pala.config import Config, EnvConfig, EvaluationConfig, checked
+from pala.envs import make_envs
+from pala.evaluation.policy import policy_of
+from pala.exchange.kinds import KINDS
+from pala.networks.own import OwnNetwork, actor_critic
+from pala.run.conclusion import conclude
+from pala.run.hooks import Hooks, Moment, asks_to_stop
+from pala.run.rank import run_rank
+from pala.run.result import Result
+from pala.run.user_code import UserCode, keep
+from pala.system import runtime
+from pala.system.errors import CollectiveError, PalaError
+from pala.transport import agreement, mpi_process
+from pala.transport.memory import MemoryCommunicator, run_ranks
+
+PAGE = REPOSITORY / "docs" / "python.md"
+EXAMPLES = REPOSITORY / "examples"
+
+
+def train(ranks: int, config: Config, hooks: Hooks = Hooks(), **options: Any) -> list[Any]:  # noqa: B008
+    def main(comm: MemoryCommunicator) -> Result:
+        return run_rank(comm, config, interrupt=comm.interrupt, hooks=hooks, **options)
+
+    return run_ranks(ranks, main)
+
+
+class MyNetwork(nn.Module):
+    """As docs/python.md has it."""
+
+    def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...], inputs: int = 4) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 8), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Linear(8, outputs) for outputs in num_outputs)
+
+
+# ---- callbacks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gorila"])
+@pytest.mark.parametrize("callback", ["on_update", "on_interval"])
+def test_a_callback_that_returns_false_stops_all_ranks(kind: str, callback: str, tmp_path: Path) -> None:
+    config = replace(gorila(tmp_path), total_steps=10**9) if kind == "gorila" else configure(tmp_path, kind, 10**9)
+    moments: list[Moment] = []
+
+    def enough(moment: Moment) -> bool | None:
+        moments.append(moment)
+        both_were_asked = {m.rank for m in moments} == {0, 1}  # one may begin after the other has made 100 steps
+        return False if moment.rank == 1 and moment.local_steps >= 100 and both_were_asked else None
+
+    results = train(2, config, Hooks(**{callback: enough}))
+    why = f"{callback} of rank 1 returned False"
+    assert [(r.status, r.stopped_early, r.exit_status) for r in results] == [("completed", why, 0)] * 2
+    record = record_of(tmp_path / "r")
+    assert record["completed"] and record["segments"][0]["stopped_early"] == why
+    assert record["segments"][0]["global_steps"] == results[0].global_steps < 10**8
+    intervals = [moment.records[-1]["type"] for moment in moments if moment.records]
+    assert intervals == (["interval"] * len(moments) if callback == "on_interval" else [])
+
+
+def test_a_run_that_was_stopped_early_goes_on(tmp_path: Path) -> None:
+    config = configure(tmp_path, steps=400)
+    first = train(2, config, Hooks(on_update=lambda moment: moment.updates < 5))[0]
+    assert first.stopped_early and first.global_steps < 400
+    second = train(2, config, resume=first.run)[0]
+    assert not second.stopped_early and second.global_steps >= 400
+
+
+def test_what_counts_as_false() -> None:
+    for answer in (False, np.bool_(False), torch.tensor(False)):
+        assert asks_to_stop(answer)
+    for answer in (None, True, 0, "", np.array([]), torch.tensor(0), np.float32(0)):
+        assert not asks_to_stop(answer)
+
+
+def test_a_moment_knows_the_mean_return() -> None:
+    episodes: list[dict[str, Any]] = [{"type": "episode", "return": value} for value in (1.0, 3.0)]
+    assert Moment(0, 1, 1, 1, 1.0, [*episodes, {"type": "interval"}]).mean_return == 2
+    assert Moment(0, 1, 1, 1, 1.0, [{"type": "interval"}]).mean_return is None
+
+
+# ---- the end of a training -------------------------------------------------------------------------------------------
+
+
+def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = os.sched_getaffinity(0)
+    one = {min(cores)}
+    monkeypatch.setattr(agreement, "cores_of_host", lambda comm: one)
+    monkeypatch.setattr("pala.run.job.cores_of_host", lambda comm: one)
+    seen: list[set[int]] = []
+
+    def look(*arguments: Any) -> Any:
+        seen.append(os.sched_getaffinity(0))
+        return conclude(*arguments)
+
+    config = replace(configure(tmp_path, steps=200), evaluation=EvaluationConfig(episodes=3, num_envs=1))
+    results = train(2, config, conclude=look)
+    assert seen == [one] and os.sched_getaffinity(0) == cores
+    (first,) = [result for result in results if result.leads]
+    assert first.evaluation.episodes == 3 and first.learning_curve.exists()
+    other = pala._with_evaluation(next(result for result in results if not result.leads))
+    assert other.evaluation == first.evaluation and other.learning_curve == first.learning_curve
+
+
+def test_the_cores_of_a_host_are_those_that_its_ranks_may_use() -> None:
+    assert run_ranks(2, agreement.cores_of_host) == [os.sched_getaffinity(0)] * 2
+
+
+# ---- policies --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Any:
+    torch.manual_seed(0)
+    return pala.load_policy(make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE)))
+
+
+def test_a_policy_acts_on_one_observation_or_a_batch(policy: Any) -> None:
+    batch = policy.observation_space.sample()[None].repeat(50, 0)
+    actions = policy.act(batch)
+    assert actions.shape == (50,) and set(actions.tolist()) == {0, 1}, "sampled"
+    assert policy.action_space.contains(policy.act(batch[0]))
+    assert len(set(policy.act(batch, greedy=True).tolist())) == 1
+    policy.seed(3)
+    first = policy.act(batch)
+    policy.seed(3)
+    assert (policy.act(batch) == first).all() and (policy.act(batch) != first).any()
+    assert policy.act([0.0, 0.0, 0.0, 0.0]) in (0, 1), "as lists too"
+
+
+def test_a_policy_says_what_it_cannot_take(policy: Any) -> None:
+    with pytest.raises(PalaError, match=r"of shape \(3,\), but the policy takes \(4,\)"):
+        policy.act(np.zeros(3))
+    with pytest.raises(PalaError, match="are complex128"):
+        policy.act(np.zeros(4, complex))
+
+
+@pytest.mark.slow
+def test_a_policy_is_exported_as_a_program_of_torch(policy: Any, tmp_path: Path, recwarn: Any) -> None:
+    policy.export(tmp_path / "policy.pt2")
+    exported = torch.export.load(tmp_path / "policy.pt2").module()
+    batch = torch.randn(5, 4)
+    for mine, theirs in zip(policy.network(batch), exported(batch), strict=True):
+        torch.testing.assert_close(theirs, mine)
+    assert len(recwarn) == 0
+    with pytest.raises(PalaError, match=r"no/policy.pt2' cannot be written"):
+        policy.export(tmp_path / "no" / "policy.pt2")
+
+
+def test_the_policy_of_a_box_and_of_gorila(tmp_path: Path) -> None:
+    result = train(2, gorila(tmp_path, steps=100))[0]
+    act = pala.load_policy(result.run).act
+    batch = np.zeros((200, 4), np.float32)
+    assert len(set(act(batch).tolist())) == 2 and len(set(act(batch, greedy=True).tolist())) == 1
+    config = replace(configure(tmp_path, steps=40), env=EnvConfig("Pendulum-v1", num_envs=2))
+    (result,) = train(1, replace(config, run=replace(config.run, name="box")))
+    pendulum = pala.load_policy(result.run)
+    assert pendulum.act(np.zeros((5, 3))).shape == (5, 1) and pendulum.action_space.contains(pendulum.act(np.zeros(3)))
+
+
+def test_a_policy_is_evaluated_with_the_runs_own_settings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE))
+    threads = torch.get_num_threads()
+    evaluation = pala.evaluate_policy(run)
+    assert (evaluation.episodes, evaluation.num_envs, evaluation.greedy) == (3, 2, False)
+    assert pala.evaluate_policy(str(run), episodes=1, greedy=True, seed=1).greedy
+    assert torch.get_num_threads() == threads and not (run / "evaluation.json").exists()
+
+
+# ---- networks of the user's own --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "gorila"])
+def test_a_network_of_ones_own_trains_and_is_kept(algorithm: str, tmp_path: Path) -> None:
+    config = gorila(tmp_path, steps=200) if algorithm == "gorila" else configure(tmp_path, steps=200)
+    results = train(2, config, Hooks(make_network=MyNetwork))
+    assert [result.status for result in results] == ["completed"] * 2
+    assert record_of(results[0].run)["segments"][0]["python_network"]
+    policy = policy_of(results[0].run)
+    assert isinstance(policy.network, OwnNetwork) and isinstance(policy.network.own, MyNetwork)
+    assert policy.act(np.zeros(4)) in (0, 1)
+    resumed = train(2, replace(config, total_steps=400), resume=results[0].run)
+    assert [result.status for result in resumed] == ["completed"] * 2
+
+
+def test_training_says_that_images_go_through_autograd(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    env = EnvConfig("ALE/Pong-v5", num_envs=1, max_episode_frames=40)
+    config = replace(configure(tmp_path, steps=10), env=env)
+    assert train(1, config, Hooks(make_network=Pixels))[0].status == "completed"
+    assert "The network is your own: autograd makes its passes" in capfd.readouterr().err
+
+
+class Pixels(MyNetwork):
+    """Of a stack of Atari's frames."""
+
+    def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+        super().__init__(space, num_outputs, inputs=4 * 84 * 84)
+
+
+def _without(part: str) -> Callable[..., nn.Module]:
+    def make(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = MyNetwork(space, num_outputs)
+        delattr(made, part)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_without("trunk"), "must give a torch.nn.Module with a 'trunk' and 'heads'"),
+        (_without("heads"), "must give a torch.nn.Module with a 'trunk' and 'heads'"),
+        (lambda space, num_outputs: None, "gives a NoneType"),
+        (lambda space, num_outputs: MyNetwork(space, num_outputs[:1]), "gives 1 heads, but 2 are needed"),
+        (lambda space, num_outputs: MyNetwork(space, (3, 1)), r"must give \[\(2, 2\), \(2, 1\)\]"),
+        (lambda space, num_outputs: MyNetwork(space, num_outputs, inputs=5), "fails .RuntimeError"),
+        (lambda space, num_outputs: MyNetwork(space, num_outputs).double(), "'trunk.1.weight' is not float32"),
+        (lambda space, num_outputs: nn.Sequential(), "with a 'trunk' and 'heads'"),
+    ],
+)
+def test_a_network_that_cannot_be_is_told(make: Any, says: str) -> None:
+    spaces = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
+    with pytest.raises(PalaError, match=says):
+        actor_critic(*spaces, Config(), make)
+
+
+def test_running_statistics_are_refused(tmp_path: Path) -> None:
+    def make(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = MyNetwork(space, num_outputs)
+        made.trunk.append(nn.BatchNorm1d(8))
+        return made
+
+    (error,) = train(1, configure(tmp_path), Hooks(make_network=make))
+    assert isinstance(error, CollectiveError) and "BatchNorm, LayerNorm" in str(error)
+
+
+# ---- wrappers --------------------------------------------------------------------------------------------------------
+
+
+class Doubled(gymnasium.RewardWrapper):
+    """Twice the reward."""
+
+    def reward(self, reward: Any) -> Any:
+        return 2 * reward
+
+
+def wrapped(*names: str) -> EnvConfig:
+    return EnvConfig("CartPole-v1", num_envs=1, wrappers=names)
+
+
+def test_wrappers_are_put_around_environments_from_within() -> None:
+    envs = make_envs(wrapped(f"{__name__}:Doubled", "FrameStackObservation(stack_size=3)", "FlattenObservation"))
+    try:
+        assert envs.observation_space.shape == (12,)
+        envs.reset(np.zeros(1, np.int32))
+        assert envs.step(np.zeros(1, np.int64)).rewards == 2
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("FlatenObservation", "has no 'FlatenObservation'; did you mean 'FlattenObservation'"),
+        ("FlattenObservation(1)", "is no wrapper: write"),
+        ("FlattenObservation(a=print())", "is no wrapper: write"),
+        ("__import__('os')", "is no wrapper: write|has no"),
+        ("FrameStackObservation(stack=3)", "fails to wrap .*TypeError"),
+        ("no_such_module:Wrapper", "names the module 'no_such_module', which cannot be loaded"),
+        (f"{__name__}:NoSuch", "'env.wrappers' names .*NoSuch', which cannot be loaded"),
+        ("os:abort", "is no function or class of a module"),
+    ],
+)
+def test_a_wrapper_that_cannot_be_is_told(name: str, says: str) -> None:
+    with pytest.raises(PalaError, match=says):
+        make_envs(wrapped(name)).close()
+
+
+def test_ale_ids_take_no_wrappers() -> None:
+    with pytest.raises(PalaError, match=r"'ALE/Pong-v5' is played by ale-py's own vector environment.*make_env"):
+        make_envs(EnvConfig("ALE/Pong-v5", wrappers=("FlattenObservation",)))
+
+
+def test_an_id_names_the_module_that_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    envs = make_envs(EnvConfig("own_environment:Corridor-v0", num_envs=1))
+    assert envs.observation_space.shape == (8,)
+    envs.close()
+    with pytest.raises(PalaError, match="names the module 'no_such', which cannot be loaded"):
+        make_envs(EnvConfig("no_such:Corridor-v0"))
+    monkeypatch.delitem(sys.modules, "own_environment")
+    gymnasium.registry.pop("Corridor-v0")
+
+
+# ---- the window ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    """A run whose environment draws itself."""
+    network = actor_critic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE)
+    run = make_run(tmp_path / "run", CARTPOLE, network)  # type: ignore[arg-type]
+    keep(run, CARTPOLE, UserCode(lambda: Sparkle("rgb_array")))
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:no fast renderer")
+def test_a_policy_plays_in_a_window(
+    drawn: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pygame", reason="a window needs pygame")
+    monkeypatch.setattr(play_program, "prepare", lambda threads: None)
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    monkeypatch.setattr("sys.argv", ["play", str(drawn), "--episodes", "2", "--speed", "100"])
+    play_program.main()
+    assert capsys.readouterr().out == "an episode of 5 steps, return 5.0\n" * 2
+
+
+def test_without_pygame_or_a_display_a_sentence_names_the_video(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(play_program, "prepare", lambda threads: None)
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    monkeypatch.setattr("sys.argv", ["play", str(drawn)])
+    with pytest.raises(SystemExit):
+        play_program.main()
+    assert "`--video FILE.mp4` does without" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["play", str(drawn), "--video", str(tmp_path / "v.mp4")])
+    play_program.main()
+    assert "an episode of 5 steps, return 5." in capsys.readouterr().out and (tmp_path / "v.mp4").exists()
+
+
+# ---- the page and the examples ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Runs a function as a script of one rank, without MPI, where trainings take few steps."""
+    communicators: list[MemoryCommunicator] = []
+
+    def few(config: Config) -> Config:
+        run = replace(config.run, threads=1, tensorboard=False, log_interval_s=0.1)
+        steps, episodes = min(config.total_steps, 300), min(config.evaluation.episodes, 2)
+        evaluation = replace(config.evaluation, episodes=episodes)
+        return checked(replace(config, total_steps=steps, run=run, evaluation=evaluation))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mpi_process, "start_mpi", lambda: communicators[-1])
+    monkeypatch.setattr(runtime, "prepare", lambda threads: None)
+    monkeypatch.setattr(pala, "checked", few)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def run(script: Callable[[], Any]) -> Any:
+        def main(comm: MemoryCommunicator) -> Any:
+            communicators.append(comm)
+            return script()
+
+        (result,) = run_ranks(1, main)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    yield run
+    gymnasium.registry.pop("Corridor-v0", None)
+
+
+@pytest.mark.slow
+def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 7
+    names: dict[str, Any] = {"__name__": "page"}
+
+    def script() -> None:
+        for block in blocks:
+            exec(compile(block, str(PAGE), "exec"), names)
+
+    one_rank(script)
+    assert len(list((tmp_path / "runs").iterdir())) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own_environment", "own_network", "hyperparameter_search", "load_and_act"])
+def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    arguments, says = {
+        "own_environment": ([], "mean return"), "own_network": ([], "steps; "),
+        "hyperparameter_search": (["--trials", "2"], "best: "),
+        "load_and_act": ([str(tmp_path / "run")], "mean return"),
+    }[name]  # fmt: skip
+    if name == "hyperparameter_search":
+        pytest.importorskip("optuna", reason="the extra `examples` is not installed")
+    if name == "load_and_act":
+        make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE))
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    one_rank(lambda: runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__"))
+    assert says in capsys.readouterr().out
+
+
+def test_every_example_is_tried() -> None:
+    tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tried

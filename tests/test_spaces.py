@@ -1,0 +1,226 @@
+"""Spaces of observations and actions: what the network gets, what the environment gets, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
+from test_memory import configure, run_rank, run_ranks
+
+from pala.config import EnvConfig, NetworkConfig
+from pala.envs import make_envs
+from pala.evaluation.play import evaluate
+from pala.networks.distributions import distribution_of
+from pala.networks.make import blank_observations, make_tape
+from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.tape import AutogradTape
+from pala.plot import read as read_run
+from pala.run import run_folder
+from pala.spaces import channel_axis, inputs_of
+from pala.system.errors import PalaError
+
+CPU = torch.device("cpu")
+SMALL = NetworkConfig((4, 8, 4), 8, (8,))
+
+
+class Odd(gymnasium.Env):
+    """Whatever spaces; says what it was done to it."""
+
+    def __init__(self, observations: gymnasium.Space, actions: gymnasium.Space = Discrete(2)) -> None:  # noqa: B008
+        self.observation_space, self.action_space = observations, actions
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.steps = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        self.steps += 1
+        return self.observation_space.sample(), 1.0, False, self.steps == 4, {}
+
+
+# ---- observations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((210, 160, 3), 2), ((3, 210, 160), 0), ((84, 84, 4), 2), ((4, 84, 84), 0), ((10, 10, 10), 2), ((8, 8, 111), 2),
+        ((12, 96, 96), 0),
+    ],
+)  # fmt: skip
+def test_the_shape_of_an_image_tells_its_channels(shape: tuple[int, ...], axis: int) -> None:
+    assert channel_axis(shape) == axis
+    assert (channel_axis(shape, "channels_first"), channel_axis(shape, "channels_last")) == (0, 2)
+
+
+def test_a_shape_that_does_not_tell_is_asked_for() -> None:
+    for shape in ((40, 60, 80), (50, 60, 50)):
+        with pytest.raises(PalaError, match=r"set 'env.image_layout' to 'channels_first' or 'channels_last'"):
+            inputs_of(Box(0, 255, shape, np.uint8))
+    assert inputs_of(Box(0, 255, (40, 60, 80), np.uint8), "channels_last").space.shape == (80, 40, 60)
+
+
+IMAGES = {
+    "bytes": Box(0, 255, (12, 14, 3), np.uint8),
+    "MinAtar": Box(0, 1, (10, 10, 4), bool),
+    "reals": Box(-1, 3, (20, 17, 2), np.float32),
+    "whole numbers": Box(2, 9, (3, 40, 38), np.int64),
+    "unbounded": Box(-np.inf, np.inf, (7, 8, 3), np.float64),
+    "grey": Box(0, 255, (36, 48), np.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_images_reach_the_network_scaled_and_with_channels_first(kind: str) -> None:
+    """By hand: transposed, (x - low) / (high - low). The hand-written passes give what autograd gives."""
+    space = IMAGES[kind]
+    inputs = inputs_of(space)
+    space.seed(1)
+    images = [space.sample() for _ in range(6)]
+    planes = [x[None] if x.ndim == 2 else x if kind == "whole numbers" else x.transpose(2, 0, 1) for x in images]
+    bounds = float(space.low.min()), float(space.high.max())
+    low, width = (bounds[0], bounds[1] - bounds[0]) if kind != "unbounded" else (0, 1)
+    expected = (np.stack(planes).astype(np.float64) - low) / width
+    encoded = np.stack([inputs.encode(image) for image in images])
+    assert inputs.space.contains(encoded[0]), (encoded.dtype, inputs.space)
+    torch.manual_seed(0)
+    network = ActorCritic(inputs.space, Discrete(3), SMALL)
+    seen = network._inputs(torch.from_numpy(encoded))
+    np.testing.assert_allclose(seen.numpy(), expected, rtol=1e-5, atol=1e-6)
+    flat = FlatParameters(network, CPU)
+    gradients = []
+    by_hand = make_tape(network, SMALL, 1, blank_observations(inputs.space, 6, CPU))
+    for tape in (by_hand, AutogradTape(network)):
+        tape.begin()
+        outputs = tape.forward(torch.from_numpy(encoded))
+        flat.gradient.zero_()
+        tape.backward([output.unsqueeze(0) for output in outputs])
+        gradients.append((torch.cat(outputs, 1), flat.gradient.clone()))
+    assert not isinstance(by_hand, AutogradTape)
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+NESTED = Dict({"a": Discrete(3, start=2), "b": Tuple((Box(0, 1, (2, 2)), MultiBinary(2))), "c": MultiDiscrete([2, 3])})
+
+
+@pytest.mark.parametrize(
+    "space",
+    [NESTED, Discrete(5), MultiDiscrete([[2, 2], [3, 3]]), MultiBinary((2, 2)), Box(-1, 1, ()), Box(0, 1, (3, 3))],
+)
+def test_other_observations_are_flattened_as_gymnasium_does(space: gymnasium.Space) -> None:
+    """Also by the vector environment, whose last observations of cut episodes are flat, too."""
+    inputs = inputs_of(space)
+    sample = space.sample()
+    np.testing.assert_array_equal(inputs.encode(sample), gymnasium.spaces.flatten(space, sample).astype(np.float32))
+    assert inputs.space.contains(inputs.encode(sample))
+    envs = make_envs(EnvConfig(num_envs=2), make_env=lambda: Odd(space))
+    assert envs.reset(np.array([1, 2], np.int32)).shape == (2, *inputs.space.shape)
+    for _ in range(4):
+        step = envs.step(np.array([0, 1]))
+    assert step.final_observations.shape == step.observations.shape
+    assert inputs.space.contains(step.final_observations[0])
+    envs.close()
+
+
+def test_tiny_images_are_vectors_from_0_to_1() -> None:
+    space = Box(0, 10, (5, 8, 3), np.uint8)
+    inputs, image = inputs_of(space), np.full((5, 8, 3), 4, np.uint8)
+    np.testing.assert_allclose(inputs.encode(image), np.full(120, 0.4))
+    assert inputs.space.contains(inputs.encode(image))
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (Sequence(Discrete(2)), "cannot be taken"),
+        (Dict({"a": Discrete(2), "b": Text(5)}), "cannot be taken"),
+        (Box(0, 255, (4, 84, 84, 3), np.uint8), "4 dimensions"),
+    ],
+)
+def test_observations_that_are_refused(space: gymnasium.Space, words: str) -> None:
+    with pytest.raises(PalaError, match=words):
+        make_envs(EnvConfig(num_envs=1), make_env=lambda: Odd(space))
+
+
+# ---- actions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "space", [MultiDiscrete([3, 2, 5], start=[1, 0, -2]), MultiDiscrete([[2, 3], [4, 2]]), MultiBinary(3)]
+)
+def test_several_choices_are_independent_ones(space: Any) -> None:
+    """Log-probability and entropy against torch.distributions; the samples are elements of the space."""
+    sizes = [2] * 3 if isinstance(space, MultiBinary) else space.nvec.reshape(-1).tolist()
+    distribution, generator = distribution_of(space), torch.Generator().manual_seed(0)
+    logits = torch.randn(7, sum(sizes), generator=generator)
+    actions = distribution.sample(logits, generator)
+    log_prob, entropy = distribution.log_prob_and_entropy(logits, actions)
+    choices = [torch.distributions.Categorical(logits=part) for part in logits.split(sizes, -1)]
+    expected = sum(choice.log_prob(action) for choice, action in zip(choices, actions.unbind(-1), strict=True))
+    torch.testing.assert_close(log_prob, expected)
+    torch.testing.assert_close(entropy, sum(choice.entropy() for choice in choices))
+    assert all(space.contains(action) for action in distribution.to_env(actions).numpy())
+    greedy = distribution.sample(logits, generator, greedy=True)
+    assert greedy.equal(torch.stack([part.argmax(-1) for part in logits.split(sizes, -1)], -1))
+    many = distribution.sample(logits[:1].expand(20_000, -1), generator)
+    for k, choice in enumerate(choices):
+        frequencies = torch.bincount(many[:, k], minlength=sizes[k]) / len(many)
+        torch.testing.assert_close(frequencies, choice.probs[0], rtol=0, atol=0.02)
+
+
+# ---- whole trainings, and what they are called -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions"),
+    [
+        (NESTED, MultiDiscrete([[2, 3], [4, 2]])),
+        (IMAGES["MinAtar"], MultiBinary(3)),
+        (IMAGES["reals"], Discrete(3, start=4)),
+    ],
+    ids=["nested", "MinAtar", "reals"],
+)
+def test_odd_environments_train_and_are_called_by_their_class(observations: Any, actions: Any, tmp_path: Any) -> None:
+    config = configure(tmp_path, steps=60)
+    config = replace(config, run=replace(config.run, name=""))
+    (result,) = run_ranks(
+        1, lambda comm: run_rank(comm, config, make_env=lambda: Odd(observations, actions), interrupt=comm.interrupt)
+    )
+    assert result.status == "completed" and result.run.name.startswith("Odd-20")
+    record = run_folder.read(result.run)
+    assert record["segments"][0]["environment"] == record["config"]["env"]["id"] == "Odd"
+    evaluation = evaluate(result.run, 2, 2, greedy=False, seed=0, threads=1)
+    assert (evaluation.returns, evaluation.environment) == ([4.0, 4.0], "Odd")
+    assert read_run(result.run).game == "Odd"
+
+
+def test_an_environment_from_a_specification_is_called_by_that(tmp_path: Any) -> None:
+    envs = make_envs(
+        EnvConfig(num_envs=1), make_env=lambda: gymnasium.wrappers.TimeLimit(gymnasium.make("Acrobot-v1"), 9)
+    )
+    assert envs.name == "Acrobot-v1"
+    assert EnvConfig(id="module:space/Env-v0").short_id == "Env-v0"
+
+
+def test_a_module_is_imported_for_its_environments(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_my_own.py").write_text(
+        "import gymnasium\ngymnasium.register('Mine-v0', lambda: gymnasium.make('CartPole-v1').unwrapped)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    envs = make_envs(EnvConfig(id="of_my_own:Mine-v0", num_envs=1))
+    assert (envs.name, envs.observation_space.shape) == ("Mine-v0", (4,))
+    for name, words in (
+        ("of_my_own:Mien-v0", "did you mean 'Mine-v0'"), ("not_there:Mine-v0", "No module named 'not_there'"),
+        ("of my own:Mine-v0", "No module named 'of my own'"), ("ale_py:ALE/Pong-v5", "did you mean 'ALE/Pong-v5'"),
+    ):  # fmt: skip
+        with pytest.raises(PalaError, match=words):
+            make_envs(EnvConfig(id=name, num_envs=1))
