@@ -35,7 +35,7 @@ from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
 from pala.run import run_folder
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.runtime import ANNOUNCEMENT, SUPERVISED, say
 from pala.train import parse
 
@@ -354,7 +354,7 @@ def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
     try:
         text = hostfile.read_text(encoding="utf-8") if hostfile else (host or "").replace(",", "\n")
     except (OSError, ValueError) as error:
-        raise PalaError(f"Host file '{hostfile}' cannot be read: {error}.") from None
+        raise PalaError(f"Host file '{hostfile}' cannot be read: {reason(error)}.") from None
     hosts: dict[str, int] = {}
     for line in text.splitlines():
         words = line.split("#")[0].strip()

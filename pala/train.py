@@ -1,8 +1,8 @@
-"""Train: `mpirun -np 4 python -m pala.train configs/pong.toml --a2c.learning-rate 1e-3`.
+"""Train: `mpirun -np 4 python -m pala.train pong --a2c.learning-rate 1e-3`.
 
-    one rank                python -m pala.train configs/pong.toml
-    one machine             mpirun -np 4 python -m pala.train configs/pong.toml
-    outliving its ranks     mpirun --with-ft ulfm -np 4 python -m pala.train configs/pong.toml      (Open MPI 5)
+    one rank                python -m pala.train pong
+    one machine             mpirun -np 4 python -m pala.train pong
+    outliving its ranks     mpirun --with-ft ulfm -np 4 python -m pala.train pong      (Open MPI 5)
     go on with a run        mpirun -np 4 python -m pala.train --resume runs/pong-20260101-120000
     from nothing installed  ./launch/train.sh
 
@@ -35,7 +35,8 @@ class Command:
     """Train one policy on MPI ranks: A2C actor-learners that gossip, or Gorila DQN (`--algorithm gorila`)."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
-    """TOML file with settings (configs/); the options below win over it."""
+    """A TOML file with settings, or the name of one of configs/, such as `pong` or `gorila/pong`. The options below win
+    over it."""
     resume: Path | None = None
     """Folder of an earlier run to go on with, perhaps with another number of ranks. Its settings are the defaults."""
     trust_run: bool = False

@@ -1,4 +1,4 @@
-"""Compare ways to train: `python -m pala.compare configs/compare/pong.toml`.
+"""Compare ways to train: `python -m pala.compare pong`.
 
     what would be run                          python -m pala.compare PRESET --dry-run
     run what is missing, then report           python -m pala.compare PRESET
@@ -38,7 +38,7 @@ class Command:
     """Run what is missing of variants x games x rank counts x seeds, and report all of it."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
-    """TOML file that says what is compared (configs/compare/)."""
+    """What is compared: a TOML file, or the name of one in configs/compare/, such as `pong`."""
     only: tuple[str, ...] = ()
     """Variants and games; runs of others are not started. The report has all."""
     add: tuple[Path, ...] = ()
@@ -54,7 +54,7 @@ class Command:
 def compare(command: Command) -> list[Planned]:
     """Run, collect and report; returns the runs that failed. Raises PalaError."""
     if command.preset is None:
-        raise PalaError("Name a preset, such as configs/compare/pong.toml; `--help` explains the options.")
+        raise PalaError("Name a preset, such as `pong`; `--help` explains the options.")
     plan = Plan(command.preset)
     results = command.output or Path("results") / plan.preset.name
     added = runs_in(command.add)
@@ -65,11 +65,11 @@ def compare(command: Command) -> list[Planned]:
             print("\n".join(shlex.join(task.words) for task in executor.tasks) or executor.nothing_missing)
             return []
         failures = executor.run()
-    _report(plan, command.preset, added, results)
+    _report(plan, added, results)
     return failures
 
 
-def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
+def _report(plan: Plan, added: list[Path], results: Path) -> None:
     """Copy all runs into the results and report what is there."""
     copies = results / "runs"
     made = [run.folder for run in plan.runs if (run.folder / "run.json").exists()]
@@ -80,8 +80,8 @@ def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
     runs = [load(folder, plan) for folder in sorted(copies.glob("*")) if (folder / "run.json").exists()]
     if not runs:
         raise PalaError(f"There is no run of '{plan.preset.name}' to report, neither here nor in '{copies}'.")
-    if preset.resolve() != (results / "preset.toml").resolve():
-        write_atomically(results / "preset.toml", preset.read_bytes())
+    if plan.file.resolve() != (results / "preset.toml").resolve():
+        write_atomically(results / "preset.toml", plan.file.read_bytes())
     print("\n".join(f"      {path}" for path in write(plan.preset, runs, results)), flush=True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pala.report.text import counted, short_number
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import is_number, open_to_append, read_json, write_atomically
 
 _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
@@ -78,7 +78,7 @@ def save(run: Path, evaluation: Evaluation) -> None:
         with open_to_append(run / "evaluations.jsonl") as file:
             file.write((json.dumps(table, separators=(",", ":")) + "\n").encode())
     except OSError as error:
-        raise PalaError(f"The evaluation cannot be written to '{run}': {error}.") from None
+        raise PalaError(f"The evaluation cannot be written to '{run}': {reason(error)}.") from None
 
 
 def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:

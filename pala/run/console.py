@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from pala.run.metrics import SECTIONS, RunView
+from pala.system.errors import reason
 from pala.system.runtime import say, tell, terminal_size
 
 
@@ -168,5 +169,5 @@ class Reporter:
         try:
             action(self._tensorboard)
         except OSError as error:
-            say(f"TensorBoard's files cannot be written any more: {error}. Training goes on.")
+            say(f"TensorBoard's files cannot be written any more: {reason(error)}. Training goes on.")
             self._tensorboard = None

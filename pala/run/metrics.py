@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import is_number, open_to_append, open_to_read
 from pala.system.runtime import say
 
@@ -52,7 +52,8 @@ class MetricsWriter:
                 file.write(("\n" * _is_cut(file) + text).encode())
         except OSError as error:
             if not self._failed:
-                say(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {error}. Training goes on.")
+                why = reason(error)
+                say(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {why}. Training goes on.")
             self._failed = True
         else:
             self._failed = False
@@ -98,7 +99,7 @@ class Tail:
         except (FileNotFoundError, NotADirectoryError):
             return
         except (OSError, EOFError, zlib.error) as error:
-            raise PalaError(f"Metrics '{self._path}' cannot be read, or are damaged: {error}.") from None
+            raise PalaError(f"Metrics '{self._path}' cannot be read, or are damaged: {reason(error)}.") from None
         if self._left_out > 0 and left_out == 0:
             lines = f"{self._left_out} lines that are" if self._left_out > 1 else "a line that is"
             say(f"Metrics '{self._path}': {lines} no record left out, line {self._first_left_out} first.")

@@ -37,7 +37,7 @@ from pala.run.parts import Parts, build_envs
 from pala.run.records import Records
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
-from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import Interrupt, process_age_s, say
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator, Living
@@ -273,8 +273,8 @@ class Session:
             self._save(exchange)
         except OSError as error:
             say(
-                f"[rank {self._comm.rank}] no checkpoint could be written: {error}. The one before is kept; the job "
-                "goes on."
+                f"[rank {self._comm.rank}] no checkpoint could be written: {reason(error)}. The one before is "
+                "kept; the job goes on."
             )
 
     # ---- what is written down ------------------------------------------------------------------------------------

@@ -26,13 +26,18 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             arguments = _without_exponents(arguments, _integers(default))
-            return tyro.cli(type(default), args=arguments, default=default, prog=f"python -m {program}")
+            return tyro.cli(type(default), args=arguments, default=default, prog=_called(program))
     except SystemExit as exit_:
         if not exit_.code:  # --help
             if Launch.detect().rank == 0:
                 print(printed.getvalue(), end="")
             raise
         raise PalaError(f"the command line was not understood.\n{printed.getvalue()}") from None
+
+
+def _called(program: str) -> str:
+    """As the user called it: by its module, or by the one command for all programs."""
+    return sys.argv[0] if sys.argv[0].startswith("pala ") else f"python -m {program}"
 
 
 def _integers(command: Any) -> set[str]:

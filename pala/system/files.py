@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 
 _MOST_JSON_BYTES = 16 << 20  # a record of 100,000 ranks fits; a byte of JSON can take twenty of memory
 
@@ -95,7 +95,7 @@ def read_json(path: Path, last_line: bool = False) -> Any:
     except RecursionError:
         raise PalaError(f"'{path}' cannot be read: it is nested too deeply.") from None
     except (OSError, ValueError, IndexError) as error:
-        raise PalaError(f"'{path}' cannot be read: {error}.") from None
+        raise PalaError(f"'{path}' cannot be read: {reason(error)}.") from None
 
 
 def is_number(value: Any) -> bool:
@@ -111,7 +111,7 @@ def make_output_folder(output: Path | None, what: str) -> Path:
     except FileExistsError:
         raise PalaError(f"'{path}' exists already; nothing is written over. Choose another '--output'.") from None
     except OSError as error:
-        raise PalaError(f"The folder '{path}' cannot be made: {error}; see '--output'.") from None
+        raise PalaError(f"The folder '{path}' cannot be made: {reason(error)}; see '--output'.") from None
     return path
 
 
