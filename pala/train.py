@@ -20,10 +20,11 @@ import tyro
 
 from pala.config import Config, check, load_preset
 from pala.run import run_folder
+from pala.run.header import first_line, note_on_ranks
 from pala.run.result import Conclusion, Result
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import Interrupt, Launch, announce, die_with_launcher, prepare, say
+from pala.system.runtime import Interrupt, Launch, announce, die_with_launcher, prepare, say, tell
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi
 
@@ -58,6 +59,13 @@ def parse(arguments: list[str]) -> Command:
     return command
 
 
+def _greet(command: Command, ranks: int) -> None:
+    """The first words, before torch is loaded, which takes seconds."""
+    tell(first_line(command.config, ranks))
+    if note := note_on_ranks(command.preset, command.config, ranks):
+        say(note)
+
+
 def _conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
     from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
 
@@ -82,6 +90,8 @@ def main() -> None:
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
         cores = cores_per_rank(comm, command.config.run.spares)
+        if rank == 0 and command.config.run.console != "none":
+            _greet(command, comm.size - command.config.run.spares)
         prepare(command.config.run.threads or cores)
         # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
         from pala.run.rank import run_rank

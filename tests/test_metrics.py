@@ -12,13 +12,16 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pala.config import load_preset
 from pala.run import console
 from pala.run.console import Lines, Progress, Reporter, TensorBoard, make_console
+from pala.run.header import header, note_on_ranks
 from pala.run.metrics import (
     SECTIONS,
     MetricsWriter,
@@ -31,6 +34,7 @@ from pala.run.metrics import (
     read_run,
 )
 from pala.run.panel import Panel
+from pala.system.errors import PalaError
 
 
 @pytest.fixture
@@ -237,6 +241,45 @@ def test_figures_of_nothing_are_dashes(run):
     shown = progress.figures()
     assert shown["steps"] == "100 of 100 (100.0%)"
     assert (shown["eta"], shown["consensus"]) == ("-", "- (-)")
+
+
+def test_the_time_that_is_left_is_told_once_it_is_known(run, capsys):
+    """At the speed measured; of Gorila when it has learned for a whole interval; not of a run that is nearly over."""
+    figures(run)
+    reporter = Reporter(run, ranks=2, budget_steps=4_000_000, console="lines", tensorboard=False)
+    for steps in (400_000, 500_000):
+        reporter.report(steps)
+    assert capsys.readouterr().out.count("takes about 60 min more: 3,600,000 steps at 1,000 steps/s") == 1
+    shortly = Progress(reporter.view, budget_steps=400_000)
+    shortly.refresh(399_000)
+    assert shortly.estimate() == "" and shortly.figures()["eta"] == "0:00:01"
+    gorila, told = interval(local_steps_per_s=500.0, epsilon=1.0), []
+    for more in ({}, {"loss": 0.5}, {"loss": 0.25}):
+        write(run, gorila | more, rank=0)
+        write(run, gorila | more, rank=1)
+        shortly.refresh(200_000)
+        told.append((shortly.figures()["eta"], bool(shortly.estimate())))
+    assert told == [("-", False), ("-", False), ("0:03:20", True)]
+
+
+def test_the_first_lines_say_what_is_trained(tmp_path):
+    hosts = ["node1", "node1", "node2"]
+    text = header(load_preset("pong"), Path("runs/r"), hosts, 2, "cpu", 866_439, steps_made=1000)
+    for words in ("runs/r", "3 ranks on 2 hosts (node1, node2)", "gossip", "866,439 parameters, float32, on cpu"):
+        assert words in text
+    assert "40,000,000 steps over all ranks, 1,000 of them made before" in text
+    assert "learning begins after 50,000" in header(load_preset("gorila/pong"), Path("r"), hosts, 1, "cpu", 9, 0)
+
+
+def test_a_learning_rate_for_another_number_of_ranks_is_told(tmp_path):
+    pong, named = load_preset("pong"), Path("pong")
+    assert "has the learning rate 0.0014 for 4 ranks, but 1 train" in note_on_ranks(named, pong, 1)
+    assert "`--a2c.learning-rate 0.0007`" in note_on_ranks(named, pong, 1)
+    other = replace(pong, a2c=replace(pong.a2c, learning_rate=1e-3))
+    assert not note_on_ranks(named, pong, 4) and not note_on_ranks(named, other, 1) and not note_on_ranks(None, pong, 1)
+    (tmp_path / "mine.toml").write_text("ranks = 'four'")
+    with pytest.raises(PalaError, match="'ranks' is 'four' but must be a number of ranks"):
+        note_on_ranks(tmp_path / "mine.toml", pong, 1)
 
 
 def test_lines_are_plain(run, capsys):

@@ -16,7 +16,7 @@ from pala.compare.plan import Plan, Planned, options
 from pala.config import load_preset
 from pala.evaluation.record import final_evaluation
 from pala.report.settings import differences
-from pala.report.text import short_number
+from pala.report.text import duration, short_number
 from pala.run import run_folder
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
@@ -144,7 +144,7 @@ class Executor:
             seconds = time.monotonic() - begin
             if task.what == "train":
                 self._seconds, self._steps = self._seconds + seconds, self._steps + task.run.config.total_steps
-            print(f"{place}: {self._became(task)}, {_minutes(seconds)}{self._rest(number)}", flush=True)
+            print(f"{place}: {self._became(task)}, {duration(seconds)}{self._rest(number)}", flush=True)
         return failures
 
     def _do(self, task: Task) -> str | None:
@@ -173,11 +173,4 @@ class Executor:
 
     def _rest(self, number: int) -> str:
         left = [task.run.config.total_steps for task in self.tasks[number + 1 :] if task.what != "evaluate"]
-        return f"; about {_minutes(sum(left) * self._seconds / self._steps)} left" if left and self._steps else ""
-
-
-def _minutes(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+        return f"; about {duration(sum(left) * self._seconds / self._steps)} left" if left and self._steps else ""

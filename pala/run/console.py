@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from pala.report.text import duration
 from pala.run.metrics import SECTIONS, RunView
 from pala.system.errors import reason
 from pala.system.runtime import say, tell, terminal_size
+
+_WORTH_TELLING_S = 20.0
 
 
 def _number(value: float | None, form: str = "{:.1f}") -> str:
@@ -34,11 +37,27 @@ class Progress:
         self._view.refresh()
         self.global_steps = min(global_steps, self.budget_steps)
 
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end at the speed of the last interval; None before there is one that tells. Gorila first fills
+        its replay, which is faster than to learn."""
+        view, speed = self._view, self._view.global_steps_per_s
+        if not speed or (view.mean("epsilon") is not None and not view.has_learned_throughout):
+            return None
+        return (self.budget_steps - self.global_steps) / speed
+
+    def estimate(self) -> str:
+        """How long the run will take, when that can be told and is worth it; else empty."""
+        if self.left_s is None or self.left_s < _WORTH_TELLING_S:
+            return ""
+        left, speed = self.budget_steps - self.global_steps, self._view.global_steps_per_s
+        return f"PALA  takes about {duration(self.left_s)} more: {left:,} steps at {speed:,.0f} steps/s"
+
     def figures(self) -> dict[str, str]:
         """Label -> text, in the order shown."""
         view, speed = self._view, self._view.global_steps_per_s
-        share = self.global_steps / self.budget_steps
-        eta = _duration((self.budget_steps - self.global_steps) / speed) if speed else "-"
+        share, left_s = self.global_steps / self.budget_steps, self.left_s
+        eta = "-" if left_s is None else _duration(left_s)
         return {
             "steps": f"{self.global_steps:,} of {self.budget_steps:,} ({share:.1%})",
             "eta": eta,
@@ -78,6 +97,9 @@ class Lines:
     def close(self) -> None:
         """Nothing to restore."""
 
+    def note(self, text: str) -> None:
+        tell(text)
+
 
 class Display(Protocol):
     """Where figures are shown."""
@@ -87,6 +109,9 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Nothing more will be shown."""
+
+    def note(self, text: str) -> None:
+        """Show this once, where the figures do not say it."""
 
 
 def make_console(kind: str, title: str) -> Display | None:
@@ -143,7 +168,7 @@ class Reporter:
         """`spares`: ranks that may join those."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
-        self._progress = Progress(self.view, budget_steps)
+        self._progress, self._estimated = Progress(self.view, budget_steps), False
         self._console = make_console(console, f"PALA  {run}  {ranks} rank{'s' if ranks > 1 else ''}")
         self._tensorboard = TensorBoard(run / "tensorboard") if tensorboard else None
 
@@ -153,6 +178,9 @@ class Reporter:
         figures = self._progress.figures()
         if self._console is not None:
             self._console.show(figures)
+            if not self._estimated and (estimate := self._progress.estimate()):
+                self._estimated = True
+                self._console.note(estimate)
         self._to_tensorboard(lambda board: board.add(self.view, global_steps))
         return figures
 

@@ -222,6 +222,7 @@ class RunView:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
         self._episodes: deque[tuple[float, float]] = deque(maxlen=recent_episodes)  # (time, return)
         self.last: list[Record] = [{} for _ in range(ranks)]
+        self._before: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)
         self.num_episodes = 0
         self._unreadable: set[int] = set()
@@ -235,7 +236,7 @@ class RunView:
                     if record["type"] == "episode":
                         fresh.append((record["time_s"], record["return"]))
                     elif record["type"] == "interval":
-                        self.last[rank] = record
+                        self._before[rank], self.last[rank] = self.last[rank], record
             except PalaError as error:  # training does not depend on what is shown of it
                 if rank not in self._unreadable:
                     say(f"{error} Training goes on.")
@@ -256,6 +257,12 @@ class RunView:
     def total(self, key: str) -> float:
         """Sum of a key of the ranks' last intervals."""
         return sum(self.last[rank].get(key) or 0 for rank in self.living)
+
+    @property
+    def has_learned_throughout(self) -> bool:
+        """Gorila: whether some rank learned in the last interval and already in the one before it."""
+        both = [(self._before[rank].get("loss"), self.last[rank].get("loss")) for rank in self.living]
+        return any(before is not None and last is not None for before, last in both)
 
     @property
     def global_steps_per_s(self) -> float:

@@ -30,6 +30,7 @@ from pala.gorila import parts as gorila
 from pala.run import checkpoint, environment
 from pala.run.begin import begin, env_seeds, make_generator
 from pala.run.checkpoint import RankState
+from pala.run.header import header
 from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
@@ -38,7 +39,7 @@ from pala.run.records import Records
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
-from pala.system.runtime import Interrupt, process_age_s, say
+from pala.system.runtime import Interrupt, process_age_s, say, tell
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator, Living
 
@@ -71,6 +72,8 @@ def train(
                     collectively(comm, lambda: save(job, parts, progress, segment, exchange=None))
                     records = _open_records(job, config, parts, progress, segment)
                     records.begin(comm, _described(job, config, parts, segment, description))
+                if comm.rank == 0 and config.run.console != "none":
+                    tell(_header(job, config, parts, progress, segment))
                 session = Session(job, config, envs, parts, segment, progress, records, interrupt)
                 return session.run(session.begin, on_update or nothing_on_update, conclude)
         except CollectiveError:
@@ -156,6 +159,11 @@ def _described(
     }  # fmt: skip
 
 
+def _header(job: Job, config: Config, parts: Parts[Any], progress: Progress, segment: Segment) -> str:
+    made, hosts = progress.start.base_steps + sum(progress.start.local_steps), job.hosts[: job.num_trainers]
+    return header(config, segment.run, hosts, job.threads, str(parts.device), parts.flat.data.numel(), made)
+
+
 class Session:
     """A rank that is ready to train: everything has been saved and recorded once."""
 
@@ -205,6 +213,7 @@ class Session:
                 return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
             stop = self._sit_out(exchange)
         if exchange.close(_PATIENCE_S) is Stop.BUDGET:
+            self._check_learned(loop)
             final = exchange.final_parameters(_PATIENCE_S)
             self._comm.among_the_living(
                 lambda living: self._complete(exchange, final, living), _PATIENCE_S, self._interrupt
@@ -217,6 +226,22 @@ class Session:
         status, signal = ("completed", None) if stop is Stop.BUDGET else ("stopped", self._signal)
         exit_status = 0 if signal is None else 128 + signal
         return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status)
+
+    def _check_learned(self, loop: Loop) -> None:
+        """Collective. Raises EndError if no rank's loss was ever finite: then the policy is the one it began with."""
+
+        def add_up(living: Living) -> np.ndarray:
+            counts = np.array([loop.num_tried, loop.num_applied], np.int64)
+            living.reduce(counts, "sum", _PATIENCE_S, self._interrupt)
+            return counts
+
+        tried, applied = self._comm.among_the_living(add_up, _PATIENCE_S, self._interrupt)
+        if tried > 0 and applied == 0:
+            raise EndError(
+                f"All {tried:,} updates of all ranks were left out, because the loss or its gradient was not "
+                "finite: nothing was learned. Look at the environment's rewards and observations, or at the learning "
+                "rate."
+            )
 
     def _sit_out(self, exchange: Exchange) -> Stop:
         """Wait for the end, which this MPI does not reach without every rank; returns why it ended."""

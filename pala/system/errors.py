@@ -26,8 +26,7 @@ def reason(error: Exception) -> str:
     """Why something failed, in words: of the system's errors without their number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
-    words = error.strerror[0].lower() + error.strerror[1:]
-    return f"{words} ('{error.filename}')" if error.filename is not None else words
+    return f"{error.strerror} ('{error.filename}')" if error.filename is not None else error.strerror
 
 
 class EndError(PalaError):
