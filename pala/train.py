@@ -11,7 +11,12 @@ Results go to a new folder in `runs/`. `--help` explains every option.
 
 from __future__ import annotations
 
+import signal
 import sys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins there is nothing to keep, nor to tell
+
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -74,6 +79,7 @@ def _conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusio
 
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_launcher()
     announce("begun")
     facts = run_folder.provenance() if Launch.detect().rank == 0 else {}

@@ -35,6 +35,7 @@ from pala.run.metrics import (
 )
 from pala.run.panel import Panel
 from pala.system.errors import PalaError
+from pala.system.files import json_text
 
 
 @pytest.fixture
@@ -280,6 +281,16 @@ def test_a_learning_rate_for_another_number_of_ranks_is_told(tmp_path):
     (tmp_path / "mine.toml").write_text("ranks = 'four'")
     with pytest.raises(PalaError, match="'ranks' is 'four' but must be a number of ranks"):
         note_on_ranks(tmp_path / "mine.toml", pong, 1)
+
+
+def test_what_is_not_finite_is_null(run, capsys):
+    """JSON has no NaN. An episode without a return is left out without a word."""
+    write(run, episode(1, 1.0, float("nan")), interval(loss_policy=float("inf"), own_movement=None), rank=0)
+    for line in metrics_path(run, 0).read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    (record,) = [record for record in read_rank(metrics_path(run, 0)) if record["type"] != "start"]
+    assert record["loss_policy"] is None and not capsys.readouterr().err
+    assert json_text({"a": (1.0, float("-inf")), "b": [{"c": float("nan")}]}) == '{"a":[1.0,null],"b":[{"c":null}]}'
 
 
 def test_lines_are_plain(run, capsys):

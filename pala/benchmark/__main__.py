@@ -37,7 +37,7 @@ from pala.report.text import counted
 from pala.run.run_folder import provenance
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, nearest
-from pala.system.files import make_output_folder, write_atomically
+from pala.system.files import json_text, make_output_folder, write_atomically
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.runtime import say
 
@@ -146,7 +146,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
             "slowdown": command.slowdown,
         },
     }  # fmt: skip
-    write_atomically(output / "benchmark.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(output / "benchmark.json", (json_text(result, indent=1) + "\n").encode())
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
     return output, result

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from pala.system.errors import PalaError, reason
-from pala.system.files import is_number, open_to_append, open_to_read
+from pala.system.files import is_number, json_text, open_to_append, open_to_read
 from pala.system.runtime import say
 
 Record = dict[str, Any]
@@ -30,6 +30,9 @@ _LIMIT_MIB = 512.0  # of a run's metrics, unpacked; as records they take up to t
 _MOST_EXPANSION = 30  # of a packed file: metrics pack to a tenth
 _SMALL_BYTES = 16 << 20  # is read however it was packed
 _MOST_LINE_BYTES = 1 << 20
+
+
+_NO_RETURN = b'"return":null'  # an episode whose return is not finite, which no figure can take in
 
 
 def metrics_path(run: Path, rank: int) -> Path:
@@ -46,7 +49,7 @@ class MetricsWriter:
 
     def write(self, records: list[Record]) -> None:
         """Append the records, each a line."""
-        text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        text = "".join(json_text(record) + "\n" for record in records)
         try:
             with open_to_append(self._path) as file:
                 file.write(("\n" * _is_cut(file) + text).encode())
@@ -122,7 +125,7 @@ class Tail:
             self._num_lines += is_whole
             if record is not None:
                 yield record
-            elif is_whole and (self._in_long_line or line.strip()):
+            elif is_whole and (self._in_long_line or line.strip()) and _NO_RETURN not in line:
                 self._left_out += 1
                 self._first_left_out = self._first_left_out or self._num_lines
             self._in_long_line = not is_whole

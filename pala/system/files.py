@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import os
 import stat
 import threading
@@ -96,6 +97,23 @@ def read_json(path: Path, last_line: bool = False) -> Any:
         raise PalaError(f"'{path}' cannot be read: it is nested too deeply.") from None
     except (OSError, ValueError, IndexError) as error:
         raise PalaError(f"'{path}' cannot be read: {reason(error)}.") from None
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON as every reader takes it, a line unless indented: what is not finite, which JSON cannot say, is null."""
+    style: dict[str, Any] = {"indent": indent, "separators": (",", ":") if indent is None else None, "allow_nan": False}
+    try:
+        return json.dumps(value, **style)
+    except ValueError:
+        return json.dumps(_finite(value), **style)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_number(value: Any) -> bool:
