@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pala.config import load_preset
 from pala.run import console
-from pala.run.console import Lines, Progress, Reporter, TensorBoard, make_console
+from pala.run.console import Lines, Progress, Reporter, make_console
 from pala.run.header import header, note_on_ranks
 from pala.run.metrics import (
     SECTIONS,
@@ -34,6 +34,7 @@ from pala.run.metrics import (
     read_run,
 )
 from pala.run.panel import Panel
+from pala.run.tensorboard import TensorBoard
 from pala.system.errors import PalaError
 from pala.system.files import json_text
 
@@ -217,7 +218,7 @@ EXAMPLE = interval(
 
 
 def figures(run: Path) -> dict[str, str]:
-    write(run, episode(1, 1.0, -20.0), EXAMPLE, rank=0)
+    write(run, episode(1, 1.0, -20.0) | {"length_steps": 300}, EXAMPLE, rank=0)
     write(run, episode(1, 2.0, -15.0), EXAMPLE | {"staleness_updates": 9}, rank=1)
     progress = Progress(RunView(run, ranks=2), budget_steps=4_000_000)
     progress.refresh(global_steps=400_000)
@@ -345,13 +346,16 @@ def test_tensorboard_reads_what_was_written(run):
     board.add(view, 1000)
     view.refresh()
     board.add(view, 2000)
+    board.describe({"a2c.gamma": 0.99, "env.id": "ALE/Pong-v5", "network.mlp_hidden": (64, 64), "ranks": 2})
     board.close()
     events = EventAccumulator(str(run / "tensorboard")).Reload()
+    (hparams,) = [data for tag, data in events.PluginTagToContent("hparams").items() if "session_start" in tag]
+    assert b"ALE/Pong-v5" in hparams and b"(64, 64)" in hparams and b"a2c.gamma" in hparams
     values = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert values.pop("speed/global_steps_per_s") == [(1000, 0), (2000, 1000)]
     assert {step for [(step, _)] in values.values()} == {2000}  # nothing was there to be written at 1000
     assert {tag: pytest.approx(value) for tag, [(_, value)] in values.items()} == {
-        "return/mean_of_last_100_episodes": -17.5,
+        "return/mean_of_last_100_episodes": -17.5, "length/mean_of_last_100_episodes": 300.0,
         "loss/policy": -0.5, "loss/value": 0.75, "loss/entropy": 1.5,
         "update/gradient_norm": 2.0, "update/learning_rate": 7e-4,
         "exchange/consensus_distance": 0.25, "exchange/staleness_updates": 6.5,

@@ -12,6 +12,7 @@ from pala.evaluation.play import evaluate
 from pala.evaluation.record import save
 from pala.plot import plot
 from pala.run.result import Conclusion, Result
+from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, say, tell
 
@@ -59,6 +60,10 @@ def _evaluate(run: Path, config: Config) -> str:
         trust_run=True,  # this job itself has written it
     )  # fmt: skip
     save(run, evaluation)
+    if config.run.tensorboard:
+        board = TensorBoard(run / FOLDER)
+        board.add_evaluation(evaluation)
+        board.close()
     return f"{evaluation} ({run / 'evaluation.json'})"
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from pala.report.text import duration
 from pala.run.metrics import SECTIONS, RunView
+from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import reason
 from pala.system.runtime import say, tell, terminal_size
 
@@ -126,51 +126,20 @@ def make_console(kind: str, title: str) -> Display | None:
     return Lines()
 
 
-class TensorBoard:
-    """Event files of the whole run for TensorBoard: scalars against global steps, written by rank 0."""
-
-    _TAGS: ClassVar[dict[str, str]] = {
-        "mean_return": "return/mean_of_last_100_episodes",
-        "loss_policy": "loss/policy", "loss_value": "loss/value", "entropy": "loss/entropy",
-        "loss": "loss/dqn", "absolute_error": "loss/absolute_error", "action_value": "value/action_value",
-        "epsilon": "update/epsilon", "server_updates": "update/server_updates",
-        "gradient_norm": "update/gradient_norm", "learning_rate": "update/learning_rate",
-        "consensus_distance": "exchange/consensus_distance", "staleness_updates": "exchange/staleness_updates",
-    }  # fmt: skip
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # by rank 0 alone, and only where it is asked for
-
-        self._writer = SummaryWriter(str(folder))
-
-    def add(self, view: RunView, global_steps: int) -> None:
-        """One value for each tag: means over ranks of their last intervals."""
-        values: dict[str, float | None] = {tag: view.mean(key) for key, tag in self._TAGS.items()}
-        values[self._TAGS["mean_return"]] = view.mean_return
-        values["speed/global_steps_per_s"] = view.global_steps_per_s
-        values |= {f"time/{name}": view.mean(f"time_{name}") for name in SECTIONS}
-        now = time.time()
-        for tag, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, global_steps, walltime=now)
-
-    def close(self) -> None:
-        """Flush the events."""
-        self._writer.close()
-
-
 class Reporter:
     """Reads the metrics files of all ranks and feeds console and TensorBoard; one rank has it."""
 
     def __init__(
-        self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool, spares: int = 0
-    ) -> None:
-        """`spares`: ranks that may join those."""
+        self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool, spares: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """`spares`: ranks that may join those; `settings`: of the run, with dotted keys, for TensorBoard."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
         self._progress, self._estimated = Progress(self.view, budget_steps), False
         self._console = make_console(console, f"PALA  {run}  {ranks} rank{'s' if ranks > 1 else ''}")
-        self._tensorboard = TensorBoard(run / "tensorboard") if tensorboard else None
+        self._tensorboard = TensorBoard(run / FOLDER) if tensorboard else None
+        self._to_tensorboard(lambda board: board.describe({"ranks": ranks, **(settings or {})}))
 
     def report(self, global_steps: int) -> dict[str, Any]:
         """Read what is new and show it."""

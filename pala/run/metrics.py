@@ -223,7 +223,7 @@ class RunView:
 
     def __init__(self, run: Path, ranks: int, recent_episodes: int = 100) -> None:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
-        self._episodes: deque[tuple[float, float]] = deque(maxlen=recent_episodes)  # (time, return)
+        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=recent_episodes)  # time, return, length
         self.last: list[Record] = [{} for _ in range(ranks)]
         self._before: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)
@@ -232,12 +232,12 @@ class RunView:
 
     def refresh(self) -> None:
         """Read what is new."""
-        fresh: list[tuple[float, float]] = []
+        fresh: list[tuple[float, float, float | None]] = []
         for rank, tail in enumerate(self._tails):
             try:
                 for record in tail.stream():
                     if record["type"] == "episode":
-                        fresh.append((record["time_s"], record["return"]))
+                        fresh.append((record["time_s"], record["return"], record.get("length_steps")))
                     elif record["type"] == "interval":
                         self._before[rank], self.last[rank] = self.last[rank], record
             except PalaError as error:  # training does not depend on what is shown of it
@@ -245,12 +245,18 @@ class RunView:
                     say(f"{error} Training goes on.")
                 self._unreadable.add(rank)
         self.num_episodes += len(fresh)
-        self._episodes.extend(sorted(fresh))
+        self._episodes.extend(sorted(fresh, key=lambda episode: episode[:2]))
 
     @property
     def mean_return(self) -> float | None:
         """Mean unclipped return of the last 100 whole episodes of all ranks."""
-        return sum(r for _, r in self._episodes) / len(self._episodes) if self._episodes else None
+        return sum(r for _, r, _ in self._episodes) / len(self._episodes) if self._episodes else None
+
+    @property
+    def mean_length(self) -> float | None:
+        """Mean length of the same episodes, in steps."""
+        lengths = [length for _, _, length in self._episodes if length is not None]
+        return sum(lengths) / len(lengths) if lengths else None
 
     def mean(self, key: str) -> float | None:
         """Mean of a key of the ranks' last intervals; None where none has it."""

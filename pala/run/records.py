@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pala.config import Config
+from pala.config import Config, flatten, to_table
+from pala.report.settings import settings_that_matter
 from pala.run.console import Reporter
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.run.run_folder import RunRecord
@@ -150,7 +151,9 @@ class Records:
     def _make_reporter(self) -> Reporter:
         run = self._config.run
         steps = self._config.total_steps
-        return Reporter(self._segment.run, self._num_trainers, steps, run.console, run.tensorboard, run.spares)
+        settings = settings_that_matter(flatten(to_table(self._config)))
+        folder, ranks = self._segment.run, self._num_trainers
+        return Reporter(folder, ranks, steps, run.console, run.tensorboard, run.spares, settings)
 
 
 def note_failure(segment: Segment, rank: int, error: BaseException, record: RunRecord | None = None) -> None:
