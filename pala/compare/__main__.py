@@ -64,6 +64,9 @@ def compare(command: Command) -> list[Planned]:
         if command.dry_run:
             print("\n".join(shlex.join(task.words) for task in executor.tasks) or executor.nothing_missing)
             return []
+        if executor.is_published and not added:
+            print(executor.nothing_missing, flush=True)
+            return []
         failures = executor.run()
     _report(plan, added, results)
     return failures

@@ -104,16 +104,22 @@ class Executor:
 
     def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
         """Raises PalaError if a run that exists is not what the plan asks for."""
-        self._plan, self._results, self._num_runs = plan, results, len(runs)
+        self._plan, self._results, self._runs, self._num_runs = plan, results, runs, len(runs)
         self.tasks = [task for run in runs if (task := task_of(run, results)) is not None]
         self._seconds = self._steps = 0.0  # of runs trained from start to end
+
+    @property
+    def is_published(self) -> bool:
+        """Whether there is no task because the results have copies of all runs, of which none was made here."""
+        return not self.tasks and not any(run.folder.exists() for run in self._runs)
 
     @property
     def nothing_missing(self) -> str:
         """What to say if there is no task."""
         return (
-            f"Nothing is missing: all runs are complete, here or in '{self._results}'. To make them anew, give the "
-            "results another folder, as in `--output results/mine`."
+            f"Nothing is missing: all {self._num_runs} runs are complete, here or in '{self._results}'. To make them "
+            "anew, give the results another folder, as in `--output results/mine`; `--report-only` makes the report of "
+            "those that are there."
         )
 
     def run(self) -> list[Planned]:
