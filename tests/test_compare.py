@@ -237,7 +237,9 @@ def test_a_run_in_the_results_is_not_made_again(
     shutil.rmtree("runs")
     assert task_of(planned, Path("results/tiny")) is None
     published = {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")}
-    assert compare(Command(Path("preset.toml"), only=("gossip",))) == []  # as in a fresh clone: it says how to make them anew
+    assert (
+        compare(Command(Path("preset.toml"), only=("gossip",))) == []
+    )  # as in a fresh clone: it says how to make them anew
     assert "`--output results/mine`" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")} == published
 

@@ -5,6 +5,7 @@ Atari is shown by a twin in colour of the policy's own environment; other enviro
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -150,7 +151,8 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
     except OSError as error:
         raise PalaError(f"Video '{file}' cannot be written: {reason(error)}.") from None
     finally:
-        neighbour.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong before is what to tell
+            neighbour.unlink(missing_ok=True)
     return steps
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.runtime import Launch, say
 
 C = TypeVar("C")
@@ -105,7 +105,7 @@ def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
     try:
         yield
     except expected as error:
-        say(f"pala: error: {error}")
+        say(f"pala: error: {reason(error)}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
