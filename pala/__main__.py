@@ -10,7 +10,7 @@
     scores     the table of the 49 games from runs of Gorila
     presets    names of the presets that come with PALA
 
-`pala PROGRAM --help` explains each program's options.
+`pala PROGRAM --help` explains each program's options; `pala --version` says which PALA this is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+
+import pala
 
 _MODULES = {
     "train": "pala.train", "doctor": "pala.doctor.__main__", "evaluate": "pala.evaluate", "plot": "pala.plot",
@@ -32,6 +34,9 @@ def main() -> None:
     name = (sys.argv[1:2] or [""])[0]
     if name in ("", "-h", "--help"):
         print(__doc__)
+        return
+    if name == "--version":
+        print(f"pala {pala.__version__}")
         return
     if name not in _MODULES:
         from pala.system.errors import nearest

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
+import pala
 from pala import __main__ as command
 
 SOURCES = ("pala", "configs", "pyproject.toml", "setup.cfg", "README.md", "LICENSE")
@@ -28,6 +29,9 @@ def test_the_command_has_all_programs(monkeypatch: pytest.MonkeyPatch, capsys: p
             assert not exit_.code
         assert f"pala {name}" in (printed := capsys.readouterr().out) or name == "simulate", printed
         assert f"\n    {name}" in (command.__doc__ or "")
+    monkeypatch.setattr(sys, "argv", ["pala", "--version"])
+    command.main()
+    assert capsys.readouterr().out == f"pala {pala.__version__}\n"
     monkeypatch.setattr(sys, "argv", ["pala", "trian"])
     with pytest.raises(SystemExit, match="2"):
         command.main()
