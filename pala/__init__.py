@@ -1,6 +1,6 @@
 """PALA: gossip actor-learners for deep reinforcement learning over MPI.
 
-    mpirun -np 4 python -m pala.train configs/pong.toml      # one policy, four gossiping A2C actor-learners
+    mpirun -np 4 python -m pala.train pong      # one policy, four gossiping A2C actor-learners
     python -m pala.evaluate runs/pong-...                    # score it
     python -m pala.plot runs/pong-...                        # see it
 

@@ -14,20 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-import sys
 import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pala import presets
 from pala.exchange.kinds import kind_of
 from pala.system.errors import PalaError, nearest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 T = TypeVar("T")
 _MOST_SHOWN = 200
@@ -314,22 +309,19 @@ class Config:
         return self.env.num_envs * self.a2c.rollout_steps
 
 
-def load_preset(path: str | Path) -> Config:
-    """Read a TOML preset over the defaults. Raises PalaError that names the file and the key."""
-    return from_table(read_toml(Path(path)), source=f"Preset '{path}'")
+def load_preset(preset: str | Path) -> Config:
+    """Read a TOML preset, given by path or by name (`pong`), over the defaults. Raises PalaError that names the file
+    and the key."""
+    return load_with_ranks(preset)[0]
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a preset. Raises PalaError that names the file."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a byte order mark
-    except FileNotFoundError:
-        siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise PalaError(
-            f"Preset '{path}' does not exist{nearest(str(path), siblings) or '; presets are in configs/.'}"
-        ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PalaError(f"Preset '{path}' cannot be read: {error}.") from None
+def load_with_ranks(preset: str | Path) -> tuple[Config, int | None]:
+    """The same, and the number of ranks that its settings were chosen for, its key `ranks`; None if it has none."""
+    table, source = presets.read(preset), f"Preset '{preset}'"
+    ranks = table.pop("ranks", None)
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise PalaError(f"{source}: 'ranks' is {_shown.repr(ranks)} but must be a number of ranks, 1 or more.")
+    return from_table(table, source), ranks
 
 
 def from_table(table: dict[str, Any], source: str) -> Config:

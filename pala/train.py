@@ -1,8 +1,8 @@
-"""Train: `mpirun -np 4 python -m pala.train configs/pong.toml --a2c.learning-rate 1e-3`.
+"""Train: `mpirun -np 4 python -m pala.train pong --a2c.learning-rate 1e-3`.
 
-    one rank                python -m pala.train configs/pong.toml
-    one machine             mpirun -np 4 python -m pala.train configs/pong.toml
-    outliving its ranks     mpirun --with-ft ulfm -np 4 python -m pala.train configs/pong.toml      (Open MPI 5)
+    one rank                python -m pala.train pong
+    one machine             mpirun -np 4 python -m pala.train pong
+    outliving its ranks     mpirun --with-ft ulfm -np 4 python -m pala.train pong      (Open MPI 5)
     go on with a run        mpirun -np 4 python -m pala.train --resume runs/pong-20260101-120000
     from nothing installed  ./launch/train.sh
 
@@ -11,7 +11,12 @@ Results go to a new folder in `runs/`. `--help` explains every option.
 
 from __future__ import annotations
 
+import signal
 import sys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins there is nothing to keep, nor to tell
+
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -20,10 +25,11 @@ import tyro
 
 from pala.config import Config, check, load_preset
 from pala.run import run_folder
+from pala.run.header import first_line, note_on_ranks
 from pala.run.result import Conclusion, Result
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import Interrupt, Launch, announce, die_with_launcher, prepare, say
+from pala.system.runtime import Interrupt, Launch, announce, die_with_launcher, prepare, say, tell
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi
 
@@ -35,7 +41,8 @@ class Command:
     """Train one policy on MPI ranks: A2C actor-learners that gossip, or Gorila DQN (`--algorithm gorila`)."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
-    """TOML file with settings (configs/); the options below win over it."""
+    """A TOML file with settings, or the name of one of configs/, such as `pong` or `gorila/pong`. The options below win
+    over it."""
     resume: Path | None = None
     """Folder of an earlier run to go on with, perhaps with another number of ranks. Its settings are the defaults."""
     trust_run: bool = False
@@ -57,6 +64,13 @@ def parse(arguments: list[str]) -> Command:
     return command
 
 
+def _greet(command: Command, ranks: int) -> None:
+    """The first words, before torch is loaded, which takes seconds."""
+    tell(first_line(command.config, ranks))
+    if note := note_on_ranks(command.preset, command.config, ranks):
+        say(note)
+
+
 def _conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
     from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
 
@@ -65,6 +79,7 @@ def _conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusio
 
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_launcher()
     announce("begun")
     facts = run_folder.provenance() if Launch.detect().rank == 0 else {}
@@ -81,6 +96,8 @@ def main() -> None:
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
         cores = cores_per_rank(comm, command.config.run.spares)
+        if rank == 0 and command.config.run.console != "none":
+            _greet(command, comm.size - command.config.run.spares)
         prepare(command.config.run.threads or cores)
         # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
         from pala.run.rank import run_rank

@@ -230,12 +230,20 @@ def test_what_a_run_still_needs(there: Path) -> None:
     assert stopped is not None and stopped.words[-2:] == ["--resume", str(planned.folder)]
 
 
-def test_a_run_in_the_results_is_not_made_again(there: Path, no_pictures: None) -> None:
+def test_a_run_in_the_results_is_not_made_again(
+    there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = only_run(there)
     make_run(planned.folder, planned.config, 1)
     report()
     shutil.rmtree("runs")
     assert task_of(planned, Path("results/tiny")) is None
+    published = {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")}
+    assert (
+        compare(Command(Path("preset.toml"), only=("gossip",))) == []
+    )  # as in a fresh clone: it says how to make them anew
+    assert "`--output results/mine`" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")} == published
 
 
 def test_a_run_in_the_results_that_was_made_otherwise_is_no_hindrance(there: Path, no_pictures: None) -> None:

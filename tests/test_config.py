@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pala.config
+from pala import presets
 from pala.config import (
     A2CConfig,
     Config,
@@ -101,6 +102,19 @@ def test_a_missing_preset_is_named_with_the_nearest(tmp_path):
         load_preset(tmp_path / "pnog.toml")
     with pytest.raises(PalaError, match="does not exist"):
         load_preset(tmp_path / "nowhere" / "pong.toml")
+
+
+def test_presets_go_by_name_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pong").mkdir()  # of something else
+    assert {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in PRESETS} == set(presets.names())
+    assert load_preset("gorila/pong") == load_preset(CONFIGS / "gorila" / "pong.toml")
+    assert load_preset("pong").total_steps == 40_000_000
+    assert presets.find("pong", "compare").read_text() == (CONFIGS / "compare" / "pong.toml").read_text()
+    with pytest.raises(PalaError, match=r"'gala/pong.toml' does not exist here; .* goes by its name, 'gala/pong'"):
+        load_preset("gala/pong.toml")
+    with pytest.raises(PalaError, match=r"'pnog' does not exist; did you mean 'pong'\?"):
+        load_preset("pnog")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", None], ids=["not text", "folder"])

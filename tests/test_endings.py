@@ -364,3 +364,18 @@ def test_a_run_that_could_not_begin_keeps_nobody_from_its_name(
     full = False
     ranks.train()
     assert ranks.record["completed"] and len(ranks.record["segments"]) == 1
+
+
+# ---- nothing was learned ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> None:
+    def make_env() -> gymnasium.Env:
+        return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: float("nan"))
+
+    ranks = Ranks(2, replace(configure(tmp_path), total_steps=400), make_env=make_env)
+    ranks.train()
+    assert [type(result) for result in ranks.results] == [EndError, EndError], ranks.results
+    assert "updates of all ranks were left out" in ranks.segment["error"]
+    assert ranks.segment["status"] == "failed" and not ranks.record["completed"]
+    assert not (tmp_path / "r" / "policy.safetensors").exists()

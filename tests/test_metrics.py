@@ -12,13 +12,16 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pala.config import load_preset
 from pala.run import console
-from pala.run.console import Lines, Progress, Reporter, TensorBoard, make_console
+from pala.run.console import Lines, Progress, Reporter, make_console
+from pala.run.header import header, note_on_ranks
 from pala.run.metrics import (
     SECTIONS,
     MetricsWriter,
@@ -31,6 +34,9 @@ from pala.run.metrics import (
     read_run,
 )
 from pala.run.panel import Panel
+from pala.run.tensorboard import TensorBoard
+from pala.system.errors import PalaError
+from pala.system.files import json_text
 
 
 @pytest.fixture
@@ -212,7 +218,7 @@ EXAMPLE = interval(
 
 
 def figures(run: Path) -> dict[str, str]:
-    write(run, episode(1, 1.0, -20.0), EXAMPLE, rank=0)
+    write(run, episode(1, 1.0, -20.0) | {"length_steps": 300}, EXAMPLE, rank=0)
     write(run, episode(1, 2.0, -15.0), EXAMPLE | {"staleness_updates": 9}, rank=1)
     progress = Progress(RunView(run, ranks=2), budget_steps=4_000_000)
     progress.refresh(global_steps=400_000)
@@ -237,6 +243,55 @@ def test_figures_of_nothing_are_dashes(run):
     shown = progress.figures()
     assert shown["steps"] == "100 of 100 (100.0%)"
     assert (shown["eta"], shown["consensus"]) == ("-", "- (-)")
+
+
+def test_the_time_that_is_left_is_told_once_it_is_known(run, capsys):
+    """At the speed measured; of Gorila when it has learned for a whole interval; not of a run that is nearly over."""
+    figures(run)
+    reporter = Reporter(run, ranks=2, budget_steps=4_000_000, console="lines", tensorboard=False)
+    for steps in (400_000, 500_000):
+        reporter.report(steps)
+    assert capsys.readouterr().out.count("takes about 60 min more: 3,600,000 steps at 1,000 steps/s") == 1
+    shortly = Progress(reporter.view, budget_steps=400_000)
+    shortly.refresh(399_000)
+    assert shortly.estimate() == "" and shortly.figures()["eta"] == "0:00:01"
+    gorila, told = interval(local_steps_per_s=500.0, epsilon=1.0), []
+    for more in ({}, {"loss": 0.5}, {"loss": 0.25}):
+        write(run, gorila | more, rank=0)
+        write(run, gorila | more, rank=1)
+        shortly.refresh(200_000)
+        told.append((shortly.figures()["eta"], bool(shortly.estimate())))
+    assert told == [("-", False), ("-", False), ("0:03:20", True)]
+
+
+def test_the_first_lines_say_what_is_trained(tmp_path):
+    hosts = ["node1", "node1", "node2"]
+    text = header(load_preset("pong"), Path("runs/r"), hosts, 2, "cpu", 866_439, steps_made=1000)
+    for words in ("runs/r", "3 ranks on 2 hosts (node1, node2)", "gossip", "866,439 parameters, float32, on cpu"):
+        assert words in text
+    assert "40,000,000 steps over all ranks, 1,000 of them made before" in text
+    assert "learning begins after 50,000" in header(load_preset("gorila/pong"), Path("r"), hosts, 1, "cpu", 9, 0)
+
+
+def test_a_learning_rate_for_another_number_of_ranks_is_told(tmp_path):
+    pong, named = load_preset("pong"), Path("pong")
+    assert "has the learning rate 0.0014 for 4 ranks, but 1 train" in note_on_ranks(named, pong, 1)
+    assert "`--a2c.learning-rate 0.0007`" in note_on_ranks(named, pong, 1)
+    other = replace(pong, a2c=replace(pong.a2c, learning_rate=1e-3))
+    assert not note_on_ranks(named, pong, 4) and not note_on_ranks(named, other, 1) and not note_on_ranks(None, pong, 1)
+    (tmp_path / "mine.toml").write_text("ranks = 'four'")
+    with pytest.raises(PalaError, match="'ranks' is 'four' but must be a number of ranks"):
+        note_on_ranks(tmp_path / "mine.toml", pong, 1)
+
+
+def test_what_is_not_finite_is_null(run, capsys):
+    """JSON has no NaN. An episode without a return is left out without a word."""
+    write(run, episode(1, 1.0, float("nan")), interval(loss_policy=float("inf"), own_movement=None), rank=0)
+    for line in metrics_path(run, 0).read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    (record,) = [record for record in read_rank(metrics_path(run, 0)) if record["type"] != "start"]
+    assert record["loss_policy"] is None and not capsys.readouterr().err
+    assert json_text({"a": (1.0, float("-inf")), "b": [{"c": float("nan")}]}) == '{"a":[1.0,null],"b":[{"c":null}]}'
 
 
 def test_lines_are_plain(run, capsys):
@@ -291,13 +346,16 @@ def test_tensorboard_reads_what_was_written(run):
     board.add(view, 1000)
     view.refresh()
     board.add(view, 2000)
+    board.describe({"a2c.gamma": 0.99, "env.id": "ALE/Pong-v5", "network.mlp_hidden": (64, 64), "ranks": 2})
     board.close()
     events = EventAccumulator(str(run / "tensorboard")).Reload()
+    (hparams,) = [data for tag, data in events.PluginTagToContent("hparams").items() if "session_start" in tag]
+    assert b"ALE/Pong-v5" in hparams and b"(64, 64)" in hparams and b"a2c.gamma" in hparams
     values = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert values.pop("speed/global_steps_per_s") == [(1000, 0), (2000, 1000)]
     assert {step for [(step, _)] in values.values()} == {2000}  # nothing was there to be written at 1000
     assert {tag: pytest.approx(value) for tag, [(_, value)] in values.items()} == {
-        "return/mean_of_last_100_episodes": -17.5,
+        "return/mean_of_last_100_episodes": -17.5, "length/mean_of_last_100_episodes": 300.0,
         "loss/policy": -0.5, "loss/value": 0.75, "loss/entropy": 1.5,
         "update/gradient_norm": 2.0, "update/learning_rate": 7e-4,
         "exchange/consensus_distance": 0.25, "exchange/staleness_updates": 6.5,

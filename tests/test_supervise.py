@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import supervise
 from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, ranks_in, record_of, wait_for, write_paced
-from supervise import Arrivals, Host, Supervisor, read_hosts, read_options
+from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, without_preset
 from test_checkpoint import make_state
 from test_hosts import possible  # noqa: F401 - a fixture
 from virtual_hosts import VirtualHosts
@@ -294,6 +294,24 @@ def test_the_preset_is_not_given_again(there: Path) -> None:
     assert supervisor.supervise() == 0
     assert supervisor.told[1] == ["--resume", "elsewhere/r", "--seed", "3"]
     assert parse(supervisor.told[1]).resume == Path("elsewhere/r")
+
+
+def test_the_quickstart_is_trained_where_nothing_else_is_asked_for(there: Path, capsys) -> None:
+    """As train.sh does it."""
+    by_script = ["--restarts", "0", "--or-preset", "quickstart"]
+    supervisor = Scripted([*by_script, "--seed", "3"], [dies_early])
+    assert supervisor.supervise() == 1 and supervisor.told[0][:3] == ["quickstart", "--seed", "3"]
+    said = capsys.readouterr().err
+    assert "nothing was trained" in said and "--resume" not in said
+    for others in (["pong"], ["--env.id", "CartPole-v1"], ["--env.id=CartPole-v1"], ["--algorithm", "gorila"]):
+        assert Supervisor(*read_options([*by_script, *others])).arguments == others
+    assert without_preset(["--run.name", "pong", "pong"], Path("pong")) == ["--run.name", "pong"]
+    with pytest.raises(PalaError) as caught:
+        Supervisor(*read_options([*by_script, "--totl-steps", "5"]))
+    assert "quickstart" not in str(caught.value)
+    with pytest.raises(SystemExit):
+        read_options([*by_script, "--help"])
+    assert "at most (0)" in capsys.readouterr().out
 
 
 def test_a_job_that_outlives_its_mpirun_is_waited_for(there: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

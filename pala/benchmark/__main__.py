@@ -1,7 +1,7 @@
 """How fast is training on this machine, and how far from its limit? `python -m pala.benchmark`.
 
     Pong, 1 and 2 ranks              python -m pala.benchmark --ranks 1 2
-    a preset, with other settings    python -m pala.benchmark configs/pala/pong.toml --a2c.rollout-steps 5
+    a preset, with other settings    python -m pala.benchmark pala/pong --a2c.rollout-steps 5
     under a minute, as CI does it    python -m pala.benchmark --quick
     another launcher                 python -m pala.benchmark --launcher 'srun -n {ranks}'
 
@@ -37,7 +37,7 @@ from pala.report.text import counted
 from pala.run.run_folder import provenance
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, nearest
-from pala.system.files import make_output_folder, write_atomically
+from pala.system.files import json_text, make_output_folder, write_atomically
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.runtime import say
 
@@ -53,7 +53,8 @@ class Command:
     """Measure training, its parts, and the upper bound of its speed on this machine."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
-    """TOML file with settings (configs/); the options below win over it. Otherwise the defaults: Pong as GALA."""
+    """TOML file with settings, or the name of one of configs/; the options below win over it. Otherwise the defaults:
+    Pong as GALA."""
     ranks: tuple[int, ...] = ()
     """Numbers of ranks, each a job of its own. Default: 1, 2, 4, … up to the cores that may be used, and those."""
     rounds: int | None = None
@@ -148,7 +149,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
             "slowdown": command.slowdown,
         },
     }  # fmt: skip
-    write_atomically(output / "benchmark.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(output / "benchmark.json", (json_text(result, indent=1) + "\n").encode())
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
     return output, result

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from pala.benchmark.request import read_request
 from pala.config import from_table
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.files import write_atomically
+from pala.system.files import json_text, write_atomically
 from pala.system.runtime import prepare, say
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
@@ -31,7 +30,7 @@ def main() -> None:
 
         result = Rounds(comm, request, config, threads).run()
         if comm.rank == 0:
-            write_atomically(Path(request.result), json.dumps(result).encode())
+            write_atomically(Path(request.result), json_text(result).encode())
     except CollectiveError as error:  # every rank is here
         if comm.rank == 0:
             say(f"pala: error: {error}")

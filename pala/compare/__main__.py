@@ -1,4 +1,4 @@
-"""Compare ways to train: `python -m pala.compare configs/compare/pong.toml`.
+"""Compare ways to train: `python -m pala.compare pong`.
 
     what would be run                          python -m pala.compare PRESET --dry-run
     run what is missing, then report           python -m pala.compare PRESET
@@ -41,7 +41,7 @@ class Command:
     """Run what is missing of variants x games x rank counts x seeds, and report all of it."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
-    """TOML file that says what is compared (configs/compare/)."""
+    """What is compared: a TOML file, or the name of one in configs/compare/, such as `pong`."""
     only: tuple[str, ...] = ()
     """Variants and games; runs of others are not started. The report has all."""
     add: tuple[Path, ...] = ()
@@ -61,7 +61,7 @@ class Command:
 def compare(command: Command) -> list[Planned]:
     """Run, collect and report; returns the runs that failed. Raises PalaError."""
     if command.preset is None:
-        raise PalaError("Name a preset, such as configs/compare/pong.toml; `--help` explains the options.")
+        raise PalaError("Name a preset, such as `pong`; `--help` explains the options.")
     ways = [f"--{way.replace('_', '-')}" for way in ("report_only", "submit", "gather") if getattr(command, way)]
     if len(ways) > 1:
         raise PalaError(f"Give only one of {', '.join(ways)}.")
@@ -84,8 +84,11 @@ def compare(command: Command) -> list[Planned]:
         if command.dry_run:
             print("\n".join(shlex.join(task.words) for task in executor.tasks) or nothing_missing(results))
             return []
+        if executor.is_published and not added:
+            print(nothing_missing(results), flush=True)
+            return []
         failures = executor.run()
-    _report(plan, command.preset, added, results)
+    _report(plan, added, results)
     return failures
 
 
@@ -106,7 +109,7 @@ def _unfinished(plan: Plan, results: Path) -> list[Planned]:
     return [run for run, _ in found]
 
 
-def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
+def _report(plan: Plan, added: list[Path], results: Path) -> None:
     """Copy all runs into the results and report what is there."""
     copies = results / "runs"
     made = [run.folder for run in plan.runs if (run.folder / "run.json").exists()]
@@ -117,8 +120,8 @@ def _report(plan: Plan, preset: Path, added: list[Path], results: Path) -> None:
     runs = [load(folder, plan) for folder in sorted(copies.glob("*")) if (folder / "run.json").exists()]
     if not runs:
         raise PalaError(f"There is no run of '{plan.preset.name}' to report, neither here nor in '{copies}'.")
-    if preset.resolve() != (results / "preset.toml").resolve():
-        write_atomically(results / "preset.toml", preset.read_bytes())
+    if plan.file.resolve() != (results / "preset.toml").resolve():
+        write_atomically(results / "preset.toml", plan.file.read_bytes())
     print("\n".join(f"      {path}" for path in write(plan, runs, results)), flush=True)
 
 

@@ -19,7 +19,7 @@ from pala.evaluation.scores import reference_of
 from pala.report.settings import differences, method_of, phrase
 from pala.run import run_folder
 from pala.run.metrics import read_run
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import open_to_read, write_atomically
 
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:[\w.+@~-]+/)*(?=[\w.])")
@@ -45,7 +45,7 @@ def keep(run: Path, folder: Path) -> None:
             if (run / name).exists():
                 _write(copy / name, without_paths(_bytes_of(run / name).decode(errors="replace")).encode())
     except OSError as error:
-        raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {error}.") from None
+        raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {reason(error)}.") from None
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -16,7 +16,7 @@ from pala.compare.plan import Plan, Planned, options
 from pala.config import load_preset
 from pala.evaluation.record import final_evaluation
 from pala.report.settings import differences
-from pala.report.text import short_number
+from pala.report.text import duration, short_number
 from pala.run import run_folder
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
@@ -118,8 +118,8 @@ def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
 def nothing_missing(results: Path) -> str:
     """What to say if there is no task."""
     return (
-        f"Nothing is missing: all runs are complete, here or in '{results}'. To make them anew, give the "
-        "results another folder, as in `--output results/mine`."
+        f"Nothing is missing: all runs are complete, here or in '{results}'. To make them anew, give the results "
+        "another folder, as in `--output results/mine`; `--report-only` makes the report of those that are there."
     )
 
 
@@ -128,9 +128,14 @@ class Executor:
 
     def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
         """Raises PalaError if a run that exists is not what the plan asks for."""
-        self._plan, self._results, self._num_runs = plan, results, len(runs)
+        self._plan, self._results, self._runs, self._num_runs = plan, results, runs, len(runs)
         self.tasks = [task for run in runs if (task := task_of(run, results)) is not None]
         self._seconds = self._steps = 0.0  # of runs trained from start to end
+
+    @property
+    def is_published(self) -> bool:
+        """Whether there is no task because the results have copies of all runs, of which none was made here."""
+        return not self.tasks and not any(run.folder.exists() for run in self._runs)
 
     def run(self) -> list[Planned]:
         """Returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
@@ -160,7 +165,7 @@ class Executor:
             seconds = time.monotonic() - begin
             if task.what == "train":
                 self._seconds, self._steps = self._seconds + seconds, self._steps + task.run.config.total_steps
-            print(f"{place}: {self._became(task)}, {_minutes(seconds)}{self._rest(number)}", flush=True)
+            print(f"{place}: {self._became(task)}, {duration(seconds)}{self._rest(number)}", flush=True)
         return failures
 
     def _do(self, task: Task) -> str | None:
@@ -186,11 +191,4 @@ class Executor:
 
     def _rest(self, number: int) -> str:
         left = [task.run.config.total_steps for task in self.tasks[number + 1 :] if task.what != "evaluate"]
-        return f"; about {_minutes(sum(left) * self._seconds / self._steps)} left" if left and self._steps else ""
-
-
-def _minutes(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+        return f"; about {duration(sum(left) * self._seconds / self._steps)} left" if left and self._steps else ""

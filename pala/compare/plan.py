@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pala.config import Config, build, flatten, from_table, load_preset, read_toml, to_table
+from pala import presets
+from pala.config import Config, build, flatten, from_table, load_preset, to_table
 from pala.exchange.kinds import kind_of
 from pala.report.text import counted
 from pala.system.errors import PalaError, nearest
@@ -46,7 +47,7 @@ class Preset:
     undisturbed: bool = True
     """Whether nothing else ran on the machine. If not, the report leaves out what depends on time."""
     games: dict[str, str] = field(default_factory=dict)
-    """Name of a game -> its preset of pala.train."""
+    """Name of a game -> its preset of pala.train, by name or path."""
     target_return: dict[str, float] = field(default_factory=dict)
     """Name of a game -> mean return of 100 episodes whose time is asked for."""
     train: dict[str, Any] = field(default_factory=dict)
@@ -98,9 +99,10 @@ class Plan:
     """A checked preset, and the runs that it asks for."""
 
     def __init__(self, path: Path) -> None:
-        """Raises PalaError that names the file and the key."""
+        """By path, or by name (`pong`). Raises PalaError that names the file and the key."""
         self.source = f"Preset '{path}'"
-        self.preset = build(Preset, read_toml(path), self.source)
+        self.file = presets.find(path, "compare")
+        self.preset = build(Preset, presets.read(self.file), self.source)
         self._check()
         self._games = {name: load_preset(preset) for name, preset in self.preset.games.items()}
         self._game_of = {config.env.id: name for name, config in self._games.items()}

@@ -23,7 +23,7 @@ from pala.compare.notes import commit, left_out, machine, not_begun, notes, vers
 from pala.compare.plan import Cell, Plan
 from pala.exchange.kinds import kind_of
 from pala.report.text import Spread, counted, csv_text, short_number, table
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 
 
@@ -41,7 +41,7 @@ def write(plan: Plan, runs: Sequence[Run], folder: Path) -> list[Path]:
         for name, text in texts.items():
             write_atomically(folder / name, text.encode())
     except OSError as error:
-        raise PalaError(f"The report cannot be written to '{folder}': {error}.") from None
+        raise PalaError(f"The report cannot be written to '{folder}': {reason(error)}.") from None
     return [folder / "compare.md", *drawn, folder / "runs.csv", folder / "curves.csv"]
 
 

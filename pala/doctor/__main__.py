@@ -11,7 +11,6 @@ the advice.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -31,7 +30,7 @@ from pala.doctor.watchdog import Watchdog
 from pala.run.run_folder import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from pala.system.files import write_atomically
+from pala.system.files import json_text, write_atomically
 from pala.system.runtime import can_survive, die_with_launcher, prepare, say
 from pala.transport.agreement import cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
@@ -197,7 +196,7 @@ def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
 
 def _json(job: Job, advice: list[Advice], known: dict[str, Any]) -> bytes:
     table = {"format": 1} | known | {"job": asdict(job), "advice": [asdict(item) for item in advice]}
-    return (json.dumps(table, indent=1) + "\n").encode()
+    return (json_text(table, indent=1) + "\n").encode()
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pala.report.text import counted, short_number
 from pala.run import run_folder
-from pala.system.errors import PalaError
-from pala.system.files import is_number, open_to_append, read_json, write_atomically
+from pala.system.errors import PalaError, reason
+from pala.system.files import is_number, json_text, open_to_append, read_json, write_atomically
 
 _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
 
@@ -75,11 +74,11 @@ def save(run: Path, evaluation: Evaluation) -> None:
     """Replace `RUN/evaluation.json` and append to `RUN/evaluations.jsonl`. Raises PalaError."""
     table = evaluation.to_table()
     try:
-        write_atomically(run / "evaluation.json", (json.dumps(table, indent=2) + "\n").encode())
+        write_atomically(run / "evaluation.json", (json_text(table, indent=2) + "\n").encode())
         with open_to_append(run / "evaluations.jsonl") as file:
-            file.write((json.dumps(table, separators=(",", ":")) + "\n").encode())
+            file.write((json_text(table) + "\n").encode())
     except OSError as error:
-        raise PalaError(f"The evaluation cannot be written to '{run}': {error}.") from None
+        raise PalaError(f"The evaluation cannot be written to '{run}': {reason(error)}.") from None
 
 
 def read_evaluation(run: Path) -> Evaluation | None:

@@ -5,6 +5,7 @@ Atari is shown by a twin in colour of the policy's own environment; other enviro
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -25,7 +26,7 @@ from pala.evaluation.play import check_numbers, whole_games
 from pala.evaluation.policy import Actor, load_policy
 from pala.report.text import short_number
 from pala.run import run_folder, user_code
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.seeding import derive
 
 Screen = Callable[["np.ndarray | None"], np.ndarray]  # actions (None: before the first) -> RGB uint8 [H, W, 3]
@@ -175,9 +176,10 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
                 writer.append_data(enlarged(picture))
         os.replace(neighbour, file)
     except OSError as error:
-        raise PalaError(f"Video '{file}' cannot be written: {error}.") from None
+        raise PalaError(f"Video '{file}' cannot be written: {reason(error)}.") from None
     finally:
-        neighbour.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong before is what to tell
+            neighbour.unlink(missing_ok=True)
     return steps
 
 

@@ -31,6 +31,7 @@ from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
 from pala.run.parts import Parts, Saved, prepare_device
+from pala.system.errors import reason
 from pala.system.runtime import Interrupt, available_memory_bytes, say
 from pala.system.seeding import stream, torch_weights
 from pala.transport.agreement import collectively
@@ -133,7 +134,7 @@ class GorilaParts(Parts[GorilaExchange]):
             try:
                 self.store.save(self._replay_prefix(segment))
             except OSError as error:
-                say(f"[rank {self.rank}] the replay cannot be saved: {error}. A resumed run will fill it anew.")
+                say(f"[rank {self.rank}] the replay cannot be saved: {reason(error)}. A resumed run will fill it anew.")
         comm.among_the_living(lambda living: None, _SAVE_REPLAY_S, Interrupt())
 
     def _replay_prefix(self, segment: Path) -> Path:

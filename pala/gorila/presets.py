@@ -11,7 +11,7 @@ import gymnasium
 from pala.evaluation.scores import score_table
 from pala.gorila.scores import PUBLISHED
 from pala.system.command_line import exit_on_mistake
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 
 FOLDER = Path("configs/gorila")
@@ -36,7 +36,9 @@ def make(folder: Path) -> int:
         for rom, text in texts.items():
             write_atomically(folder / f"{rom}.toml", text.encode())
     except OSError as error:
-        raise PalaError(f"The presets cannot be made: {error}; start this in the repository's folder.") from None
+        raise PalaError(
+            f"The presets cannot be made: {reason(error)}; start this in the repository's folder."
+        ) from None
     except (KeyError, ValueError) as error:
         raise PalaError(f"'{file}' has a placeholder other than $game, $rom and $id: {error}.") from None
     return len(texts)

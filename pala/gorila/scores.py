@@ -30,7 +30,7 @@ from pala.report.settings import differences, phrase
 from pala.report.text import counted, csv_text, short_number, table
 from pala.run import run_folder, user_code
 from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"
@@ -214,7 +214,7 @@ def write(folders: Sequence[Path], output: Path) -> Path:
         for name, text in texts.items():
             write_atomically(output / name, text.encode())
     except OSError as error:
-        raise PalaError(f"The tables cannot be written to '{output}': {error}; see '--output'.") from None
+        raise PalaError(f"The tables cannot be written to '{output}': {reason(error)}; see '--output'.") from None
     return output / "scores.md"
 
 

@@ -119,6 +119,8 @@ class Worker(Loop):
             error = float(loss.absolute_error)
             accepted = self._filter.accepts(error)
         self.counters.updates += 1
+        self.num_tried += 1
+        self.num_applied += math.isfinite(error)
         self._not_finite_in_a_row = 0 if math.isfinite(error) else self._not_finite_in_a_row + 1
         if self._not_finite_in_a_row >= _MOST_NOT_FINITE:
             raise PalaError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.report.curves import Curve, mean_of
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 
 if TYPE_CHECKING:
@@ -94,4 +94,4 @@ def write_picture(figure: Figure, output: Path) -> None:
         figure.savefig(picture, format=output.suffix.lstrip(".") or "png")
         write_atomically(output, picture.getvalue())
     except (OSError, ValueError) as error:
-        raise PalaError(f"The picture cannot be written to '{output}': {error}.") from None
+        raise PalaError(f"The picture cannot be written to '{output}': {reason(error)}.") from None

@@ -15,6 +15,14 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """`45 s`, `16 min`, `3 h 20 min`."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def short_number(value: float) -> str:
     """Enough digits to tell returns apart."""
     size = abs(value)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import open_to_read, sync_folder, write_atomically
 from pala.system.runtime import say
 
@@ -275,7 +275,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], Layout]]:
     except FileNotFoundError:
         raise PalaError(f"Checkpoint '{path}' does not exist.") from None
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise PalaError(f"Checkpoint '{path}' cannot be read ({error}).") from None
+        raise PalaError(f"Checkpoint '{path}' cannot be read ({reason(error)}).") from None
 
 
 def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:

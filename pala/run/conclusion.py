@@ -13,6 +13,7 @@ from pala.evaluation.play import evaluate
 from pala.evaluation.record import Evaluation, save
 from pala.plot import plot
 from pala.run.result import Conclusion, Result
+from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, say, tell
 
@@ -70,6 +71,10 @@ class _LastWords:
             trust_run=True,  # this job itself has written it
         )  # fmt: skip
         save(self._run, evaluation)
+        if self._config.run.tensorboard:
+            board = TensorBoard(self._run / FOLDER)
+            board.add_evaluation(evaluation)
+            board.close()
         self.evaluation = evaluation
         return f"{evaluation} ({self._run / 'evaluation.json'})"
 

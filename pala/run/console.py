@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
+from pala.report.text import duration
 from pala.run.metrics import SECTIONS, RunView
+from pala.run.tensorboard import FOLDER, TensorBoard
+from pala.system.errors import reason
 from pala.system.runtime import say, tell, terminal_size
+
+_WORTH_TELLING_S = 20.0
 
 
 def _number(value: float | None, form: str = "{:.1f}") -> str:
@@ -33,11 +37,27 @@ class Progress:
         self._view.refresh()
         self.global_steps = min(global_steps, self.budget_steps)
 
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end at the speed of the last interval; None before there is one that tells. Gorila first fills
+        its replay, which is faster than to learn."""
+        view, speed = self._view, self._view.global_steps_per_s
+        if not speed or (view.mean("epsilon") is not None and not view.has_learned_throughout):
+            return None
+        return (self.budget_steps - self.global_steps) / speed
+
+    def estimate(self) -> str:
+        """How long the run will take, when that can be told and is worth it; else empty."""
+        if self.left_s is None or self.left_s < _WORTH_TELLING_S:
+            return ""
+        left, speed = self.budget_steps - self.global_steps, self._view.global_steps_per_s
+        return f"PALA  takes about {duration(self.left_s)} more: {left:,} steps at {speed:,.0f} steps/s"
+
     def figures(self) -> dict[str, str]:
         """Label -> text, in the order shown."""
         view, speed = self._view, self._view.global_steps_per_s
-        share = self.global_steps / self.budget_steps
-        eta = _duration((self.budget_steps - self.global_steps) / speed) if speed else "-"
+        share, left_s = self.global_steps / self.budget_steps, self.left_s
+        eta = "-" if left_s is None else _duration(left_s)
         return {
             "steps": f"{self.global_steps:,} of {self.budget_steps:,} ({share:.1%})",
             "eta": eta,
@@ -77,6 +97,9 @@ class Lines:
     def close(self) -> None:
         """Nothing to restore."""
 
+    def note(self, text: str) -> None:
+        tell(text)
+
 
 class Display(Protocol):
     """Where figures are shown."""
@@ -86,6 +109,9 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Nothing more will be shown."""
+
+    def note(self, text: str) -> None:
+        """Show this once, where the figures do not say it."""
 
 
 def make_console(kind: str, title: str) -> Display | None:
@@ -100,51 +126,20 @@ def make_console(kind: str, title: str) -> Display | None:
     return Lines()
 
 
-class TensorBoard:
-    """Event files of the whole run for TensorBoard: scalars against global steps, written by rank 0."""
-
-    _TAGS: ClassVar[dict[str, str]] = {
-        "mean_return": "return/mean_of_last_100_episodes",
-        "loss_policy": "loss/policy", "loss_value": "loss/value", "entropy": "loss/entropy",
-        "loss": "loss/dqn", "absolute_error": "loss/absolute_error", "action_value": "value/action_value",
-        "epsilon": "update/epsilon", "server_updates": "update/server_updates",
-        "gradient_norm": "update/gradient_norm", "learning_rate": "update/learning_rate",
-        "consensus_distance": "exchange/consensus_distance", "staleness_updates": "exchange/staleness_updates",
-    }  # fmt: skip
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # by rank 0 alone, and only where it is asked for
-
-        self._writer = SummaryWriter(str(folder))
-
-    def add(self, view: RunView, global_steps: int) -> None:
-        """One value for each tag: means over ranks of their last intervals."""
-        values: dict[str, float | None] = {tag: view.mean(key) for key, tag in self._TAGS.items()}
-        values[self._TAGS["mean_return"]] = view.mean_return
-        values["speed/global_steps_per_s"] = view.global_steps_per_s
-        values |= {f"time/{name}": view.mean(f"time_{name}") for name in SECTIONS}
-        now = time.time()
-        for tag, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, global_steps, walltime=now)
-
-    def close(self) -> None:
-        """Flush the events."""
-        self._writer.close()
-
-
 class Reporter:
     """Reads the metrics files of all ranks and feeds console and TensorBoard; one rank has it."""
 
     def __init__(
-        self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool, spares: int = 0
-    ) -> None:
-        """`spares`: ranks that may join those."""
+        self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool, spares: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """`spares`: ranks that may join those; `settings`: of the run, with dotted keys, for TensorBoard."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
-        self._progress = Progress(self.view, budget_steps)
+        self._progress, self._estimated = Progress(self.view, budget_steps), False
         self._console = make_console(console, f"PALA  {run}  {ranks} rank{'s' if ranks > 1 else ''}")
-        self._tensorboard = TensorBoard(run / "tensorboard") if tensorboard else None
+        self._tensorboard = TensorBoard(run / FOLDER) if tensorboard else None
+        self._to_tensorboard(lambda board: board.describe({"ranks": ranks, **(settings or {})}))
 
     def report(self, global_steps: int) -> dict[str, Any]:
         """Read what is new and show it."""
@@ -152,6 +147,9 @@ class Reporter:
         figures = self._progress.figures()
         if self._console is not None:
             self._console.show(figures)
+            if not self._estimated and (estimate := self._progress.estimate()):
+                self._estimated = True
+                self._console.note(estimate)
         self._to_tensorboard(lambda board: board.add(self.view, global_steps))
         return figures
 
@@ -168,5 +166,5 @@ class Reporter:
         try:
             action(self._tensorboard)
         except OSError as error:
-            say(f"TensorBoard's files cannot be written any more: {error}. Training goes on.")
+            say(f"TensorBoard's files cannot be written any more: {reason(error)}. Training goes on.")
             self._tensorboard = None

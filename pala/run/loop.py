@@ -55,6 +55,7 @@ class Loop(abc.ABC):
         self._run, self._exchange, self.counters = run, exchange, progress.counters
         self._generator, self._interrupt, self._device = progress.generator, interrupt, device
         self._on_update: Callable[[int], None] = nothing_on_update
+        self.num_tried = self.num_applied = 0  # updates of this start, and those that were not left out
         self._watch = Stopwatch()
         self._records: list[Record] = []
         self._begin = time.perf_counter() - self.counters.time_s

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from pala.system.errors import PalaError
-from pala.system.files import is_number, open_to_append, open_to_read
+from pala.system.errors import PalaError, reason
+from pala.system.files import is_number, json_text, open_to_append, open_to_read
 from pala.system.runtime import say
 
 Record = dict[str, Any]
@@ -30,6 +30,9 @@ _LIMIT_MIB = 512.0  # of a run's metrics, unpacked; as records they take up to t
 _MOST_EXPANSION = 30  # of a packed file: metrics pack to a tenth
 _SMALL_BYTES = 16 << 20  # is read however it was packed
 _MOST_LINE_BYTES = 1 << 20
+
+
+_NO_RETURN = b'"return":null'  # an episode whose return is not finite, which no figure can take in
 
 
 def metrics_path(run: Path, rank: int) -> Path:
@@ -46,13 +49,14 @@ class MetricsWriter:
 
     def write(self, records: list[Record]) -> None:
         """Append the records, each a line."""
-        text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        text = "".join(json_text(record) + "\n" for record in records)
         try:
             with open_to_append(self._path) as file:
                 file.write(("\n" * _is_cut(file) + text).encode())
         except OSError as error:
             if not self._failed:
-                say(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {error}. Training goes on.")
+                why = reason(error)
+                say(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {why}. Training goes on.")
             self._failed = True
         else:
             self._failed = False
@@ -98,7 +102,7 @@ class Tail:
         except (FileNotFoundError, NotADirectoryError):
             return
         except (OSError, EOFError, zlib.error) as error:
-            raise PalaError(f"Metrics '{self._path}' cannot be read, or are damaged: {error}.") from None
+            raise PalaError(f"Metrics '{self._path}' cannot be read, or are damaged: {reason(error)}.") from None
         if self._left_out > 0 and left_out == 0:
             lines = f"{self._left_out} lines that are" if self._left_out > 1 else "a line that is"
             say(f"Metrics '{self._path}': {lines} no record left out, line {self._first_left_out} first.")
@@ -121,7 +125,7 @@ class Tail:
             self._num_lines += is_whole
             if record is not None:
                 yield record
-            elif is_whole and (self._in_long_line or line.strip()):
+            elif is_whole and (self._in_long_line or line.strip()) and _NO_RETURN not in line:
                 self._left_out += 1
                 self._first_left_out = self._first_left_out or self._num_lines
             self._in_long_line = not is_whole
@@ -219,33 +223,40 @@ class RunView:
 
     def __init__(self, run: Path, ranks: int, recent_episodes: int = 100) -> None:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
-        self._episodes: deque[tuple[float, float]] = deque(maxlen=recent_episodes)  # (time, return)
+        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=recent_episodes)  # time, return, length
         self.last: list[Record] = [{} for _ in range(ranks)]
+        self._before: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)
         self.num_episodes = 0
         self._unreadable: set[int] = set()
 
     def refresh(self) -> None:
         """Read what is new."""
-        fresh: list[tuple[float, float]] = []
+        fresh: list[tuple[float, float, float | None]] = []
         for rank, tail in enumerate(self._tails):
             try:
                 for record in tail.stream():
                     if record["type"] == "episode":
-                        fresh.append((record["time_s"], record["return"]))
+                        fresh.append((record["time_s"], record["return"], record.get("length_steps")))
                     elif record["type"] == "interval":
-                        self.last[rank] = record
+                        self._before[rank], self.last[rank] = self.last[rank], record
             except PalaError as error:  # training does not depend on what is shown of it
                 if rank not in self._unreadable:
                     say(f"{error} Training goes on.")
                 self._unreadable.add(rank)
         self.num_episodes += len(fresh)
-        self._episodes.extend(sorted(fresh))
+        self._episodes.extend(sorted(fresh, key=lambda episode: episode[:2]))
 
     @property
     def mean_return(self) -> float | None:
         """Mean unclipped return of the last 100 whole episodes of all ranks."""
-        return sum(r for _, r in self._episodes) / len(self._episodes) if self._episodes else None
+        return sum(r for _, r, _ in self._episodes) / len(self._episodes) if self._episodes else None
+
+    @property
+    def mean_length(self) -> float | None:
+        """Mean length of the same episodes, in steps."""
+        lengths = [length for _, _, length in self._episodes if length is not None]
+        return sum(lengths) / len(lengths) if lengths else None
 
     def mean(self, key: str) -> float | None:
         """Mean of a key of the ranks' last intervals; None where none has it."""
@@ -255,6 +266,12 @@ class RunView:
     def total(self, key: str) -> float:
         """Sum of a key of the ranks' last intervals."""
         return sum(self.last[rank].get(key) or 0 for rank in self.living)
+
+    @property
+    def has_learned_throughout(self) -> bool:
+        """Gorila: whether some rank learned in the last interval and already in the one before it."""
+        both = [(self._before[rank].get("loss"), self.last[rank].get("loss")) for rank in self.living]
+        return any(before is not None and last is not None for before, last in both)
 
     @property
     def global_steps_per_s(self) -> float:

@@ -31,6 +31,9 @@ class Panel:
         # Launchers pass on whole lines: an empty last one, which needs no end, keeps the lower border from lagging.
         self._live.update(Group(box, ""), refresh=True)
 
+    def note(self, text: str) -> None:
+        """The panel tells the time that is left all along."""
+
     def close(self) -> None:
         """Leave the last state on the screen."""
         self._live.stop()

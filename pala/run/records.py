@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pala.config import Config
+from pala.config import Config, flatten, to_table
+from pala.report.settings import settings_that_matter
 from pala.run.console import Reporter
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.run.run_folder import RunRecord
 from pala.run.segment import Segment
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.runtime import say
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
@@ -78,7 +79,7 @@ class Records:
         try:
             self.lead(living, time_s, left)
         except (OSError, PalaError) as error:  # a full disk: the next interval tries again
-            say(f"[rank {self._rank}] 'run.json' cannot be written: {error}. Training goes on.")
+            say(f"[rank {self._rank}] 'run.json' cannot be written: {reason(error)}. Training goes on.")
         return True
 
     def lead(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> None:
@@ -124,7 +125,7 @@ class Records:
         except OSError as error:
             if status == "completed":  # what nobody recorded did not happen: the job must not end well
                 raise
-            say(f"run.json cannot be written: {error}.")
+            say(f"run.json cannot be written: {reason(error)}.")
 
     def fail(self, error: BaseException) -> None:
         """The same for `failed`, and why. Any rank may say so, since who leads may be the one that does not answer;
@@ -144,7 +145,7 @@ class Records:
         try:
             self.note(**facts)
         except OSError as error:
-            say(f"run.json cannot be written: {error}.")
+            say(f"run.json cannot be written: {reason(error)}.")
 
     def _take_over(self) -> RunRecord:
         return RunRecord.take_over(self._segment.run, self._segment.check_folder)
@@ -157,7 +158,9 @@ class Records:
     def _make_reporter(self) -> Reporter:
         run = self._config.run
         steps = self._config.total_steps
-        return Reporter(self._segment.run, self._num_trainers, steps, run.console, run.tensorboard, run.spares)
+        settings = settings_that_matter(flatten(to_table(self._config)))
+        folder, ranks = self._segment.run, self._num_trainers
+        return Reporter(folder, ranks, steps, run.console, run.tensorboard, run.spares, settings)
 
 
 def note_failure(segment: Segment, rank: int, error: BaseException, record: RunRecord | None = None) -> None:

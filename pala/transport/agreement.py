@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pala.config import Config, flatten, to_table
-from pala.system.errors import CollectiveError, PalaError
+from pala.system.errors import CollectiveError, PalaError, reason
 from pala.system.runtime import share_of_cores
 from pala.transport.base import Communicator
 
@@ -23,7 +23,7 @@ def collectively(comm: Communicator, action: Callable[[], T]) -> T:
     try:
         value = action()
     except (PalaError, OSError) as error:
-        fault = str(error)
+        fault = reason(error)
     faults = [(rank, text) for rank, text in enumerate(comm.allgather(fault)) if text is not None]
     if not faults:
         return value  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import mpi4py
 
-from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import Interrupt, Launch, say
 from pala.system.waiting import wait_quietly
 
@@ -130,7 +130,8 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         say(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
         comm.mpi.Abort(1)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        say(f"pala: error: rank {comm.rank}: {error}. What was written before is kept: make room, then `--resume`.")
+        why = reason(error)
+        say(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: make room, then `--resume`.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         say(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")

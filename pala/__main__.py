@@ -1,0 +1,54 @@
+"""PALA's programs by one command: `pala train pong` is `python -m pala.train pong`.
+
+    train      one policy on MPI ranks: mpirun -np 4 pala train pong
+    doctor     what would stop training here, and what to do about it
+    evaluate   score a run's policy on whole games, and make a video of it
+    plot       learning curves of one or several runs
+    compare    variants x games x rank counts x seeds, and a report
+    benchmark  how fast training is on this machine
+    simulate   gossip on simulated ranks: faults, learning, speed
+    scores     the table of the 49 games from runs of Gorila
+    presets    names of the presets that come with PALA
+
+`pala PROGRAM --help` explains each program's options; `pala --version` says which PALA this is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+
+import pala
+
+_MODULES = {
+    "train": "pala.train", "doctor": "pala.doctor.__main__", "evaluate": "pala.evaluate", "plot": "pala.plot",
+    "compare": "pala.compare.__main__", "benchmark": "pala.benchmark.__main__", "simulate": "pala.simulate.__main__",
+    "scores": "pala.gorila.scores", "presets": "pala.presets",
+}  # fmt: skip
+
+
+def main() -> None:
+    """What `pala` and `python -m pala` run."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules load there is nothing to keep
+    name = (sys.argv[1:2] or [""])[0]
+    if name in ("", "-h", "--help"):
+        print(__doc__)
+        return
+    if name == "--version":
+        print(f"pala {pala.__version__}")
+        return
+    if name not in _MODULES:
+        from pala.system.errors import nearest
+        from pala.system.runtime import say
+
+        say(f"pala: error: '{name}' is none of: {', '.join(_MODULES)}{nearest(name, _MODULES) or '.'}")
+        sys.exit(2)
+    program = importlib.import_module(_MODULES[name])
+    signal.signal(signal.SIGINT, handler)
+    sys.argv[:2] = [f"pala {name}"]
+    program.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Presets: TOML files with settings. Those that come with PALA go by name, from any folder and in a wheel too.
+
+    pong              configs/pong.toml, with GALA's settings
+    gorila/pong       configs/gorila/pong.toml
+    my/preset.toml    a file of the user's own
+
+`pala/configs` is the checkout's folder `configs`, by a link; a wheel has a copy in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pala.system.errors import PalaError, nearest, reason
+from pala.system.runtime import tell
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOLDER = Path(__file__).parent / "configs"
+_COMPARISONS = "compare"  # folder of presets of another kind, that of pala.compare
+
+
+def names(folder: str = "") -> list[str]:
+    """Of the presets that come with PALA: of pala.train, or those in one of its folders, without that in the name."""
+    files = (FOLDER / folder).rglob("*.toml")
+    found = sorted(file.relative_to(FOLDER / folder).with_suffix("").as_posix() for file in files)
+    return [name for name in found if not name.startswith(f"{_COMPARISONS}/")]
+
+
+def find(preset: str | Path, folder: str = "") -> Path:
+    """The file of a preset that is given by path or by name. `folder`: of FOLDER, for names. Raises PalaError if there
+    is none."""
+    path = Path(preset)
+    try:
+        if path.exists() and (path.suffix == ".toml" or not path.is_dir()):
+            return path
+        if not path.is_absolute() and (named := FOLDER / folder / f"{path}.toml").is_file():
+            return named
+    except OSError as error:
+        raise PalaError(f"Preset '{preset}' cannot be read: {reason(error)}.") from None
+    raise PalaError(f"Preset '{preset}' does not exist{_guess(path, folder)}")
+
+
+def _guess(path: Path, folder: str) -> str:
+    known = names(folder)
+    siblings = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+    name = str(path.with_suffix("")).removeprefix("configs/").removeprefix(f"{folder}/")
+    if name in known:
+        return f" here; the one that comes with PALA goes by its name, '{name}'."
+    return nearest(str(path), siblings) or nearest(name, known) or f"; there are {', '.join(known)}."
+
+
+def main() -> None:
+    """What `pala presets` runs: the names, one a line."""
+    tell("\n".join([*names(), *(f"{name} (of `pala compare`)" for name in names(_COMPARISONS))]))
+
+
+def read(preset: str | Path, folder: str = "") -> dict[str, Any]:
+    """The tables of a preset. Raises PalaError that names the file."""
+    path = find(preset, folder)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a byte order mark
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PalaError(f"Preset '{preset}' cannot be read: {reason(error)}.") from None

@@ -1,0 +1,59 @@
+"""The first lines of a run: what will be trained, with what, and where it is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from pala.config import Config, load_with_ranks
+from pala.report.text import counted
+
+_MOST_HOSTS = 4  # that are named
+
+
+def first_line(config: Config, ranks: int) -> str:
+    """What can be said before torch is loaded. `ranks`: that train."""
+    spares = f" and {counted(config.run.spares, 'spare')}" * (config.run.spares > 0)
+    steps = f"{config.total_steps:,} steps"
+    return f"PALA  {config.env.id}, {steps}, {counted(ranks, 'rank')}{spares}: starts"
+
+
+def header(
+    config: Config, run: Path, hosts: Sequence[str], threads: int, device: str, parameters: int, steps_made: int
+) -> str:
+    """What is known when everything has been made. `hosts`: of the ranks that train; `parameters`: of the network;
+    `steps_made`: by earlier starts of the run."""
+    algorithm = f"A2C, exchange {config.exchange.kind}" if config.algorithm == "a2c" else "Gorila DQN"
+    names = list(dict.fromkeys(hosts))
+    shown = ", ".join(names[:_MOST_HOSTS]) + ", …" * (len(names) > _MOST_HOSTS)
+    where = f"on {shown}" if len(names) == 1 else f"on {len(names)} hosts ({shown})"
+    learns = ""
+    if config.algorithm == "gorila":
+        learns = f"; learning begins after {config.gorila.min_replay_steps:,}"
+    made = f", {steps_made:,} of them made before" * (steps_made > 0)
+    lines = [
+        f"PALA  {run}",
+        f"      {algorithm}; {counted(len(hosts), 'rank')} {where}, {counted(threads, 'thread')} and "
+        f"{counted(config.env.num_envs, 'environment')} each",
+        f"      network of {parameters:,} parameters, {config.network.precision}, on {device}",
+        f"      {config.total_steps:,} steps over all ranks{made}{learns}",
+    ]
+    return "\n".join(lines)
+
+
+def note_on_ranks(preset: Path | None, config: Config, ranks: int) -> str:
+    """A sentence if the preset's learning rate was chosen for another number of ranks than train; else empty. Raises
+    PalaError."""
+    if preset is None or config.algorithm != "a2c" or config.a2c.learning_rate_scaling != "none":
+        return ""
+    chosen, meant = load_with_ranks(preset)
+    rate = config.a2c.learning_rate
+    if meant in (None, ranks) or rate != chosen.a2c.learning_rate:
+        return ""
+    assert meant is not None
+    other = f"--a2c.learning-rate {rate * math.sqrt(ranks / meant):.2g}"
+    return (
+        f"Preset '{preset}' has the learning rate {rate:g} for {counted(meant, 'rank')}, but {ranks} train: by GALA's "
+        f"rule, the square root of their number, that would be `{other}`."
+    )

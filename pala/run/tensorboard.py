@@ -1,0 +1,70 @@
+"""TensorBoard's files of a run, a copy of what metrics and evaluation say; one rank writes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pala.run.metrics import SECTIONS, RunView
+
+if TYPE_CHECKING:
+    from pala.evaluation.record import Evaluation
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard:
+    """Event files of the whole run: scalars against global steps, and hyperparameters."""
+
+    _TAGS: ClassVar[dict[str, str]] = {
+        "mean_return": "return/mean_of_last_100_episodes", "mean_length": "length/mean_of_last_100_episodes",
+        "loss_policy": "loss/policy", "loss_value": "loss/value", "entropy": "loss/entropy",
+        "loss": "loss/dqn", "absolute_error": "loss/absolute_error", "action_value": "value/action_value",
+        "epsilon": "update/epsilon", "server_updates": "update/server_updates",
+        "gradient_norm": "update/gradient_norm", "learning_rate": "update/learning_rate",
+        "consensus_distance": "exchange/consensus_distance", "staleness_updates": "exchange/staleness_updates",
+    }  # fmt: skip
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # by the first rank alone, and only where it is asked for
+
+        self._writer = SummaryWriter(str(folder))
+
+    def add(self, view: RunView, global_steps: int) -> None:
+        """One value for each tag: means over ranks of their last intervals."""
+        values: dict[str, float | None] = {tag: view.mean(key) for key, tag in self._TAGS.items()}
+        values[self._TAGS["mean_return"]], values[self._TAGS["mean_length"]] = view.mean_return, view.mean_length
+        values["speed/global_steps_per_s"] = view.global_steps_per_s
+        values |= {f"time/{name}": view.mean(f"time_{name}") for name in SECTIONS}
+        self._write(values, global_steps)
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """What an evaluation found."""
+        found = {
+            key: getattr(evaluation, key) for key in ("mean_return", "mean_length_steps", "human_normalised_score")
+        }
+        self._write({f"evaluation/{key}": value for key, value in found.items()}, evaluation.global_steps)
+
+    def describe(self, settings: Mapping[str, Any]) -> None:
+        """The run's hyperparameters, of which TensorBoard makes a table of all runs, with two results beside them."""
+        plain = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in settings.items()
+        }
+        results = dict.fromkeys((self._TAGS["mean_return"], "evaluation/mean_return"), 0.0)
+        from torch.utils.tensorboard.summary import hparams
+
+        experiment, begin, _ = hparams(plain, results)
+        for summary in (experiment, begin):
+            self._writer._get_file_writer().add_summary(summary)
+
+    def _write(self, values: Mapping[str, float | None], global_steps: int) -> None:
+        now = time.time()
+        for tag, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(tag, value, global_steps, walltime=now)
+
+    def close(self) -> None:
+        """Flush the events."""
+        self._writer.close()

@@ -1,0 +1,77 @@
+"""PALA as it is installed: a wheel in an environment that has nothing else of it, and the command `pala`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+import pala
+from pala import __main__ as command
+
+SOURCES = ("pala", "configs", "pyproject.toml", "setup.cfg", "README.md", "LICENSE")
+
+
+def test_the_command_has_all_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by its own name in its help; a mistyped one is named."""
+    for name in set(command._MODULES) - {"presets", "train", "doctor"}:  # these two begin like ranks
+        monkeypatch.setattr(sys, "argv", ["pala", name, "--help"])
+        try:
+            command.main()
+        except SystemExit as exit_:
+            assert not exit_.code
+        assert f"pala {name}" in (printed := capsys.readouterr().out) or name == "simulate", printed
+        assert f"\n    {name}" in (command.__doc__ or "")
+    monkeypatch.setattr(sys, "argv", ["pala", "--version"])
+    command.main()
+    assert capsys.readouterr().out == f"pala {pala.__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["pala", "trian"])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_wheel_trains_by_name_in_an_empty_environment(tmp_path: Path) -> None:
+    """As `pip install .` does: build a wheel and install it. The packages that PALA needs are lent by this environment,
+    but not PALA itself, and nothing of the checkout is there."""
+    source, place = tmp_path / "source", tmp_path / "environment"
+    source.mkdir()
+    for name in SOURCES:  # a copy, since building leaves files behind
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, source / name, symlinks=True)
+        else:
+            shutil.copy(REPOSITORY / name, source / name)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["LD_LIBRARY_PATH"] = f"{sys.prefix}/lib"  # where pip puts an MPI
+
+    def run(*words: str | Path) -> str:
+        done = subprocess.run(
+            list(map(str, words)), cwd=tmp_path, env=environment, text=True, timeout=240,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    venv.create(place)
+    (packages,) = place.glob("lib/python3*/site-packages")
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "wheels", source)
+    shutil.rmtree(source)
+    (wheel,) = (tmp_path / "wheels").glob("pala-*.whl")
+    run(*pip, "--python", place, "install", "--no-deps", "--no-index", wheel)
+    pala = place / "bin" / "pala"
+    assert "gorila/pong\n" in run(pala, "presets")
+    few = ("--total-steps", "800", "--env.num-envs", "2", "--evaluation.episodes", "0", "--run.name", "r")
+    run(pala, "train", "pong", *few)
+    assert "policy.safetensors" in {file.name for file in (tmp_path / "runs" / "r").iterdir()}
+    assert str(packages) in run(place / "bin" / "python", "-c", "import pala; print(pala.__file__)")
+    assert "pala.train pong " in run(pala, "compare", "pong", "--dry-run")
