@@ -3,6 +3,7 @@
     train      one policy on MPI ranks: mpirun -np 4 pala train pong
     doctor     what would stop training here, and what to do about it
     evaluate   score a run's policy on whole games, and make a video of it
+    play       show a run's policy in a window, or as a video
     plot       learning curves of one or several runs
     compare    variants x games x rank counts x seeds, and a report
     benchmark  how fast training is on this machine
@@ -22,8 +23,8 @@ import sys
 import pala
 
 _MODULES = {
-    "train": "pala.train", "doctor": "pala.doctor.__main__", "evaluate": "pala.evaluate", "plot": "pala.plot",
-    "compare": "pala.compare.__main__", "benchmark": "pala.benchmark.__main__", "simulate": "pala.simulate.__main__",
+    "train": "pala.train", "doctor": "pala.doctor.__main__", "evaluate": "pala.evaluate", "play": "pala.play",
+    "plot": "pala.plot", "compare": "pala.compare.__main__", "benchmark": "pala.benchmark.__main__", "simulate": "pala.simulate.__main__",
     "scores": "pala.gorila.scores", "presets": "pala.presets",
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from pala.exchange.kinds import kind_of
 from pala.gorila.dqn import epsilon_greedy
 from pala.gorila.networks import q_network
 from pala.gorila.shard import assemble
+from pala.networks.make import blank_observations
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
 from pala.run import checkpoint, run_folder, user_code
@@ -68,14 +69,13 @@ class Policy:
 
     def export(self, file: str | Path) -> None:
         """Write the network as a program of torch, for use without PALA: `torch.export.load(file).module()` takes a
-        batch of any size, as `act` does (float32, or uint8 images), and gives the heads' outputs: the logits of
-        Discrete actions or the means of a Box, and the value; of Gorila the actions' values. Raises PalaError."""
-        space = self.observation_space
-        dtype = torch.uint8 if space.dtype == np.uint8 else torch.float32
-        two = torch.zeros((2, *(space.shape or ())), dtype=dtype)  # torch takes a batch of one for a constant
+        batch of any size of what the network gets (`inputs.space`; `inputs.encode` makes it), and gives the heads'
+        outputs: the logits of Discrete actions or the means of a Box, and the value; of Gorila the actions' values.
+        Raises PalaError."""
+        two = blank_observations(self.inputs.space, 2, torch.device("cpu"))  # torch takes one for a constant
         network = copy.deepcopy(self.network)
-        for parameter in network.parameters():
-            parameter.data = parameter.data.clone()  # no views of the flat parameters
+        for tensor in (*network.parameters(), *network.buffers()):
+            tensor.data = tensor.data.clone()  # no views of the flat parameters
         program = io.BytesIO()
         try:
             sizes = ({0: torch.export.Dim("batch")},)
