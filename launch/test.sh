@@ -33,6 +33,9 @@ for packages in "$repository"/.venv-mpich/lib/python3*/site-packages; do
     echo "$repository" >>"$packages/pala-environment.pth"
 done
 
+# Images of Python set it. Without bytecode each of some hundred ranks would compile PALA anew, for half a second.
+unset PYTHONDONTWRITEBYTECODE
+
 ruff check .
 ruff format --check .
 mypy

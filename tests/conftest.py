@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import json
 import os
 import select
@@ -21,6 +22,8 @@ from pathlib import Path
 
 import pytest
 from standing_ranks import StandingRanks
+
+gc.disable()  # until all tests are collected: the modules that they import are there for good
 
 if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' own, on all ranks that they start
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pala-state-")
@@ -200,6 +203,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(f"standing {item.callspec.params['each_standing']}"))
         elif "standing" in used:
             item.add_marker(pytest.mark.xdist_group("standing openmpi"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

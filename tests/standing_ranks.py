@@ -245,13 +245,14 @@ def _serve(world: Any, connection: Connection) -> None:
 
 def main() -> None:
     """What each rank runs."""
-    from pala.system.runtime import die_with_launcher, prepare
+    from pala.system.runtime import die_with_launcher, loading, prepare
     from pala.transport.mpi_process import start_mpi
 
     die_with_launcher()
     world = start_mpi().mpi
     prepare(1)
-    from pala.run import session  # noqa: F401 - loaded now, not by the first case
+    with loading():
+        from pala.run import session  # noqa: F401 - loaded now, not by the first case
 
     own = socket.socket(socket.AF_UNIX)
     own.connect(sys.argv[1])
