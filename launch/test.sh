@@ -39,6 +39,6 @@ unset PYTHONDONTWRITEBYTECODE
 ruff check .
 ruff format --check .
 mypy
-# Tests that wait, for a signal or a link, leave their core to others: one worker more than there are cores.
+# Tests that wait, for a signal or a link, leave their core to others: two workers more than there are cores.
 cores=$(nproc)
-exec python -m pytest --numprocesses "$((cores < 8 ? cores + 1 : 9))" --dist loadgroup "$@"
+exec python -m pytest --numprocesses "$((cores < 8 ? cores + 2 : 9))" --dist loadgroup --no-loadscope-reorder "$@"

@@ -322,6 +322,7 @@ def test_only_the_formats_of_the_run_are_accepted(of: str, run: str) -> None:
         assert allowed or "format" in decoded.reason
 
 
+@pytest.mark.slow
 @settings(reproducible, max_examples=400)
 @given(st.sampled_from(COMPRESSIONS), st.data())
 def test_any_damage_gives_a_message_or_a_refusal(compression: str, data: st.DataObject) -> None:

@@ -74,7 +74,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (of_schedules.WaitsForTheStopped, "wait", {"faults": "patience garbled"}),
     (RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
     (IgnoresWhoLeaves, "deadlock", {"faults": "leave"}),
-    (WaitsForTheAnswerOfWhoLeft, "wait", {"faults": "leave", "ranks": 3}),
+    pytest.param(WaitsForTheAnswerOfWhoLeft, "wait", {"faults": "leave", "ranks": 3}, marks=pytest.mark.slow),
     (of_paired.NobodyAnswersWhenOffersCross, "wait", {}),
     (of_paired.MakesASecondOffer, "second offer", {"ranks": 3}),
     (of_paired.MovesByItsOwnFraction, "sum of all models", {"ranks": 3}),

@@ -517,6 +517,7 @@ def is_step_or_batch(data: bytes, of: object) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_step_or_a_minibatch_is_taken_as_it_is_or_refused() -> None:
     seen: dict[bool, int] = {True: 0, False: 0}
 
@@ -640,6 +641,7 @@ def files(draw: st.DrawFn, whole: bytes) -> tuple[bytes, bool]:
     return signed(changed, body, changes), True
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
     state, file = make_state(0, 2), file_of(tmp_path)
     checkpoint.save_rank(tmp_path, state)
@@ -683,6 +685,7 @@ def test_a_damaged_checkpoint_never_hides_the_one_before(tmp_path: Path, capsys:
     check()
 
 
+@pytest.mark.slow
 def test_a_policy_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
     file, named = tmp_path / "policy.safetensors", {"weight": torch.ones(2, 3), "bias": torch.arange(2.0)}
     checkpoint.save_policy(file, named, {"global_steps": 5, "config": {"a": 1}})
@@ -784,6 +787,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pla
     return run, plan
 
 
+@pytest.mark.slow
 def test_any_record_of_a_run_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
     run, plan = compared
     file = run / "run.json"
@@ -800,6 +804,7 @@ def test_any_record_of_a_run_is_read_or_refused(compared: tuple[Path, Plan]) -> 
     assert min(seen.values()) > 0.02 * sum(seen.values()), seen
 
 
+@pytest.mark.slow
 def test_any_evaluation_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
     run, plan = compared
     whole = json.loads((run / "evaluation.json").read_text())
@@ -814,6 +819,7 @@ def test_any_evaluation_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_any_metrics_are_read_or_refused(compared: tuple[Path, Plan], capsys: pytest.CaptureFixture[str]) -> None:
     """Also packed, and by the view of a training that goes on beside them."""
     run, plan = compared

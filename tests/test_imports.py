@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -37,12 +38,14 @@ def imports_of(module: str) -> set[str]:
     return (found & set(FILES)) - {module}
 
 
-GRAPH = {module: imports_of(module) for module in FILES}
+@cache
+def graph() -> dict[str, set[str]]:
+    return {module: imports_of(module) for module in FILES}
 
 
 def test_there_is_no_circle() -> None:
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
 
@@ -53,7 +56,7 @@ def test_a_program_is_no_library_of_others(program: str) -> None:
     allowed = {("pala.run.conclusion", "pala.plot"), ("pala.simulate.compare", "pala.benchmark.analysis")}
     own = f"pala.{program}"
     uses = {
-        (module, used) for module, imported in GRAPH.items() for used in imported
+        (module, used) for module, imported in graph().items() for used in imported
         if f"{used}.".startswith(f"{own}.") and not f"{module}.".startswith(f"{own}.")
     }  # fmt: skip
     assert uses <= allowed
@@ -102,7 +105,7 @@ except SystemExit as exit_:
         ("import pala.train", set()),
         ("import pala.benchmark.__main__", {"numpy"}),
         (BENCHMARK, {"numpy"}),
-        (CHECK, {"numpy"}),
+        pytest.param(CHECK, {"numpy"}, marks=pytest.mark.slow),
         ("import pala.simulate.__main__", {"numpy"}),
         ("import pala.compare.__main__", {"numpy", "gymnasium"}),
         ("import pala.gorila.scores", {"numpy", "gymnasium"}),

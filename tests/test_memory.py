@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import record_of
+from conftest import record_of, slow_among
 from torch import Tensor
 
 from pala.a2c.learner import Learner
@@ -170,7 +170,7 @@ def parameters(states: Iterable[RankState]) -> Tensor:
 # ---- all is well -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path: Path) -> None:
     trained = train(ranks, configure(tmp_path, kind, 300 * ranks))
@@ -518,7 +518,7 @@ def test_a_resumed_run_leaves_out_what_the_dead_had(tmp_path: Path, capsys: pyte
 # ---- ranks that stop, messages that are lost or damaged --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind",), slow_among(((kind,) for kind in KINDS), *(set(KINDS) - {"gossip"})))
 def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path: Path) -> None:
     """The others wait for it for a moment only, or for as long as it is stopped; in the end all complete."""
     stopped_s, made = 1.0, [list[float](), list[float](), list[float]()]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import slow_among
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_protocol import protocol, told, update, waits
@@ -639,7 +640,7 @@ def paired_schedules(number: int = 100) -> Iterable[Scenario]:
     return (schedule(2 * i + 1) for i in range(number))
 
 
-@pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
+@pytest.mark.parametrize(("bug", "symptom"), slow_among(BUGS.items(), ForgetsTheAnswersOfTheDead))
 def test_a_planted_bug_is_found(bug: type[PairedProtocol], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError), match=symptom):
         for scenario in paired_schedules(200):

@@ -12,6 +12,7 @@ import re
 
 import numpy as np
 import pytest
+from conftest import slow_among
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -499,7 +500,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
+@pytest.mark.parametrize(("bug", "symptom"), slow_among(BUGS.items(), AsksNobody, TakesTheDeadsWeightForLost))
 def test_a_planted_bug_is_found(bug: type[GossipProtocol], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError), match=symptom):
         for number in range(1000):
@@ -514,8 +515,11 @@ def test_a_planted_bug_is_found(bug: type[GossipProtocol], symptom: str) -> None
             ForgetsWhoAsked, "deadlock", {"poison": {0: (2.0, 9.0), 2: (2.0, 9.0)}, "whole_every": 10**9},
             marks=pytest.mark.slow,
         ),
-        (TakesWhoWaitsForAnAnswerForSilent, "staleness",
-         {"size": 2, "cut_s": (10.3, 70.0), "cut_at": 1, "patience_s": 20.0, "budget_steps": 400}),
+        pytest.param(
+            TakesWhoWaitsForAnAnswerForSilent, "staleness",
+            {"size": 2, "cut_s": (10.3, 70.0), "cut_at": 1, "patience_s": 20.0, "budget_steps": 400},
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_planted_bug_that_needs_bad_luck_is_found(bug: type[GossipProtocol], symptom: str, special: dict) -> None:
@@ -606,7 +610,7 @@ DRIVER_BUGS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*divide:RuntimeWarning")
-@pytest.mark.parametrize(("bug", "symptom"), DRIVER_BUGS.items())
+@pytest.mark.parametrize(("bug", "symptom"), slow_among(DRIVER_BUGS.items(), AcceptsPoison))
 def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError, ArithmeticError), match=symptom):
         for number in range(1000):
