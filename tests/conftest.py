@@ -243,6 +243,11 @@ def slow_among(cases: Iterable[tuple], *slow: object) -> list:
     return [pytest.param(*case, marks=pytest.mark.slow) if case[0] in slow else case for case in cases]
 
 
+def slow_but_for(values: Iterable[object], *often: object) -> list:
+    """The same values of one parameter; only `often` are not left out by -m "not slow"."""
+    return [value if value in often else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 # ---- environments ----------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import slow_but_for
 from gymnasium.spaces import Box
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -222,7 +223,7 @@ def valid_messages(compression: str) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", slow_but_for(COMPRESSIONS, "none"))
 def test_a_message_is_taken_as_it_is_or_refused_without_a_trace(compression: str) -> None:
     """A twin that never saw the refused message has the same model, to the last bit, after the next mix."""
     valid = valid_messages(compression)
@@ -384,7 +385,7 @@ def sequences(draw: st.DrawFn, valid: dict[str, bytes]) -> list[tuple[Any, ...]]
     return happenings
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", slow_but_for(COMPRESSIONS, "none"))
 @pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
 def test_any_sequence_of_messages_ends_in_refusals(mixing: str, compression: str) -> None:
     if (mixing, compression) == ("push_sum", "top_k"):

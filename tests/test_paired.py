@@ -446,6 +446,7 @@ class Learned:
         return (float(self.models.sum()) - self.initial) / self.updates
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(
     size=st.integers(2, 16), topology=st.sampled_from(["random", "ring", "exponential"]), delay=st.floats(0.05, 10),

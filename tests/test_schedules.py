@@ -59,6 +59,7 @@ def scenarios(draw, updates: int = 20, speeds: bool = True, mixings=ALL_MIXINGS,
     return Scenario(size, **NETWORKS[draw(st.sampled_from(list(NETWORKS)))] | choices | fixed)
 
 
+@pytest.mark.slow
 @settings(reproducible, max_examples=80)
 @given(scenarios(again_s=1e6))
 def test_any_schedule_ends_without_help_from_sending_again(scenario: Scenario) -> None:
@@ -140,6 +141,7 @@ def test_when_ranks_die_the_living_meet_the_budget(scenario: Scenario, data: st.
     assert {rank.number for rank in cluster.living} >= set(range(scenario.size)) - set(dead)
 
 
+@pytest.mark.slow
 @settings(reproducible, max_examples=80)
 @given(scenarios(updates=25, sizes=SIZES[2:]), st.data())
 def test_spares_take_the_places_of_ranks_that_die(scenario: Scenario, data: st.DataObject) -> None:
@@ -156,6 +158,7 @@ def test_spares_take_the_places_of_ranks_that_die(scenario: Scenario, data: st.D
     check(dataclasses.replace(scenario, spares=spares, wake_up_s=wake_up_s, **faults))
 
 
+@pytest.mark.slow
 @settings(reproducible, max_examples=50)
 @given(scenarios(updates=30, sizes=SIZES[1:], speeds=False, pause_probability=0.0, **ORDINARY), st.data())
 def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, data: st.DataObject) -> None:
