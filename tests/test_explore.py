@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import test_paired as of_paired
 import test_schedules as of_schedules
+from conftest import slow_but_for
 
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import Kind
@@ -141,7 +142,7 @@ def test_a_trace_is_the_shortest_and_told_in_words() -> None:
 
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("max_staleness", slow_but_for([0, 1, 2], 1))
 @pytest.mark.parametrize("faults", ["", "stop", "timer", "death stop", "leave death", "duplicate"])
 def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
     assert_holds(explored(faults, mixing=mixing, max_staleness=max_staleness))

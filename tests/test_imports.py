@@ -105,7 +105,7 @@ except SystemExit as exit_:
         ("import pala", set()),
         ("import pala.train", set()),
         ("import pala.benchmark.__main__", {"numpy"}),
-        (BENCHMARK, {"numpy"}),
+        pytest.param(BENCHMARK, {"numpy"}, marks=pytest.mark.slow),
         pytest.param(CHECK, {"numpy"}, marks=pytest.mark.slow),
         ("import pala.simulate.__main__", {"numpy"}),
         ("import pala.compare.__main__", {"numpy", "gymnasium"}),

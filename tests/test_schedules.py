@@ -12,7 +12,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import slow_among
+from conftest import slow_among, slow_but_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +81,7 @@ def test_pure_mixing_keeps_the_push_sum_mean_and_stays_in_the_hull(scenario: Sce
 
 
 @pytest.mark.parametrize(("topology", "mixing"), TOPOLOGIES_AND_MIXINGS)
-@pytest.mark.parametrize("max_staleness", STALENESS)
+@pytest.mark.parametrize("max_staleness", slow_but_for(STALENESS, STALENESS[0], STALENESS[-1]))
 def test_pure_mixing_ends_in_agreement(topology: str, mixing: str, max_staleness: int) -> None:
     """60 updates a rank. The ring of 8 contracts with cos(pi/8): 0.924^60 = 0.009 at best, in lockstep."""
     for n, largest in ((2, 1e-9), (5, 0.05 if topology == "ring" else 1e-4), (8, 0.3 if topology == "ring" else 1e-3)):
