@@ -33,9 +33,12 @@ for packages in "$repository"/.venv-mpich/lib/python3*/site-packages; do
     echo "$repository" >>"$packages/pala-environment.pth"
 done
 
+# Images of Python set it. Without bytecode each of some hundred ranks would compile PALA anew, for half a second.
+unset PYTHONDONTWRITEBYTECODE
+
 ruff check .
 ruff format --check .
 mypy
-# Tests that wait, for a signal or a link, leave their core to others: one worker more than there are cores.
+# Tests that wait, for a signal or a link, leave their core to others: two workers more than there are cores.
 cores=$(nproc)
-exec python -m pytest --numprocesses "$((cores < 8 ? cores + 1 : 9))" --dist loadgroup "$@"
+exec python -m pytest --numprocesses "$((cores < 8 ? cores + 2 : 9))" --dist loadgroup --no-loadscope-reorder "$@"

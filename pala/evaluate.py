@@ -24,7 +24,7 @@ import tyro
 from pala.config import EvaluationConfig
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.runtime import prepare
+from pala.system.runtime import loading, prepare
 
 _PROGRAM = "pala.evaluate"
 
@@ -66,9 +66,10 @@ def main() -> None:
     command = parse(sys.argv[1:])
     prepare(command.threads)
     # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
-    from pala.evaluation import record
-    from pala.evaluation.play import evaluate
-    from pala.evaluation.video import record_video
+    with loading():
+        from pala.evaluation import record
+        from pala.evaluation.play import evaluate
+        from pala.evaluation.video import record_video
 
     common = command.greedy, command.seed, command.threads, command.trust_run
     if command.episodes != 0 or command.video is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import json
 import os
 import select
@@ -14,13 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from standing_ranks import StandingRanks
+
+gc.disable()  # until all tests are collected: the modules that they import are there for good
 
 if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' own, on all ranks that they start
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pala-state-")
@@ -200,6 +203,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(f"standing {item.callspec.params['each_standing']}"))
         elif "standing" in used:
             item.add_marker(pytest.mark.xdist_group("standing openmpi"))
+    if hasattr(config, "workerinput"):
+        items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """In which order pytest-xdist hands out tests: last what is short, so that its processes end together.
+
+    First what all others wait for: later they would also wait for the last of them to come to its end.
+    """
+    slow = item.get_closest_marker("slow") is not None
+    alone, group, mpi = (item.get_closest_marker(name) for name in ("alone", "xdist_group", "mpi"))
+    return next((turn for turn, is_it in enumerate((alone, group, slow and mpi, slow)) if is_it), 4)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -213,6 +233,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(turnstile, fcntl.LOCK_UN)
         return (yield)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def slow_among(cases: Iterable[tuple], *slow: object) -> list:
+    """The same parameters; those whose first value is one of `slow` are left out by -m "not slow"."""
+    return [pytest.param(*case, marks=pytest.mark.slow) if case[0] in slow else case for case in cases]
+
+
+def slow_but_for(values: Iterable[object], *often: object) -> list:
+    """The same values of one parameter; only `often` are not left out by -m "not slow"."""
+    return [value if value in often else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -264,12 +297,12 @@ def record_of(run: Path) -> dict:
     return json.loads((run / "run.json").read_text())
 
 
-def wait_for(condition, timeout_s: float = 60, what: str = "the condition") -> None:
-    """Poll until `condition()` holds."""
+def wait_for(condition, timeout_s: float = 60, what: str = "the condition", pause_s: float = 0.05) -> None:
+    """Poll until `condition()` holds, with pauses between the looks."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
-        time.sleep(0.05)
+        time.sleep(pause_s)
 
 
 def pids_of_ranks(folder: Path) -> dict[int, int]:

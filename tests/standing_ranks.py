@@ -1,6 +1,6 @@
 """Ranks that stand by: one MPI job that has loaded torch and PALA, and runs the cases that tests send to it.
 
-A rank takes two to three CPU seconds to start, nearly all of them to load torch. Tests whose subject is not the start
+A rank takes one to two CPU seconds to start, nearly all of them to load torch. Tests whose subject is not the start
 share these ranks: a case begins within milliseconds, on a communicator of its own of the first ranks of the job, in a
 folder of its own. A rank that waits for a case sleeps. `python standing_ranks.py SOCKET` is what a rank runs.
 """
@@ -245,13 +245,14 @@ def _serve(world: Any, connection: Connection) -> None:
 
 def main() -> None:
     """What each rank runs."""
-    from pala.system.runtime import die_with_launcher, prepare
+    from pala.system.runtime import die_with_launcher, loading, prepare
     from pala.transport.mpi_process import start_mpi
 
     die_with_launcher()
     world = start_mpi().mpi
     prepare(1)
-    from pala.run import session  # noqa: F401 - loaded now, not by the first case
+    with loading():
+        from pala.run import session  # noqa: F401 - loaded now, not by the first case
 
     own = socket.socket(socket.AF_UNIX)
     own.connect(sys.argv[1])

@@ -10,6 +10,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from conftest import slow_but_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -255,6 +256,7 @@ parts = st.lists(
 )
 
 
+@pytest.mark.slow
 @devices
 @settings(reproducible, max_examples=60)
 @given(rounds=st.lists(parts, min_size=1, max_size=4))
@@ -322,6 +324,7 @@ def test_only_the_formats_of_the_run_are_accepted(of: str, run: str) -> None:
         assert allowed or "format" in decoded.reason
 
 
+@pytest.mark.slow
 @settings(reproducible, max_examples=400)
 @given(st.sampled_from(COMPRESSIONS), st.data())
 def test_any_damage_gives_a_message_or_a_refusal(compression: str, data: st.DataObject) -> None:
@@ -372,7 +375,7 @@ def spread(nodes: list[Node]) -> float:
     return float((models - models.mean(0)).norm())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", slow_but_for([2, 3, 8], 3))
 def test_ranks_that_send_only_parts_come_to_agree(ranks: int) -> None:
     """They begin equal, learn each its own way, and then only gossip. What each parameter still moves halves with each
     message, so that many ranks stop a little apart: whole models, or learning, bring the rest."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Job, Launcher, ranks_in, record_of, wait_for
+from conftest import Job, Launcher, ranks_in, record_of, slow_among, wait_for
 
 from pala.compare import measures, pictures, scaling
 from pala.compare.__main__ import Command, compare
@@ -411,6 +411,7 @@ def test_speed_is_compared_with_its_like(there: Path, no_pictures: None) -> None
     assert ratios == {"gossip": "0.900", "none": "", "small": "0.500", "small-none": ""}
 
 
+@pytest.mark.slow
 def test_what_was_disturbed_is_not_compared_over_time(there: Path) -> None:
     plan = plan_of(PRESET.replace("[1, 2]", "[1, 2]\nundisturbed = false", 1))
     plant(plan, {"gossip": (90.0, 160.0), "none": (100.0, 200.0)})
@@ -563,6 +564,7 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
 ATARI = PRESET.replace('Pole = "game.toml"', 'Pong = "a.toml"\nBreakout = "b.toml"').replace("Pole = 20", "Pong = 1")
 
 
+@pytest.mark.slow
 def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures: None) -> None:
     for name, game in (("a", "Pong"), ("b", "Breakout")):
         (there / f"{name}.toml").write_text(
@@ -577,7 +579,7 @@ def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures
     assert {row["game"] for row in rows} == set(human)
 
 
-@pytest.mark.parametrize(("variants", "seeds"), [(1, 1), (3, 3)])
+@pytest.mark.parametrize(("variants", "seeds"), slow_among([(1, 1), (3, 3)], 3))
 def test_curves_of_any_number(there: Path, variants: int, seeds: int) -> None:
     text = PRESET.replace("seeds = [1, 2]", f"seeds = {list(range(1, seeds + 1))}").replace("[1, 2]", "[1]")
     text += '[variants.ring]\nexchange.topology = "ring"\n' * (variants > 1)

@@ -135,6 +135,7 @@ def test_a_preset_wins_over_the_defaults_and_leaves_the_rest(tmp_path):
     assert type(config.a2c.gamma) is float
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(
     st.builds(

@@ -418,6 +418,7 @@ def test_a_mixed_job_is_named_in_one_sentence(launched_by: str, tmp_path: Path) 
     assert "Abort" not in job.output and "Traceback" not in job.output
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_ranks_without_a_pmi_are_named_once(any_mpi: Launcher, tmp_path: Path) -> None:
     """As under `srun --mpi=none`."""

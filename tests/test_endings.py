@@ -16,7 +16,7 @@ from typing import Any
 
 import gymnasium
 import pytest
-from conftest import record_of, wait_for
+from conftest import record_of, slow_but_for, wait_for
 from test_memory import KINDS, configure, with_spares
 
 from pala.a2c.learner import Learner
@@ -283,7 +283,7 @@ def test_a_spare_that_waits_in_vain_for_the_only_rank_says_so(tmp_path: Path, mo
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guilty", [[1], [0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("guilty", slow_but_for([[1], [0, 2], [0, 1, 2]], [1]))
 def test_allreduce_names_the_rank_whose_gradients_are_not_finite(
     guilty: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

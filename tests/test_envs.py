@@ -58,10 +58,10 @@ def ordinary_game(rom: str, seed: int, actions: np.ndarray) -> Iterator[tuple[fl
 @pytest.mark.parametrize(
     ("game", "rom", "length", "life_loss"),
     [
-        ("Breakout", "breakout", 500, True),
-        ("Breakout", "breakout", 500, False),
+        pytest.param("Breakout", "breakout", 500, True, marks=pytest.mark.slow),
+        pytest.param("Breakout", "breakout", 500, False, marks=pytest.mark.slow),
         ("SpaceInvaders", "space_invaders", 450, True),
-        ("Pong", "pong", 800, True),
+        pytest.param("Pong", "pong", 800, True, marks=pytest.mark.slow),
     ],
 )
 def test_atari_is_the_ordinary_game(game, rom, length, life_loss):

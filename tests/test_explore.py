@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import test_paired as of_paired
 import test_schedules as of_schedules
+from conftest import slow_but_for
 
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import Kind
@@ -74,7 +75,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (of_schedules.WaitsForTheStopped, "wait", {"faults": "patience garbled"}),
     (RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
     (IgnoresWhoLeaves, "deadlock", {"faults": "leave"}),
-    (WaitsForTheAnswerOfWhoLeft, "wait", {"faults": "leave", "ranks": 3}),
+    pytest.param(WaitsForTheAnswerOfWhoLeft, "wait", {"faults": "leave", "ranks": 3}, marks=pytest.mark.slow),
     (of_paired.NobodyAnswersWhenOffersCross, "wait", {}),
     (of_paired.MakesASecondOffer, "second offer", {"ranks": 3}),
     (of_paired.MovesByItsOwnFraction, "sum of all models", {"ranks": 3}),
@@ -141,7 +142,7 @@ def test_a_trace_is_the_shortest_and_told_in_words() -> None:
 
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("max_staleness", slow_but_for([0, 1, 2], 1))
 @pytest.mark.parametrize("faults", ["", "stop", "timer", "death stop", "leave death", "duplicate"])
 def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
     assert_holds(explored(faults, mixing=mixing, max_staleness=max_staleness))

@@ -294,6 +294,7 @@ class Harm:
         return Path.touch, (self.mark,)
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_but_the_environment_executes_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "harm was done"
     pickle.loads(pickle.dumps(Harm(mark)))

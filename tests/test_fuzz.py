@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import slow_but_for
 from gymnasium.spaces import Box
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -222,7 +223,7 @@ def valid_messages(compression: str) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", slow_but_for(COMPRESSIONS, "none"))
 def test_a_message_is_taken_as_it_is_or_refused_without_a_trace(compression: str) -> None:
     """A twin that never saw the refused message has the same model, to the last bit, after the next mix."""
     valid = valid_messages(compression)
@@ -384,7 +385,7 @@ def sequences(draw: st.DrawFn, valid: dict[str, bytes]) -> list[tuple[Any, ...]]
     return happenings
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", slow_but_for(COMPRESSIONS, "none"))
 @pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
 def test_any_sequence_of_messages_ends_in_refusals(mixing: str, compression: str) -> None:
     if (mixing, compression) == ("push_sum", "top_k"):
@@ -517,6 +518,7 @@ def is_step_or_batch(data: bytes, of: object) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_step_or_a_minibatch_is_taken_as_it_is_or_refused() -> None:
     seen: dict[bool, int] = {True: 0, False: 0}
 
@@ -640,6 +642,7 @@ def files(draw: st.DrawFn, whole: bytes) -> tuple[bytes, bool]:
     return signed(changed, body, changes), True
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
     state, file = make_state(0, 2), file_of(tmp_path)
     checkpoint.save_rank(tmp_path, state)
@@ -683,6 +686,7 @@ def test_a_damaged_checkpoint_never_hides_the_one_before(tmp_path: Path, capsys:
     check()
 
 
+@pytest.mark.slow
 def test_a_policy_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
     file, named = tmp_path / "policy.safetensors", {"weight": torch.ones(2, 3), "bias": torch.arange(2.0)}
     checkpoint.save_policy(file, named, {"global_steps": 5, "config": {"a": 1}})
@@ -784,6 +788,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pla
     return run, plan
 
 
+@pytest.mark.slow
 def test_any_record_of_a_run_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
     run, plan = compared
     file = run / "run.json"
@@ -800,6 +805,7 @@ def test_any_record_of_a_run_is_read_or_refused(compared: tuple[Path, Plan]) -> 
     assert min(seen.values()) > 0.02 * sum(seen.values()), seen
 
 
+@pytest.mark.slow
 def test_any_evaluation_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
     run, plan = compared
     whole = json.loads((run / "evaluation.json").read_text())
@@ -814,6 +820,7 @@ def test_any_evaluation_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_any_metrics_are_read_or_refused(compared: tuple[Path, Plan], capsys: pytest.CaptureFixture[str]) -> None:
     """Also packed, and by the view of a training that goes on beside them."""
     run, plan = compared

@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fuzz import damaged, damages, fuzz
@@ -106,6 +107,7 @@ fates = st.one_of(
 )
 
 
+@pytest.mark.slow
 def test_nothing_is_joined_that_was_not_played_whatever_was_refused() -> None:
     @fuzz(60)
     @given(st.sampled_from([1, 4]), st.lists(st.tuples(ends, fates), max_size=25))
@@ -166,6 +168,7 @@ def be_hostile(cluster: list[Rank], what: tuple) -> None:
     cluster[receiver].hear(source, data)
 
 
+@pytest.mark.slow
 def test_after_whatever_was_refused_or_taken_the_ranks_learn_on() -> None:
     """Once they have asked again for what was lost."""
 

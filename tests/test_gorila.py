@@ -299,6 +299,7 @@ def test_rmsprops_epsilon_is_under_the_root():
     assert float(shard.parameters) == pytest.approx(-0.01 * 1e-3 / 2, rel=1e-5)
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from(["adagrad", "rmsprop"]), st.integers(1, 80))
 @settings(derandomize=True, deadline=None, max_examples=60)
 def test_sharded_updates_equal_the_unsharded_one_bit_for_bit(data, optimiser, size):

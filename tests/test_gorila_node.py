@@ -699,6 +699,7 @@ def test_steps_of_an_actor_of_another_replay_are_refused() -> None:
     assert cluster[2].node.counts["messages_refused"] == 1
 
 
+@pytest.mark.slow
 def test_any_bytes_are_taken_or_refused_without_a_trace() -> None:
     cluster, messages = every_kind()
     seen = Counter[bool]()

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor
@@ -145,6 +146,7 @@ class Rank:
         return changed
 
 
+@pytest.mark.slow
 def test_weights_are_made_ready_anew_exactly_when_they_change() -> None:
     cluster: list[Rank] = []
     cluster += [Rank(0, cluster), Rank(1, cluster)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -37,12 +39,14 @@ def imports_of(module: str) -> set[str]:
     return (found & set(FILES)) - {module}
 
 
-GRAPH = {module: imports_of(module) for module in FILES}
+@cache
+def graph() -> dict[str, set[str]]:
+    return {module: imports_of(module) for module in FILES}
 
 
 def test_there_is_no_circle() -> None:
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
 
@@ -53,7 +57,7 @@ def test_a_program_is_no_library_of_others(program: str) -> None:
     allowed = {("pala.run.conclusion", "pala.plot"), ("pala.simulate.compare", "pala.benchmark.analysis")}
     own = f"pala.{program}"
     uses = {
-        (module, used) for module, imported in GRAPH.items() for used in imported
+        (module, used) for module, imported in graph().items() for used in imported
         if f"{used}.".startswith(f"{own}.") and not f"{module}.".startswith(f"{own}.")
     }  # fmt: skip
     assert uses <= allowed
@@ -101,8 +105,8 @@ except SystemExit as exit_:
         ("import pala", set()),
         ("import pala.train", set()),
         ("import pala.benchmark.__main__", {"numpy"}),
-        (BENCHMARK, {"numpy"}),
-        (CHECK, {"numpy"}),
+        pytest.param(BENCHMARK, {"numpy"}, marks=pytest.mark.slow),
+        pytest.param(CHECK, {"numpy"}, marks=pytest.mark.slow),
         ("import pala.simulate.__main__", {"numpy"}),
         ("import pala.compare.__main__", {"numpy", "gymnasium"}),
         ("import pala.gorila.scores", {"numpy", "gymnasium"}),
@@ -116,3 +120,28 @@ except SystemExit as exit_:
 def test_what_is_heavy_is_loaded_late_or_never(code: str, allowed: set[str]) -> None:
     """evaluate and train size thread pools first; benchmark and simulate use no MPI in their own process."""
     assert loaded_after(code) <= allowed
+
+
+TRAINING = """
+import gc, sys
+from pala.config import Config, EnvConfig, EvaluationConfig, RunConfig
+from pala.run.rank import run_rank
+from pala.system.runtime import loading
+from pala.transport.memory import run_ranks
+small = {"env": EnvConfig("CartPole-v1", num_envs=1), "evaluation": EvaluationConfig(episodes=0)}
+config = Config(total_steps=80, run=RunConfig(sys.argv[1], console="none", tensorboard=False), **small)
+(result,) = run_ranks(1, lambda comm: run_rank(comm, config))
+assert result.status == "completed" and "sympy" not in sys.modules
+frozen = gc.get_freeze_count()
+assert gc.isenabled() and frozen > 100_000
+with loading():  # what is made after torch may be garbage one day
+    assert gc.isenabled()
+assert gc.get_freeze_count() == frozen
+"""
+
+
+@pytest.mark.slow
+def test_training_loads_torch_without_the_collector_and_no_sympy(tmp_path: Path) -> None:
+    """Each costs every rank a part of a second."""
+    done = subprocess.run([sys.executable, "-c", TRAINING, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

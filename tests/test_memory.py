@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import record_of
+from conftest import record_of, slow_among, slow_but_for
 from torch import Tensor
 
 from pala.a2c.learner import Learner
@@ -177,7 +177,7 @@ def parameters(states: Iterable[RankState]) -> Tensor:
 # ---- all is well -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path: Path) -> None:
     trained = train(ranks, configure(tmp_path, kind, 300 * ranks))
@@ -200,12 +200,16 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"topology": "ring"}, {"topology": "exponential"}, {"topology": "complete"}, {"mixing": "push_sum"},
-        {"max_staleness": 0}, {"compression": "bfloat16"}, {"compression": "top_k"},
-        {"compression": "top_k", "max_staleness": 0}, {"mixing": "paired"}, {"mixing": "paired", "topology": "ring"},
-        {"mixing": "paired", "topology": "exponential", "max_staleness": 0},
-    ],
+    slow_but_for(
+        [
+            {"topology": "ring"}, {"topology": "exponential"}, {"topology": "complete"}, {"mixing": "push_sum"},
+            {"max_staleness": 0}, {"compression": "bfloat16"}, {"compression": "top_k"}, {"mixing": "paired"},
+            {"compression": "top_k", "max_staleness": 0}, {"mixing": "paired", "topology": "ring"},
+            {"mixing": "paired", "topology": "exponential", "max_staleness": 0},
+        ],
+        {"topology": "ring"}, {"mixing": "push_sum"}, {"max_staleness": 0}, {"compression": "top_k"},
+        {"mixing": "paired"},
+    ),
     ids=str,
 )  # fmt: skip
 def test_gossip_completes_however_it_is_set(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -237,7 +241,7 @@ def test_a_callback_hears_of_every_update(tmp_path: Path) -> None:
 # ---- deaths ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dead", [[1], [0], [0, 3], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("dead", slow_but_for([[1], [0], [0, 3], [1, 2, 3]], [0], [0, 3]), ids=str)
 @pytest.mark.parametrize("kind", OUTLIVING)
 def test_the_living_make_the_rest(kind: str, dead: list[int], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     faults = [fail_at(rank, update=5 + 3 * rank) for rank in dead]
@@ -262,8 +266,8 @@ def test_a_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) ->
     assert isinstance(trained.results[1], Killed) and trained.ended_well(but_for=[1])
 
 
-@pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
-@pytest.mark.parametrize("left", [[0], [1, 3]])
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "push_sum", "paired"], "paired"))
+@pytest.mark.parametrize("left", slow_but_for([[0], [1, 3]], [0]))
 def test_the_others_go_on_when_ranks_leave(
     left: list[int], mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -393,8 +397,8 @@ def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
     assert all(now > then for now, then in zip(own_steps(resumed.states(ranks=3)), before[0], strict=True))
 
 
-@pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
-@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "push_sum", "paired"], "uniform"))
+@pytest.mark.parametrize("dead", slow_but_for([0, 2], 0))
 def test_a_spare_takes_the_place_of_a_rank_that_dies(
     dead: int, mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -412,7 +416,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
     assert "had lost 1 ranks" in capsys.readouterr().err and resumed.segment["global_steps"] >= steps
 
 
-@pytest.mark.parametrize("topology", ["ring", "exponential", "complete"])
+@pytest.mark.parametrize("topology", slow_but_for(["ring", "exponential", "complete"], "ring"))
 def test_a_spare_takes_a_place_in_any_topology(topology: str, tmp_path: Path) -> None:
     config = with_spares(tmp_path, spares=1, topology=topology, compression="top_k")
     job = train(5, config, [fail_at(1, update=5)], on_update=stop_when(4, updates=10))
@@ -548,7 +552,7 @@ def test_a_resumed_run_leaves_out_what_the_dead_had(tmp_path: Path, capsys: pyte
 # ---- ranks that stop, messages that are lost or damaged --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but_for(KINDS, "gossip"))
 def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path: Path) -> None:
     """The others wait for it for a moment only, or for as long as it is stopped; in the end all complete."""
     stopped_s, made = 1.0, [list[float](), list[float](), list[float]()]
@@ -736,8 +740,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("compression", "mixing"),
-    [("none", "uniform"), ("bfloat16", "uniform"), ("top_k", "uniform"), ("none", "paired"), ("top_k", "paired")],
-)
+    slow_among(
+        [("none", "uniform"), ("bfloat16", "uniform"), ("none", "paired"), ("top_k", "uniform"), ("top_k", "paired")],
+        "bfloat16", "none",
+    ),
+)  # fmt: skip
 def test_nan_is_refused_and_healed(
     compression: str, mixing: str, poison: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -774,7 +781,7 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(kind: str, tmp_path
     assert [segment["resumed"] for segment in resumed.record["segments"]] == [False, True]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but_for(KINDS, "gossip"))
 def test_the_same_ranks_go_on_from_their_own_checkpoints(kind: str, tmp_path: Path) -> None:
     trained = train(3, configure(tmp_path, kind))
     before = trained.states()
@@ -788,7 +795,7 @@ def test_the_same_ranks_go_on_from_their_own_checkpoints(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but_for(KINDS, "gossip"))
 def test_other_ranks_go_on_from_the_runs_policy(
     kind: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -866,7 +873,11 @@ def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, 
 
 @pytest.mark.parametrize(
     ("ranks", "config", "fault"),
-    [(3, GORILA, fail_at(2, 10)), (6, SEPARATE, fail_at(3, 10)), (6, SEPARATE, fail_at_message(5, 30))],
+    [
+        (3, GORILA, fail_at(2, 10)),
+        pytest.param(6, SEPARATE, fail_at(3, 10), marks=pytest.mark.slow),
+        pytest.param(6, SEPARATE, fail_at_message(5, 30), marks=pytest.mark.slow),
+    ],
     ids=["bundle", "learner", "actor"],
 )
 def test_gorila_outlives_what_others_can_do_as_well(

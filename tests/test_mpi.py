@@ -50,6 +50,7 @@ def test_many_more_ranks_than_cores(any_mpi: Launcher, tmp_path: Path) -> None:
     wait_for(lambda: not processes_in(tmp_path), 60, "the end of all ranks")
 
 
+@pytest.mark.slow
 def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
     done = subprocess.run(
         [any_mpi.folder / "python", "-m", "pala.train", *CARTPOLE, "--total-steps", "500"],

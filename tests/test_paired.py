@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import slow_among
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_protocol import protocol, told, update, waits
@@ -445,6 +446,7 @@ class Learned:
         return (float(self.models.sum()) - self.initial) / self.updates
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(
     size=st.integers(2, 16), topology=st.sampled_from(["random", "ring", "exponential"]), delay=st.floats(0.05, 10),
@@ -639,7 +641,7 @@ def paired_schedules(number: int = 100) -> Iterable[Scenario]:
     return (schedule(2 * i + 1) for i in range(number))
 
 
-@pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
+@pytest.mark.parametrize(("bug", "symptom"), slow_among(BUGS.items(), ForgetsTheAnswersOfTheDead))
 def test_a_planted_bug_is_found(bug: type[PairedProtocol], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError), match=symptom):
         for scenario in paired_schedules(200):

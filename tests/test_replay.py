@@ -219,8 +219,8 @@ def atari(game: str, **settings: object) -> Iterator[tuple[np.ndarray, Step]]:
 @pytest.mark.parametrize(
     ("game", "settings", "steps", "ends"),
     [
-        ("Breakout", {}, 260, {"life", "over"}),
-        ("Breakout", {"terminal_on_life_loss": False}, 260, {"over"}),
+        pytest.param("Breakout", {}, 260, {"life", "over"}, marks=pytest.mark.slow),
+        pytest.param("Breakout", {"terminal_on_life_loss": False}, 260, {"over"}, marks=pytest.mark.slow),
         pytest.param("Seaquest", {"max_episode_frames": 500}, 260, {"life", "limit"}, marks=pytest.mark.slow),
         ("Pong", {"max_episode_frames": 100, "frame_stack": 2}, 110, {"limit"}),
         pytest.param(

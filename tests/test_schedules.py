@@ -12,6 +12,7 @@ import re
 
 import numpy as np
 import pytest
+from conftest import slow_among, slow_but_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def scenarios(draw, updates: int = 20, speeds: bool = True, mixings=ALL_MIXINGS,
     return Scenario(size, **NETWORKS[draw(st.sampled_from(list(NETWORKS)))] | choices | fixed)
 
 
+@pytest.mark.slow
 @settings(reproducible, max_examples=80)
 @given(scenarios(again_s=1e6))
 def test_any_schedule_ends_without_help_from_sending_again(scenario: Scenario) -> None:
@@ -79,7 +81,7 @@ def test_pure_mixing_keeps_the_push_sum_mean_and_stays_in_the_hull(scenario: Sce
 
 
 @pytest.mark.parametrize(("topology", "mixing"), TOPOLOGIES_AND_MIXINGS)
-@pytest.mark.parametrize("max_staleness", STALENESS)
+@pytest.mark.parametrize("max_staleness", slow_but_for(STALENESS, STALENESS[0], STALENESS[-1]))
 def test_pure_mixing_ends_in_agreement(topology: str, mixing: str, max_staleness: int) -> None:
     """60 updates a rank. The ring of 8 contracts with cos(pi/8): 0.924^60 = 0.009 at best, in lockstep."""
     for n, largest in ((2, 1e-9), (5, 0.05 if topology == "ring" else 1e-4), (8, 0.3 if topology == "ring" else 1e-3)):
@@ -139,6 +141,7 @@ def test_when_ranks_die_the_living_meet_the_budget(scenario: Scenario, data: st.
     assert {rank.number for rank in cluster.living} >= set(range(scenario.size)) - set(dead)
 
 
+@pytest.mark.slow
 @settings(reproducible, max_examples=80)
 @given(scenarios(updates=25, sizes=SIZES[2:]), st.data())
 def test_spares_take_the_places_of_ranks_that_die(scenario: Scenario, data: st.DataObject) -> None:
@@ -155,6 +158,7 @@ def test_spares_take_the_places_of_ranks_that_die(scenario: Scenario, data: st.D
     check(dataclasses.replace(scenario, spares=spares, wake_up_s=wake_up_s, **faults))
 
 
+@pytest.mark.slow
 @settings(reproducible, max_examples=50)
 @given(scenarios(updates=30, sizes=SIZES[1:], speeds=False, pause_probability=0.0, **ORDINARY), st.data())
 def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, data: st.DataObject) -> None:
@@ -499,7 +503,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
+@pytest.mark.parametrize(("bug", "symptom"), slow_among(BUGS.items(), AsksNobody, TakesTheDeadsWeightForLost))
 def test_a_planted_bug_is_found(bug: type[GossipProtocol], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError), match=symptom):
         for number in range(1000):
@@ -514,8 +518,11 @@ def test_a_planted_bug_is_found(bug: type[GossipProtocol], symptom: str) -> None
             ForgetsWhoAsked, "deadlock", {"poison": {0: (2.0, 9.0), 2: (2.0, 9.0)}, "whole_every": 10**9},
             marks=pytest.mark.slow,
         ),
-        (TakesWhoWaitsForAnAnswerForSilent, "staleness",
-         {"size": 2, "cut_s": (10.3, 70.0), "cut_at": 1, "patience_s": 20.0, "budget_steps": 400}),
+        pytest.param(
+            TakesWhoWaitsForAnAnswerForSilent, "staleness",
+            {"size": 2, "cut_s": (10.3, 70.0), "cut_at": 1, "patience_s": 20.0, "budget_steps": 400},
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_planted_bug_that_needs_bad_luck_is_found(bug: type[GossipProtocol], symptom: str, special: dict) -> None:
@@ -606,7 +613,7 @@ DRIVER_BUGS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*divide:RuntimeWarning")
-@pytest.mark.parametrize(("bug", "symptom"), DRIVER_BUGS.items())
+@pytest.mark.parametrize(("bug", "symptom"), slow_among(DRIVER_BUGS.items(), AcceptsPoison))
 def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError, ArithmeticError), match=symptom):
         for number in range(1000):

@@ -74,6 +74,7 @@ def test_where_nothing_costs_anything_nothing_is_lost(method: str, ranks: int) -
     assert prediction.wait_share == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_all_wait_for_a_straggler_by_allreduce_and_nobody_by_gossip() -> None:
     cluster = Cluster(64, straggler=4.0, **INFINITE)
     assert efficiency(predict_allreduce(cluster, FREE, 1), cluster, FREE) == pytest.approx(1 / 4)
@@ -184,6 +185,7 @@ def test_allreduce_step_by_step(hosts: int) -> None:
     assert halving_doubling_s(hosts, num_bytes, latency_s, rate) == pytest.approx(slow)
 
 
+@pytest.mark.slow
 def test_a_ring_is_further_apart_than_random_peers_and_still_drifts() -> None:
     ring, random = (played(GossipCluster(Cluster(64), COSTS, topology, 1), 20, 100) for topology in ("ring", "random"))
     assert ring.distance is not None and random.distance is not None

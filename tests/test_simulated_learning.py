@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow_but_for
 
 from pala.config import Config, EnvConfig, NetworkConfig
 from pala.simulate import learn as program
@@ -25,7 +26,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but_for(METHODS, METHODS[0]))
 def test_equal_settings_and_seed_give_equal_trainings(method: str) -> None:
     first, again = (learn(method, CONFIG, Conditions(ranks=3)) for _ in range(2))
     assert str(first) == str(again)  # NaN is not equal to itself
@@ -66,6 +67,7 @@ def test_a_curve_has_the_mean_return_of_each_interval() -> None:
     assert learned.mean_height(100) == pytest.approx((9 * 1 + 30 * 3 + 11 * 5) / 50)
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--ranks", "2", "--seeds", "1", "2", "--methods", "paired", "allreduce"]
     arguments += ["--total-steps", "1000", "--env.num-envs", "2"]

@@ -19,6 +19,7 @@ from pala.transport.mpi_process import check_slurm_tasks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
 OFTEN = ["--run.checkpoint-interval-s", "0.5"]
+_LOOK_S = 0.3  # each look is a process
 
 
 @contextmanager
@@ -64,12 +65,12 @@ class Submitted:
         return not {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"} & set(self.slurm.states(self.id))
 
     def wait(self) -> None:
-        wait_for(self.has_ended, 120, "the end of the job")
+        wait_for(self.has_ended, 120, "the end of the job", _LOOK_S)
 
     def wait_for_checkpoints(self, run: str, segment: int = 0) -> None:
         """Until the ranks have saved while they trained."""
         later = self.runs / run / f"checkpoints/segment-{segment:03d}/rank-0000.previous.safetensors"
-        wait_for(lambda: later.exists() or self.has_ended(), what="a second checkpoint")
+        wait_for(lambda: later.exists() or self.has_ended(), what="a second checkpoint", pause_s=_LOOK_S)
         assert not self.has_ended(), self.log()
 
 

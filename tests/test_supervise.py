@@ -441,11 +441,11 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
         "    time.sleep(3)\n    os.kill(os.getpid(), 9)\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path / 'broken'}:{REPOSITORY}"}
-    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "30"]
+    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "15"]
     job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
     job.wait()
     assert job.status == 0 and re.search(r"is complete after \d restart", job.output), job.output
-    assert "after 30 s ('run.start_timeout_s') rank 1 did not begin; the job is ended" in job.output, job.output
+    assert "after 15 s ('run.start_timeout_s') rank 1 did not begin; the job is ended" in job.output, job.output
     assert "pala-announcement" not in job.output
 
 

@@ -9,7 +9,7 @@ from pala.benchmark.request import read_request
 from pala.config import from_table
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import json_text, write_atomically
-from pala.system.runtime import prepare, say
+from pala.system.runtime import loading, prepare, say
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 
@@ -26,7 +26,8 @@ def main() -> None:
         config = collectively(comm, lambda: from_table(request.config, "Request"))
         threads = config.run.threads or cores_per_rank(comm)
         prepare(threads)
-        from pala.benchmark.rounds import Rounds
+        with loading():
+            from pala.benchmark.rounds import Rounds
 
         result = Rounds(comm, request, config, threads).run()
         if comm.rank == 0:

@@ -44,8 +44,6 @@ class AutogradTape(Tape):
         device = next(network.parameters()).device
         # The cache of cast weights would outlive an update.
         self._precision = torch.autocast(device.type, torch.bfloat16, precision == "bfloat16", cache_enabled=False)
-        # The first backward pass from given gradients imports sympy: for half a second, in which peers would train on.
-        torch.autograd.backward(torch.zeros(1, requires_grad=True), torch.zeros(1))
         self.begin()
 
     def begin(self) -> None:
@@ -61,5 +59,8 @@ class AutogradTape(Tape):
             return self._network.outputs(observations)
 
     def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
-        torch.autograd.backward([torch.stack(outputs) for outputs in zip(*self._passes, strict=True)], gradients_TBO)
+        heads_TBO = [torch.stack(outputs) for outputs in zip(*self._passes, strict=True)]
+        # Its gradient by the outputs is the one given. Handed to `backward` itself, it would have torch import sympy.
+        products = [(head_TBO * given_TBO).sum() for head_TBO, given_TBO in zip(heads_TBO, gradients_TBO, strict=True)]
+        torch.stack(products).sum().backward()  # type: ignore[no-untyped-call]
         self._passes = []

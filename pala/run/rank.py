@@ -17,7 +17,7 @@ from pala.run.hooks import NO_HOOKS, Hooks
 from pala.run.job import Briefing, Job
 from pala.run.result import Conclude, Result
 from pala.system.errors import CollectiveError, EndError
-from pala.system.runtime import Interrupt
+from pala.system.runtime import Interrupt, loading
 from pala.transport.base import Communicator
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def run_rank(
     if job.trainers is None:
         with (interrupt or Interrupt()).installed() as interrupt:
             return _stand_by(job, config, make_env, on_update, interrupt, conclude, hooks)
-    from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
+    with loading():
+        from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
 
     with (interrupt or Interrupt()).installed() as interrupt:
         return train(job, config, make_env, resume, preset, facts, on_update, interrupt, conclude, trust_run, hooks)
@@ -58,7 +59,8 @@ def _stand_by(
     began_s = time.perf_counter() - briefing.time_s
     sleeping = SleepingGossip(job.comm, config, briefing.exchange, interrupt)
     if sleeping.until_needed():
-        from pala.run.session import take_place  # torch, environments: now they are needed
+        with loading():
+            from pala.run.session import take_place  # torch, environments: now they are needed
 
         result = take_place(job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude, hooks)
         if result is not None:

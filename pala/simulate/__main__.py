@@ -17,12 +17,13 @@ from collections.abc import Callable
 from pala.simulate import check, explore, predict, progress
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, nearest
-from pala.system.runtime import prepare
+from pala.system.runtime import loading, prepare
 
 
 def _learn(arguments: list[str]) -> None:
     prepare(1)
-    from pala.simulate import learn  # loads torch, whose threads are counted when it is loaded
+    with loading():
+        from pala.simulate import learn  # loads torch, whose threads are counted when it is loaded
 
     learn.run(arguments)
 
