@@ -31,11 +31,13 @@ def fit(
     `make_env`: returns one fresh `gymnasium.Env`; wins over `config.env.id` and travels with cloudpickle to where a
     process needs it. The run keeps it: by name if it is defined in a module that can be imported, else as a pickle.
     `resume`: the folder of an earlier run to go on with; without `make_env`, in the environment that it keeps.
-    `trust_run`: load that also if it is a pickle that came from elsewhere, which runs its code. Raises PalaError for a
-    mistake that all ranks see; a script that does not catch it ends with the sentence alone, printed once. With several
-    ranks, any other error ends the whole job with its traceback, because the other ranks would wait for this one for
-    ever. Where the others go on without a rank, one that was told to leave or a spare that nobody needed, it does not
-    return: the process ends.
+    `trust_run`: load that also if it is a pickle, or a `module:id`, that came from elsewhere, which runs its code.
+
+    The run is called after the environment, unless `config.run.name` says how. Raises PalaError for a mistake that all
+    ranks see; a script that does not catch it ends with the sentence alone, printed once. With several ranks, any other
+    error ends the whole job with its traceback, because the other ranks would wait for this one for ever. Where the
+    others go on without a rank, one that was told to leave or a spare that nobody needed, it does not return: the
+    process ends.
     """
     from pala.system.errors import CollectiveError
     from pala.system.runtime import one_sentence_for_mistakes, prepare

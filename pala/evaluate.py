@@ -8,7 +8,8 @@ Prints one line; `RUN/evaluation.json` holds the newest result, `RUN/evaluations
 
 The policy is `RUN/policy.safetensors`; a run that has not completed is scored on the mean of its ranks' newest
 checkpoints. It is computed on the CPU. A run that was trained on an environment made in Python brings it along: by
-name, or as a pickle, and loading one runs code. If it came from elsewhere, that asks for `--trust-run`.
+name, or as a pickle, and loading one runs code, as importing the module of a `module:id` does. If the run came from
+elsewhere, both ask for `--trust-run`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Command:
     threads: int = 0
     """Threads of torch and Atari; 0: all cores."""
     trust_run: bool = False
-    """Load the environment that the run keeps as a pickle, though it came from elsewhere. Loading one runs code."""
+    """Load the environment that the run keeps as a pickle, or the module that its `env.id` names, though the run came
+    from elsewhere. Both run code."""
 
 
 def parse(arguments: list[str]) -> Command:

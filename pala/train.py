@@ -39,8 +39,8 @@ class Command:
     resume: Path | None = None
     """Folder of an earlier run to go on with, perhaps with another number of ranks. Its settings are the defaults."""
     trust_run: bool = False
-    """With `--resume`: load the environment that the run keeps as a pickle, though it came from elsewhere. Loading a
-    pickle runs code."""
+    """With `--resume`: load the environment that the run keeps as a pickle, or the module that its `env.id` names,
+    though the run came from elsewhere. Both run code."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
