@@ -260,6 +260,8 @@ def test_ranks_agree_on_the_moments(kind: str, exchange: dict[str, str], tmp_pat
     states = [state.tensors["parameters"] for state in trained.states()]
     if kind == "allreduce":
         assert states[0].equal(states[1])
+    if exchange.get("compression") == "bfloat16":  # header and counters; 8 moments exact, the others in two bytes
+        assert trained.segment["message_bytes"] == 128 + 8 * 4 + (len(states[0]) - 8) * 2
     policy = trained.policy
     moments = {name.split(".")[-1]: policy[name] for name in policy if name.startswith("observation_moments")}
     for of in (moments["mean"], *(state[-8:-6] for state in states)):  # mean, variance, count; the same of returns
