@@ -47,12 +47,12 @@ def fit(
     it has written to its metrics file; one that returns False ends training on all ranks, and the run is complete: it
     is evaluated, and `run.json` says why it ended.
 
-    `resume`: the folder of an earlier run to go on with, with the environment and the network that it keeps if none are
-    given. `trust_run`: run the code that it names or holds though it came from elsewhere. Raises PalaError for a
-    mistake that all ranks see; a script that does not catch it ends with the sentence alone, printed once. With several
-    ranks, any other error ends the whole job with its traceback, because the other ranks would wait for this one for
-    ever. Where the others go on without a rank, one that was told to leave or a spare that nobody needed, it does not
-    return: the process ends.
+    The run is called after the environment, unless `config.run.name` says how. `resume`: the folder of an earlier run to
+    go on with, with the environment and the network that it keeps if none are given. `trust_run`: run the code that it
+    names or holds though it came from elsewhere. Raises PalaError for a mistake that all ranks see; a script that does
+    not catch it ends with the sentence alone, printed once. With several ranks, any other error ends the whole job with
+    its traceback, because the other ranks would wait for this one for ever. Where the others go on without a rank, one
+    that was told to leave or a spare that nobody needed, it does not return: the process ends.
     """
     from pala.system.errors import CollectiveError
     from pala.system.runtime import one_sentence_for_mistakes, prepare

@@ -24,8 +24,8 @@ import pala
 
 _MODULES = {
     "train": "pala.train", "doctor": "pala.doctor.__main__", "evaluate": "pala.evaluate", "play": "pala.play",
-    "plot": "pala.plot", "compare": "pala.compare.__main__", "benchmark": "pala.benchmark.__main__", "simulate": "pala.simulate.__main__",
-    "scores": "pala.gorila.scores", "presets": "pala.presets",
+    "plot": "pala.plot", "compare": "pala.compare.__main__", "benchmark": "pala.benchmark.__main__",
+    "simulate": "pala.simulate.__main__", "scores": "pala.gorila.scores", "presets": "pala.presets",
 }  # fmt: skip
 
 

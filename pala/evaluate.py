@@ -48,7 +48,8 @@ class Command:
     threads: int = 0
     """Threads of torch and Atari; 0: all cores."""
     trust_run: bool = False
-    """Run the code that the run names or holds (environment, network, wrappers), though it came from elsewhere."""
+    """Run the code that the run names or holds (environment, network, wrappers, modules), though it came from
+    elsewhere."""
 
 
 def parse(arguments: list[str]) -> Command:

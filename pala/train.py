@@ -46,8 +46,8 @@ class Command:
     resume: Path | None = None
     """Folder of an earlier run to go on with, perhaps with another number of ranks. Its settings are the defaults."""
     trust_run: bool = False
-    """With `--resume`: run the code that the run names or holds (environment, network, wrappers), though it came from
-    elsewhere."""
+    """With `--resume`: run the code that the run names or holds (environment, network, wrappers, modules), though it
+    came from elsewhere."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 

@@ -14,6 +14,7 @@ from gymnasium.spaces import Box, Discrete
 from test_memory import Trained, configure, run_ranks
 
 from pala.a2c.normalization import Normalization
+from pala.a2c.update import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, checked
 from pala.evaluation.play import evaluate
 from pala.exchange.budget import Stop
@@ -22,6 +23,7 @@ from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Wire
 from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.tape import AutogradTape
 from pala.run.rank import run_rank
 from pala.system.errors import PalaError
 
@@ -154,6 +156,35 @@ def test_where_there_is_nothing_to_normalise() -> None:
         checked(Config(algorithm="gorila", env=EnvConfig(normalize_rewards=True)))
 
 
+def test_the_optimiser_leaves_the_moments_alone() -> None:
+    """They are those of a network that learns nothing else, bit for bit."""
+    network, flat = make()
+    _, twin = make()
+    tape = AutogradTape(network)
+    a2c = A2C(network.distribution, tape, flat, A2CConfig(gamma=0.9, momentum=0.9))
+    alone, draw, before = Normalization(twin, 0.9), torch.Generator().manual_seed(0), flat.data.clone()
+    for _ in range(5):
+        rollout = Rollout()
+        tape.begin()
+        for _ in range(2):
+            observations, rewards = torch.randn(4, 3, generator=draw), torch.randn(4, generator=draw)
+            for of in (a2c.normalization, alone):
+                of.observe(observations)
+                seen = of.rewards(rewards, torch.zeros(4))
+            policy_output, value = tape.forward(observations)
+            rollout.policy_outputs.append(policy_output)
+            rollout.values.append(value.squeeze(-1))
+            rollout.actions.append(torch.ones(4, dtype=torch.int64))
+            rollout.rewards.append(seen)
+            rollout.ended.append(torch.zeros(4))
+        assert a2c.step(a2c.differentiate(rollout, torch.zeros(4)), 0.01).applied
+        alone.gather()
+        alone.learn(healthy=True)
+    assert flat.data[flat.num_learned :].equal(twin.data[twin.num_learned :])
+    assert (flat.data != before).all()
+    assert all(tensor.shape == flat.data.shape for tensor in a2c.tensors.values())
+
+
 # ---- on the wire -----------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +260,8 @@ def test_ranks_agree_on_the_moments(kind: str, exchange: dict[str, str], tmp_pat
     states = [state.tensors["parameters"] for state in trained.states()]
     if kind == "allreduce":
         assert states[0].equal(states[1])
+    if exchange.get("compression") == "bfloat16":  # header and counters; 8 moments exact, the others in two bytes
+        assert trained.segment["message_bytes"] == 128 + 8 * 4 + (len(states[0]) - 8) * 2
     policy = trained.policy
     moments = {name.split(".")[-1]: policy[name] for name in policy if name.startswith("observation_moments")}
     for of in (moments["mean"], *(state[-8:-6] for state in states)):  # mean, variance, count; the same of returns
