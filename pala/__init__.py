@@ -47,7 +47,7 @@ def fit(
     it has written to its metrics file; one that returns False ends training on all ranks, and the run is complete: it
     is evaluated, and `run.json` says why it ended.
 
-    The run is called after the environment, unless `config.run.name` says how. `resume`: the folder of an earlier run to
+    The run is called after the environment unless `config.run.name` says how. `resume`: the folder of an earlier run to
     go on with, with the environment and the network that it keeps if none are given. `trust_run`: run the code that it
     names or holds though it came from elsewhere. Raises PalaError for a mistake that all ranks see; a script that does
     not catch it ends with the sentence alone, printed once. With several ranks, any other error ends the whole job with
