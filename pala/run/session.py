@@ -24,8 +24,7 @@ from pala.config import Config, to_table
 from pala.envs import Envs, MakeEnv
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.exchange import Gossip
-from pala.exchange.gossip.sleeping import Beginning, SleepingGossip
+from pala.exchange.sleeping import Beginning, Sleeping
 from pala.gorila import parts as gorila
 from pala.run import checkpoint, environment
 from pala.run.begin import begin, env_seeds, make_generator
@@ -46,6 +45,9 @@ _PATIENCE_S = 300.0  # for the slowest rank at the end
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _BUILD: dict[str, Callable[[Communicator, Config, Envs], Parts[Any]]] = {  # collective
     "a2c": a2c.build, "gorila": gorila.build,
+}  # fmt: skip
+_BUILD_SPARE: dict[str, Callable[[Communicator, Config, Envs, Any], Parts[Any]]] = {  # of a spare that was asleep
+    "a2c": lambda alone, config, envs, sleeping: a2c.build(alone, config, envs), "gorila": gorila.build_spare,
 }  # fmt: skip
 
 
@@ -91,22 +93,22 @@ def _load_environment(comm: Communicator, run: Path, trust_run: bool) -> MakeEnv
 
 
 def take_place(
-    job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: SleepingGossip, make_env: MakeEnv | None,
+    job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: Sleeping, make_env: MakeEnv | None,
     on_update: Callable[[int], None] | None, interrupt: Interrupt, conclude: Conclude | None,
 ) -> Result | None:  # fmt: skip
-    """What a spare does when it is needed: build, ask a peer for its model, train. None if training ended before.
+    """What a spare does when it is needed: build, ask others for a model, train. None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = job.comm.alone(), job.comm.rank
     segment = Segment(briefing.run, briefing.segment, briefing.previous)
     try:
         make_env = make_env or environment.load(segment.run, trust_run=True)  # this job has kept or judged it
         envs = build_envs(alone, config, job.threads, make_env)
-        parts: Parts[Any] = _BUILD[config.algorithm](alone, config, envs)
+        parts = _BUILD_SPARE[config.algorithm](alone, config, envs, sleeping)
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
     with joined(segment, briefing.is_locked) as segment:
-        exchange = Gossip(job.comm, parts.flat.data, parts.flat.signature, config, None, interrupt, sleeping)
-        if not exchange.take_place():
+        exchange = parts.take_place(job.comm, sleeping, interrupt)
+        if exchange is None:
             envs.close()
             return None
         say(f"[rank {rank}] takes the place of a rank that is gone.")
