@@ -1,4 +1,4 @@
-"""Gorila's spares: who takes whose place, and whole trainings on threads in which ranks die or leave and are replaced."""
+"""Gorila's spares in whole trainings, on threads: ranks that die or leave are replaced."""
 
 from __future__ import annotations
 

@@ -42,7 +42,11 @@ class Places:
     @property
     def replaced(self) -> list[tuple[int, int]]:
         """(place, rank) of all spares that have one."""
-        return [(place, rank) for place, rank in enumerate(self._holders) if rank >= self.num_places]
+        return self.held_by(range(self.num_places, self.size))
+
+    def held_by(self, ranks: Container[int]) -> list[tuple[int, int]]:
+        """(place, rank) of all places that one of these ranks has."""
+        return [(place, rank) for place, rank in enumerate(self._holders) if rank in ranks]
 
     def lose(self, rank: int) -> None:
         """`rank` has died or left."""
