@@ -159,7 +159,11 @@ class GorilaParts(Parts[GorilaExchange]):
     def take_place(self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt) -> GorilaExchange | None:
         budget = sleeping.members.budget
         exchange = GorilaExchange(comm, self.rules, budget, 0, None, self.store, interrupt, sleeping)
-        return exchange if exchange.take_place(self.flat.data, self.target.data) else None
+        if not exchange.take_place(self.flat.data, self.target.data):
+            return None
+        if self.store is not None:
+            say(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
+        return exchange
 
     def make_loop(
         self, rank: int, envs: Envs, exchange: GorilaExchange, progress: Progress, interrupt: Interrupt
