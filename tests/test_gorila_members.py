@@ -15,7 +15,7 @@ from pala.config import GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message
 from pala.gorila.members import Members
-from pala.gorila.messages import Kind
+from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.places import Places, check_spares
 from pala.gorila.roles import assign
 from pala.system.errors import PalaError
@@ -265,6 +265,33 @@ def test_messages_that_cannot_be_are_refused() -> None:
         member = company.members[receiver]
         assert member.hear(Message(kind, sender, round_, 1.0, Stop.NONE, counters)) is not None, (kind, round_)
         assert member.places.roles == company.roles and not member.places.gone and member.order is None
+
+
+def test_any_messages_are_taken_or_refused_and_no_rank_has_two_places() -> None:
+    """Whoever sends them, and whatever numbers they hold."""
+    numbers = st.integers(0, 80) | st.integers(0, 2**64 - 1)
+    messages = st.tuples(st.sampled_from(ABOUT_MEMBERS), st.integers(0, 6), st.integers(0, 6), numbers)
+
+    @fuzz(300)
+    @given(st.lists(st.one_of(messages, st.tuples(st.just("kill"), st.integers(1, 6))), max_size=20))
+    def check(script: list[tuple]) -> None:
+        company, counters = Company(LOCAL, 5, 2), np.zeros(7, np.uint64)
+        for kind, *values in script:
+            if kind == "kill":
+                company.kill(values[0])
+                company.hear_of_death(0)
+                continue
+            sender, receiver, number = values
+            member = company.members[receiver]
+            if sender == receiver or sender in member.places.gone:
+                continue
+            member.hear(Message(kind, sender, number, 1.0, Stop.NONE, counters))
+            roles, places = member.places.roles, member.places
+            assert len(roles.everybody) == 5 and roles.shards == (0,)
+            assert member.order is None or places.can_be_taken(member.order)
+            assert set(places.spares).isdisjoint(roles.everybody)
+
+    check()
 
 
 def test_spares_that_no_death_leaves_a_place_to_are_a_mistake() -> None:

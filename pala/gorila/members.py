@@ -72,8 +72,8 @@ class Members:
     def _hear_order(self, place: int, first: int) -> Refusal | None:
         if (place, self.rank) in self.places.replaced:
             self.tell(first, Kind.JOIN, self._number(place, self.rank))  # it has not heard that
-        elif self.rank not in self.places.spares:
-            return Refusal("this rank has another place")
+        elif self.rank not in self.places.spares or not self.places.can_be_taken(place):
+            return Refusal(f"this rank cannot take place {place}")
         else:
             self.order = place
         return None

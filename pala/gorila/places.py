@@ -60,10 +60,14 @@ class Places:
         if place is not None and place in self._heirs:
             self._settle(place, self._heirs.pop(place))
 
+    def can_be_taken(self, place: int) -> bool:
+        """Whether there is such a place, and a spare can do what is to be done there."""
+        return 0 <= place < self.num_places and place not in self.first_roles.shards
+
     def take(self, place: int, rank: int, certain: bool = False) -> str:
         """`rank` says that it has this place. `certain`: its holder is gone, though perhaps not heard of. Returns why
         that cannot be, or nothing."""
-        if place >= self.num_places or place in self.first_roles.shards:
+        if not self.can_be_taken(place):
             return f"place {place} is none that a spare can take"
         if not self.num_places <= rank < self.size:
             return f"rank {rank} is no spare"
@@ -87,7 +91,7 @@ class Places:
         free = [spare for spare in self.spares if spare not in self.orders and spare not in unfit]
         vacant = [self._holders.index(rank) for rank in self.gone if rank in self._holders]
         for place in vacant:
-            if free and place not in (*self.first_roles.shards, *self.orders.values()):
+            if free and self.can_be_taken(place) and place not in self.orders.values():
                 orders.append((free.pop(0), place))
                 self.orders |= [orders[-1]]
         return orders
