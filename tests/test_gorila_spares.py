@@ -56,6 +56,7 @@ def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: 
     assert "had lost 1 ranks: the shards' parameters are shared out anew" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "ranks", "fault"),
     [(FEW, 4, fail_at(1, 10)), (REMOTE, 5, fail_at_message(1, 60)), (REMOTE, 5, fail_at_message(4, 60))],
@@ -105,13 +106,13 @@ def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
 # ---- deaths at bad moments -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-def test_the_death_of_a_shard_ends_the_job_and_the_spares(spares: int, tmp_path: Path) -> None:
-    """Also when a spare has joined."""
-    faults = [fail_at(2, 5)] * (1 - spares) + [fail_at_message(1, 200)]
+@pytest.mark.slow
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_the_death_of_a_shard_ends_the_job_and_the_spares(has_joined: bool, tmp_path: Path) -> None:
+    faults = [fail_at(2, 5)] * has_joined + [fail_at_message(1, 200)]
     job = train(4, with_spares(tmp_path, 1, GORILA), faults)
     sentence = "Rank 1 has died, which served shard 1 of the parameters, of which no spare has a copy; nothing can"
-    for rank in {0, 2, 3} if spares else {0, 3}:
+    for rank in {0, 3} if has_joined else {0, 2, 3}:
         assert isinstance(job.results[rank], EndError) and sentence in str(job.results[rank]), job.results[rank]
     assert job.segment["status"] == "failed" and sentence in job.segment["error"]
     assert train(4, replace(job.config, total_steps=400), resume=job.run).ended_well(but_for=[3])
@@ -159,11 +160,21 @@ def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
     assert stopped_well(job, but_for=[2]) and job.results[2].status == "left"
     assert ranks_in(job, "left_ranks") == [2] and "lost_ranks" not in job.segment
     assert ranks_in(job, "joined_ranks") == [3] * spares
-    assert job.segment.get("global_steps", 0) or sum(own_steps(job.states()))
-    assert f"[rank 2] leaves (SIGUSR2); {2} go on" in capsys.readouterr().err
+    assert job.results[0].global_steps == sum(own_steps(job.states()))  # unlike those of the dead, all are counted
+    assert "[rank 2] leaves (SIGUSR2); 2 go on" in capsys.readouterr().err
 
 
 def test_a_shard_that_is_told_to_leave_stays_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     job = train(2, with_spares(tmp_path, 0, steps=400), on_update=leave_at(0, update=5))
     assert job.ended_well()
     assert "[rank 0] was told to leave (SIGUSR2), but it serves a shard: it stays" in capsys.readouterr().err
+
+
+def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.outlives_ranks = False
+        leave_at(2, update=5)(comm, updates)
+
+    job = train(3, with_spares(tmp_path, 0, steps=600), on_update=on_update)
+    assert job.ended_well() and ranks_in(job, "left_ranks") == [2]
+    assert job.segment["global_steps"] == sum(own_steps(job.states())) >= 600

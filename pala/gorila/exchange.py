@@ -111,8 +111,9 @@ class GorilaExchange(Exchange, Receiver):
                 )
                 return False
             members.leave()
+            others = len(self.living)
         self._transport.wait_until_sent(members.watch.patience_s)
-        say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
+        say(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
         return True
 
     def take_parameters(self, flat: Tensor) -> bool:
