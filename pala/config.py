@@ -254,7 +254,7 @@ class RunConfig:
     """What rank 0 shows: a live panel on a terminal, lines in a log file."""
     spares: int = 0
     """So many of the job's ranks, the last ones, do not train but sleep until another dies, and then take its place.
-    With `exchange.kind` `gossip`, and where a job outlives its ranks (docs/reliability.md)."""
+    With `exchange.kind` `gossip` or Gorila, and where a job outlives its ranks (docs/reliability.md)."""
     start_timeout_s: float = 300.0
     """Seconds in which all ranks must have come up, or `launch/supervise.py` ends the job: a rank that ends before MPI
     has begun leaves the others waiting for ever. A cold file system of a cluster takes minutes."""
@@ -429,13 +429,8 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
 
 def check_spares(config: Config, source: str) -> None:
     """Raise PalaError for spare ranks where none can take a place."""
-    if config.run.spares == 0:
+    if config.run.spares == 0 or config.algorithm == "gorila":
         return
-    if config.algorithm == "gorila":
-        raise PalaError(
-            f"{source}: 'run.spares' is {config.run.spares}, but 'algorithm' is 'gorila', whose roles belong to ranks "
-            "that cannot be replaced yet; leave it out, and let `launch/supervise.py` restart the job."
-        )
     if not kind_of(config.exchange).replaces_ranks:
         raise PalaError(
             f"{source}: 'run.spares' is {config.run.spares}, but 'exchange.kind' is {config.exchange.kind!r}, in which "

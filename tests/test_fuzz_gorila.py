@@ -20,8 +20,8 @@ from test_replay import Game, Row, told
 
 from pala.envs import Step
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.wire import Refusal
-from pala.gorila.messages import Kind
+from pala.exchange.wire import Message, Refusal
+from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.node import Formats, Node, Rules
 from pala.gorila.replay import Batch, experience_of, reset_frames
 from pala.gorila.roles import assign
@@ -140,9 +140,16 @@ def test_nothing_is_joined_that_was_not_played_whatever_was_refused() -> None:
 
 # ---- who learns on ---------------------------------------------------------------------------------------------------
 
-HOSTILE = st.tuples(
-    st.sampled_from([kind for kind in Kind if kind not in (Kind.STOP, Kind.PING)]), damages
-) | st.tuples(st.integers(0, 3), st.integers(0, 3), st.binary(max_size=300) | st.sampled_from(list(Kind)))
+HOSTILE = (
+    st.tuples(st.sampled_from([kind for kind in Kind if kind not in ABOUT_MEMBERS]), damages)
+    | st.tuples(
+        st.sampled_from([kind for kind in ABOUT_MEMBERS if kind is not Kind.STOP]),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.integers(0, 40) | st.integers(0, 2**64 - 1),
+    )
+    | st.tuples(st.integers(0, 3), st.integers(0, 3), st.binary(max_size=300) | st.sampled_from(list(Kind)))
+)
 
 
 def forget_the_end(cluster: list[Rank]) -> None:
@@ -161,6 +168,15 @@ def be_hostile(cluster: list[Rank], what: tuple) -> None:
         if kind in last:
             sender, receiver, data = last[kind]
             cluster[receiver].hear(sender, damaged(data, harm))
+        return
+    if len(what) == 4:
+        kind, source, receiver, number = what
+        if kind is Kind.LEAVE and number == 1 + source * len(cluster) + source:
+            return  # then it has left
+        data = np.empty(cluster[source].wire.control_bytes, np.uint8)
+        message = Message(kind, source, number, 1.0, Stop.NONE, np.zeros(len(cluster), np.uint64))
+        cluster[source].wire.encode(message, data)
+        cluster[receiver].hear(source, data.tobytes())
         return
     source, receiver, data = what
     if not isinstance(data, bytes):

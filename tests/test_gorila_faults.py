@@ -101,8 +101,8 @@ def test_only_the_silence_of_what_nobody_else_has_ends_training(
     """As the first shard sees it, who looks at all."""
     first = make_ranks(num_ranks, make_config(**roles))[0]
     assert set(silent) <= set(first.node.roles.watched_by(0))
-    first.node.watch.silent.update(silent)
-    first.node._judge_silence()
+    first.node.members.watch.silent.update(silent)
+    first.node.members.judge_silence()
     if not says:
         assert first.exchange.stop is Stop.NONE
         return
@@ -114,8 +114,8 @@ def test_what_dies_when_training_has_ended_is_missed_only_if_it_serves_a_shard()
     server, learner, actor = make_ranks(3, make_config(**{**LOCAL, "num_actors": 1, "num_learners": 1}))
     server.exchange.stop_now(Stop.BUDGET)
     for rank, dead, fault in ((server, 2, False), (server, 1, False), (actor, 1, False), (learner, 0, True)):
-        rank.node.peer_died(dead)
-        assert bool(rank.node.fault) == fault
+        rank.node.members.peer_died(dead)
+        assert bool(rank.node.members.fault) == fault
 
 
 # ---- who is paired with whom -----------------------------------------------------------------------------------------
@@ -131,12 +131,12 @@ def test_a_learner_without_an_actor_takes_over_those_of_the_dead_learner() -> No
         cluster[dead].worker._advance = lambda: None
         cluster[dead].hear = lambda source, data: None
         for rank in cluster[:2] + cluster[4:]:
-            rank.node.peer_died(dead)
+            rank.node.members.peer_died(dead)
     before = cluster[1].worker.counters.updates
     for _ in range(40):
         next(lockstep)
     assert cluster[1].worker.counters.updates >= before + 40 // 4
-    assert cluster[4].sent[Kind.BATCH] > 0 and all(rank.node.fault == "" for rank in cluster)
+    assert cluster[4].sent[Kind.BATCH] > 0 and all(rank.node.members.fault == "" for rank in cluster)
     assert len(cluster[1].node._batches) <= 1, "one asked for at each replay"
 
 

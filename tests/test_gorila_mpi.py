@@ -247,6 +247,22 @@ def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoin
     assert assemble(states_of(run, 3)).parameters.equal(begin.parameters)
 
 
+def test_a_spare_takes_the_place_of_a_killed_actor_and_learner(any_mpi: Launcher, tmp_path: Path) -> None:
+    job, run = start_ulfm(any_mpi, 3, "--run.spares", "1", *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    wait_for(lambda: all_learn(run, 2), what="learning")
+    pids = pids_of_ranks(tmp_path)
+    assert "libtorch" not in Path(f"/proc/{pids[2]}/maps").read_text() and len(read_run(run)) == 2
+    os.kill(pids[1], signal.SIGKILL)
+    wait_for(lambda: len(read_run(run)) == 3 and total(run, "gradients_sent", 2) > 20, what="learning of the spare")
+    os.kill(job.process.pid, signal.SIGUSR1)
+    job.wait(60)
+    (segment,) = record_of(run)["segments"]
+    assert segment["status"] == "stopped" and "Traceback" not in job.output, job.output
+    assert [lost["rank"] for lost in segment["lost_ranks"]] == [1] and total(run, "messages_refused") == 0
+    assert [joined["rank"] for joined in segment["joined_ranks"]] == [2] and local_steps(run)[2] > 100
+    wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
+
+
 # ---- stops -----------------------------------------------------------------------------------------------------------
 
 

@@ -495,10 +495,10 @@ def test_everybody_hears_of_the_end_from_whoever_sees_it(who: int, dead: tuple[i
     for rank in dead:
         cluster[rank].hear = lambda source, data: None
         for other in living:
-            other.node.peer_died(rank)
-            other.node.fault = ""
+            other.node.members.peer_died(rank)
+            other.node.members.fault = ""
     cluster[who].node.stepped(10)
-    cluster[who].node.send_stop()
+    cluster[who].node.members.send_stop()
     assert [rank.node.budget.stop for rank in living] == [Stop.BUDGET] * len(living)
     assert [rank.node.budget.global_steps for rank in living] == [10] * len(living)
 
@@ -606,7 +606,7 @@ def trace(rank: Rank) -> tuple:
 
 def test_a_message_of_a_kind_that_roles_do_not_exchange_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     cluster, messages = every_kind()
-    cluster[0].node.send_stop()
+    cluster[0].node.members.send_stop()
     refused = 0
     for kind, (senders, receivers) in WAYS.items():
         data = messages[Kind.FETCH][2] if kind in (Kind.STOP, Kind.PING) else messages[kind][2]
@@ -757,7 +757,7 @@ def test_only_the_loss_of_what_nobody_else_has_ends_training(
         if rank.rank in dead:
             continue
         for peer in dead:
-            assert rank.node.fault == ""
+            assert rank.node.members.fault == ""
             rank.exchange.on_death(peer)
         if not loss:
             assert rank.exchange.stop is Stop.NONE
@@ -778,7 +778,7 @@ def test_who_lives_goes_on_learning_from_what_the_dead_played() -> None:
         cluster[dead].worker._advance = lambda: None
         cluster[dead].hear = lambda source, data: lost.append(source)
         for rank in cluster:
-            rank.node.peer_died(dead)
+            rank.node.members.peer_died(dead)
     updates, held = cluster[5].worker.counters.updates, len(cluster[2].store)
     learned_before = cluster[2].sent[Kind.BATCH]
     for _ in range(40):

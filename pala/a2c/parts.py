@@ -13,6 +13,8 @@ from pala.a2c.update import A2C
 from pala.config import Config
 from pala.envs import Envs
 from pala.exchange.base import ExchangeState, ModelExchange
+from pala.exchange.gossip.exchange import Gossip
+from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.kinds import kind_of
 from pala.exchange.make import check_placement, make_exchange
 from pala.networks.make import blank_observations, make_tape
@@ -65,6 +67,11 @@ class A2CParts(Parts[ModelExchange]):
         return make_exchange(
             comm, self.flat.data, self.flat.signature, self.config, start, interrupt, self.flat.num_moments
         )
+
+    def take_place(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
+        flat = self.flat
+        exchange = Gossip(comm, flat.data, flat.signature, self.config, None, interrupt, sleeping, flat.num_moments)
+        return exchange if exchange.take_place() else None
 
     def make_loop(
         self, rank: int, envs: Envs, exchange: ModelExchange, progress: Progress, interrupt: Interrupt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from pala.exchange.base import Exchange, ExchangeState, agree_on_end
 from pala.exchange.budget import StepBudget, Stop
+from pala.gorila.members import Members
 from pala.gorila.node import Node, Rules
 from pala.gorila.replay import Batch, Experience
+from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard
+from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore
 from pala.system.errors import EndError
-from pala.system.runtime import Interrupt, say
+from pala.system.runtime import LEAVE, Interrupt, say
 from pala.transport.base import Bytes, Communicator, Living, Received, Receiver
 
 _COMPLAIN_AFTER_S = 60.0
@@ -32,16 +35,27 @@ class GorilaExchange(Exchange, Receiver):
 
     def __init__(
         self, comm: Communicator, rules: Rules, budget: StepBudget, version: int, shard: Shard | None,
-        store: ReplayStore | None, interrupt: Interrupt,
+        store: ReplayStore | None, interrupt: Interrupt, slept: SleepingGorila | None = None,
     ) -> None:  # fmt: skip
-        """`version`, `shard`, `store`: as a `Node`'s. Collective."""
+        """`version`, `shard`, `store`: as a `Node`'s. `slept`: by which a spare has waited for its turn; it has to
+        `take_place`. Collective, but for a spare."""
         self._comm, self._interrupt, self.message_bytes = comm, interrupt, rules.wire.most_bytes
         self._changed = threading.Condition()
         self._experience: list[Bytes] = []  # that may not have left
         self._said_not_finite = False
+        if slept is not None:
+            self._transport = slept.transport
+            with slept.changed:
+                self._node = Node(budget, rules, version, shard, store, self._send, slept.members)
+                slept.awake = self
+            return
         self._transport = comm.open_transport()
         self._node = Node(budget, rules, version, shard, store, self._send)
         self._transport.start(self)
+
+    @property
+    def _members(self) -> Members:
+        return self._node.members
 
     # ---- the loop's thread ---------------------------------------------------------------------------------------
 
@@ -54,6 +68,15 @@ class GorilaExchange(Exchange, Receiver):
         return self._node.budget.living
 
     @property
+    def left(self) -> Collection[int]:  # type: ignore[override]
+        return self._node.budget.left
+
+    @property
+    def roles(self) -> Roles:
+        """Of the ranks that have them now."""
+        return self._node.roles
+
+    @property
     def stop(self) -> Stop:
         self._raise_failure()
         return self._node.budget.stop
@@ -61,7 +84,37 @@ class GorilaExchange(Exchange, Receiver):
     def stop_now(self, reason: Stop) -> None:
         with self._changed:
             self._node.budget.stop_now(reason)
-            self._node.send_stop()
+            self._members.send_stop()
+
+    def take_place(self, flat: Tensor, target: Tensor) -> bool:
+        """Of a rank that has slept: take its place, and copy the model, which is waited for. False if training ended
+        before. Not collective."""
+        with self._changed:
+            if self._node.budget.stop is not Stop.NONE:
+                return False
+            self._node.join()
+        self._wait_until(lambda: self._node.has_model)
+        with self._changed:
+            self._node.take_target(target)
+            self._node.take_parameters(flat)
+        return True
+
+    def leave(self) -> bool:
+        rank, members = self._comm.rank, self._members
+        with self._changed:
+            if members.budget.stop is not Stop.NONE:
+                return False
+            if why := members.why_stay():
+                say(
+                    f"[rank {rank}] was told to leave ({LEAVE.name}), but {why}: it stays. SIGUSR1 ends the whole job, "
+                    "with a checkpoint."
+                )
+                return False
+            members.leave()
+            others = len(self.living)
+        self._transport.wait_until_sent(members.watch.patience_s)
+        say(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
+        return True
 
     def take_parameters(self, flat: Tensor) -> bool:
         """Copy what came of the parameters into the network's; whether anything came."""
@@ -82,7 +135,7 @@ class GorilaExchange(Exchange, Receiver):
         """This rank's environments made so many steps. Waits while many of their experiences are under way."""
         with self._changed:
             self._node.stepped(steps)
-            self._node.send_stop()
+            self._members.send_stop()
             block = self._node.experienced(experience)
         if block is not None:
             self._experience.append(block)
@@ -119,7 +172,7 @@ class GorilaExchange(Exchange, Receiver):
 
     def close(self, timeout_s: float) -> Stop:
         with self._changed:
-            self._node.send_stop()  # after the barrier that the transport closes with, nothing may be sent
+            self._members.send_stop()  # after the barrier that the transport closes with, nothing may be sent
         self._transport.close(timeout_s, self._interrupt)
         self._raise_failure()
         budget = self._node.budget
@@ -173,8 +226,7 @@ class GorilaExchange(Exchange, Receiver):
         self._raise_failure()  # a dead shard's last checkpoint is to be read
         with self._changed:
             budget = self._node.budget
-            lost = [rank for rank in range(budget.size) if rank not in budget.living]
-            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, 0, 1.0, lost)
+            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, 0, 1.0, budget.lost)
 
     def shard_state(self) -> tuple[dict[str, Tensor], int]:
         """(copies of this rank's slices, version) for the checkpoint; ({}, 0) without a shard."""
@@ -215,13 +267,13 @@ class GorilaExchange(Exchange, Receiver):
     def _forget_all_but(self, living: Sequence[int]) -> None:
         """Who has not come to the end has died. Raises EndError if it served a shard."""
         for rank in set(self._node.budget.living) - set(living):
-            self._node.peer_died(rank)
+            self._members.peer_died(rank)
         self._raise_failure()
 
     def _raise_failure(self) -> None:
         self._transport.raise_failure()
-        if self._node.fault:
-            raise EndError(self._node.fault)
+        if self._members.fault:
+            raise EndError(self._members.fault)
 
     # ---- whichever thread has the lock ---------------------------------------------------------------------------
 
@@ -233,14 +285,14 @@ class GorilaExchange(Exchange, Receiver):
     def on_message(self, message: Received) -> None:
         with self._changed:
             self._node.on_message(message.source, message.data)
-            self._node.send_stop()
+            self._members.send_stop()
             while self._node.refusals:
                 say(f"[rank {self._comm.rank}] {self._node.refusals.popleft()}. Later ones are only counted.")
             self._changed.notify_all()
 
     def on_tick(self) -> None:
         with self._changed:
-            watch = self._node.watch
+            watch = self._members.watch
             before = set(watch.silent)
             self._node.look(self._transport.now_s())
             for rank in sorted(before ^ watch.silent):
@@ -249,8 +301,8 @@ class GorilaExchange(Exchange, Receiver):
 
     def on_death(self, rank: int) -> None:
         with self._changed:
-            self._node.peer_died(rank)
-            self._node.send_stop()
+            self._members.peer_died(rank)
+            self._members.send_stop()
             self._changed.notify_all()
 
 

@@ -20,3 +20,11 @@ class Kind(enum.IntEnum):
     SAMPLE = 13  # asks for BATCH
     BATCH = 14  # a minibatch of transitions
     PING = 15  # that it is received shows that its receiver answers
+    LEAVE = 16  # its sender, told to go, does nothing more; these are its last steps
+    GO = 17  # the first shard tells a spare to take a place
+    JOIN = 18  # its sender, a spare, has a place from now on
+    PLACE = 19  # the first shard says again who has joined
+
+
+ABOUT_MEMBERS = (Kind.STOP, Kind.PING, Kind.LEAVE, Kind.GO, Kind.JOIN, Kind.PLACE)
+"""What is said of who is there; nothing is behind its counters. The last four hold a place and a rank (`places.py`)."""

@@ -26,12 +26,13 @@ from pala.config import EnvConfig, GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import NOTHING, Format, Message, Refusal, Sizes, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
-from pala.gorila.messages import Kind
+from pala.gorila.members import Members
+from pala.gorila.messages import ABOUT_MEMBERS, Kind
+from pala.gorila.places import Places
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard, slices
 from pala.gorila.store import ReplayStore
-from pala.gorila.watch import Watch
 from pala.networks.network import FlatParameters
 from pala.transport.base import Bytes
 
@@ -62,7 +63,7 @@ class Rules(NamedTuple):
     """What all ranks of a run keep to."""
 
     config: GorilaConfig
-    roles: Roles
+    roles: Roles  # when training begins
     slices: list[slice]  # of the flat parameters, each shard's
     formats: Formats
     wire: Wire
@@ -80,7 +81,7 @@ def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats
     part: Sizes = {Format.FLOAT32: range(min(lengths), max(lengths) + 1, 4)}
     sizes: dict[Kind, Sizes] = {
         Kind.GRADIENT: part, Kind.GRADIENT_AND_FETCH: part, Kind.PARAMETERS: part, Kind.TARGET: part,
-        Kind.FETCH: NOTHING, Kind.FETCH_TARGET: NOTHING, Kind.SAMPLE: NOTHING, Kind.STOP: NOTHING, Kind.PING: NOTHING,
+        Kind.FETCH: NOTHING, Kind.FETCH_TARGET: NOTHING, Kind.SAMPLE: NOTHING, **dict.fromkeys(ABOUT_MEMBERS, NOTHING),
         Kind.RESET: {Format.ARRAYS: formats.reset.sizes},
         Kind.EXPERIENCE: {Format.ARRAYS: formats.experience.sizes},
         Kind.BATCH: {Format.ARRAYS: formats.batch.sizes},
@@ -90,15 +91,15 @@ def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats
 
 class Node:
     """One rank. The loop's thread calls the methods; `on_message` and `peer_died` come with messages, `look` with
-    time."""
+    time. Who is there is the business of its `members`."""
 
     def __init__(
         self, budget: StepBudget, rules: Rules, version: int, shard: Shard | None, store: ReplayStore | None,
-        send: Callable[[int, np.ndarray], Bytes],
+        send: Callable[[int, np.ndarray], Bytes], members: Members | None = None,
     ) -> None:  # fmt: skip
         """`version`: of the parameters that all begin with. `shard`, `store`: of a rank that has such a role.
-        `send(rank, bytes)`: takes the bytes over."""
-        self.budget, self.rules, self.roles, self.shard, self.store = budget, rules, rules.roles, shard, store
+        `send(rank, bytes)`: takes the bytes over. `members`: what a spare that has slept knows; it has to `join`."""
+        self.budget, self.rules, self.shard, self.store = budget, rules, shard, store
         self._config, self._wire, self._formats, self._parts = rules.config, rules.wire, rules.formats, rules.slices
         self._rank, self._send_bytes = budget.rank, send
         self._versions = [version] * len(self._parts)  # of the parameters last taken
@@ -107,15 +108,21 @@ class Node:
         self._arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
         self._open: dict[tuple[int, Kind], int] = {}  # (rank, what it owes) -> the period in which it was asked
         self._periods = 0  # each as long as the patience
-        self._sampled: tuple[int, ...] = ()  # ranks whose replay this learner samples, once it has begun
+        self._samples, self._sampled = False, tuple[int, ...]()  # ranks whose replay this learner samples, once it does
         self._num_gradients = self._steps_since_fetch = self._num_steps = 0
         self._batches: deque[tuple[int, Batch]] = deque()  # replay rank, minibatch
         self.counts: Counter[str] = Counter()
         self.refusals: deque[str] = deque()  # sentences, the first of each sender
         self._next_step: dict[int, int] = {}  # actor -> number of its step, or new games, that is to come
-        self.watch = Watch(self.roles.watched_by(self._rank), self._config.patience_s, self._send_ping)
         self._refused: set[int] = set()
-        self.fault = ""  # why training cannot go on
+        self.members = members or Members(budget, Places(rules.roles, budget.size), self._config.patience_s)
+        self.members.tell = self._tell
+        self.members.on_gone, self.members.on_change = self._forget, self._share_out_replays
+
+    @property
+    def roles(self) -> Roles:
+        """Of those who have them now."""
+        return self.members.places.roles
 
     # ---- actor ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +138,7 @@ class Node:
         """This rank's environments begin new games; frames [B, *frame]."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
-            self.store.begin(self._rank, frames)
+            self.store.begin(self._place, frames)
         else:
             self._num_steps += 1
             self._send_arrays(replay, Kind.RESET, self._formats.reset, frames, self._num_steps)
@@ -140,7 +147,7 @@ class Node:
         """What `stepped` counted. Returns the message, if one is needed: a silent replay gets none."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
-            self.store.add(self._rank, experience)
+            self.store.add(self._place, experience)
             self._serve()
             return None
         self._num_steps += 1
@@ -151,8 +158,9 @@ class Node:
 
     @property
     def replay_is_silent(self) -> bool:
-        """Whether the replay of this actor is."""
-        return self.roles.replay_of(self._rank) in self.watch.silent
+        """Whether the replay of this actor is, or nobody has taken its place yet."""
+        replay = self.roles.replay_of(self._rank)
+        return replay in self.members.watch.silent or replay not in self.budget.living
 
     def take_parameters(self, flat: Tensor) -> bool:
         """Copy what has come since the last call, and tell whether anything has. `flat`: the network's parameters."""
@@ -180,10 +188,17 @@ class Node:
                 taken = True
         return taken
 
+    @property
+    def _place(self) -> int:
+        place = self.members.places.place_of(self._rank)
+        assert place is not None
+        return place
+
     # ---- learner -------------------------------------------------------------------------------------------------
 
     def ask_for_batches(self) -> None:
         """Once, when training begins: every replay that this learner samples owes it one minibatch from now on."""
+        self._samples = True
         self._share_out_replays()
 
     def next_batch(self) -> Batch | None:
@@ -221,6 +236,21 @@ class Node:
     def _next_fetches(self) -> bool:
         return (self._num_gradients + 1) % self._config.parameters_period_updates == 0
 
+    # ---- spare ---------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Take the place that this rank was told to, and ask for a model; `has_model` tells when it has come."""
+        self.members.join()
+        for rank in self.roles.shards:
+            self._ask(rank, Kind.PARAMETERS)
+            if self._rank in self.roles.learners:
+                self._ask(rank, Kind.TARGET)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether nothing of the model is still to come."""
+        return not (self._is_owed(Kind.PARAMETERS) or self._is_owed(Kind.TARGET))
+
     # ---- what comes ----------------------------------------------------------------------------------------------
 
     def on_message(self, source: int, data: np.ndarray) -> None:
@@ -239,74 +269,31 @@ class Node:
                 self._refused.add(source)
                 self.refusals.append(f"refused a message from rank {source}: {refusal.reason}")
 
-    def peer_died(self, rank: int) -> None:
-        """Actors and learners may die, as long as some live; when training ends, everybody but the shards."""
-        self.budget.peer_died(rank)
-        self.watch.forget(rank)
+    def _forget(self, rank: int) -> None:
+        """It has died or left: nothing will come of it."""
         self._open = {of: asked for of, asked in self._open.items() if of[0] != rank}
         if self.store is not None:
             self.store.forget(rank)
-        roles, living = self.roles, set(self.budget.living)
-        only_replay = set(roles.replays) - set(roles.actors)
-        if rank in roles.shards:
-            loss = f"served shard {roles.shards.index(rank)} of the parameters"
-        elif self.budget.stop is not Stop.NONE:
-            return
-        elif rank in only_replay:
-            loss = "held the replay of other ranks"
-        elif living.isdisjoint(roles.learners):
-            loss = "was the last learner"
-        elif living.isdisjoint(roles.actors):
-            loss = "was the last actor"
-        else:
-            if self._sampled:
-                self._share_out_replays()
-            return
-        self.fault = f"Rank {rank} has died, which {loss}; {_END}"
 
     def look(self, now_s: float) -> None:
         """Some times a second: see who answers, and ask again for what has not come. Nothing once training ends."""
-        if self.budget.stop is not Stop.NONE:
+        self.members.look(now_s)
+        if self.budget.stop is not Stop.NONE or self.members.has_left:
             return
-        self.watch.look(now_s)
-        self._judge_silence()
-        periods = int(self.watch.awake_s / self._config.patience_s)
+        periods = int(self.members.watch.awake_s / self._config.patience_s)
         if periods > self._periods:
             self._periods = periods
             for (rank, what), asked in list(self._open.items()):
                 if periods > asked + 1:
                     self._ask(rank, what)
 
-    def _judge_silence(self) -> None:
-        """Training goes on as long as all shards answer, and somebody of each other role."""
-        silent, roles = self.watch.silent, self.roles
-        if not silent:
-            return
-        answering = set(self.budget.living) - silent
-        losses: list[tuple[tuple[int, ...], str]] = [
-            ((rank,), f"serves shard {index}") for index, rank in enumerate(roles.shards) if rank in silent
-        ]
-        for ranks, verb in ((roles.replays, "holds replay"), (roles.learners, "learns"), (roles.actors, "acts")):
-            if answering.isdisjoint(ranks):
-                losses.append((ranks, f"{verb}, as no other rank does that answers"))
-        for ranks, loss in losses[:1]:
-            self.fault = (
-                f"Rank {', '.join(str(rank) for rank in ranks if rank in silent)} has not answered for "
-                f"{self._config.patience_s:g} s ('gorila.patience_s'), which {loss}; {_END}"
-            )
-
-    def send_stop(self) -> None:
-        """Tell others that training ends, if it does and they have not been told."""
-        for peer in self.budget.tell_stop():
-            self._send(peer, Kind.STOP)
-
     def _act_on(self, message: Message, payload: np.ndarray) -> Refusal | None:
         """Dispatch; a Refusal if its way is none of `_WAYS`, or the payload says what cannot be."""
-        if message.kind in (Kind.STOP, Kind.PING):
-            return None
+        if message.kind in ABOUT_MEMBERS:
+            return self.members.hear(message)
         senders, receivers = _WAYS[message.kind]
         for rank, roles in ((message.sender, senders), (self._rank, receivers)):
-            if not any(rank in getattr(self.roles, role) for role in roles):
+            if not self.members.places.may_be(rank, roles):
                 return Refusal(f"rank {rank} is none of the {' or '.join(roles)}, but its kind is {message.kind.name}")
         if "shards" in receivers:
             return self._as_shard(message, payload)
@@ -363,13 +350,15 @@ class Node:
                 self._wait_in_line(source)
                 self._serve()
             return None
-        if self.roles.replay_of(source) != self._rank:
+        if source not in self.roles.actors or self.roles.replay_of(source) != self._rank:
             return Refusal("this rank holds no replay of its sender")
+        actor = self.members.places.place_of(source)
+        assert actor is not None
         if message.kind is Kind.RESET:
             frames = self._formats.reset.decode(payload)
             if isinstance(frames, Refusal):
                 return frames
-            store.begin(source, frames)
+            store.begin(actor, frames)
             self._next_step[source] = message.round + 1
             return None
         experience = self._formats.experience.decode(payload)
@@ -377,12 +366,12 @@ class Node:
             return experience
         expected, self._next_step[source] = self._next_step.get(source), message.round + 1
         if expected is None:  # the first frames were refused, so these are the first
-            store.begin(source, experience.frames)
-            store.lose_step(source)
+            store.begin(actor, experience.frames)
+            store.lose_step(actor)
             return None
         if message.round != expected:  # steps between were refused, or not sent
-            store.lose_step(source)
-        store.add(source, experience)
+            store.lose_step(actor)
+        store.add(actor, experience)
         self._serve()
         return None
 
@@ -405,6 +394,8 @@ class Node:
 
     def _share_out_replays(self) -> None:
         """Among the learners that live. Those that are new to this one owe it a minibatch, too."""
+        if not self._samples:
+            return
         self._sampled = self.roles.sampled_by(self._rank, set(self.budget.living))
         have = {rank for rank, _ in self._batches}
         for rank in self._sampled:
@@ -437,8 +428,8 @@ class Node:
             else:
                 self._send_arrays(learner, Kind.BATCH, self._formats.batch, batch)
 
-    def _send_ping(self, rank: int) -> Bytes:
-        return self._send(rank, Kind.PING)
+    def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:
+        return self._send(rank, kind, round_=round_)
 
     def _send(self, rank: int, kind: Kind, values: np.ndarray | None = None, round_: int = 0) -> Bytes:
         """A message with nothing, or with float32 values, which are copied."""
@@ -462,7 +453,6 @@ class Node:
         return self._send_bytes(rank, data)
 
 
-_END = "nothing can be learned without it, so the job ends here. Go on from the last checkpoint by `--resume`."
 # How to ask for what.
 _QUESTIONS = {Kind.PARAMETERS: Kind.FETCH, Kind.TARGET: Kind.FETCH_TARGET, Kind.BATCH: Kind.SAMPLE}
 # The fields of `Roles` that the sender and the receiver of each kind have, any of them.

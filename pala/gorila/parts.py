@@ -18,8 +18,10 @@ from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
 from pala.gorila.node import Formats, Rules
+from pala.gorila.places import check_spares
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import Beginning, Shard, assemble
+from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
 from pala.networks.make import blank_observations, make_tape
@@ -151,8 +153,19 @@ class GorilaParts(Parts[GorilaExchange]):
         if index is not None:
             begin = Beginning(self.flat.data, self.squares, self.target.data, self.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)
-        budget = StepBudget(comm.rank, comm.size, self.config.total_steps, start.local_steps, start.base_steps)
+        budget = StepBudget(
+            comm.rank, comm.size, self.config.total_steps, start.local_steps, start.base_steps, self.config.run.spares
+        )  # fmt: skip
         return GorilaExchange(comm, self.rules, budget, self.version, shard, self.store, interrupt)
+
+    def take_place(self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt) -> GorilaExchange | None:
+        budget = sleeping.members.budget
+        exchange = GorilaExchange(comm, self.rules, budget, 0, None, self.store, interrupt, sleeping)
+        if not exchange.take_place(self.flat.data, self.target.data):
+            return None
+        if self.store is not None:
+            say(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
+        return exchange
 
     def make_loop(
         self, rank: int, envs: Envs, exchange: GorilaExchange, progress: Progress, interrupt: Interrupt
@@ -162,7 +175,29 @@ class GorilaParts(Parts[GorilaExchange]):
 
 def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> GorilaParts:
     """Networks with the seed's first weights, and what the rank's roles need. Collective."""
-    roles = collectively(comm, lambda: assign(config.gorila, comm.size))
+
+    def make_roles() -> Roles:
+        roles = assign(config.gorila, comm.size, config.run.spares)
+        check_spares(roles, config.run.spares)
+        return roles
+
+    return _build(comm, config, envs, make_network, comm.rank, comm.rank, collectively(comm, make_roles))
+
+
+def build_spare(
+    comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None, sleeping: SleepingGorila
+) -> GorilaParts:
+    """The same for a spare that is needed, and alone in `comm`."""
+    members, place = sleeping.members, sleeping.members.order
+    assert place is not None
+    return _build(comm, config, envs, make_network, members.rank, place, members.places.first_roles)
+
+
+def _build(
+    comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None, rank: int, place: int,
+    roles: Roles,
+) -> GorilaParts:  # fmt: skip
+    """Of a rank of the job, perhaps alone in `comm`, for this place. Collective."""
     device = prepare_device(comm, config)
 
     def make_networks() -> tuple[Network, Network]:
@@ -187,25 +222,27 @@ def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetw
     def make_rules() -> Rules:
         num_actions = network.distribution.num_outputs
         formats = Formats.of(config.env, frame_stack, config.gorila, envs.observation_space, num_actions)
-        return Rules.of(config.gorila, roles, comm.size, flat, formats)
+        return Rules.of(config.gorila, roles, len(roles.everybody) + config.run.spares, flat, formats)
 
     rules = collectively(comm, make_rules)
-    store = collectively(comm, lambda: _make_store(comm.rank, config, roles, envs, frame_stack))
+    store = collectively(comm, lambda: _make_store(rank, place, config, roles, envs, frame_stack))
     _check_memory(comm, config, store)
     gorila = config.gorila
     loss_filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
     return GorilaParts(
-        config, comm.rank, rules, frame_stack, device, network, flat, tape, target, target_tape,
+        config, rank, rules, frame_stack, device, network, flat, tape, target, target_tape,
         torch.zeros_like(flat.data), store, loss_filter,
     )  # fmt: skip
 
 
-def _make_store(rank: int, config: Config, roles: Roles, envs: Envs, frame_stack: int) -> ReplayStore | None:
-    """The store of a rank that holds replay, for the actors who feed it; None on other ranks."""
-    if rank not in roles.replays:
+def _make_store(
+    rank: int, place: int, config: Config, roles: Roles, envs: Envs, frame_stack: int
+) -> ReplayStore | None:
+    """The store of a place that holds replay, for those of the actors who feed it; None for others."""
+    if place not in roles.replays:
         return None
     gorila, num_actors = config.gorila, len(roles.actors)
-    actors = [actor for actor in roles.actors if roles.replay_of(actor) == rank]
+    actors = [actor for actor in roles.actors if roles.replay_of(actor) == place]
     return ReplayStore(
         actors, gorila.replay_capacity_steps // num_actors, envs.num_envs, envs.observation_space, frame_stack,
         min_steps=math.ceil(gorila.min_replay_steps * len(actors) / num_actors),

@@ -6,7 +6,7 @@ first, then replays, learners and actors, one role each; with a local replay, ac
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from pala.config import GorilaConfig
@@ -14,13 +14,24 @@ from pala.system.errors import PalaError
 
 
 class Roles(NamedTuple):
-    """The ranks of each role, rising; a rank may have several roles."""
+    """The ranks of each role, rising when training begins; a rank may have several roles."""
 
     shards: tuple[int, ...]  # shard i is served by rank shards[i]
     replays: tuple[int, ...]
     learners: tuple[int, ...]
     actors: tuple[int, ...]
     replay_is_local: bool
+
+    @property
+    def everybody(self) -> set[int]:
+        """The ranks that have a role."""
+        return {*self.shards, *self.replays, *self.learners, *self.actors}
+
+    def held_by(self, holders: Sequence[int]) -> Roles:
+        """The same roles when rank `holders[i]` has those of rank i."""
+        ranks = (self.shards, self.replays, self.learners, self.actors)
+        shards, replays, learners, actors = (tuple(holders[rank] for rank in of_role) for of_role in ranks)
+        return Roles(shards, replays, learners, actors, self.replay_is_local)
 
     def replay_of(self, actor: int) -> int:
         """The rank that holds what this actor plays."""
@@ -42,16 +53,15 @@ class Roles(NamedTuple):
     def watched_by(self, rank: int) -> tuple[int, ...]:
         """The ranks of which this one looks whether they answer: all shards, and an actor's replay; the first shard
         looks at everybody."""
-        everybody = {*self.shards, *self.replays, *self.learners, *self.actors}
-        watched = everybody if rank == self.shards[0] else {*self.shards}
+        watched = self.everybody if rank == self.shards[0] else {*self.shards}
         if rank in self.actors:
             watched |= {self.replay_of(rank)}
         return tuple(sorted(watched - {rank}))
 
 
-def assign(config: GorilaConfig, num_ranks: int) -> Roles:
-    """The roles of a job of so many ranks. Raises PalaError if they cannot be shared out; the configuration itself is
-    checked already (`config.check`)."""
+def assign(config: GorilaConfig, num_ranks: int, num_spares: int = 0) -> Roles:
+    """The roles of a job of so many ranks, beside which there are so many spares. Raises PalaError if they cannot be
+    shared out; the configuration itself is checked already (`config.check`)."""
     local = config.replay == "local"
     if config.roles == "bundled":
         if config.num_shards > num_ranks:
@@ -65,9 +75,11 @@ def assign(config: GorilaConfig, num_ranks: int) -> Roles:
     if sum(counts) != num_ranks:
         names = ("shard", "replay", "learner", "actor")
         asked = ", ".join(_counted(count, name) for count, name in zip(counts, names, strict=True) if count)
+        beside = f" beside {_counted(num_spares, 'spare')}" if num_spares else ""
         raise PalaError(
-            f"'gorila.roles' is 'separate' with {asked}: {_counted(sum(counts), 'rank')}, but the job has {num_ranks}; "
-            f"start it with `mpirun -np {sum(counts)}`, or change the 'gorila.num_...' so that every rank has one role."
+            f"'gorila.roles' is 'separate' with {asked}: {_counted(sum(counts), 'rank')}, but the job has {num_ranks}"
+            f"{beside}; start it with `mpirun -np {sum(counts) + num_spares}`, or change the 'gorila.num_...' "
+            "so that every rank has one role."
         )
     ranks = iter(range(num_ranks))
     shards, replays, learners, actors = (tuple(next(ranks) for _ in range(count)) for count in counts)

@@ -24,7 +24,7 @@ class ReplayStore:
 
     def __init__(
         self,
-        actors: Sequence[int],  # their ranks
+        actors: Sequence[int],  # their places
         capacity_steps: int,  # of each
         num_envs: int,  # of each
         observation_space: gymnasium.Space,

@@ -47,6 +47,11 @@ class Watch:
             if waits_s >= part_s:
                 self._pings[rank] = _Ping(self._ping(rank), self.awake_s)
 
+    def attend(self, ranks: Iterable[int]) -> None:
+        """From now on these are the ranks; of those that were among them before, all is known that was."""
+        self._pings = {rank: self._pings.get(rank) for rank in ranks}
+        self.silent.intersection_update(self._pings)
+
     def forget(self, rank: int) -> None:
         """It has died."""
         self._pings.pop(rank, None)

@@ -39,7 +39,7 @@ class Worker(Loop):
     ) -> None:
         super().__init__(parts.config.run, exchange, progress, interrupt, parts.device)
         self._rank, self._config, self._envs, self._frame_stack = parts.rank, parts.config, envs, parts.frame_stack
-        roles = parts.rules.roles
+        roles = exchange.roles
         self._acts, self._learns = parts.rank in roles.actors, parts.rank in roles.learners
         self._tape, self._flat, self._target_tape, self._target = (
             parts.tape, parts.flat, parts.target_tape, parts.target

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pala.config import Config
-from pala.exchange.gossip.sleeping import Beginning
+from pala.exchange.sleeping import Beginning
 from pala.system.errors import CollectiveError
 from pala.transport.agreement import check_agreement, check_spares, cores_of_host, cores_of_job, cores_per_rank
 from pala.transport.base import Communicator

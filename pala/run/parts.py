@@ -82,6 +82,11 @@ class Parts(abc.ABC, Generic[ExchangeT]):
         """Collective."""
 
     @abc.abstractmethod
+    def take_place(self, comm: Communicator, sleeping: Any, interrupt: Interrupt) -> ExchangeT | None:
+        """Of a spare that is needed: the exchange of a rank that trains from now on, with a model from others; None if
+        training ended before. `sleeping`: the algorithm's `Sleeping`. Not collective."""
+
+    @abc.abstractmethod
     def make_loop(self, rank: int, envs: Envs, exchange: ExchangeT, progress: Progress, interrupt: Interrupt) -> Loop:
         """The training loop of this rank."""
 

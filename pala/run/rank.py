@@ -7,12 +7,15 @@ times a second, as every data proxy does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.config import Config
 from pala.exchange.gossip.sleeping import SleepingGossip
+from pala.exchange.sleeping import Beginning, Sleeping
+from pala.gorila.sleeping import SleepingGorila
 from pala.run.hooks import NO_HOOKS, Hooks
 from pala.run.job import Briefing, Job
 from pala.run.result import Conclude, Result
@@ -22,6 +25,10 @@ from pala.transport.base import Communicator
 
 if TYPE_CHECKING:
     from pala.envs import MakeEnv
+
+_SLEEPING: dict[str, Callable[[Communicator, Config, Beginning, Interrupt], Sleeping]] = {  # collective
+    "a2c": SleepingGossip, "gorila": SleepingGorila,
+}  # fmt: skip
 
 
 def run_rank(
@@ -57,8 +64,10 @@ def _stand_by(
     if briefing is None:
         raise CollectiveError("The ranks that train did not start.")
     began_s = time.perf_counter() - briefing.time_s
-    sleeping = SleepingGossip(job.comm, config, briefing.exchange, interrupt)
-    if sleeping.until_needed():
+    sleeping = _SLEEPING[config.algorithm](job.comm, config, briefing.exchange, interrupt)
+    with _noting_the_end(job, briefing):
+        is_needed = sleeping.until_needed()
+    if is_needed:
         with loading():
             from pala.run.session import take_place  # torch, environments: now they are needed
 
@@ -66,15 +75,17 @@ def _stand_by(
         if result is not None:
             return result
     if not interrupt.is_told_to_leave:
-        _close(job, briefing, sleeping)
+        with _noting_the_end(job, briefing):
+            sleeping.close(job.patience_s)
     job.comm.depart()
     return Result(briefing.run, "spared", sleeping.global_steps, None, False, 0)
 
 
-def _close(job: Job, briefing: Briefing, sleeping: SleepingGossip) -> None:
-    """Collective. Raises EndError."""
+@contextmanager
+def _noting_the_end(job: Job, briefing: Briefing) -> Iterator[None]:
+    """Say in run.json why a job failed that ends inside the block."""
     try:
-        sleeping.close(job.patience_s)
+        yield
     except EndError as error:
         from pala.run.records import note_failure  # they load torch
         from pala.run.segment import Segment

@@ -24,8 +24,7 @@ from pala.config import Config, to_table
 from pala.envs import Envs, MakeEnv
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.exchange import Gossip
-from pala.exchange.gossip.sleeping import Beginning, SleepingGossip
+from pala.exchange.sleeping import Beginning, Sleeping
 from pala.gorila import parts as gorila
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint, run_folder, user_code
@@ -51,6 +50,11 @@ _BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None], Par
     "a2c": a2c.build, "gorila": gorila.build,
 }  # fmt: skip
 _CALLBACKS = ("", "on_update", "on_interval")
+# of a spare that was asleep
+_BUILD_SPARE: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any], Parts[Any]]] = {
+    "a2c": lambda alone, config, envs, make_network, sleeping: a2c.build(alone, config, envs, make_network),
+    "gorila": gorila.build_spare,
+}  # fmt: skip
 
 
 def train(
@@ -105,23 +109,22 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
 
 
 def take_place(
-    job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: SleepingGossip, make_env: MakeEnv | None,
+    job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: Sleeping, make_env: MakeEnv | None,
     on_update: Callable[[int], None] | None, interrupt: Interrupt, conclude: Conclude | None, hooks: Hooks,
 ) -> Result | None:  # fmt: skip
-    """What a spare does when it is needed: build, ask a peer for its model, train. None if training ended before.
+    """What a spare does when it is needed: build, ask others for a model, train. None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = job.comm.alone(), job.comm.rank
     segment = Segment(briefing.run, briefing.segment, briefing.previous)
     try:
         code = user_code.load(segment.run, UserCode(make_env, hooks.make_network))  # this job has kept or judged it
         envs = build_envs(alone, config, job.threads, code.make_env)
-        parts: Parts[Any] = _BUILD[config.algorithm](alone, config, envs, code.make_network)
+        parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
     with joined(segment, briefing.is_locked) as segment:
-        flat = parts.flat
-        exchange = Gossip(job.comm, flat.data, flat.signature, config, None, interrupt, sleeping, flat.num_moments)
-        if not exchange.take_place():
+        exchange = parts.take_place(job.comm, sleeping, interrupt)
+        if exchange is None:
             envs.close()
             return None
         say(f"[rank {rank}] takes the place of a rank that is gone.")

@@ -14,6 +14,7 @@ Nothing in this package knows what a message means. Nothing outside it calls MPI
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -116,6 +117,17 @@ class Transport(abc.ABC):
     def has_sent(self) -> bool:
         """True if everything that was to be sent has left. Any thread."""
         return True
+
+    def wait_until_sent(self, patience_s: float) -> None:
+        """Until everything that was to be sent has left, but for peers that are stopped not longer than so. The
+        learner's thread, without any lock held."""
+        deadline = time.monotonic() + patience_s
+        self.hurry(True)
+        while not self.has_sent() and time.monotonic() < deadline:
+            self.raise_failure()
+            self.poll()
+            time.sleep(0.001)
+        self.hurry(False)
 
     def hurry(self, waiting: bool) -> None:  # noqa: B027
         """Whether this rank's learner is waiting for a message. Any thread."""

@@ -101,9 +101,9 @@ class Gossip(ModelExchange):
     def leave(self) -> bool:
         rank, budget = self._comm.rank, self._protocol.budget
         if budget.stop is Stop.NONE and list(self.living) != [rank]:
-            self._wait_until_all_is_sent()
+            self._transport.wait_until_sent(self._protocol.rules.patience_s)
             self._driver.leave()
-            self._wait_until_all_is_sent()
+            self._transport.wait_until_sent(self._protocol.rules.patience_s)
             if self.living and budget.stop is Stop.NONE:
                 say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
@@ -158,16 +158,6 @@ class Gossip(ModelExchange):
             budget = self._protocol.budget
             steps, weight = [int(s) for s in budget.local_steps], self._protocol.mixing.weight
             return ExchangeState(steps, budget.base_steps, self._protocol.round, weight, budget.lost)
-
-    def _wait_until_all_is_sent(self) -> None:
-        """But for peers that are stopped not longer than this rank's patience."""
-        deadline = time.monotonic() + self._protocol.rules.patience_s
-        self._transport.hurry(True)
-        while not self._transport.has_sent() and time.monotonic() < deadline:
-            self._transport.raise_failure()
-            self._transport.poll()
-            time.sleep(0.001)
-        self._transport.hurry(False)
 
     def _wait(self) -> None:
         """Until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the lock

@@ -5,7 +5,7 @@ Its driver and protocol are those that it goes on with when it is needed. Loads 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,21 +14,10 @@ from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.driver import GossipDriver, Models, Opened
 from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.protocols import make_protocol
+from pala.exchange.sleeping import Beginning, Sleeping
 from pala.exchange.wire import NOTHING, Message, Refusal, Wire
 from pala.system.runtime import Interrupt
 from pala.transport.base import Bytes, Communicator, Packet, Received
-
-_LOOK_S = 0.5  # a rank that sleeps looks at signals so often
-
-
-class Beginning(NamedTuple):
-    """What a rank that sleeps has to know of those that train."""
-
-    num_parameters: int
-    signature: int  # of the network's layout
-    local_steps: list[int]  # of every rank, those that sleep too
-    base_steps: int
-    round: int
 
 
 class _NoModels:
@@ -50,47 +39,29 @@ class _NoModels:
         return None
 
 
-class SleepingGossip:
+class SleepingGossip(Sleeping):
     """Waits for the rank's turn."""
 
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
         """Collective."""
-        self._interrupt = interrupt
         budget = StepBudget(
             comm.rank, comm.size, config.total_steps, begin.local_steps, begin.base_steps, config.run.spares
         )  # fmt: skip
-        self._budget = budget
         protocol = make_protocol(config, budget, begin.round, weight=0.0, whole_every=1)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
-        self.transport = comm.open_transport()
+        super().__init__(budget, comm.open_transport(), interrupt)
         self.driver = GossipDriver(protocol, self.transport, cast(Models, _NoModels(wire)), num_snapshots=0)
         self.driver.start()
 
     @property
-    def global_steps(self) -> int:
-        """Environment steps of all ranks, as far as known here."""
-        return self._budget.global_steps
-
-    def until_needed(self) -> bool:
-        """Sleep. True if this rank has to take a place; False if training ends, or it is told to leave."""
+    def is_needed(self) -> bool:
         with self.driver.lock:
-            while not (self._budget.is_needed or self._interrupt.is_told_to_leave):
-                if self._budget.stop is not Stop.NONE:
-                    return False
-                self.driver.wait(_LOOK_S)
-                self.transport.raise_failure()
-                if self._interrupt.signal is not None:
-                    self.driver.end(Stop.SIGNAL)
-        return not self._interrupt.is_told_to_leave
+            return self._budget.is_needed
 
-    @property
-    def is_over(self) -> bool:
-        """Training has ended, as far as known here."""
-        self.transport.raise_failure()
-        if self._interrupt.signal is not None:
-            self.driver.end(Stop.SIGNAL)
-        return self._budget.stop is not Stop.NONE
+    def _wait(self, timeout_s: float) -> None:
+        with self.driver.lock:
+            if not self._budget.is_needed and self._budget.stop is Stop.NONE:
+                self.driver.wait(timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """Take part in the end of the messages. Collective. Raises EndError as `Transport.close`."""
-        self.transport.close(timeout_s, self._interrupt)
+    def _end(self, reason: Stop) -> None:
+        self.driver.end(reason)

@@ -1,0 +1,63 @@
+"""A spare rank that sleeps: what it is told when training begins, and how it waits for its turn. Loads no torch."""
+
+from __future__ import annotations
+
+import abc
+from typing import NamedTuple
+
+from pala.exchange.budget import StepBudget, Stop
+from pala.system.runtime import Interrupt
+from pala.transport.base import Transport
+
+_LOOK_S = 0.5  # a rank that sleeps looks at signals so often
+
+
+class Beginning(NamedTuple):
+    """What a rank that sleeps has to know of those that train."""
+
+    num_parameters: int
+    signature: int  # of the network's layout
+    local_steps: list[int]  # of every rank, those that sleep too
+    base_steps: int
+    round: int
+
+
+class Sleeping(abc.ABC):
+    """Waits for the rank's turn. It hears who dies, leaves and joins, and of the end, and has no model."""
+
+    def __init__(self, budget: StepBudget, transport: Transport, interrupt: Interrupt) -> None:
+        self._budget, self.transport, self._interrupt = budget, transport, interrupt
+
+    @property
+    def global_steps(self) -> int:
+        """Environment steps of all ranks, as far as known here."""
+        return self._budget.global_steps
+
+    def until_needed(self) -> bool:
+        """Sleep. True if this rank has to take a place; False if training ends, or it is told to leave. Raises EndError
+        if training cannot go on."""
+        while not (self.is_needed or self._interrupt.is_told_to_leave):
+            if self._budget.stop is not Stop.NONE:
+                return False
+            self._wait(_LOOK_S)
+            self.transport.raise_failure()
+            if self._interrupt.signal is not None:
+                self._end(Stop.SIGNAL)
+        return not self._interrupt.is_told_to_leave
+
+    def close(self, timeout_s: float) -> None:
+        """Take part in the end of the messages. Collective. Raises EndError as `Transport.close`."""
+        self.transport.close(timeout_s, self._interrupt)
+
+    @property
+    @abc.abstractmethod
+    def is_needed(self) -> bool:
+        """Whether this rank has to take a place."""
+
+    @abc.abstractmethod
+    def _wait(self, timeout_s: float) -> None:
+        """Until something has come, at most so long; asleep."""
+
+    @abc.abstractmethod
+    def _end(self, reason: Stop) -> None:
+        """End training on all ranks."""

@@ -1,0 +1,100 @@
+"""A spare rank of Gorila that sleeps: it hears who dies, leaves and joins, and of the end. Loads no torch."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from pala.config import Config
+from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.sleeping import Beginning, Sleeping
+from pala.exchange.wire import NOTHING, Message, Refusal, Wire
+from pala.gorila.members import Members
+from pala.gorila.messages import ABOUT_MEMBERS, Kind
+from pala.gorila.places import Places
+from pala.gorila.roles import assign
+from pala.system.errors import EndError
+from pala.system.runtime import Interrupt, say
+from pala.transport.base import Bytes, Communicator, Received, Receiver
+
+
+class SleepingGorila(Sleeping, Receiver):
+    """Waits until the first shard gives this rank a place. What it knows of the others it goes on with."""
+
+    def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
+        """Collective."""
+        spares = config.run.spares
+        budget = StepBudget(comm.rank, comm.size, config.total_steps, begin.local_steps, begin.base_steps, spares)
+        places = Places(assign(config.gorila, comm.size - spares, spares), comm.size)
+        self.members = Members(budget, places, config.gorila.patience_s)
+        self.members.tell = self._tell
+        self._wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(ABOUT_MEMBERS, NOTHING))
+        self.changed = threading.Condition()  # its lock: what comes is heard under it
+        self.awake: Receiver | None = None  # who hears in its place from then on; set with the lock held
+        self._refused: set[int] = set()
+        super().__init__(budget, comm.open_transport(), interrupt)
+        self.transport.start(self)
+
+    @property
+    def is_needed(self) -> bool:
+        if self.members.fault:
+            raise EndError(self.members.fault)
+        return self.members.order is not None and self._budget.stop is Stop.NONE
+
+    def _wait(self, timeout_s: float) -> None:
+        with self.changed:
+            if not (self.members.order is not None or self.members.fault or self._budget.stop is not Stop.NONE):
+                self.changed.wait(timeout_s)
+
+    def _end(self, reason: Stop) -> None:
+        with self.changed:
+            self._budget.stop_now(reason)
+            self.members.send_stop()
+
+    # ---- the transport's calls -----------------------------------------------------------------------------------
+
+    def on_message(self, message: Received) -> None:
+        with self.changed:
+            if self.awake is not None:
+                self.awake.on_message(message)
+                return
+            refusal = self._hear(message)
+            if refusal is not None and message.source not in self._refused:
+                self._refused.add(message.source)
+                say(f"[rank {self.members.rank}] refused a message from rank {message.source}: {refusal.reason}.")
+            self.members.send_stop()
+            self.changed.notify_all()
+
+    def on_death(self, rank: int) -> None:
+        with self.changed:
+            if self.awake is not None:
+                self.awake.on_death(rank)
+                return
+            self.members.peer_died(rank)
+            self.members.send_stop()
+            self.changed.notify_all()
+
+    def on_tick(self) -> None:
+        with self.changed:
+            if self.awake is not None:
+                self.awake.on_tick()
+                return
+            self.members.look(self.transport.now_s())
+
+    def _hear(self, received: Received) -> Refusal | None:
+        message = self._wire.decode(received.data)
+        if isinstance(message, Refusal):
+            return message
+        if message.sender != received.source:
+            return Refusal(f"it says it comes from rank {message.sender}")
+        self._budget.news(message.local_steps, message.stop)
+        return self.members.hear(message)
+
+    def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:
+        data = np.zeros(self._wire.control_bytes, np.uint8)
+        message = Message(kind, self.members.rank, round_, 1.0, self._budget.stop, self._budget.local_steps)
+        self._wire.encode(message, data)
+        packet = Bytes(data)
+        self.transport.send(rank, packet)
+        return packet

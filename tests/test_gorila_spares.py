@@ -1,0 +1,180 @@
+"""Gorila's spares in whole trainings, on threads: ranks that die or leave are replaced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGUSR1
+
+import pytest
+from runs import intervals
+from test_memory import (
+    ENDLESS,
+    GORILA,
+    SEPARATE,
+    gorila,
+    leave_at,
+    own_steps,
+    ranks_in,
+    stop_when,
+    stopped_well,
+    train,
+)
+
+from pala.config import Config, GorilaConfig
+from pala.gorila.shard import assemble
+from pala.system.errors import EndError
+from pala.transport.faults import Fault, fail_at, fail_at_message
+from pala.transport.memory import Killed, MemoryCommunicator
+
+BUNDLED = replace(GORILA, num_shards=1)
+FEW = replace(SEPARATE, num_shards=1, num_learners=1, num_actors=2)  # ranks: shard, learner, 2 actors
+REMOTE = replace(FEW, replay="global", num_replays=1)  # ranks: shard, replay, learner, 2 actors
+
+
+def with_spares(folder: Path, spares: int, config: GorilaConfig = BUNDLED, steps: int = ENDLESS) -> Config:
+    plain = gorila(folder, config, steps)
+    return replace(plain, env=replace(plain.env, id="Paced-v0"), run=replace(plain.run, spares=spares))
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    job = train(4, with_spares(tmp_path, 1), [fail_at(dead, 5)], on_update=stop_when(3, updates=20))
+    assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
+    assert ranks_in(job, "lost_ranks") == [dead] and ranks_in(job, "joined_ranks") == [3]
+    assert job.total("gradients_sent", rank=3) >= 19 and own_steps(job.states())[3] > 60
+    assert job.total("messages_refused") == 0
+    said = capsys.readouterr().err
+    assert "[rank 3] begins an empty replay: what the one before it held is lost" in said
+    assert said.count("rank 3, a spare, on") == 1 and said.count("has joined; 3 train") == 1
+    steps = job.segment["global_steps"] + 200
+    resumed = train(4, replace(job.config, total_steps=steps), resume=job.run)
+    assert resumed.ended_well(but_for=[3]) and resumed.segment["global_steps"] >= steps
+    assert "had lost 1 ranks: the shards' parameters are shared out anew" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "ranks", "fault"),
+    [(FEW, 4, fail_at(1, 10)), (REMOTE, 5, fail_at_message(1, 60)), (REMOTE, 5, fail_at_message(4, 60))],
+    ids=["the only learner", "the only replay", "actor"],
+)
+def test_a_spare_takes_the_only_role_of_a_rank(config: GorilaConfig, ranks: int, fault: Fault, tmp_path: Path) -> None:
+    """And who is left learns on."""
+    dead, learner = fault.rank, config.num_shards + config.num_replays  # type: ignore[union-attr]
+    spare = ranks
+    at_spare: set[int] = set()
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_update(updates)
+        if comm.world.dead:
+            at_spare.add(updates)
+            if len(at_spare) > 300:
+                comm.interrupt.signal = SIGUSR1
+
+    job = train(ranks + 1, with_spares(tmp_path, 1, config), [fault], on_update=on_update)
+    assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
+    assert ranks_in(job, "joined_ranks") == [spare]
+    states = job.states()
+    if dead == learner:
+        assert job.total("gradients_sent", rank=spare) > 200
+    elif config is REMOTE and dead == 1:
+        assert max(record["replay_transitions"] for record in intervals(job.run, spare)) > 60
+    else:
+        assert own_steps(states)[spare] > 60
+    assert assemble(states).version > 200
+
+
+def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
+    job = train(4, with_spares(tmp_path, 1, steps=1500), [fail_at(2, 5)])
+    assert job.ended_well(but_for=[2]) and 1500 <= job.segment["global_steps"] < 1600
+
+
+def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
+    job = train(4, with_spares(tmp_path, 2, steps=300))
+    assert job.ended_well(but_for=[2, 3]) and [result.status for result in job.results[2:]] == ["spared"] * 2
+    assert job.segment["ranks"] == 2 and not {"lost_ranks", "joined_ranks"} & job.segment.keys()
+    before = own_steps(job.states(ranks=2))
+    resumed = train(3, replace(job.config, total_steps=500, run=replace(job.config.run, spares=1)), resume=job.run)
+    assert resumed.ended_well(but_for=[2])
+    assert all(now > then for now, then in zip(own_steps(resumed.states(ranks=2)), before, strict=True))
+
+
+# ---- deaths at bad moments -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_the_death_of_a_shard_ends_the_job_and_the_spares(has_joined: bool, tmp_path: Path) -> None:
+    faults = [fail_at(2, 5)] * has_joined + [fail_at_message(1, 200)]
+    job = train(4, with_spares(tmp_path, 1, GORILA), faults)
+    sentence = "Rank 1 has died, which served shard 1 of the parameters, of which no spare has a copy; nothing can"
+    for rank in {0, 3} if has_joined else {0, 2, 3}:
+        assert isinstance(job.results[rank], EndError) and sentence in str(job.results[rank]), job.results[rank]
+    assert job.segment["status"] == "failed" and sentence in job.segment["error"]
+    assert train(4, replace(job.config, total_steps=400), resume=job.run).ended_well(but_for=[3])
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_spare_may_die_with_any_of_its_messages(n: int, tmp_path: Path) -> None:
+    """As it tells that it joins, as it asks for a model, as it sends its first gradient."""
+    faults = [fail_at(1, 5), fail_at_message(3, n)]
+    job = train(5, with_spares(tmp_path, 2), faults, on_update=stop_when(4, updates=5))
+    assert stopped_well(job, but_for=[1, 3]) and 4 in ranks_in(job, "joined_ranks")
+
+
+def test_two_that_die_one_after_the_other_and_a_sleeping_spare(tmp_path: Path) -> None:
+    faults = [fail_at(1, 5), fail_at(2, 6)]
+    slept = []
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        if not slept:
+            slept.append(comm.world.say_that(3, comm.world.dead))  # it sleeps, and is gone
+        comm.on_update(updates)
+        stop(comm, updates)
+
+    stop = stop_when(4, 5, updates=5)
+    job = train(6, with_spares(tmp_path, 3), faults, on_update=on_update)
+    assert stopped_well(job, but_for=[1, 2, 3]) and ranks_in(job, "joined_ranks") == [4, 5]
+    assert ranks_in(job, "lost_ranks") == [1, 2]
+
+
+def test_when_the_last_learner_and_the_last_spare_die_the_job_ends_with_the_reason(tmp_path: Path) -> None:
+    job = train(5, with_spares(tmp_path, 1, FEW), [fail_at(1, 5), fail_at(4, 5)])
+    for rank in (0, 2, 3):
+        assert "Rank 4 has died, which was the last learner; nothing" in str(job.results[rank]), job.results[rank]
+
+
+# ---- ranks that leave ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
+    spares: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    on_update = stop_when(3 if spares else 1, updates=40, also=leave_at(2, update=5))
+    job = train(3 + spares, with_spares(tmp_path, spares), on_update=on_update)
+    assert stopped_well(job, but_for=[2]) and job.results[2].status == "left"
+    assert ranks_in(job, "left_ranks") == [2] and "lost_ranks" not in job.segment
+    assert ranks_in(job, "joined_ranks") == [3] * spares
+    assert job.results[0].global_steps == sum(own_steps(job.states()))  # unlike those of the dead, all are counted
+    assert "[rank 2] leaves (SIGUSR2); 2 go on" in capsys.readouterr().err
+
+
+def test_a_shard_that_is_told_to_leave_stays_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    job = train(2, with_spares(tmp_path, 0, steps=400), on_update=leave_at(0, update=5))
+    assert job.ended_well()
+    assert "[rank 0] was told to leave (SIGUSR2), but it serves a shard: it stays" in capsys.readouterr().err
+
+
+def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.outlives_ranks = False
+        leave_at(2, update=5)(comm, updates)
+
+    job = train(3, with_spares(tmp_path, 0, steps=600), on_update=on_update)
+    assert job.ended_well() and ranks_in(job, "left_ranks") == [2]
+    assert job.segment["global_steps"] == sum(own_steps(job.states())) >= 600
