@@ -220,6 +220,8 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
         model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
         deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
         again_s=20.0 + 5 * delay, patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
+        exchanges_per_update=exchange.exchanges_per_update if method == "paired" else 1,
+        rollout_steps=config.a2c.rollout_steps,
     )  # fmt: skip
     updates = [0] * n
 
@@ -292,7 +294,12 @@ def parse(arguments: list[str]) -> Command:
         first = dataclasses.replace(first, config=load_preset(first.preset))
     command = read_command(_PROGRAM, arguments, first)
     conditions = command.conditions
-    check(command.config, source="Command line")
+    exchange = command.config.exchange
+    if (
+        "paired" in command.methods and exchange.graph != "complete"
+    ):  # so its settings may be others than their defaults
+        exchange = dataclasses.replace(exchange, mixing="paired")
+    check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
     for method in command.methods:
         if method not in METHODS:
             raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}.")
@@ -307,7 +314,7 @@ def parse(arguments: list[str]) -> Command:
             raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
     if command.config.algorithm != "a2c":
         raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
-    if "paired" in command.methods and command.config.exchange.graph == "complete":
+    if "paired" in command.methods and exchange.graph == "complete":
         raise PalaError("'--methods' has 'paired', where a rank has one open offer: not with the complete topology.")
     if not command.seeds or not command.methods:
         raise PalaError("Name at least one of '--seeds' and one of '--methods'.")
