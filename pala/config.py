@@ -417,7 +417,7 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
     if exchange.mixing != "paired" and exchange.exchanges_per_update > 1:
         raise PalaError(
             f"{source}: 'exchange.exchanges_per_update' is {exchange.exchanges_per_update}, but 'exchange.mixing' is "
-            f"{exchange.mixing!r}, by which a rank sends one round an update; set the one to 1 or the other to 'paired'."
+            f"{exchange.mixing!r}, by which a rank sends once an update; set the one to 1 or the other to 'paired'."
         )
     for key, values in kind_of(exchange).allows.items():
         if (value := getattr(exchange, key)) not in values:
