@@ -8,7 +8,10 @@
 | clip_each | synchronous A2C, but that each rank's gradient is clipped before the mean |
 | exact | each rank clips, divides by its own mean squares and steps; then all models are averaged exactly |
 | pooled | the same, and the mean squares are averaged as well |
+| late | synchronous A2C by the mean gradient of the update before |
+| pairs | as `exact`, but that so many times the ranks are paired at random, and each pair averages its models |
 | tracking | paired exchanges of model and tracker, each rank steps by its tracker, an estimate of the mean gradient |
+| tracking_late | the same, by the tracker before the newest gradient comes to it, so that what it steps by is mixed |
 
 Tracking (Di Lorenzo & Scutari 2016, arXiv 1602.00591): t <- t + (my gradient - my last gradient), and exchanges mix t
 as they mix models. Paired exchanges change no sum, so the mean of all t is the mean of the ranks' newest gradients.
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -36,7 +40,8 @@ from pala.system.runtime import prepare
 RAW = Path(__file__).with_suffix(".jsonl")
 RANKS = 16
 _TRIALS = (  # variant, rate, exchanges an update
-    ("exact", 4, 0), ("tracking", 2, 4), ("clip_each", 2, 0), ("tracking", 2, 1), ("pooled", 4, 0),
+    ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0), ("tracking", 2, 4), ("pairs", 4, 1),
+    ("clip_each", 2, 0), ("pairs", 4, 2), ("tracking_late", 2, 1), ("pooled", 4, 0),
 )  # fmt: skip
 
 
@@ -65,7 +70,8 @@ def train(trial: Trial) -> dict[str, Any]:
     exchange = replace(config.exchange, mixing="paired", exchanges_per_update=max(1, trial.exchanges))
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     make = partial(make_bed, game=trial.game)
-    learned = _tracking(config, trial, make) if trial.variant == "tracking" else _in_rounds(config, trial, make)
+    learn = _tracking if trial.variant.startswith("tracking") else _in_rounds
+    learned = learn(config, trial, make)
     return trial._asdict() | {
         "mean_height": learned.mean_height(TOTAL_STEPS),
         "curve": [round(height, 3) for height in learned.curve(50, TOTAL_STEPS)],
@@ -77,24 +83,36 @@ def train(trial: Trial) -> dict[str, Any]:
 
 def _in_rounds(config: Any, trial: Trial, make: Callable) -> Any:
     """All ranks in step, without a network."""
+    import torch
+
     from pala.a2c.update import clip_gradient_
     from pala.simulate.learn import Learned, Learners
 
     learners, steps, rounds = Learners(config, RANKS, make), 0, 0
     flats = [rank.flat for rank in learners.ranks]
+    draw, newest = random.Random(trial.seed), torch.zeros_like(learners.beginning)
     squares = [rank.learner._a2c.mean_square for rank in learners.ranks]
     while steps < config.total_steps:
         losses = [rank.learner.differentiate() for rank in learners.ranks]
         if trial.variant == "clip_each":
             for flat in flats:
                 clip_gradient_(flat.gradient, config.a2c.max_gradient_norm)
+        if trial.variant in ("clip_each", "late"):
             _equal([flat.gradient for flat in flats])
+        if trial.variant == "late":
+            last, newest = newest, flats[0].gradient.clone()
+            for flat in flats:
+                flat.gradient.copy_(last)
         for rank, loss in zip(learners.ranks, losses, strict=True):
             rank.learner.step(loss)
         rounds, steps = rounds + 1, steps + RANKS * config.steps_per_update
         learners.look([flat.data for flat in flats], steps)  # before the ranks become alike
         if trial.variant in ("exact", "pooled"):
             _equal([flat.data for flat in flats])
+        for _ in range(trial.exchanges if trial.variant == "pairs" else 0):
+            order = draw.sample(flats, RANKS)
+            for one, other in zip(order[::2], order[1::2], strict=True):
+                _equal([one.data, other.data])
         if trial.variant == "pooled":
             _equal(squares)
         for number in range(RANKS):
@@ -127,14 +145,16 @@ def _tracking(config: Any, trial: Trial, make: Callable) -> Any:
     updates = [0] * RANKS
 
     def update(number: int, both: np.ndarray) -> None:
-        model, tracker = torch.from_numpy(both).split(size)
-        rank = learners.ranks[number]
-        rank.flat.data.copy_(model)
+        rank, models = learners.ranks[number], cluster.ranks[number].models
+        rank.flat.data.copy_(torch.from_numpy(both[:size]))
         loss = rank.learner.differentiate()
-        gradient = rank.flat.gradient.clone()
+        models.settle()  # what was exchanged in the rollout counts for the step
+        model, tracker = torch.from_numpy(models.model).split(size)
+        rank.flat.data.copy_(model)
+        gradient, mixed = rank.flat.gradient.clone(), tracker.clone()
         tracker.mul_(1 - trial.leak).add_(gradient - (1 - trial.leak) * last[number])
         last[number] = gradient
-        rank.flat.gradient.copy_(tracker)
+        rank.flat.gradient.copy_(mixed if trial.variant == "tracking_late" else tracker)
         rank.learner.step(loss)
         model.copy_(rank.flat.data)
         updates[number] += 1
@@ -171,7 +191,7 @@ def report() -> str:
     for job, line in read().items():
         if job.ranks == RANKS and job.is_of_the_sweep and job.smoothing in (0, 0.8):
             pairs = (job.exchanges, job.delay) if job.method != "allreduce" else ("", "")
-            key = job.method, job.rate, job.momentum, *pairs, ""
+            key = job.method + " mixed first" * job.mixed_first, job.rate, job.momentum, *pairs, ""
             heights.setdefault(key, {}).setdefault(job.game, []).append(line.get("mean_height", 0.0))
     rows = []
     for key in sorted(heights, key=str):
