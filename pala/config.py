@@ -139,8 +139,6 @@ class ExchangeConfig:
     exchanges_per_update: int = 1
     """`paired`: how many offers a rank may make in an update, one after the other. With more than 1 ranks exchange
     between two environment steps as well, and move at the end of the update. Ours (results/mixing/)."""
-    mix_before_acting: bool = False
-    """`paired`: a rank's newest step is mixed during the next rollout, and acted with from the one after it. Ours."""
     max_staleness: int = 10
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
     [GALA] calls it sync_freq: 100 million, never, in its example."""

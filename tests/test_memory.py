@@ -196,6 +196,8 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
         {"max_staleness": 0}, {"compression": "bfloat16"}, {"compression": "top_k"},
         {"compression": "top_k", "max_staleness": 0}, {"mixing": "paired"}, {"mixing": "paired", "topology": "ring"},
         {"mixing": "paired", "topology": "exponential", "max_staleness": 0},
+        {"mixing": "paired", "exchanges_per_update": 4},
+        {"mixing": "paired", "exchanges_per_update": 4, "max_staleness": 0, "compression": "top_k"},
     ],
     ids=str,
 )  # fmt: skip

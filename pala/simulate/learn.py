@@ -220,7 +220,6 @@ def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
         again_s=20.0 + 5 * delay, patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
         exchanges_per_update=exchange.exchanges_per_update if method == "paired" else 1,
         rollout_steps=config.a2c.rollout_steps,
-        mix_before_acting=method == "paired" and exchange.mix_before_acting,
     )  # fmt: skip
 
 

@@ -89,7 +89,8 @@ class Scenario:
     rollout_steps: int = 5
     """Steps of an update, at equal intervals, after which a rank may exchange."""
     mix_before_acting: bool = False
-    """Of the paired exchange: a rank does not act with its newest step, but one update later, when it is mixed."""
+    """Of the paired exchange: a rank does not act with its newest step, but one update later, when it is mixed. A trial
+    (results/mixing/): training has it not."""
 
 
 class _Sent(NamedTuple):

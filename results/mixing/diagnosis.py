@@ -10,6 +10,7 @@
 | pooled | the same, and the mean squares are averaged as well |
 | late | synchronous A2C by the mean gradient of the update before |
 | pairs | as `exact`, but that so many times the ranks are paired at random, and each pair averages its models |
+| mixed_first | paired exchanges in the middle of rollouts, but a step is acted with one update later, when it is mixed |
 | tracking | paired exchanges of model and tracker, each rank steps by its tracker, an estimate of the mean gradient |
 | tracking_late | the same, by the tracker before the newest gradient comes to it, so that what it steps by is mixed |
 
@@ -40,7 +41,7 @@ from pala.system.runtime import prepare
 RAW = Path(__file__).with_suffix(".jsonl")
 RANKS = 16
 _TRIALS = (  # variant, rate, exchanges an update
-    ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0), ("tracking", 2, 4), ("pairs", 4, 1),
+    ("mixed_first", 4, 4), ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0), ("tracking", 2, 4), ("pairs", 4, 1),
     ("clip_each", 2, 0), ("pairs", 4, 2), ("tracking_late", 2, 1), ("pooled", 4, 0),
 )  # fmt: skip
 
@@ -70,7 +71,7 @@ def train(trial: Trial) -> dict[str, Any]:
     exchange = replace(config.exchange, mixing="paired", exchanges_per_update=max(1, trial.exchanges))
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     make = partial(make_bed, game=trial.game)
-    learn = _tracking if trial.variant.startswith("tracking") else _in_rounds
+    learn = _on_a_network if trial.variant in ("mixed_first", "tracking", "tracking_late") else _in_rounds
     learned = learn(config, trial, make)
     return trial._asdict() | {
         "mean_height": learned.mean_height(TOTAL_STEPS),
@@ -131,8 +132,8 @@ def _equal(tensors: list) -> None:
         tensor.copy_(mean)
 
 
-def _tracking(config: Any, trial: Trial, make: Callable) -> Any:
-    """By the simulated network; what the ranks exchange are model and tracker, one behind the other."""
+def _on_a_network(config: Any, trial: Trial, make: Callable) -> Any:
+    """By the simulated network. With tracking ranks exchange model and tracker, one behind the other."""
     import numpy as np
     import torch
 
@@ -140,7 +141,7 @@ def _tracking(config: Any, trial: Trial, make: Callable) -> Any:
     from pala.simulate.virtual_cluster import VirtualCluster
 
     learners = Learners(config, RANKS, make)
-    size = len(learners.beginning)
+    size, tracks = len(learners.beginning), trial.variant != "mixed_first"
     last = [torch.zeros(size) for _ in range(RANKS)]
     updates = [0] * RANKS
 
@@ -148,13 +149,15 @@ def _tracking(config: Any, trial: Trial, make: Callable) -> Any:
         rank, models = learners.ranks[number], cluster.ranks[number].models
         rank.flat.data.copy_(torch.from_numpy(both[:size]))
         loss = rank.learner.differentiate()
-        models.settle()  # what was exchanged in the rollout counts for the step
-        model, tracker = torch.from_numpy(models.model).split(size)
-        rank.flat.data.copy_(model)
-        gradient, mixed = rank.flat.gradient.clone(), tracker.clone()
-        tracker.mul_(1 - trial.leak).add_(gradient - (1 - trial.leak) * last[number])
-        last[number] = gradient
-        rank.flat.gradient.copy_(mixed if trial.variant == "tracking_late" else tracker)
+        model = torch.from_numpy(both)
+        if tracks:
+            models.settle()  # what was exchanged in the rollout counts for the step
+            model, tracker = torch.from_numpy(models.model).split(size)
+            rank.flat.data.copy_(model)
+            gradient, mixed = rank.flat.gradient.clone(), tracker.clone()
+            tracker.mul_(1 - trial.leak).add_(gradient - (1 - trial.leak) * last[number])
+            last[number] = gradient
+            rank.flat.gradient.copy_(mixed if trial.variant == "tracking_late" else tracker)
         rank.learner.step(loss)
         model.copy_(rank.flat.data)
         updates[number] += 1
@@ -163,11 +166,9 @@ def _tracking(config: Any, trial: Trial, make: Callable) -> Any:
     def observe(cluster: VirtualCluster) -> None:
         learners.look([torch.from_numpy(rank.model[:size]) for rank in cluster.living], cluster.global_steps)
 
-    begin = np.concatenate([learners.beginning.numpy(), np.zeros(size, np.float32)])
-    conditions = Conditions(RANKS, trial.delay)
-    cluster = VirtualCluster(
-        scenario(config, "paired", conditions), np.tile(begin, (RANKS, 1)), learn=update, observe=observe
-    )
+    begin = np.concatenate([learners.beginning.numpy(), np.zeros(size * tracks, np.float32)])
+    simulated = replace(scenario(config, "paired", Conditions(RANKS, trial.delay)), mix_before_acting=not tracks)
+    cluster = VirtualCluster(simulated, np.tile(begin, (RANKS, 1)), learn=update, observe=observe)
     cluster.run()
     assert not cluster.stuck and not cluster.violations
     return Learned(
@@ -191,7 +192,7 @@ def report() -> str:
     for job, line in read().items():
         if job.ranks == RANKS and job.is_of_the_sweep and job.smoothing in (0, 0.8):
             pairs = (job.exchanges, job.delay) if job.method != "allreduce" else ("", "")
-            key = job.method + " mixed first" * job.mixed_first, job.rate, job.momentum, *pairs, ""
+            key = job.method, job.rate, job.momentum, *pairs, ""
             heights.setdefault(key, {}).setdefault(job.game, []).append(line.get("mean_height", 0.0))
     rows = []
     for key in sorted(heights, key=str):

@@ -43,7 +43,6 @@ class Setting(NamedTuple):
     momentum: float = 0.0
     smoothing: float = 0.0  # without momentum 0
     exchanges: int = 1  # an update, of paired
-    mixed_first: bool = False  # of paired: steps are mixed before they are acted with
 
 
 class Job(NamedTuple):
@@ -59,12 +58,11 @@ class Job(NamedTuple):
     delay: float = 0.05
     slow_ranks: int = 0
     exchanges: int = 1
-    mixed_first: bool = False
 
     @property
     def setting(self) -> Setting:
         """Of its method."""
-        return Setting(self.method, self.rate, self.momentum, self.smoothing, self.exchanges, self.mixed_first)
+        return Setting(self.method, self.rate, self.momentum, self.smoothing, self.exchanges)
 
     @property
     def is_of_the_sweep(self) -> bool:
@@ -124,7 +122,7 @@ def train(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     config = Config(total_steps=TOTAL_STEPS, seed=job.seed)
     own = {"learning_rate": job.rate * BASE_RATE, "momentum": job.momentum, "momentum_smoothing": job.smoothing}
-    exchange = replace(config.exchange, exchanges_per_update=job.exchanges, mix_before_acting=job.mixed_first)
+    exchange = replace(config.exchange, exchanges_per_update=job.exchanges)
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     conditions = Conditions(job.ranks, job.delay, job.slow_ranks)
     try:
@@ -190,10 +188,8 @@ _MOMENTA = {  # by ranks and method: rate, momentum, smoothing
 }  # fmt: skip
 
 
-_EXCHANGES = (  # rate, momentum, smoothing, exchanges an update, mixed first
-    (4, 0.0, 0.0, 4, False), (4, 0.0, 0.0, 4, True), (4, 0.0, 0.0, 1, False), (2, 0.75, 0.8, 4, False),
-    (8, 0.0, 0.0, 4, True), (2, 0.75, 0.8, 4, True), (4, 0.0, 0.0, 2, False), (2, 0.0, 0.0, 4, False),
-    (8, 0.0, 0.0, 4, False),
+_EXCHANGES = (  # rate, momentum, smoothing, exchanges an update
+    (4, 0.0, 0.0, 4), (4, 0.0, 0.0, 1), (4, 0.0, 0.0, 2), (2, 0.75, 0.8, 4), (2, 0.0, 0.0, 4), (8, 0.0, 0.0, 4),
 )  # fmt: skip
 
 
@@ -211,8 +207,8 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
     if stage == "exchanges":
         trials = itertools.product(_EXCHANGES, range(1, seeds + 1), games)
         return [
-            Job(game, 16, "paired", rate, seed, momentum, smoothing, exchanges=exchanges, mixed_first=mixed_first)
-            for (rate, momentum, smoothing, exchanges, mixed_first), seed, game in trials
+            Job(game, 16, "paired", rate, seed, momentum, smoothing, exchanges=exchanges)
+            for (rate, momentum, smoothing, exchanges), seed, game in trials
         ]
     fresh = range(_FRESH + 1, _FRESH + 1 + seeds)
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
@@ -232,7 +228,7 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
 def _job(game: str, ranks: int, setting: Setting, seed: int, delay: float = 0.05, slow_ranks: int = 0) -> Job:
     return Job(
         game, ranks, setting.method, setting.rate, seed, setting.momentum, setting.smoothing, delay, slow_ranks,
-        setting.exchanges, setting.mixed_first,
+        setting.exchanges,
     )  # fmt: skip
 
 

@@ -50,13 +50,12 @@ def sweep(results: Results) -> str:
     return table(("ranks", "method", *_SETTING, *(name for game in SWEPT for name in (game, "seeds"))), rows)
 
 
-_SETTING = ("rate", "momentum", "smoothing", "exchanges", "mixed first")
+_SETTING = ("rate", "momentum", "smoothing", "exchanges")
 
 
 def _texts(setting: Setting) -> tuple[str, ...]:
     how = (f"{setting.momentum:g}", f"{setting.smoothing:g}") if setting.momentum else ("", "")
-    paired = (str(setting.exchanges), "yes" * setting.mixed_first) if setting.method == "paired" else ("", "")
-    return f"{setting.rate:g} x", *how, *paired
+    return f"{setting.rate:g} x", *how, str(setting.exchanges) if setting.method == "paired" else ""
 
 
 def fresh(results: Results) -> str:
