@@ -10,7 +10,7 @@
 | pooled | the same, and the mean squares are averaged as well |
 | late | synchronous A2C by the mean gradient of the update before |
 | pairs | as `exact`, but that so many times the ranks are paired at random, and each pair averages its models |
-| mixed_first | paired exchanges in the middle of rollouts, but a step is acted with one update later, when it is mixed |
+| mixed_first | paired, exchanges in the middle of rollouts; a step is acted with one update later, when it is mixed |
 | tracking | paired exchanges of model and tracker, each rank steps by its tracker, an estimate of the mean gradient |
 | tracking_late | the same, by the tracker before the newest gradient comes to it, so that what it steps by is mixed |
 
@@ -41,8 +41,9 @@ from pala.system.runtime import prepare
 RAW = Path(__file__).with_suffix(".jsonl")
 RANKS = 16
 _TRIALS = (  # variant, rate, exchanges an update
-    ("mixed_first", 4, 4), ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0), ("tracking", 2, 4), ("pairs", 4, 1),
-    ("clip_each", 2, 0), ("pairs", 4, 2), ("tracking_late", 2, 1), ("pooled", 4, 0),
+    ("mixed_first", 4, 4), ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0),
+    ("tracking", 2, 4), ("pairs", 4, 1), ("clip_each", 2, 0), ("pairs", 4, 2), ("tracking_late", 2, 1),
+    ("pooled", 4, 0),
 )  # fmt: skip
 
 
