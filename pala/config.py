@@ -147,6 +147,9 @@ class ExchangeConfig:
     """`uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`: weighted so that skipped messages do
     not bias the mean (arXiv 1811.10792). `paired`: two ranks move towards each other by the same amount, so that no
     rank's learning is taken back, however old the models are (docs/architecture.md)."""
+    exchanges_per_update: int = 1
+    """`paired`: how many offers a rank may make in an update, one after the other. With more than 1 ranks exchange
+    between two environment steps as well, and move at the end of the update. Ours (results/mixing/)."""
     max_staleness: int = 10
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
     [GALA] calls it sync_freq: 100 million, never, in its example."""
@@ -363,6 +366,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "a2c.learning_rate_most_scaling": (1, 1e6), "a2c.momentum": (0, 0.999), "a2c.momentum_smoothing": (0, 0.999),
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
+    "exchange.exchanges_per_update": (1, 1000),
     "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.1, 1e6), "exchange.top_k_fraction": (1e-9, 1),
     "gorila.num_actors": (0, 1e6), "gorila.num_learners": (0, 1e6), "gorila.num_replays": (0, 1e6),
     "gorila.num_shards": (1, 1e6), "gorila.replay_capacity_steps": (1, 1e12), "gorila.min_replay_steps": (1, 1e12),
@@ -418,6 +422,11 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
         raise PalaError(
             f"{source}: 'exchange.mixing' is 'paired', where a rank has one open offer, but 'exchange.topology' is "
             "'complete', which sends to everybody; set the one to 'uniform' or the other to 'random'."
+        )
+    if exchange.mixing != "paired" and exchange.exchanges_per_update > 1:
+        raise PalaError(
+            f"{source}: 'exchange.exchanges_per_update' is {exchange.exchanges_per_update}, but 'exchange.mixing' is "
+            f"{exchange.mixing!r}, by which a rank sends once an update; set the one to 1 or the other to 'paired'."
         )
     for key, values in kind_of(exchange).allows.items():
         if (value := getattr(exchange, key)) not in values:

@@ -83,6 +83,7 @@ def test_every_preset_loads_and_says_something(path):
             "[exchange]\ncompression = 'top_k'\nmixing = 'push_sum'",
             "'exchange.mixing' is 'push_sum', whose weights belong to whole models, but 'exchange.compression' is",
         ),
+        ("[exchange]\nexchanges_per_update = 4", "is 4, but 'exchange.mixing' is 'uniform', by which"),
         ("[exchange]\nkind = 'shared_memory'\ntopology = 'random'", "which has 'auto' and 'ring' and 'complete' only"),
         ("[exchange]\nkind = 'shared_memory'\nmixing = 'push_sum'", "which has 'uniform' only; 'gossip' has all"),
     ],

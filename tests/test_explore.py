@@ -91,6 +91,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (of_paired.IgnoresTheNumber, "answer to another", {"faults": "garbled"}),
     (of_paired.RepliesToNothingThatCannotBeRead, "wait", {"faults": "garbled"}),
     (of_paired.LeavesAnAnswerThatCannotBeReadOpen, "wait", {"faults": "garbled"}),
+    (of_paired.LooksAtNoClockInARollout, "stale", {"faults": "absence", "exchanges_per_update": 2}),
 ]
 DRIVER_BUGS: list[tuple[type[GossipDriver], str, dict[str, Any]]] = [
     (of_schedules.KeepsTheCredit, "deadlock", {}),
@@ -109,6 +110,8 @@ DRIVER_BUGS: list[tuple[type[GossipDriver], str, dict[str, Any]]] = [
     (of_paired.AddsTheAnswerToTheInbox, "sum of all models", {"mixing": "paired"}),
     (of_paired.ClosesNothing, "offers: kept", {"mixing": "paired"}),
     (of_paired.PullsTwice, "moved otherwise", {"mixing": "paired"}),
+    (of_paired.MovesTheModelThatActs, "model that acts", {"mixing": "paired", "exchanges_per_update": 2}),
+    (of_paired.SettlesTooLate, "are not made", {"mixing": "paired", "exchanges_per_update": 2}),
 ]
 
 
@@ -152,6 +155,11 @@ def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
 @pytest.mark.parametrize("faults", ["nan", "patience"])
 def test_two_ranks_hold_with_worse_faults(mixing: str, faults: str) -> None:
     assert_holds(explored(faults, mixing=mixing, max_staleness=0))
+
+
+@pytest.mark.parametrize(("faults", "max_staleness"), [("", 0), ("", 1), ("stop timer", 1), ("death", 0), ("nan", 0)])
+def test_two_ranks_hold_that_exchange_between_steps(faults: str, max_staleness: int) -> None:
+    assert_holds(explored(faults, mixing="paired", max_staleness=max_staleness, exchanges_per_update=2))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

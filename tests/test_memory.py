@@ -206,9 +206,11 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
             {"max_staleness": 0}, {"compression": "bfloat16"}, {"compression": "top_k"}, {"mixing": "paired"},
             {"compression": "top_k", "max_staleness": 0}, {"mixing": "paired", "topology": "ring"},
             {"mixing": "paired", "topology": "exponential", "max_staleness": 0},
+            {"mixing": "paired", "exchanges_per_update": 4},
+            {"mixing": "paired", "exchanges_per_update": 4, "max_staleness": 0, "compression": "top_k"},
         ],
         {"topology": "ring"}, {"mixing": "push_sum"}, {"max_staleness": 0}, {"compression": "top_k"},
-        {"mixing": "paired"},
+        {"mixing": "paired"}, {"mixing": "paired", "exchanges_per_update": 4},
     ),
     ids=str,
 )  # fmt: skip

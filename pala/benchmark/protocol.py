@@ -127,6 +127,12 @@ class _NoModels:
     def clear(self) -> None:
         pass
 
+    def look_ahead(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
     def mix(self, own_weight: float, measure: bool) -> None:
         pass
 

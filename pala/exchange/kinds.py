@@ -72,7 +72,10 @@ KINDS: Mapping[str, ExchangeKind] = {
     for kind in (
         ExchangeKind(
             "gossip", outlives_ranks=True, replaces_ranks=True,
-            reads=("topology", "mixing", "max_staleness", "patience_s", "compression", "top_k_fraction"),
+            reads=(
+                "topology", "mixing", "exchanges_per_update", "max_staleness", "patience_s", "compression",
+                "top_k_fraction",
+            ),
         ),
         ExchangeKind(
             "shared_memory", one_host=True, default_topology="ring", reads=("topology", "max_staleness"),

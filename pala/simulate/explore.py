@@ -49,6 +49,8 @@ class Command:
     """The budget of all ranks together, in updates; 0: none, and any rank may find the budget met (fault `stop`)."""
     whole_every: int = 1
     """One of so many models is whole, the others are parts."""
+    exchanges_per_update: int = 1
+    """Offers of a paired rank in an update; with more than 1, ranks exchange between two steps of a rollout, too."""
     rare: int = 2
     """How many messages of a run may be damaged (faults `garbled`, `refused`) or come twice (`duplicate`)."""
     most_states: int = 2_000_000
@@ -292,7 +294,7 @@ def cases(command: Command) -> list[Case]:
         raise PalaError(f"'--together' is {together}, but '--faults' names {len(command.faults)}.")
     found = [
         Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every,
-             most_rare=command.rare)
+             command.exchanges_per_update if mixing == "paired" else 1, most_rare=command.rare)
         for ranks, topology, mixing, staleness, faults in itertools.product(
             command.ranks, command.topologies, command.mixings, command.staleness,
             itertools.combinations(command.faults, together),

@@ -60,6 +60,7 @@ class Case:
     """The budget in updates of all ranks together; 0: none, and by the fault `stop` any rank may find the budget met at
     any time. Steps are only ever compared with the budget, so that covers whatever the counters say."""
     whole_every: int = 1
+    exchanges_per_update: int = 1
     snapshots: int = 2
     most_rare: int = 2
     """How many messages of one run may be damaged or come twice."""
@@ -173,6 +174,8 @@ class SymbolicModels:
         """Forget what happened in the last one."""
         self.faults: list[str] = []
         self.mixes, self.healed = 0, False
+        self.in_rollout = False  # the rank acts: its model must not move, but a copy may
+        self.is_ahead = self.settled = False
         self.moved: list[_Packet] = []
         self._answered: dict[int, Any] = {}  # the fractions
 
@@ -182,6 +185,8 @@ class SymbolicModels:
     def fill(self, snapshot: _Packet, message: Message, whole: bool) -> int:
         if snapshot.pending:
             self.faults.append("wrote over a message on its way")
+        if self.in_rollout and not self.is_ahead:
+            self.faults.append("exchanged the model that acts")
         if self.offered().count(snapshot) > (message.kind is Kind.OFFER):
             self.faults.append("wrote over an open offer")
         snapshot.data = _letter(message)._replace(whole=whole, finite=self.finite, old=False)
@@ -245,10 +250,20 @@ class SymbolicModels:
             self.faults.append("sum of all models: moved by another fraction than its peer")
         if offer in self.moved:
             self.faults.append("sum of all models: moved twice")
+        if self.in_rollout and not self.is_ahead:
+            self.faults.append("moved the model that acts")
         self.moved.append(offer)
         self.mixes += 1
 
+    def look_ahead(self) -> None:
+        self.is_ahead = True
+
+    def settle(self) -> None:
+        self.settled = True
+
     def heal(self) -> None:
+        if self.in_rollout:
+            self.faults.append("was healed in the middle of a rollout")
         if not any(letter.whole for letter in self.inbox.values()):
             self.faults.append("was healed by a part of a model")
         self.finite = self.healed = True
@@ -269,6 +284,8 @@ class SymbolicModels:
             self.faults.append("poison was mixed")
         if any(letter.old for letter in letters):
             self.faults.append("stale: took what was sent while it was away")
+        if self.in_rollout and not self.is_ahead:
+            self.faults.append("moved the model that acts")
         if mixes and self.old:
             self.faults.append("stale: mixed its own model of before it was away")
         self.old = False
@@ -301,7 +318,9 @@ class LocalRank:
     def __init__(self, case: Case, number: int, round_: int = 0, weight: Fraction = Fraction(1)) -> None:
         self._case, self.number, self._rounds = case, number, case.first_rounds or [-1]
         patience_s = PATIENCE_S if case.has_clock else NO_PATIENCE_S
-        rules = Rules(case.topology, case.max_staleness, 0, case.whole_every, AGAIN_S, patience_s)
+        rules = Rules(
+            case.topology, case.max_staleness, 0, case.whole_every, AGAIN_S, patience_s, case.exchanges_per_update
+        )
         budget = StepBudget(number, case.ranks, case.updates or _MANY_STEPS)
         protocol = (case.protocol or PROTOCOLS[case.mixing])(budget, RULES[case.mixing](weight), rules, round_)  # type: ignore[arg-type]
         self._transport, self.models = _Outbox(), SymbolicModels()
@@ -351,10 +370,18 @@ class LocalRank:
         self._since_mix += len(self.protocol.living) > 1
         self._made += self._case.updates > 0
         self.driver.finish_update(int(self._case.updates > 0), healthy)
+        if self._case.exchanges_per_update > 1 and not self.models.settled:
+            self.models.faults.append("sum of all models: moves that were owed are not made")
         alone = len(self.protocol.living) == 1
         if self._since_mix > self._case.max_staleness + 1 and not (self._excused or alone):
             self.models.faults.append(f"staleness: {self._since_mix} updates on its own")
         self.advance()
+
+    def step(self) -> None:
+        """Between two steps of a rollout."""
+        self.models.in_rollout = True
+        self.driver.between_steps()
+        self.models.in_rollout = False
 
     def advance(self) -> None:
         if self.driver.advance():
@@ -530,8 +557,12 @@ class LocalRank:
         p._num_sends %= case.whole_every
         p.staleness = min(p.staleness, case.max_staleness + 1)  # only compared with the bound
         self._since_mix = 0 if self._excused else min(self._since_mix, case.max_staleness + 2)  # the same
-        if self._mode is Mode.UPDATES and not p._debts_stay:  # what is owed now is dropped at the end of the update
-            p._owed.clear()
+        between_steps = case.exchanges_per_update > 1
+        if self._mode is Mode.UPDATES and not p._debts_stay and not between_steps:
+            p._owed.clear()  # what is owed now is dropped at the end of the update
+        if hasattr(p, "_num_offers"):  # only compared with the most, in the middle of a rollout
+            goes_on = between_steps and not self._is_done and p.budget.stop is Stop.NONE
+            p._num_offers = min(p._num_offers, case.exchanges_per_update) if goes_on else 0
         # Added to what is in the inbox, which must be something, and compared with the models of a round ...
         a_round, most = case.ranks - 1 if case.topology == "complete" else 1, case.ranks
         cap = a_round - 1

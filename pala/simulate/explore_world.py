@@ -406,6 +406,7 @@ class World:
         events: list[tuple[str, tuple[Any, ...]]] = []
         if frozen.mode is Mode.UPDATES:
             events += [("finish", ("finish", False))] + [("nan", ("finish", True))] * ("nan" in f)
+            events += [("step", ("step",))] * (self.case.exchanges_per_update > 1)
             if "leave" in f and len(budget["living"][1]) > 1 and not any(s.to for s in frozen.snapshots):
                 events.append(("leave", ("leave",)))
         if frozen.mode is Mode.WAITS:

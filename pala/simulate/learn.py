@@ -212,19 +212,23 @@ def learn(
     return _gossip(learners, method, conditions)
 
 
-def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
-    config, n = learners.config, conditions.ranks
-    draw, delay = random.Random(config.seed), conditions.delay_updates
-    update_s = (0.95, 1.05)
+def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
+    """The simulated network and ranks of a training by gossip."""
+    n, draw, delay, exchange = conditions.ranks, random.Random(config.seed), conditions.delay_updates, config.exchange
     rounds = config.total_steps / (n * config.steps_per_update)
-    exchange = config.exchange
-    scenario = Scenario(
+    return Scenario(
         n, exchange.graph, method, exchange.max_staleness, config.total_steps,
-        config.steps_per_update, config.seed, update_s=update_s, slowness=_slowness(conditions),
+        config.steps_per_update, config.seed, update_s=(0.95, 1.05), slowness=_slowness(conditions),
         model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
         deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
         again_s=20.0 + 5 * delay, patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
+        exchanges_per_update=exchange.exchanges_per_update if method == "paired" else 1,
+        rollout_steps=config.a2c.rollout_steps,
     )  # fmt: skip
+
+
+def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
+    config, n = learners.config, conditions.ranks
     updates = [0] * n
 
     def update(number: int, model: np.ndarray) -> None:
@@ -236,7 +240,7 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
         learners.look([torch.from_numpy(rank.model) for rank in cluster.living], cluster.global_steps)
 
     models = np.tile(learners.beginning.numpy(), (n, 1))
-    cluster = VirtualCluster(scenario, models, learn=update, observe=observe)
+    cluster = VirtualCluster(scenario(config, method, conditions), models, learn=update, observe=observe)
     cluster.run()
     if cluster.stuck:
         raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
@@ -296,7 +300,12 @@ def parse(arguments: list[str]) -> Command:
         first = dataclasses.replace(first, config=load_preset(first.preset))
     command = read_command(_PROGRAM, arguments, first)
     conditions = command.conditions
-    check(command.config, source="Command line")
+    exchange = command.config.exchange
+    if (
+        "paired" in command.methods and exchange.graph != "complete"
+    ):  # so its settings may be others than their defaults
+        exchange = dataclasses.replace(exchange, mixing="paired")
+    check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
     for method in command.methods:
         if method not in METHODS:
             raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}.")
@@ -311,7 +320,7 @@ def parse(arguments: list[str]) -> Command:
             raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
     if command.config.algorithm != "a2c":
         raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
-    if "paired" in command.methods and command.config.exchange.graph == "complete":
+    if "paired" in command.methods and exchange.graph == "complete":
         raise PalaError("'--methods' has 'paired', where a rank has one open offer: not with the complete topology.")
     if not command.seeds or not command.methods:
         raise PalaError("Name at least one of '--seeds' and one of '--methods'.")

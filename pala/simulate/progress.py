@@ -38,6 +38,8 @@ class Command:
     """How many times slower the first rank is."""
     updates: int = 200
     """Updates of a rank, on average."""
+    exchanges_per_update: int = 1
+    """As `exchange.exchanges_per_update`, of paired."""
     seed: int = 1
     """Seed of all delays."""
 
@@ -51,12 +53,15 @@ class Progress:
     models_an_update: float
 
 
-def measure(mixing: str, topology: str, ranks: int, delay: float, slowness: float, updates: int, seed: int) -> Progress:
+def measure(
+    mixing: str, topology: str, ranks: int, delay: float, slowness: float, updates: int, seed: int, exchanges: int = 1
+) -> Progress:
     """Play it. Moves that are still owed to answers on their way count as made."""
     scenario = Scenario(
         ranks, topology, mixing, budget_steps=ranks * updates, seed=seed, update_s=(0.95, 1.05),
         model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
         slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)), again_s=20 + 5 * delay,
+        exchanges_per_update=exchanges,
     )  # fmt: skip
     made = np.zeros(ranks)
 
@@ -80,12 +85,15 @@ def run(arguments: list[str]) -> None:
                 raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
     if "paired" in command.mixings and command.topology == "complete":
         raise PalaError("'--mixings' has 'paired', where a rank has one open offer: not with '--topology complete'.")
-    if min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1 or command.updates < 1:
-        raise PalaError("'--ranks' must be at least 2, '--delays' 0, '--slowness' 1 and '--updates' 1.")
+    if min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
+        raise PalaError("'--ranks' must be at least 2, '--delays' 0 and '--slowness' 1.")
+    if min(command.updates, command.exchanges_per_update) < 1:
+        raise PalaError("'--updates' and '--exchanges-per-update' must be at least 1.")
     rows = []
     for ranks, delay, slowness in itertools.product(command.ranks, command.delays, command.slowness):
         for mixing in command.mixings:
-            found = measure(mixing, command.topology, ranks, delay, slowness, command.updates, command.seed)
+            exchanges = command.exchanges_per_update if mixing == "paired" else 1
+            found = measure(mixing, command.topology, ranks, delay, slowness, command.updates, command.seed, exchanges)
             figures = (f"{found.kept:.2f}", f"{found.apart_updates:.2f}", f"{found.models_an_update:.2f}")
             rows.append((str(ranks), f"{delay:g}", f"{slowness:g}", mixing, *figures))
     header = ("ranks", "delay, updates", "slowest rank", "mixing", "kept", "apart, updates", "models an update")

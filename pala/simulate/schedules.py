@@ -39,12 +39,14 @@ class InvariantError(Exception):
 
 
 def schedule(number: int) -> Scenario:
-    """The schedule of this number; one of two numbers is of a paired exchange."""
+    """The schedule of this number; one of two numbers is of a paired exchange, two of three of which exchange between
+    steps as well."""
     scenario = pushed(number // 2)
     if number % 2 == 0:
         return scenario
     topology = "random" if scenario.topology == "complete" else scenario.topology
-    return dataclasses.replace(scenario, mixing="paired", topology=topology)
+    exchanges = (1, 2, 4)[number // 2 % 3]
+    return dataclasses.replace(scenario, mixing="paired", topology=topology, exchanges_per_update=exchanges)
 
 
 def pushed(number: int) -> Scenario:

@@ -84,6 +84,13 @@ class Scenario:
     """Ranks whose every update between these two times makes their model NaN."""
     whole_every: int = 1
     """One of so many sends carries a whole model. A part heals nobody; in all else it counts here as a model."""
+    exchanges_per_update: int = 1
+    """Of the paired exchange: offers that a rank may make in an update; with more than 1, between two steps, too."""
+    rollout_steps: int = 5
+    """Steps of an update, at equal intervals, after which a rank may exchange."""
+    mix_before_acting: bool = False
+    """Of the paired exchange: a rank does not act with its newest step, but one update later, when it is mixed. A trial
+    (results/mixing/): training has it not."""
 
 
 class _Sent(NamedTuple):
@@ -113,8 +120,12 @@ class VectorPacket:
 class VectorModels:
     """A rank's model as the driver's `Models`: a vector, without bytes; and what is known of its mixes from outside."""
 
-    def __init__(self, model: np.ndarray, network: VirtualNetwork) -> None:
-        self.model, self._network = model, network
+    def __init__(self, model: np.ndarray, network: VirtualNetwork, mix_before_acting: bool = False) -> None:
+        self.model, self._network, self._mix_before_acting = model, network, mix_before_acting
+        self.ahead: np.ndarray | None = None  # as `look_ahead`; with the moves that are owed
+        self._acting = model  # what the model was then
+        if mix_before_acting:
+            self.look_ahead()
         self.mixes = 0
         self.oldest_mixed_s = 0.0  # the greatest age of a model when it was mixed
         self.faults: list[str] = []  # what must not be done with models
@@ -129,7 +140,7 @@ class VectorModels:
         return VectorPacket()
 
     def fill(self, snapshot: VectorPacket, message: Message, whole: bool) -> int:
-        snapshot.data = _Sent(message if whole else message._replace(format=Format.TOP_K), self.model.copy())
+        snapshot.data = _Sent(message if whole else message._replace(format=Format.TOP_K), self._moving.copy())
         snapshot.change, snapshot.heals = None, self.heals
         self.owed.pop(snapshot, None)
         return 0
@@ -161,10 +172,10 @@ class VectorModels:
 
     def mix(self, own_weight: float, measure: bool) -> None:
         fraction = self.inbox_weight / (own_weight + self.inbox_weight)
-        self._replace(self.model + fraction * (self.inbox / self.inbox_weight - self.model))
+        self._replace(self._moving + fraction * (self.inbox / self.inbox_weight - self._moving))
 
     def pull(self, fraction: float, measure: bool) -> None:
-        self._replace(self.model + fraction * (self.inbox - self.inbox_weight * self.model))
+        self._replace(self._moving + fraction * (self.inbox - self.inbox_weight * self._moving))
 
     def keep(self, offer: VectorPacket) -> None:
         assert offer.data is not None and offer.data.model is not None
@@ -178,17 +189,42 @@ class VectorModels:
         if offer.heals < self.heals:
             self.faults.append("moved by what its model was before it was healed")
         self.owed.pop(offer, None)
-        self.model, self.mixes = self.model + fraction * offer.change, self.mixes + 1
+        self._become(self._moving + fraction * offer.change)
 
     def heal(self) -> None:
         if not self.inbox_whole:
             self.faults.append("was healed by a part of a model")
+        if self.ahead is not None and not self._mix_before_acting:
+            self.faults.append("was healed while moves were owed to it")
         self.heals += 1
-        old = self.model
+        old, self.ahead = self.with_owed, None
         self._replace(self.inbox / self.inbox_weight)
         self.unmatched += self.model - old
+        if self._mix_before_acting:
+            self.look_ahead()
         for offer in list(self.owed):
             self.take_for_lost(offer)
+
+    @property
+    def with_owed(self) -> np.ndarray:
+        """The model with the moves that are owed to it."""
+        return self.model if self.ahead is None else self.model + (self.ahead - self._acting)
+
+    @property
+    def _moving(self) -> np.ndarray:
+        return self.model if self.ahead is None else self.ahead
+
+    def look_ahead(self) -> None:
+        if self.ahead is None:
+            self.ahead, self._acting = self.model.copy(), self.model.copy()
+
+    def settle(self) -> None:
+        if self._mix_before_acting:
+            assert self.ahead is not None
+            self.model, self.ahead = self.ahead, self.with_owed
+            self._acting = self.model.copy()
+        else:
+            self.model, self.ahead = self.with_owed, None
 
     def owe(self, offer: VectorPacket, move: np.ndarray) -> None:
         """A peer has answered this rank's offer, and moved."""
@@ -208,9 +244,16 @@ class VectorModels:
         pass
 
     def _replace(self, model: np.ndarray) -> None:
-        self.model, self.mixes = model, self.mixes + 1
+        self._become(model)
         self.oldest_mixed_s = max(self.oldest_mixed_s, self._network.now - self.inbox_from_s)
         self.clear()
+
+    def _become(self, model: np.ndarray) -> None:
+        self.mixes += 1
+        if self.ahead is None:
+            self.model = model
+        else:
+            self.ahead = model
 
 
 class Rank:
@@ -267,10 +310,12 @@ class VirtualCluster(VirtualNetwork):
 
     def _make_rank(self, number: int, model: np.ndarray) -> Rank:
         s = self.scenario
-        rules = Rules(s.topology, s.max_staleness, s.seed, s.whole_every, s.again_s, s.patience_s)
+        rules = Rules(
+            s.topology, s.max_staleness, s.seed, s.whole_every, s.again_s, s.patience_s, s.exchanges_per_update
+        )
         budget = StepBudget(number, s.size, s.budget_steps, spares=s.spares)
         protocol = self._protocol(budget, RULES[s.mixing](float(number < s.size - s.spares)), rules)
-        models = VectorModels(model, self)
+        models = VectorModels(model, self, s.mix_before_acting)
         transport = VirtualTransport(self, number)
         driver = self._driver(protocol, transport, models, s.send_buffers, report=lambda sentence: None)
         return Rank(driver, models)
@@ -330,7 +375,7 @@ class VirtualCluster(VirtualNetwork):
         change it."""
         all_models = [rank.models for rank in self.ranks]
         owed = [move for models in all_models for move in models.owed.values()]
-        return np.sum([models.model - models.unmatched for models in all_models] + owed, axis=0)
+        return np.sum([models.with_owed - models.unmatched for models in all_models] + owed, axis=0)
 
     # ---- a rank ----------------------------------------------------------------------------------------------------
 
@@ -338,7 +383,21 @@ class VirtualCluster(VirtualNetwork):
         s = self.scenario
         factor = s.slowness[rank.number] if s.slowness else 1.0
         pause_s = self._draw(s.pause_s) if self._random.random() < s.pause_probability else 0.0
-        self._at(self.now + self._draw(s.update_s) * factor + pause_s, self._finish_update, rank)
+        took_s = self._draw(s.update_s) * factor + pause_s
+        if s.exchanges_per_update > 1:
+            for step in range(1, s.rollout_steps):
+                self._at(self.now + took_s * step / s.rollout_steps, self._look_between_steps, rank)
+        self._at(self.now + took_s, self._finish_update, rank)
+
+    def _look_between_steps(self, rank: Rank) -> None:
+        if rank.number in self.dead or self.is_stopped(rank.number, self._look_between_steps, rank):
+            return
+        models, mixes, acting = rank.models, rank.models.mixes, rank.model.copy()
+        rank.driver.between_steps()
+        if models.mixes > mixes:
+            rank.since_mix, rank.waited_since_mix_s = 0, 0.0
+        if not np.array_equal(rank.model, acting, equal_nan=True):
+            self.violations.append(f"at {self.now} s the model that rank {rank.number} acts with changed")
 
     def _look_in_sleep(self, rank: Rank) -> None:
         """A spare that sleeps has heard something."""
@@ -393,6 +452,8 @@ class VirtualCluster(VirtualNetwork):
         rank.waited_since_mix_s = max(rank.waited_since_mix_s, waited_s)
         if models.mixes > mixes or len(rank.protocol.living) == 1:
             rank.since_mix, rank.waited_since_mix_s = 0, 0.0
+        if models.ahead is not None and not self.scenario.mix_before_acting:
+            self.violations.append(f"at {self.now} s rank {rank.number} went on without the moves owed to it")
         self.violations += [f"at {self.now} s rank {rank.number} {fault}" for fault in models.faults]
         models.faults.clear()
         if rank.protocol.budget.stop is Stop.NONE:

@@ -4,6 +4,7 @@ interrupted.
     pip install minatar==1.0.15
     python results/mixing/minatar_bed.py sweep          which rate is best for each method
     python results/mixing/minatar_bed.py momentum       and which momentum
+    python results/mixing/minatar_bed.py exchanges      several paired exchanges an update, with 16 ranks
     python results/mixing/minatar_bed.py final          each method at its best setting, with fresh seeds
     python results/mixing/minatar_bed.py delays         gossip under delays, and with a slow rank
 
@@ -41,6 +42,7 @@ class Setting(NamedTuple):
     rate: float  # times BASE_RATE
     momentum: float = 0.0
     smoothing: float = 0.0  # without momentum 0
+    exchanges: int = 1  # an update, of paired
 
 
 class Job(NamedTuple):
@@ -55,11 +57,12 @@ class Job(NamedTuple):
     smoothing: float = 0.0
     delay: float = 0.05
     slow_ranks: int = 0
+    exchanges: int = 1
 
     @property
     def setting(self) -> Setting:
         """Of its method."""
-        return Setting(self.method, self.rate, self.momentum, self.smoothing)
+        return Setting(self.method, self.rate, self.momentum, self.smoothing, self.exchanges)
 
     @property
     def is_of_the_sweep(self) -> bool:
@@ -119,7 +122,8 @@ def train(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     config = Config(total_steps=TOTAL_STEPS, seed=job.seed)
     own = {"learning_rate": job.rate * BASE_RATE, "momentum": job.momentum, "momentum_smoothing": job.smoothing}
-    config = replace(config, a2c=replace(config.a2c, **own))
+    exchange = replace(config.exchange, exchanges_per_update=job.exchanges)
+    config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     conditions = Conditions(job.ranks, job.delay, job.slow_ranks)
     try:
         learned = learn(job.method, config, conditions, partial(make_bed, game=job.game))
@@ -141,7 +145,7 @@ def read() -> dict[Job, dict[str, Any]]:
     """What is there already."""
     path = FOLDER / "minatar.jsonl"
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {Job(**{key: line[key] for key in Job._fields}): line for line in lines}
+    return {Job(**{key: line[key] for key in Job._fields if key in line}): line for line in lines}
 
 
 def best_settings(results: dict[Job, dict[str, Any]]) -> dict[tuple[int, str], Setting]:
@@ -184,6 +188,11 @@ _MOMENTA = {  # by ranks and method: rate, momentum, smoothing
 }  # fmt: skip
 
 
+_EXCHANGES = (  # rate, momentum, smoothing, exchanges an update
+    (4, 0.0, 0.0, 4), (4, 0.0, 0.0, 1), (4, 0.0, 0.0, 2), (2, 0.75, 0.8, 4), (2, 0.0, 0.0, 4), (8, 0.0, 0.0, 4),
+)  # fmt: skip
+
+
 def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[Job]:
     """The trainings of a stage; those of the last two need the others."""
     trials = itertools.product(range(1, seeds + 1), ranks, games, METHODS)
@@ -194,6 +203,12 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
             Job(game, n, method, rate, seed, momentum, smoothing)
             for seed, n, game, method in trials
             for rate, momentum, smoothing in _MOMENTA.get((n, method), ())
+        ]
+    if stage == "exchanges":
+        trials = itertools.product(_EXCHANGES, range(1, seeds + 1), games)
+        return [
+            Job(game, 16, "paired", rate, seed, momentum, smoothing, exchanges=exchanges)
+            for (rate, momentum, smoothing, exchanges), seed, game in trials
         ]
     fresh = range(_FRESH + 1, _FRESH + 1 + seeds)
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
@@ -211,7 +226,10 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
 
 
 def _job(game: str, ranks: int, setting: Setting, seed: int, delay: float = 0.05, slow_ranks: int = 0) -> Job:
-    return Job(game, ranks, setting.method, setting.rate, seed, setting.momentum, setting.smoothing, delay, slow_ranks)
+    return Job(
+        game, ranks, setting.method, setting.rate, seed, setting.momentum, setting.smoothing, delay, slow_ranks,
+        setting.exchanges,
+    )  # fmt: skip
 
 
 def _commit() -> str:
@@ -225,7 +243,7 @@ def _commit() -> str:
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("sweep", "momentum", "final", "delays"))
+    parser.add_argument("stage", choices=("sweep", "momentum", "exchanges", "final", "delays"))
     parser.add_argument("--games", nargs="+", default=list(SWEPT), choices=GAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--seeds", type=int, default=2)

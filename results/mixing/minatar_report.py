@@ -50,12 +50,12 @@ def sweep(results: Results) -> str:
     return table(("ranks", "method", *_SETTING, *(name for game in SWEPT for name in (game, "seeds"))), rows)
 
 
-_SETTING = ("rate", "momentum", "smoothing")
+_SETTING = ("rate", "momentum", "smoothing", "exchanges")
 
 
-def _texts(setting: Setting) -> tuple[str, str, str]:
+def _texts(setting: Setting) -> tuple[str, ...]:
     how = (f"{setting.momentum:g}", f"{setting.smoothing:g}") if setting.momentum else ("", "")
-    return f"{setting.rate:g} x", *how
+    return f"{setting.rate:g} x", *how, str(setting.exchanges) if setting.method == "paired" else ""
 
 
 def fresh(results: Results) -> str:

@@ -5,7 +5,8 @@ simulated network. They differ by the transport, and by what holds the models: t
 
 Two threads meet here under one lock: the learner's, which finishes updates and asks to go on, and the transport's,
 which brings messages when the learner's does not fetch them between two steps. Each holds the lock for well under a
-millisecond. Only the learner's thread touches the parameters, and only between two updates.
+millisecond. Only the learner's thread touches the parameters, and only between two updates. Between two steps of a
+rollout it exchanges a copy of them (`between_steps`); the moves are made at the end of the update.
 """
 
 from __future__ import annotations
@@ -93,6 +94,13 @@ class Models(Protocol):
     def heal(self) -> None:
         """As `actions.Heal`."""
 
+    def look_ahead(self) -> None:
+        """Until `settle` the model itself does not change: it is its copy that moves, and of which snapshots are
+        taken. May be called again."""
+
+    def settle(self) -> None:
+        """Move the model by all that its copy was moved by; it may have been changed meanwhile."""
+
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
         """As `Receiver.memory_for`."""
 
@@ -144,7 +152,23 @@ class GossipDriver(Receiver):
     def finish_update(self, steps: int, healthy: bool) -> None:
         """One update from `steps` steps is done; `healthy`: the model is finite. `advance` must follow."""
         with self.lock:
+            self.models.settle()
             self._perform(self.protocol.update_finished(self.transport.now_s(), steps, healthy))
+
+    def between_steps(self) -> bool:
+        """In the middle of a rollout: exchange as is due, without a change of the parameters. True if something is to
+        be sent."""
+        with self.lock:
+            actions = self.protocol.between_steps(self.transport.now_s())
+            if actions:
+                self.models.look_ahead()
+                self._perform(actions)
+            return len(actions) > 0
+
+    def settle(self) -> None:
+        """A rollout is broken off: make the moves that are owed."""
+        with self.lock:
+            self.models.settle()
 
     def advance(self) -> bool:
         """Send, mix and give credit as is due. True if the next update may begin; else ask again when something has
@@ -188,6 +212,7 @@ class GossipDriver(Receiver):
     def finish(self) -> None:
         """The transport has closed: mix whatever has come."""
         with self.lock:
+            self.models.settle()
             self._perform(self.protocol.finish())
 
     # ---- the transport's calls -----------------------------------------------------------------------------------

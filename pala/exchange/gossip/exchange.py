@@ -40,6 +40,7 @@ class Gossip(ModelExchange):
         spare that is needed, which goes on with what it `slept` by, and has to `take_place`. Collective, but for a
         spare."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
+        self._exchanges_between_steps = config.exchange.exchanges_per_update > 1
         codec = make_codec_with_exact(config.exchange, parameters, num_exact)
         sizes = gossip_sizes(codec.sizes, PROTOCOLS[config.exchange.mixing].kinds)
         wire = Wire(comm.size, parameters.numel(), signature, sizes)
@@ -76,6 +77,7 @@ class Gossip(ModelExchange):
         return self._protocol.budget.stop
 
     def stop_now(self, reason: Stop) -> None:
+        self._driver.settle()  # perhaps a signal broke off a rollout
         self._driver.end(reason)
 
     @property
@@ -126,6 +128,8 @@ class Gossip(ModelExchange):
 
     def between_steps(self) -> None:
         self._transport.poll()
+        if self._exchanges_between_steps and self._driver.between_steps():
+            self._transport.poll()  # off with the answers
 
     def close(self, timeout_s: float) -> Stop:
         self._transport.close(timeout_s, self._interrupt)

@@ -3,6 +3,7 @@
 | memory | blocks of a whole message |
 |---|---|
 | snapshots on their way | two (`driver.py`); an open offer of the paired exchange is one of them |
+| models that exchange in the middle of a rollout | two, on the parameters' device: they are compared at its end |
 | what is being received | one; with `Float32` on the CPU another, the sum of what came: they change places |
 """
 
@@ -177,6 +178,8 @@ class TensorModels:
     def __init__(self, parameters: Tensor, codec: Codec, wire: Wire) -> None:
         """`parameters`: mixed in place."""
         self._parameters, self._codec, self._wire = parameters, codec, wire
+        self._model = parameters  # that moves, and of which snapshots are taken: the parameters or `_ahead`
+        self._ahead, self._acting = parameters[:0], parameters[:0]  # as `look_ahead`; the parameters of the rollout
         self._inbox = ReceiveBuffer(wire, codec, parameters.device)
         self._opened: Message | None = None
         self._parts: dict[int, Part] = {}  # that the offers in the inbox hold, by their senders
@@ -185,13 +188,13 @@ class TensorModels:
         return SendBuffer(self._wire, self._codec, self._parameters.device)
 
     def fill(self, snapshot: SendBuffer, message: Message, whole: bool) -> int:
-        snapshot.fill(message, self._parameters, whole)
+        snapshot.fill(message, self._model, whole)
         return len(snapshot.data)
 
     def fill_answer(self, snapshot: SendBuffer, message: Message, peer: int) -> int:
         part = self._parts.pop(peer)
-        with self._inbox.learners_turn(self._parameters):
-            snapshot.fill_part(message, self._parameters, part)
+        with self._inbox.learners_turn(self._model):
+            snapshot.fill_part(message, self._model, part)
         return len(snapshot.data)
 
     def control(self, message: Message) -> Bytes:
@@ -223,22 +226,35 @@ class TensorModels:
         self._inbox.clear()
 
     def mix(self, own_weight: float, measure: bool) -> Tensor | None:
-        return self._inbox.mix(self._parameters, own_weight, measure)
+        return self._inbox.mix(self._model, own_weight, measure)
 
     def pull(self, fraction: float, measure: bool) -> Tensor | None:
-        return self._inbox.pull(self._parameters, fraction, measure)
+        return self._inbox.pull(self._model, fraction, measure)
 
     def keep(self, offer: SendBuffer) -> None:
         offer.change = self._inbox.difference(offer.held, in_place=offer.pending == 0)
 
     def move(self, offer: SendBuffer, fraction: float) -> None:
         assert offer.change is not None, "an offer moves this rank's model only when it was answered"
-        self._inbox.move(self._parameters, offer.change, fraction)
+        self._inbox.move(self._model, offer.change, fraction)
         offer.change = None
 
     def heal(self) -> None:
         self._parts.clear()
-        self._inbox.heal(self._parameters)
+        self._inbox.heal(self._model)
+
+    def look_ahead(self) -> None:
+        if self._model is not self._parameters:
+            return
+        if len(self._ahead) == 0:
+            self._ahead, self._acting = torch.empty_like(self._parameters), torch.empty_like(self._parameters)
+        self._acting.copy_(self._parameters)
+        self._model = self._ahead.copy_(self._parameters)
+
+    def settle(self) -> None:
+        if self._model is not self._parameters:
+            self._parameters.add_(self._ahead.sub_(self._acting))
+            self._model = self._parameters
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
         block = self._inbox.data

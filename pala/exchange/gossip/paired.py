@@ -21,6 +21,12 @@ neither rank. What is refused:
 - an offer to a rank that has no model of use: it takes a whole one in place of its own. Its own open offers are *void*
   from then on: what they are answered with has nothing to do with its new model.
 
+With `exchanges_per_update` above 1 a rank does all three between two steps of a rollout, too, as soon as something has
+come, and makes so many offers an update, one after the other. The parameters that act must not change in a rollout. So
+it exchanges y, its model with the moves that are *owed* to it, and its driver makes all of them at the end of the
+update, as one difference: x <- x + (y - x of the rollout). An exchange then takes two steps instead of two updates. All
+that is said above of x holds of y.
+
 An offer to a peer that has stopped (`silent`) stays open beside a new one to somebody else, since it may be answered
 late. A late answer does no harm: it is a difference, so it pulls nobody back.
 
@@ -62,8 +68,28 @@ class PairedProtocol(GossipProtocol):
         self._answers: dict[int, float] = {}  # that came: the fraction to move by
         self._numbers: dict[int, int] = {}  # of the offers in the inbox
         self._refusing: set[int] = set()  # peers that have refused this rank's last offer to them
+        self._num_offers = 0  # made since the last update ended
 
     # ---- events --------------------------------------------------------------------------------------------------
+
+    def update_finished(self, now_s: float, steps: int, healthy: bool = True) -> list[Action]:
+        self._num_offers = 0
+        return super().update_finished(now_s, steps, healthy)
+
+    def between_steps(self, now_s: float) -> list[Action]:
+        most = self.rules.exchanges_per_update
+        may_offer = self._num_offers < most and not self._waits_for_reply and len(self.living) > 1
+        if most == 1 or not (may_offer or self._inbox or self._answers):
+            return []
+        self.clock(now_s)  # it may have been away
+        if self._between_updates or not self.has_model or self.budget.stop is not Stop.NONE:
+            return []
+        actions = self._move()
+        if self.can_mix:
+            actions += self._mix(give_credit=True)
+        if may_offer and not self._owed:
+            self._owed += self._next_peers()
+        return actions + (self._offer() if may_offer else [])
 
     def advance(self, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
         self.clock(now_s)
@@ -109,6 +135,7 @@ class PairedProtocol(GossipProtocol):
         self._owed.clear()
         self.lock.acquire(peer, self._now_s)
         self._offers[peer] = _Offer(self.round)
+        self._num_offers += 1
         return [SendModel(self._message(Kind.OFFER), (peer,), self._goes_whole(peer))]
 
     def _take_in(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:

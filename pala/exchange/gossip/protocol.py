@@ -65,6 +65,9 @@ class Rules:
     """Seconds until a waiting rank sends its model once more."""
     patience_s: float = 5.0
     """How long others may keep a rank waiting; longer if its own updates take long."""
+    exchanges_per_update: int = 1
+    """Of the paired exchange: offers that a rank may make in an update. With more than one, ranks offer, answer and
+    move between two steps of a rollout, too."""
 
 
 class GossipProtocol:
@@ -159,6 +162,11 @@ class GossipProtocol:
         if self._mix_is_due:
             actions += self._mix(give_credit=True)
         return [*actions, GoOn()]
+
+    def between_steps(self, now_s: float) -> list[Action]:
+        """In the middle of a rollout, whose parameters must not change: what the rank does all the same. Its moves are
+        owed to its model, and made at the end of the update. By the rules by which models go one way, nothing."""
+        return []
 
     def message_came(
         self, message: Message, took_s: float = 0.0, late: bool = False, rejected: bool = False

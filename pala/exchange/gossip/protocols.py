@@ -19,5 +19,8 @@ def make_protocol(config: Config, budget: StepBudget, round_: int, weight: float
     """A rank's, at the beginning. `whole_every`: the codec's."""
     exchange = config.exchange
     seed = int(derive(config.seed, 0, "topology")[0])
-    rules = Rules(exchange.graph, exchange.max_staleness, seed, whole_every, patience_s=exchange.patience_s)
+    rules = Rules(
+        exchange.graph, exchange.max_staleness, seed, whole_every, patience_s=exchange.patience_s,
+        exchanges_per_update=exchange.exchanges_per_update,
+    )  # fmt: skip
     return PROTOCOLS[exchange.mixing](budget, RULES[exchange.mixing](weight), rules, round_)
