@@ -172,7 +172,10 @@ def make_envs(
     truncated after `max_episode_steps`, if not before. Raises PalaError."""
     if make_env is None and config.id.startswith("ALE/"):
         return AtariEnvs(atari_rom(config.id), config, num_threads)
-    by_id: MakeEnv = lambda: gymnasium.make(checked_id(config.id))  # noqa: E731
+
+    def by_id() -> gymnasium.Env:
+        return gymnasium.make(checked_id(config.id))
+
     factory = _Factory(make_env or by_id, config.image_layout, max_episode_steps)
     try:
         vector_env = _vector_env(factory, config)
