@@ -179,7 +179,10 @@ def make_envs(
                 "game with gymnasium.wrappers.AtariPreprocessing."
             )
         return AtariEnvs(atari_rom(config.id), config, num_threads)
-    by_id: MakeEnv = lambda: gymnasium.make(checked_id(config.id))  # noqa: E731
+
+    def by_id() -> gymnasium.Env:
+        return gymnasium.make(checked_id(config.id))
+
     factory = _Factory(wrapped(make_env or by_id, config.wrappers), config.image_layout, max_episode_steps)
     try:
         vector_env = _vector_env(factory, config)

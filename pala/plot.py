@@ -72,7 +72,7 @@ class Run:
     time_s: np.ndarray  # [E] training time at an episode's end
     returns: np.ndarray  # [E] unclipped
     distances: np.ndarray  # [K, 2] global steps, consensus distance
-    end: tuple[float, float]  # global steps and training time of the last record
+    end: tuple[float, float]  # global steps and training time
     evaluation: dict[str, Any] | None  # of the final policy
 
     @property
@@ -138,7 +138,7 @@ def read(path: Path) -> Run:
         (r["global_steps"], r["consensus_distance"]) for r in records if r.get("consensus_distance") is not None
     ]
     steps, time_s, returns = np.array(episodes, np.float64).T
-    end = (max(r["global_steps"] for r in records), max(r["time_s"] for r in records))
+    end = (max(float(steps.max()), segment.get("global_steps", 0)), max(r["time_s"] for r in records))
     return Run(
         path, facts, steps, time_s, returns, np.array(sorted(distances), np.float64).reshape(-1, 2), end,
         final_evaluation(path, record),

@@ -131,6 +131,15 @@ def test_other_observations_are_flattened_as_gymnasium_does(space: gymnasium.Spa
     envs.close()
 
 
+def test_toy_text_plays_by_its_id() -> None:
+    """FrozenLake's 16 fields; Blackjack's sum of the player, card of the dealer and usable ace."""
+    for name, size in (("FrozenLake-v1", 16), ("Blackjack-v1", 32 + 11 + 2)):
+        envs = make_envs(EnvConfig(name, num_envs=2))
+        observations = [envs.reset(np.array([1, 2], np.int32)), envs.step(np.array([1, 0])).observations]
+        assert all(of.shape == (2, size) and (of.sum(1) == (3 if size == 45 else 1)).all() for of in observations)
+        envs.close()
+
+
 def test_tiny_images_are_vectors_from_0_to_1() -> None:
     space = Box(0, 10, (5, 8, 3), np.uint8)
     inputs, image = inputs_of(space), np.full((5, 8, 3), 4, np.uint8)

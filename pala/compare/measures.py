@@ -109,7 +109,7 @@ class Run:
     @property
     def end_steps(self) -> float:
         """Steps of all ranks at its end so far."""
-        return float(max((rank[-1]["global_steps"] for rank in self.ranks if rank), default=0))
+        return max(float(self.steps.max(initial=0)), self.last.get("global_steps", 0))
 
     @property
     def is_beyond_cores(self) -> bool:

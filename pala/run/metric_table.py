@@ -144,7 +144,7 @@ METRICS = (
     ),
     Metric("epsilon", "interval", "gorila", "all", "one rank", "", "probability of a random action"),
     Metric("steps_not_sent", "interval", "gorila", "actor", "one rank", "steps",
-        "played while its replay was silent, and lost",
+        "played while its replay was silent or dead, and lost",
     ),
     Metric("messages_refused", "interval", "gorila", "all", "one rank", "",
         "of the wrong size or network, or for a role that this rank lacks",
