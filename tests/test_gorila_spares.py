@@ -7,6 +7,7 @@ from pathlib import Path
 from signal import SIGUSR1
 
 import pytest
+from conftest import wait_for
 from runs import intervals
 from test_memory import (
     ENDLESS,
@@ -22,7 +23,13 @@ from test_memory import (
 )
 
 from pala.config import Config, GorilaConfig
+from pala.envs import Envs
+from pala.exchange.budget import Stop
+from pala.gorila.exchange import GorilaExchange
+from pala.gorila.parts import GorilaParts, build_spare
 from pala.gorila.shard import assemble
+from pala.gorila.sleeping import SleepingGorila
+from pala.run import session
 from pala.system.errors import EndError
 from pala.transport.faults import Fault, fail_at, fail_at_message
 from pala.transport.memory import Killed, MemoryCommunicator
@@ -178,3 +185,34 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -
     job = train(3, with_spares(tmp_path, 0, steps=600), on_update=on_update)
     assert job.ended_well() and ranks_in(job, "left_ranks") == [2]
     assert job.segment["global_steps"] == sum(own_steps(job.states())) >= 600
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_slowly(alone: MemoryCommunicator, config: Config, envs: Envs, sleeping: SleepingGorila) -> GorilaParts:
+        parts = build_spare(alone, config, envs, sleeping)
+        wait_for(lambda: sleeping.members.budget.stop is not Stop.NONE, 60, "the end")
+        return parts
+
+    monkeypatch.setitem(session._BUILD_SPARE, "gorila", build_slowly)
+    job = train(3, with_spares(tmp_path, 1, steps=500), [fail_at(1, 5)])
+    assert job.ended_well(but_for=[1, 2]) and job.results[2].status == "spared"
+    assert ranks_in(job, "lost_ranks") == [1] and "joined_ranks" not in job.segment
+
+
+def test_a_death_in_the_last_moment_needs_no_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = GorilaExchange.close
+
+    def dies(exchange: GorilaExchange, timeout_s: float) -> Stop:
+        if exchange._comm.rank == 1:
+            exchange._comm.die()  # type: ignore[attr-defined]
+        return close(exchange, timeout_s)
+
+    monkeypatch.setattr(GorilaExchange, "close", dies)
+    job = train(3, with_spares(tmp_path, 1, steps=300))
+    assert job.ended_well(but_for=[1, 2]) and job.results[2].status == "spared"
+    assert "joined_ranks" not in job.segment
