@@ -193,8 +193,10 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -
 def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build_slowly(alone: MemoryCommunicator, config: Config, envs: Envs, sleeping: SleepingGorila) -> GorilaParts:
-        parts = build_spare(alone, config, envs, sleeping)
+    def build_slowly(
+        alone: MemoryCommunicator, config: Config, envs: Envs, make_network: None, sleeping: SleepingGorila
+    ) -> GorilaParts:
+        parts = build_spare(alone, config, envs, make_network, sleeping)
         wait_for(lambda: sleeping.members.budget.stop is not Stop.NONE, 60, "the end")
         return parts
 

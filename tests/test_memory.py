@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import record_of, slow_among, slow_but_for
+from conftest import record_of, slow_among, slow_but_for, wait_for
 from torch import Tensor
 
 from pala.a2c.learner import Learner
@@ -35,6 +35,7 @@ from pala.config import (
 )
 from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import Stop
+from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.kinds import KINDS
@@ -290,18 +291,17 @@ def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its model is as new as the others', and it stays for the average."""
-    wait, weights = Gossip._wait_until_all_is_sent, {}
+    leave, weights = GossipDriver.leave, {}
 
-    def wait_for_the_end(gossip: Gossip) -> None:
-        wait(gossip)
-        while gossip._protocol.has_left and gossip.stop is Stop.NONE:
-            time.sleep(0.001)
+    def leave_at_the_end(driver: GossipDriver) -> None:
+        leave(driver)
+        wait_for(lambda: driver.protocol.budget.stop is not Stop.NONE, 60, "the end")
 
     def average(comm: MemoryCommunicator, own: Tensor, weight: float, *others: Any) -> Tensor:
         weights[comm.rank] = weight
         return average_of_ranks(comm, own, weight, *others)
 
-    monkeypatch.setattr(Gossip, "_wait_until_all_is_sent", wait_for_the_end)
+    monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
     monkeypatch.setattr("pala.exchange.gossip.exchange.average_of_ranks", average)
     job = train(2, configure(tmp_path, steps=400), on_update=leave_at(0, update=3))
     assert job.ended_well() and weights == {0: 1.0, 1: 1.0}

@@ -11,6 +11,7 @@
 | late | synchronous A2C by the mean gradient of the update before |
 | pairs | as `exact`, but that so many times the ranks are paired at random, and each pair averages its models |
 | mixed_first | paired, exchanges in the middle of rollouts; a step is acted with one update later, when it is mixed |
+| waits | paired; after an update a rank waits until it has exchanged since (`max_staleness` 0) |
 | tracking | paired exchanges of model and tracker, each rank steps by its tracker, an estimate of the mean gradient |
 | tracking_late | the same, by the tracker before the newest gradient comes to it, so that what it steps by is mixed |
 
@@ -40,8 +41,9 @@ from pala.system.runtime import prepare
 
 RAW = Path(__file__).with_suffix(".jsonl")
 RANKS = 16
+_ON_A_NETWORK = ("waits", "mixed_first", "tracking", "tracking_late")
 _TRIALS = (  # variant, rate, exchanges an update
-    ("mixed_first", 4, 4), ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0),
+    ("waits", 4, 4), ("mixed_first", 4, 4), ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0),
     ("tracking", 2, 4), ("pairs", 4, 1), ("clip_each", 2, 0), ("pairs", 4, 2), ("tracking_late", 2, 1),
     ("pooled", 4, 0),
 )  # fmt: skip
@@ -70,9 +72,11 @@ def train(trial: Trial) -> dict[str, Any]:
     config = Config(total_steps=TOTAL_STEPS, seed=trial.seed)
     own = {"learning_rate": trial.rate * BASE_RATE, "momentum": trial.momentum, "momentum_smoothing": 0.8}
     exchange = replace(config.exchange, mixing="paired", exchanges_per_update=max(1, trial.exchanges))
+    if trial.variant == "waits":
+        exchange = replace(exchange, max_staleness=0)
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     make = partial(make_bed, game=trial.game)
-    learn = _on_a_network if trial.variant in ("mixed_first", "tracking", "tracking_late") else _in_rounds
+    learn = _on_a_network if trial.variant in _ON_A_NETWORK else _in_rounds
     learned = learn(config, trial, make)
     return trial._asdict() | {
         "mean_height": learned.mean_height(TOTAL_STEPS),
@@ -80,6 +84,7 @@ def train(trial: Trial) -> dict[str, Any]:
         "distance": statistics.fmean(learned.distances or [0.0]),
         "divergence": statistics.fmean(learned.divergences or [0.0]),
         "models_an_update": learned.models_sent / sum(learned.updates),
+        "time_updates": learned.time_updates,
     }
 
 
@@ -142,7 +147,7 @@ def _on_a_network(config: Any, trial: Trial, make: Callable) -> Any:
     from pala.simulate.virtual_cluster import VirtualCluster
 
     learners = Learners(config, RANKS, make)
-    size, tracks = len(learners.beginning), trial.variant != "mixed_first"
+    size, tracks = len(learners.beginning), trial.variant.startswith("tracking")
     last = [torch.zeros(size) for _ in range(RANKS)]
     updates = [0] * RANKS
 
@@ -168,7 +173,9 @@ def _on_a_network(config: Any, trial: Trial, make: Callable) -> Any:
         learners.look([torch.from_numpy(rank.model[:size]) for rank in cluster.living], cluster.global_steps)
 
     begin = np.concatenate([learners.beginning.numpy(), np.zeros(size * tracks, np.float32)])
-    simulated = replace(scenario(config, "paired", Conditions(RANKS, trial.delay)), mix_before_acting=not tracks)
+    simulated = replace(
+        scenario(config, "paired", Conditions(RANKS, trial.delay)), mix_before_acting=trial.variant == "mixed_first"
+    )
     cluster = VirtualCluster(simulated, np.tile(begin, (RANKS, 1)), learn=update, observe=observe)
     cluster.run()
     assert not cluster.stuck and not cluster.violations
