@@ -111,8 +111,7 @@ def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
 ) -> None:
     cores = os.sched_getaffinity(0)
     one = {min(cores)}
-    monkeypatch.setattr(agreement, "cores_of_host", lambda comm: one)
-    monkeypatch.setattr("pala.run.job.cores_of_host", lambda comm: one)
+    monkeypatch.setattr("pala.run.job.cores_of_hosts", lambda comm: {comm.host: one})
     seen: list[set[int]] = []
 
     def look(*arguments: Any) -> Any:
@@ -129,7 +128,8 @@ def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
 
 
 def test_the_cores_of_a_host_are_those_that_its_ranks_may_use() -> None:
-    assert run_ranks(2, agreement.cores_of_host) == [os.sched_getaffinity(0)] * 2
+    found = run_ranks(2, lambda comm: agreement.cores_of_hosts(comm)[comm.host])
+    assert found == [os.sched_getaffinity(0)] * 2
 
 
 # ---- policies --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from pala.config import Config
 from pala.exchange.sleeping import Beginning
 from pala.system.errors import CollectiveError
-from pala.transport.agreement import check_agreement, check_spares, cores_of_host, cores_of_job, cores_per_rank
+from pala.transport.agreement import check_agreement, check_spares, cores_of_hosts, cores_per_rank
 from pala.transport.base import Communicator
 
 
@@ -37,10 +37,11 @@ class Job:
         check_agreement(comm, config)
         check_spares(comm, config.run.spares)
         self.comm, self.spares = comm, config.run.spares
-        self.cores = cores_of_job(comm)
         self.num_trainers = comm.size - self.spares
         self.hosts = comm.allgather(comm.host)
-        self.host_cores = cores_of_host(comm)  # that its ranks may use, between them
+        cores = cores_of_hosts(comm)
+        self.cores = sum(map(len, cores.values()))
+        self.host_cores = cores[comm.host]  # that its ranks may use, between them
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use
         self.trainers = comm.first(self.num_trainers)  # None on a spare
         self._briefed = self.spares == 0

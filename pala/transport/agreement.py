@@ -58,10 +58,12 @@ def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
     return share_of_cores(mine, busy if comm.rank < comm.size - spares else [mine, *busy])
 
 
-def cores_of_host(comm: Communicator) -> set[int]:
-    """The cores that the ranks on this host may use between them. Collective."""
-    ranks = comm.allgather((comm.host, set(os.sched_getaffinity(0))))
-    return set().union(*(cores for host, cores in ranks if host == comm.host))
+def cores_of_hosts(comm: Communicator) -> dict[str, set[int]]:
+    """The cores that each host's ranks may use between them. Collective."""
+    hosts: dict[str, set[int]] = {}
+    for host, cores in comm.allgather((comm.host, os.sched_getaffinity(0))):
+        hosts.setdefault(host, set()).update(cores)
+    return hosts
 
 
 def check_spares(comm: Communicator, spares: int) -> None:
@@ -81,11 +83,3 @@ def check_spares(comm: Communicator, spares: int) -> None:
             )
 
     collectively(comm, check)
-
-
-def cores_of_job(comm: Communicator) -> int:
-    """Cores that all ranks together may run on, each host's counted once. Collective."""
-    hosts: dict[str, set[int]] = {}
-    for host, cores in comm.allgather((comm.host, os.sched_getaffinity(0))):
-        hosts.setdefault(host, set()).update(cores)
-    return sum(map(len, hosts.values()))
