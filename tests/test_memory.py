@@ -45,6 +45,7 @@ from pala.run.checkpoint import RankState, load_policy
 from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
+from pala.run.records import Records
 from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.transport.faults import Fault, OnTheWay, corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
@@ -335,6 +336,22 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -
     assert math.isclose(float(policy.norm()), float(parameters(others).mean(0).norm()), rel_tol=1e-3)
 
 
+def test_who_leads_while_the_first_sleeps_writes_nothing_of_its_own_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy of run.json is of the time before the run was complete."""
+    monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
+    saved = Records.saved
+
+    def save_late(records: Records) -> None:
+        time.sleep(0.3 * records._rank)
+        saved(records)
+
+    monkeypatch.setattr(Records, "saved", save_late)
+    job = train(3, configure(tmp_path, steps=900), on_update=leave_at(0, update=5))
+    assert job.ended_well() and job.segment["saved"]
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp_path: Path) -> None:
     job = train(ranks, configure(tmp_path, steps=ENDLESS), on_update=leave_at(*range(ranks), update=5))
@@ -415,7 +432,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
     steps = job.segment["global_steps"] + 200
     resumed = train(4, replace(job.config, total_steps=steps), resume=job.run)
     assert resumed.ended_well(but_for=[3]) and "joined_ranks" not in resumed.segment
-    assert "had lost 1 ranks" in capsys.readouterr().err and resumed.segment["global_steps"] >= steps
+    assert "had lost 1 rank" in capsys.readouterr().err and resumed.segment["global_steps"] >= steps
 
 
 @pytest.mark.parametrize("topology", slow_but_for(["ring", "exponential", "complete"], "ring"))
@@ -546,7 +563,7 @@ def test_a_resumed_run_leaves_out_what_the_dead_had(tmp_path: Path, capsys: pyte
     trained = train(3, configure(tmp_path, patience_s=0.5), [fail_at(2, update=5)])
     before = trained.results[0].global_steps
     resumed = trained.resume(3, before + 300)
-    assert resumed.ended_well() and "The run had lost 1 ranks: every rank starts from the" in capsys.readouterr().err
+    assert resumed.ended_well() and "The run had lost 1 rank: every rank starts from the" in capsys.readouterr().err
     assert resumed.results[0].global_steps >= before + 300
 
 

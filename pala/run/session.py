@@ -70,8 +70,7 @@ def train(
         if resume is not None:
             code = _load_code(comm, resume, code, trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
-        if code.make_env is not None:  # which has won over the id that the settings name
-            config = replace(config, env=replace(config.env, id=envs.name))
+        config = _with_name(config, code, envs)
         description = (facts or {}) | {
             "threads_per_rank": job.threads, "environment": envs.name, "python_environment": code.make_env is not None,
             "python_network": code.make_network is not None,
@@ -108,6 +107,11 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
     return collectively(comm, lambda: user_code.load(run, given))
 
 
+def _with_name(config: Config, code: UserCode, envs: Envs) -> Config:
+    """A factory from Python has won over the id that the settings name."""
+    return config if code.make_env is None else replace(config, env=replace(config.env, id=envs.name))
+
+
 def take_place(
     job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: Sleeping, make_env: MakeEnv | None,
     on_update: Callable[[int], None] | None, interrupt: Interrupt, conclude: Conclude | None, hooks: Hooks,
@@ -119,6 +123,7 @@ def take_place(
     try:
         code = user_code.load(segment.run, UserCode(make_env, hooks.make_network))  # this job has kept or judged it
         envs = build_envs(alone, config, job.threads, code.make_env)
+        config = _with_name(config, code, envs)
         parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
@@ -216,7 +221,7 @@ class Session:
         is_locked = segment.identity is not None
         self._job.brief(Briefing(segment.run, segment.path, segment.previous, is_locked, time_s, told))
         exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
-        if self._hooks.may_stop:
+        if any(self._job.trainers.allgather(self._hooks.may_stop)):
             exchange.listen()
         return exchange
 
@@ -360,7 +365,8 @@ class Session:
     def _complete(self, exchange: Exchange, final: Tensor, living: Living, stopped_early: str) -> None:
         """Write the final policy, and then that the run is complete. The first of the living only."""
         self._leads = self._comm.rank == living.members[0]
-        if not self._leads:
+        if not self._leads:  # also if it led while one who had left slept
+            self._records.resign()
             return
         self._records.lead(living.members, self._progress.counters.time_s, exchange.left)
         self._segment.check_folder()
