@@ -41,6 +41,7 @@ class Gossip(ModelExchange):
         spare."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
         self._exchanges_between_steps = config.exchange.exchanges_per_update > 1
+        self._has_updated = False  # before, its moments know nothing, and half of that would go to a peer
         codec = make_codec_with_exact(config.exchange, parameters, num_exact)
         sizes = gossip_sizes(codec.sizes, PROTOCOLS[config.exchange.mixing].kinds)
         wire = Wire(comm.size, parameters.numel(), signature, sizes)
@@ -117,6 +118,7 @@ class Gossip(ModelExchange):
         return False
 
     def after_update(self, steps: int, healthy: bool) -> bool:
+        self._has_updated = True
         mixes = self._driver.counts["mixes"]
         with self._driver.lock:
             self._driver.finish_update(steps, healthy)
@@ -128,7 +130,7 @@ class Gossip(ModelExchange):
 
     def between_steps(self) -> None:
         self._transport.poll()
-        if self._exchanges_between_steps and self._driver.between_steps():
+        if self._exchanges_between_steps and self._has_updated and self._driver.between_steps():
             self._transport.poll()  # off with the answers
 
     def close(self, timeout_s: float) -> Stop:
