@@ -61,7 +61,9 @@ def fit(
 
     comm = start_mpi()
     one_sentence_for_mistakes(comm.rank)
+    hooks = Hooks(make_network, on_update, on_interval)
     try:
+        collectively(comm, lambda: _check_callable(make_env=make_env, **hooks._asdict()))
         config = collectively(comm, lambda: checked(config))
         cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)
@@ -69,7 +71,7 @@ def fit(
 
         result = run_rank(
             comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, trust_run=trust_run,
-            hooks=Hooks(make_network, on_update, on_interval), conclude=_conclude,
+            hooks=hooks, conclude=_conclude,
         )  # fmt: skip
         if result.departs:
             leave_job()
@@ -80,6 +82,14 @@ def fit(
         if comm.size > 1:
             abort(comm, error)  # the other ranks would wait for ever
         raise
+
+
+def _check_callable(**given: Any) -> None:
+    """Raise PalaError for what is not a function, or is what the function should return."""
+    for name, value in given.items():
+        if value is not None and (not callable(value) or (name == "make_network" and hasattr(value, "state_dict"))):
+            what = {"make_env": " that returns an environment", "make_network": " that returns a torch module"}
+            raise PalaError(f"'{name}' is {value!r}, but must be a function{what.get(name, ' of a `Moment`')}.")
 
 
 def _conclude(*arguments: Any) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+from pathlib import Path
 
 import pala
 
@@ -45,6 +46,9 @@ def main() -> None:
 
         say(f"pala: error: '{name}' is none of: {', '.join(_MODULES)}{nearest(name, _MODULES) or '.'}")
         sys.exit(2)
+    here = str(Path.cwd())
+    if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does: modules of the user's own are found
     program = importlib.import_module(_MODULES[name])
     signal.signal(signal.SIGINT, handler)
     sys.argv[:2] = [f"pala {name}"]

@@ -157,6 +157,8 @@ class _Factory:
 
     def __call__(self) -> gymnasium.Env:
         env = self._make_env()
+        if not isinstance(env, gymnasium.Env):
+            raise PalaError(f"'make_env' returns {env!r}, but must return a gymnasium.Env.")
         bare = env.unwrapped
         self.name = bare.spec.id if bare.spec is not None else type(bare).__name__
         self.inputs = inputs = inputs_of(env.observation_space, self._layout)

@@ -60,7 +60,7 @@ def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: 
     steps = job.segment["global_steps"] + 200
     resumed = train(4, replace(job.config, total_steps=steps), resume=job.run)
     assert resumed.ended_well(but_for=[3]) and resumed.segment["global_steps"] >= steps
-    assert "had lost 1 ranks: the shards' parameters are shared out anew" in capsys.readouterr().err
+    assert "had lost 1 rank: the shards' parameters are shared out anew" in capsys.readouterr().err
 
 
 @pytest.mark.slow

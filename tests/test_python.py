@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, record_of
+from gymnasium.spaces import Discrete
 from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 from test_memory import configure, gorila
 from torch import nn
@@ -33,6 +34,7 @@ from pala.run.hooks import Hooks, Moment, asks_to_stop
 from pala.run.rank import run_rank
 from pala.run.result import Result
 from pala.run.user_code import UserCode, keep
+from pala.spaces import inputs_of
 from pala.system import runtime
 from pala.system.errors import CollectiveError, PalaError
 from pala.transport import agreement, mpi_process
@@ -80,6 +82,16 @@ def test_a_callback_that_returns_false_stops_all_ranks(kind: str, callback: str,
     assert record["segments"][0]["global_steps"] == results[0].global_steps < 10**8
     intervals = [moment.records[-1]["type"] for moment in moments if moment.records]
     assert intervals == (["interval"] * len(moments) if callback == "on_interval" else [])
+
+
+def test_one_rank_alone_may_have_a_callback(tmp_path: Path) -> None:
+    config = configure(tmp_path, "none", 10**9)
+
+    def main(comm: MemoryCommunicator) -> Result:
+        hooks = Hooks(on_update=(lambda moment: moment.updates < 5) if comm.rank == 0 else None)
+        return run_rank(comm, config, interrupt=comm.interrupt, hooks=hooks)
+
+    assert [result.stopped_early for result in run_ranks(2, main)] == ["on_update of rank 0 returned False"] * 2
 
 
 def test_a_run_that_was_stopped_early_goes_on(tmp_path: Path) -> None:
@@ -159,6 +171,31 @@ def test_a_policy_says_what_it_cannot_take(policy: Any) -> None:
         policy.act(np.zeros(3))
     with pytest.raises(PalaError, match="are complex128"):
         policy.act(np.zeros(4, complex))
+
+
+def test_a_policy_takes_what_the_environment_gives(policy: Any) -> None:
+    fields = Discrete(4)
+    policy = replace(policy, inputs=inputs_of(fields))
+    assert policy.act(3) in (0, 1) and policy.act(np.array([0, 3, 1])).shape == (3,)
+    assert policy.act(np.zeros(0, np.int64)).shape == (0,)
+    with pytest.raises(PalaError, match=r"Observations are not of Discrete\(4\)"):
+        policy.act(99)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"make_env": "CartPole-v1"},
+            "'make_env' is 'CartPole-v1', but must be a function that returns an environment",
+        ),
+        ({"make_network": nn.Linear(4, 2)}, "but must be a function that returns a torch module"),
+        ({"on_update": True}, "'on_update' is True, but must be a function of a `Moment`"),
+    ],
+)
+def test_what_is_no_function_is_told(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(PalaError, match=words):
+        pala._check_callable(**given)
 
 
 @pytest.mark.slow

@@ -79,7 +79,8 @@ def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
 
 def _needs(planned: Planned, folder: Path) -> str:
     record, config = run_folder.read(folder), run_folder.config_of(folder)
-    if not record["completed"] or config.total_steps < planned.config.total_steps:
+    ended_early = record["segments"][-1].get("stopped_early")  # by a callback
+    if not record["completed"] or ended_early or config.total_steps < planned.config.total_steps:
         return "resume"
     evaluation, episodes = final_evaluation(folder, record), planned.config.evaluation.episodes
     return "evaluate" if episodes and (evaluation is None or evaluation["episodes"] < episodes) else ""

@@ -28,6 +28,7 @@ from pala.run import checkpoint, run_folder, user_code
 from pala.spaces import Inputs
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
+from pala.system.seeding import torch_weights
 
 Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
 
@@ -109,8 +110,13 @@ class Policy:
         is_single = _is_single(self.observation_space, observations)
         if self.inputs.is_identity:
             return (np.asarray(observations)[None] if is_single else np.asarray(observations)), is_single
+        shape = self.inputs.space.shape or ()
         each = [observations] if is_single else iterate(batch_space(self.observation_space), observations)
-        return np.stack([self.inputs.encode(observation) for observation in each]), is_single
+        try:
+            encoded = [self.inputs.encode(observation) for observation in each]
+        except (IndexError, ValueError) as error:
+            raise PalaError(f"Observations are not of {self.observation_space} ({error}).") from None
+        return (np.stack(encoded) if encoded else np.empty((0, *shape), self.inputs.space.dtype)), is_single
 
 
 def _is_single(space: gymnasium.Space, observations: Any) -> bool:
@@ -147,9 +153,10 @@ def policy_of(run: Path, seed: int = 0, trust_run: bool = False) -> Policy:
 def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> Policy:
     """A completed run's final policy, or what its ranks' newest checkpoints hold. Raises PalaError."""
     is_gorila = config.algorithm == "gorila"
-    network = (q_network if is_gorila else actor_critic)(
-        envs.observation_space, envs.action_space, config, make_network
-    )
+    with torch_weights(config.seed):  # as in training: buffers that are not saved are alike
+        network = (q_network if is_gorila else actor_critic)(
+            envs.observation_space, envs.action_space, config, make_network
+        )
     network.eval()
     flat = FlatParameters(network, torch.device("cpu"))
     file, environment = run / "policy.safetensors", None

@@ -200,18 +200,14 @@ def _build(
     """Of a rank of the job, perhaps alone in `comm`, for this place. Collective."""
     device = prepare_device(comm, config)
 
-    def make_networks() -> tuple[Network, Network]:
+    def make_one() -> Network:
         with torch_weights(config.seed):
-            first, second = (
-                q_network(envs.observation_space, envs.action_space, config, make_network) for _ in range(2)
-            )
-        return first, second
+            return q_network(envs.observation_space, envs.action_space, config, make_network)
 
-    network, target_network = collectively(comm, make_networks)
+    network, target_network = collectively(comm, lambda: (make_one(), make_one()))
     flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
-    observations = blank_observations(
-        envs.observation_space, config.gorila.minibatch_size, device
-    )  # room for a minibatch
+    batch_size = config.gorila.minibatch_size
+    observations = blank_observations(envs.observation_space, batch_size, device)  # room for a minibatch
     tape, target_tape = (
         collectively(comm, lambda net=net: make_tape(net, config.network, 1, observations))  # type: ignore[misc]
         for net in (network, target_network)

@@ -12,6 +12,8 @@ from pala.config import Config
 from pala.evaluation.play import evaluate
 from pala.evaluation.record import Evaluation, save
 from pala.plot import plot
+from pala.report.text import counted
+from pala.run import run_folder
 from pala.run.result import Conclusion, Result
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError
@@ -24,7 +26,9 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
     early = f" ({result.stopped_early})" if result.stopped_early else ""
     tell(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
-        tell(f"      go on with: python -m pala.train --resume {result.run}")
+        ranks = run_folder.read(result.run)["segments"][-1]["ranks"]
+        launcher = f"mpirun -np {ranks} " if ranks > 1 else ""
+        tell(f"      go on with: {launcher}python -m pala.train --resume {result.run}")
         return Conclusion(result.exit_status, {})
     last_words = _LastWords(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [
@@ -64,7 +68,7 @@ class _LastWords:
         settings = self._config.evaluation
         if settings.episodes == 0:
             return "left out ('evaluation.episodes' is 0)"
-        tell(f"      evaluation: plays {settings.episodes:,} episodes")
+        tell(f"      evaluation: plays {counted(settings.episodes, 'episode')}")
         evaluation = evaluate(
             self._run, settings.episodes, settings.num_envs, settings.greedy, self._config.seed,
             threads=len(os.sched_getaffinity(0)), timeout_s=settings.timeout_s,

@@ -22,6 +22,7 @@ class Panel:
         console = Console(file=sys.stdout, force_terminal=True, width=min(size[0], 100), height=size[1])
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
+        console.show_cursor(True)  # a launcher that ^C ends leaves no time to bring it back
 
     def show(self, figures: dict[str, str]) -> None:
         table = Table.grid(padding=(0, 2))

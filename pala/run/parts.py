@@ -14,6 +14,7 @@ from pala.config import Config
 from pala.envs import Envs, MakeEnv, make_envs
 from pala.exchange.base import Exchange, ExchangeState
 from pala.networks.network import FlatParameters
+from pala.report.text import counted
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress
@@ -51,8 +52,8 @@ class Saved:
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
         """Rank 0 says what the ranks begin with when they are not those of before."""
         if comm.rank == 0:
-            had = f"had {self.first.trainers} ranks and now has {comm.size}"
-            text = f"had lost {self.num_lost} ranks" if self.num_lost else had
+            had = f"had {counted(self.first.trainers, 'rank')} and now has {comm.size}"
+            text = f"had lost {counted(self.num_lost, 'rank')}" if self.num_lost else had
             say(f"The run {text}: {what}; the steps made count; random streams are new.")
 
 
