@@ -108,7 +108,7 @@ def assert_resumed_without_old_checkpoints(standing: StandingRanks, cwd: Path, l
     budget = record_of(run)["segments"][0]["global_steps"] + 3000
     done = standing.train(4, "--resume", "runs/r", "--total-steps", str(budget), cwd=cwd)
     assert done.status == 0, done.output
-    assert f"The run had lost {lost} ranks: every rank starts from the average" in done.output
+    assert f"The run had lost {lost} rank{'s' * (lost > 1)}: every rank starts from the average" in done.output
     assert budget <= record_of(run)["segments"][1]["global_steps"] < budget + 3000
 
 

@@ -12,7 +12,6 @@ from pala.config import Config
 from pala.evaluation.play import evaluate
 from pala.evaluation.record import Evaluation, save
 from pala.plot import plot
-from pala.report.text import counted
 from pala.run import run_folder
 from pala.run.result import Conclusion, Result
 from pala.run.tensorboard import FOLDER, TensorBoard
@@ -68,7 +67,7 @@ class _LastWords:
         settings = self._config.evaluation
         if settings.episodes == 0:
             return "left out ('evaluation.episodes' is 0)"
-        tell(f"      evaluation: plays {counted(settings.episodes, 'episode')}")
+        tell(f"      evaluation: plays {settings.episodes:,} episode{'s' * (settings.episodes > 1)}")
         evaluation = evaluate(
             self._run, settings.episodes, settings.num_envs, settings.greedy, self._config.seed,
             threads=len(os.sched_getaffinity(0)), timeout_s=settings.timeout_s,
