@@ -87,7 +87,8 @@ def fit(
 def _check_callable(**given: Any) -> None:
     """Raise PalaError for what is not a function, or is what the function should return."""
     for name, value in given.items():
-        if value is not None and (not callable(value) or (name == "make_network" and hasattr(value, "state_dict"))):
+        is_module = not isinstance(value, type) and hasattr(value, "state_dict")  # which is callable, too
+        if value is not None and (not callable(value) or is_module):
             what = {"make_env": " that returns an environment", "make_network": " that returns a torch module"}
             raise PalaError(f"'{name}' is {value!r}, but must be a function{what.get(name, ' of a `Moment`')}.")
 

@@ -194,6 +194,7 @@ def test_a_policy_takes_what_the_environment_gives(policy: Any) -> None:
     ],
 )
 def test_what_is_no_function_is_told(given: dict[str, Any], words: str) -> None:
+    pala._check_callable(make_env=None, make_network=MyNetwork, on_update=print)  # a class is one
     with pytest.raises(PalaError, match=words):
         pala._check_callable(**given)
 
