@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,7 @@ def test_of_many_supervisors_one_at_a_time_has_a_run(there: Path) -> None:
     """Also when one deletes what it has locked while another waits to open that."""
     turns = []
 
-    def try_often() -> None:
+    def try_often(_: int) -> None:
         for _ in range(300):
             try:
                 with run_folder.supervised(Path("runs/r")):
@@ -197,11 +198,8 @@ def test_of_many_supervisors_one_at_a_time_has_a_run(there: Path) -> None:
             except PalaError:
                 continue
 
-    threads = [threading.Thread(target=try_often) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(try_often, range(4)))  # raises what they raise
     assert len(turns) > 100
 
 

@@ -185,8 +185,9 @@ def _locked_file(path: Path) -> BinaryIO:
         file = open_to_append(path)
         try:
             _lock_for_one(file)
-            if path.exists() and path.samefile(f"/proc/self/fd/{file.fileno()}"):
-                return file
+            with contextlib.suppress(FileNotFoundError):  # deleted, perhaps in just this moment
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
         except BaseException:
             file.close()
             raise
