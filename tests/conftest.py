@@ -118,7 +118,7 @@ LAUNCHERS = _launchers()
 
 @contextmanager
 def _tidy(launcher: Launcher) -> Iterator[Launcher]:
-    """Yield a launcher; afterwards end what a failed test left running."""
+    """Yield a launcher; afterwards end what a failed test left running, and print what it has written."""
     try:
         yield launcher
     finally:
@@ -126,9 +126,11 @@ def _tidy(launcher: Launcher) -> Iterator[Launcher]:
             if job.process.poll() is None:
                 os.killpg(job.process.pid, signal.SIGTERM)
                 try:
-                    job.process.wait(5)
+                    job.wait(5)
                 except subprocess.TimeoutExpired:
                     os.killpg(job.process.pid, signal.SIGKILL)
+                    job.wait(5)
+                print(f"{job.process.args} was still running, and had written:\n{job.output}")
         launcher.jobs.clear()
 
 

@@ -264,8 +264,8 @@ def test_a_rank_can_die_in_the_middle_of_its_messages() -> None:
 def test_a_stopped_rank_neither_works_nor_answers() -> None:
     def main(comm: MemoryCommunicator) -> tuple[list[float], float]:
         transport, listener = comm.open_transport(), Listener()
-        transport.start(listener)
         comm.meet()
+        transport.start(listener)
         begin_s, mine = time.monotonic(), packet(1)
         comm.on_update(1)
         if comm.rank == 0:
@@ -344,3 +344,18 @@ def test_copies_that_leave_on_another_thread_are_counted() -> None:
     finally:
         sys.setswitchinterval(switch_s)
     assert shared.pending == 0
+
+
+def test_no_collective_beside_an_open_transport() -> None:
+    """Its thread may be inside MPI, which then hung ranks at their start (seen with Open MPI)."""
+
+    def main(comm: MemoryCommunicator) -> None:
+        transport = comm.open_transport()
+        transport.start(Listener())
+        try:
+            comm.meet()
+        finally:
+            transport.close(PATIENCE_S, Interrupt())
+
+    refused = run_ranks(2, main)
+    assert all(isinstance(error, AssertionError) and "a transport is open" in str(error) for error in refused)

@@ -40,8 +40,10 @@ class NoExchange(ModelExchange):
 
     @property
     def living(self) -> list[int]:
-        self._deaths.look()
-        return [rank for rank in range(self._comm.size) if rank not in self._deaths.ranks]
+        if self._bell is None:
+            self._deaths.look()
+        dead = self._deaths.ranks if self._bell is None else self._bell.dead
+        return [rank for rank in range(self._comm.size) if rank not in dead]
 
     @property
     def stop(self) -> Stop:
@@ -105,7 +107,7 @@ class _Bell(Receiver):
 
     def __init__(self, comm: Communicator) -> None:
         """Collective."""
-        self._rank, self.has_rung = comm.rank, False
+        self._rank, self.has_rung, self.dead = comm.rank, False, set[int]()
         self.transport = comm.open_transport()
         self.transport.start(self)
 
@@ -118,4 +120,4 @@ class _Bell(Receiver):
         self.has_rung = True
 
     def on_death(self, rank: int) -> None:
-        """It trains no more, and hears nothing."""
+        self.dead.add(rank)

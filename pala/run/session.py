@@ -43,6 +43,7 @@ from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import Interrupt, on_cores, process_age_s, say, tell
 from pala.transport.agreement import collectively
+from pala.transport.alone import Alone
 from pala.transport.base import Communicator, Living
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
@@ -118,7 +119,7 @@ def take_place(
 ) -> Result | None:  # fmt: skip
     """What a spare does when it is needed: build, ask others for a model, train. None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
-    alone, rank = job.comm.alone(), job.comm.rank
+    alone, rank = Alone(job.comm.host), job.comm.rank
     segment = Segment(briefing.run, briefing.segment, briefing.previous)
     try:
         code = user_code.load(segment.run, UserCode(make_env, hooks.make_network))  # this job has kept or judged it
@@ -220,8 +221,10 @@ class Session:
         time_s = self._progress.counters.time_s
         is_locked = segment.identity is not None
         self._job.brief(Briefing(segment.run, segment.path, segment.previous, is_locked, time_s, told))
+        may_stop = any(self._job.trainers.allgather(self._hooks.may_stop))
+        # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
         exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
-        if any(self._job.trainers.allgather(self._hooks.may_stop)):
+        if may_stop:
             exchange.listen()
         return exchange
 

@@ -196,7 +196,9 @@ class Living(abc.ABC):
 
 
 class Communicator(abc.ABC):
-    """The ranks of one job. Every method says whether it is collective; those that are wait asleep for the slowest."""
+    """The ranks of one job. Every method says whether it is collective; those that are wait asleep for the slowest.
+
+    From the start of a transport to its end its thread alone communicates: no collective may be called."""
 
     rank: int
     size: int
@@ -222,10 +224,6 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def first(self, size: int) -> Communicator | None:
         """The first so many ranks, with the same numbers; None on the others. Collective."""
-
-    @abc.abstractmethod
-    def alone(self) -> Communicator:
-        """This rank without the others, as rank 0 of one. Not collective."""
 
     @abc.abstractmethod
     def barrier(self) -> Callable[[], bool]:

@@ -83,6 +83,7 @@ class _World:
         self.dead: set[int] = set()
         self.ended: set[int] = set()
         self.stopped_until_s = [0.0] * size
+        self.in_transport: set[int] = set()  # ranks whose transport's thread may be inside MPI, if this were MPI
         self._rounds: dict[tuple[Any, int], _Round] = {}
 
     @property
@@ -139,6 +140,7 @@ class _Group:
 
     def join(self, value: Any) -> _Round:
         self._comm.end_if_dead()
+        assert self._comm.number not in self._comm.world.in_transport, "a transport is open: MPI would be called twice"
         self._number += 1
         return self._comm.world.join(self._context, self._number, self._comm.number, value)
 
@@ -257,9 +259,6 @@ class MemoryCommunicator(Communicator):
             return self
         self.meet()
         return self._part(range(size), self.rank, ("first", size, self._all._number)) if self.rank < size else None
-
-    def alone(self) -> MemoryCommunicator:
-        return self._part([self.number], 0, ("alone", object()))
 
     def _part(self, members: Sequence[int], rank: int, context: Any) -> MemoryCommunicator:
         part = MemoryCommunicator(self.world, self.number)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pala.transport.base import Packet, Received
+from pala.system.runtime import Interrupt
+from pala.transport.base import Packet, Received, Receiver
 from pala.transport.faults import AtMessage, OnTheWay
 from pala.transport.threaded import ThreadedTransport
 
@@ -52,6 +53,14 @@ class MemoryTransport(ThreadedTransport):
         self._deaths, self._wake = comm.deaths(), channel.wakes[comm.rank]
         self._sends: list[_Message] = []  # on their way
         self._num_sent, self._num_bulk = 0, Counter[int]()  # messages; bulk messages by peer
+
+    def start(self, receiver: Receiver) -> None:
+        self._world.in_transport.add(self._rank)
+        super().start(receiver)
+
+    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
+        super().close(timeout_s, interrupt)
+        self._world.in_transport.discard(self._rank)
 
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
         self._comm.end_if_dead()

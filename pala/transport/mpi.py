@@ -100,9 +100,6 @@ class MpiCommunicator(Communicator):
         part = self.mpi.Split(0 if self.rank < size else MPI.UNDEFINED, self.rank)
         return MpiCommunicator(part) if self.rank < size else None
 
-    def alone(self) -> MpiCommunicator:
-        return MpiCommunicator(MPI.COMM_SELF)
-
     def barrier(self) -> Callable[[], bool]:
         with self._ending_at_a_death():
             request = self.mpi.Ibarrier()

@@ -113,8 +113,9 @@ class Gossip(ModelExchange):
             budget.stay()  # training has ended meanwhile, or others were told to leave at the same time
         if budget.stop is Stop.NONE:
             say(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
-            self._interrupt.signal = LEAVE
             self._driver.end(Stop.SIGNAL)
+        if budget.stop is Stop.SIGNAL:  # perhaps by a peer, that was told to leave at the same time
+            self._interrupt.signal = self._interrupt.signal or LEAVE
         return False
 
     def after_update(self, steps: int, healthy: bool) -> bool:

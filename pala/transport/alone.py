@@ -1,0 +1,83 @@
+"""A rank without the others. It calls nothing that communicates, so it may be used while a transport is open: a spare
+that takes a place builds all it needs so, while its transport's thread may be inside MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pala.system.runtime import Interrupt
+from pala.transport.base import Communicator, Deaths, Living, Reduction, SharedBlock, Transport
+
+T = TypeVar("T")
+
+
+class _Me(Living):
+    members = (0,)
+
+    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
+        """Of one value."""
+
+    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
+        """To nobody."""
+
+
+class _NoDeaths(Deaths):
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+
+    def look(self) -> set[int]:
+        return set()
+
+
+class Alone(Communicator):
+    """Rank 0 of one."""
+
+    rank, size, outlives_ranks = 0, 1, False
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    def meet(self) -> None:
+        """There is nobody to meet."""
+
+    def allgather(self, value: T) -> list[T]:
+        return [value]
+
+    def bcast(self, value: T, root: int = 0) -> T:
+        return value
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+        """To nobody."""
+
+    def first(self, size: int) -> Alone:
+        return self
+
+    def barrier(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        """Of one value."""
+
+    def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+        return action(_Me())
+
+    def deaths(self) -> Deaths:
+        return _NoDeaths()
+
+    def is_alone(self) -> bool:
+        return True
+
+    def open_transport(self) -> Transport:
+        raise NotImplementedError("a rank alone has nobody to send to")
+
+    def are_on_one_host(self) -> bool:
+        return True
+
+    def share_memory(self, num_bytes: int) -> SharedBlock:
+        raise NotImplementedError("a rank alone has nobody to share memory with")
+
+    def facts(self) -> dict[str, Any]:
+        return {}
