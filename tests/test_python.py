@@ -94,6 +94,27 @@ def test_one_rank_alone_may_have_a_callback(tmp_path: Path) -> None:
     assert [result.stopped_early for result in run_ranks(2, main)] == ["on_update of rank 0 returned False"] * 2
 
 
+def test_the_last_callback_of_a_rank_that_leaves_does_not_end_training(tmp_path: Path) -> None:
+    config = configure(tmp_path, steps=2000)
+    config = replace(config, run=replace(config.run, log_interval_s=1000.0))  # one interval: the last
+    asked: list[int] = []
+
+    def main(comm: MemoryCommunicator) -> Result:
+        def leave(moment: Moment) -> None:
+            comm.interrupt.is_told_to_leave = moment.updates == 5
+
+        def end(moment: Moment) -> bool:
+            asked.append(moment.rank)
+            return False
+
+        hooks = Hooks(on_update=leave, on_interval=end) if comm.rank == 1 else Hooks()
+        return run_rank(comm, config, interrupt=comm.interrupt, hooks=hooks)
+
+    first, second = run_ranks(2, main)
+    assert second.status == "left" and asked == [1]
+    assert first.status == "completed" and not first.stopped_early and first.global_steps >= 2000
+
+
 def test_a_run_that_was_stopped_early_goes_on(tmp_path: Path) -> None:
     config = configure(tmp_path, steps=400)
     first = train(2, config, Hooks(on_update=lambda moment: moment.updates < 5))[0]
