@@ -67,11 +67,10 @@ def wait_until_all_train(cwd: Path, ranks: int) -> dict[int, int]:
     return pids_of_ranks(cwd)
 
 
-@pytest.mark.parametrize("killed", [(0,), (1, 3)])
 @pytest.mark.slow
-def test_when_ranks_are_killed_the_others_take_over(
-    any_mpi: Launcher, standing: StandingRanks, killed: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, standing: StandingRanks, tmp_path: Path) -> None:
+    """The first, which keeps run.json, and one more."""
+    killed = (0, 2)
     patience = ["--exchange.patience-s", "60"]  # longer than the whole run takes
     job = start(any_mpi, 4, "--total-steps", "20000", "--evaluation.episodes", "2", *patience, cwd=tmp_path)
     run, pids = tmp_path / "runs/r", wait_until_all_train(tmp_path, 4)
@@ -167,13 +166,6 @@ def assert_ends_well_by_usr1(job: Job, cwd: Path) -> dict:
     return segment
 
 
-def cpu_s(pid: int) -> float:
-    """Processor time that a process has taken."""
-    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) / os.sysconf(
-        "SC_CLK_TCK"
-    )
-
-
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -183,9 +175,9 @@ def resident_bytes(pid: int) -> int:
 def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, killed: int, tmp_path: Path) -> None:
     pids, run = start_with_spares(any_mpi, 4, 1, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     (job,) = any_mpi.jobs
-    begun_s, slept_s = time.monotonic(), cpu_s(pids[4])
+    begun_s, slept_s = time.monotonic(), processor_seconds(pids[4])
     wait_for(lambda: len(intervals(run, 1)) > 6, what="training")
-    slept_s, took_s = cpu_s(pids[4]) - slept_s, time.monotonic() - begun_s
+    slept_s, took_s = processor_seconds(pids[4]) - slept_s, time.monotonic() - begun_s
     memory = [resident_bytes(pids[rank]) / 2**20 for rank in (4, 1)]
     assert "libtorch" not in Path(f"/proc/{pids[4]}/maps").read_text() and len(read_run(run)) == 4
     assert slept_s < 0.05 * took_s and memory[0] < 0.5 * memory[1]
@@ -232,16 +224,15 @@ def test_spares_that_nobody_needed_end_with_the_run(any_mpi: Launcher, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 2])
-def test_a_death_in_the_last_moment_needs_no_spare(any_mpi: Launcher, killed: int, tmp_path: Path) -> None:
-    """A rank, or the spare, dies when it has heard of the end."""
-    arguments = [*CARTPOLE, "--run.name", "r", "--run.spares", "1", "--total-steps", "6000"]
+def test_a_death_in_the_last_moment_needs_no_spare(any_mpi: Launcher, tmp_path: Path) -> None:
+    """The first rank and a spare die when they have heard of the end."""
+    arguments = [*CARTPOLE, "--run.name", "r", "--run.spares", "1", "--total-steps", "4000"]
     (tmp_path / "dies.py").write_text(f"""
 import os, sys
 from pala.transport.threaded import ThreadedTransport
 close = ThreadedTransport.close
 def dies(*arguments):
-    if os.environ["OMPI_COMM_WORLD_RANK"] == "{killed}":
+    if os.environ["OMPI_COMM_WORLD_RANK"] in ("0", "3"):
         os.kill(os.getpid(), 9)
     close(*arguments)
 ThreadedTransport.close = dies
@@ -249,7 +240,7 @@ import pala.train
 sys.argv[1:] = {arguments!r}
 pala.train.main()
 """)
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", str(any_mpi.folder / "python"), "dies.py", cwd=tmp_path)
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "4", str(any_mpi.folder / "python"), "dies.py", cwd=tmp_path)
     assert job.wait().status == 0 and record_of(tmp_path / "runs/r")["completed"], job.output
 
 
@@ -264,8 +255,8 @@ def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: P
 
 @pytest.mark.slow
 def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
-    disturbance = "assert steps < 500 or rank != 1, 'the planted fault'"
-    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "12000", cwd=tmp_path).wait()
+    disturbance = "assert steps < 100 or rank != 1, 'the planted fault'"
+    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "5000", cwd=tmp_path).wait()
     record = record_of(tmp_path / "runs/r")
     assert "pala: rank 1 failed; the others go on." in job.output and "the planted fault" in job.output, job.output
     assert record["completed"] and [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [1]
@@ -296,7 +287,7 @@ def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi:
         if steps == 500:
             open(f"ready-{rank}", "w").close()
         while steps == 500 and not os.path.exists(f"ready-{1 - rank}"):
-            pass
+            time.sleep(0.001)
         assert steps < 500, "the planted fault" """
     job = start_disturbed(any_mpi, 2, disturbance, "--env.num-envs", "1", *ENDLESS, cwd=tmp_path).wait()
     assert job.output.count("the planted fault") >= 2, job.output
