@@ -121,7 +121,7 @@ def test_who_waits_in_vain_leaves_a_run_complete_that_is(tmp_path: Path, monkeyp
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["close", "final_parameters", "save_policy"])
+@pytest.mark.parametrize("moment", slow_but_for(["close", "final_parameters", "save_policy"], "final_parameters"))
 def test_a_signal_while_a_run_ends_leaves_the_evaluation_out(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_signal_while_a_run_ends_leaves_the_evaluation_out(
 # ---- the last words --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but_for(KINDS, "gossip", "allreduce"))
 def test_the_first_rank_concludes_alone_and_the_record_says_so(kind: str, tmp_path: Path) -> None:
     said: list[tuple[int, Result]] = []
 
@@ -339,8 +339,12 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize(
-    "name", ["r", "metrics", ".lock", "segment-000", "make_env.pkl", "rank-0000.safet", "rank-0001.safet", "run.json"]
-)
+    "name",
+    slow_but_for(
+        ["r", "metrics", ".lock", "segment-000", "make_env.pkl", "rank-0000.safet", "rank-0001.safet", "run.json"],
+        "r", "segment-000", "rank-0001.safet",
+    ),
+)  # fmt: skip
 def test_a_run_that_could_not_begin_keeps_nobody_from_its_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

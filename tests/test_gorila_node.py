@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from conftest import slow_but_for
 from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
@@ -273,7 +274,7 @@ RANKS = {
 
 
 @pytest.mark.parametrize("learning", LEARNING)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", slow_but_for(RANKS, "five ranks, two of them shards, one the replay"))
 def test_one_actor_and_one_learner_in_lockstep_are_plain_dqn(learning: str, ranks: str) -> None:
     """After every update, whatever the roles' ranks and the number of shards."""
     num_envs, how = LEARNING[learning]

@@ -7,7 +7,7 @@ from pathlib import Path
 from signal import SIGUSR1
 
 import pytest
-from conftest import wait_for
+from conftest import slow_but_for, wait_for
 from runs import intervals
 from test_memory import (
     ENDLESS,
@@ -47,7 +47,7 @@ def with_spares(folder: Path, spares: int, config: GorilaConfig = BUNDLED, steps
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dead", [1, 2])
+@pytest.mark.parametrize("dead", slow_but_for([1, 2], 2))
 def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     job = train(4, with_spares(tmp_path, 1), [fail_at(dead, 5)], on_update=stop_when(3, updates=20))
     assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
@@ -96,8 +96,8 @@ def test_a_spare_takes_the_only_role_of_a_rank(config: GorilaConfig, ranks: int,
 
 
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
-    job = train(4, with_spares(tmp_path, 1, steps=1500), [fail_at(2, 5)])
-    assert job.ended_well(but_for=[2]) and 1500 <= job.segment["global_steps"] < 1600
+    job = train(4, with_spares(tmp_path, 1, steps=800), [fail_at(2, 5)])
+    assert job.ended_well(but_for=[2]) and 800 <= job.segment["global_steps"] < 900
 
 
 def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_death_of_a_shard_ends_the_job_and_the_spares(has_joined: bool, tmp_
     assert train(4, replace(job.config, total_steps=400), resume=job.run).ended_well(but_for=[3])
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("n", slow_but_for([1, 2, 5], 5))
 def test_a_spare_may_die_with_any_of_its_messages(n: int, tmp_path: Path) -> None:
     """As it tells that it joins, as it asks for a model, as it sends its first gradient."""
     faults = [fail_at(1, 5), fail_at_message(3, n)]

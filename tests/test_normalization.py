@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from test_memory import Trained, configure, run_ranks
+from test_memory import ENVS, Trained, configure, run_ranks
 
 from pala.a2c.normalization import Normalization
 from pala.a2c.update import A2C, Rollout
@@ -238,7 +238,9 @@ def test_moments_arrive_exact_by_every_codec(compression: str) -> None:
 
 def train_far(folder: Path, kind: str, resume: Path | None = None, steps: int = 1000, **exchange: Any) -> Trained:
     config = configure(folder, kind, steps=steps, **exchange)
-    config = replace(config, env=replace(BOTH, num_envs=2), a2c=A2CConfig(momentum=0.5, max_gradient_norm=0.5))
+    config = replace(
+        config, env=replace(BOTH, num_envs=ENVS), a2c=replace(config.a2c, momentum=0.5, max_gradient_norm=0.5)
+    )
     ranks = 2 if resume is None else 3
     return Trained(
         config, run_ranks(ranks, lambda comm: run_rank(comm, config, Far, resume, interrupt=comm.interrupt))

@@ -375,7 +375,7 @@ class VirtualCluster(VirtualNetwork):
         change it."""
         all_models = [rank.models for rank in self.ranks]
         owed = [move for models in all_models for move in models.owed.values()]
-        return np.sum([models.with_owed - models.unmatched for models in all_models] + owed, axis=0)
+        return np.add.reduce([models.with_owed - models.unmatched for models in all_models] + owed)
 
     # ---- a rank ----------------------------------------------------------------------------------------------------
 
@@ -392,11 +392,11 @@ class VirtualCluster(VirtualNetwork):
     def _look_between_steps(self, rank: Rank) -> None:
         if rank.number in self.dead or self.is_stopped(rank.number, self._look_between_steps, rank):
             return
-        models, mixes, acting = rank.models, rank.models.mixes, rank.model.copy()
+        models, mixes, acting = rank.models, rank.models.mixes, rank.model.tobytes()
         rank.driver.between_steps()
         if models.mixes > mixes:
             rank.since_mix, rank.waited_since_mix_s = 0, 0.0
-        if not np.array_equal(rank.model, acting, equal_nan=True):
+        if rank.model.tobytes() != acting:
             self.violations.append(f"at {self.now} s the model that rank {rank.number} acts with changed")
 
     def _look_in_sleep(self, rank: Rank) -> None:
