@@ -270,8 +270,9 @@ def run_benchmark(launcher: Launcher, folder: Path, *arguments: str) -> subproce
 @pytest.mark.slow
 def test_a_benchmark_as_a_user_starts_it(mpi: Launcher, tmp_path: Path) -> None:
     cartpole = ["--env.id", "CartPole-v1", "--env.num-envs", "4"]
-    ranks = ["1", "2"] if mpi.name == "openmpi" else ["2"]
-    done = run_benchmark(mpi, tmp_path, "--ranks", *ranks, "--rounds", "2", "--seconds", "0.5", *cartpole)
+    ranks, exchanges = (["1", "2"], []) if mpi.name == "openmpi" else (["2"], ["--exchanges", "none", "gossip"])
+    few = ["--rounds", "2", "--seconds", "0.25", *exchanges]
+    done = run_benchmark(mpi, tmp_path, "--ranks", *ranks, *few, *cartpole)
     assert done.returncode == 0, done.stderr
     assert "| gossip " in done.stdout and "Traceback" not in done.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [

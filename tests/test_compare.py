@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from conftest import Job, Launcher, ranks_in, record_of, slow_among, wait_for
 
+from pala.compare import __main__ as compare_program
 from pala.compare import measures, pictures, scaling
 from pala.compare.__main__ import Command, compare
 from pala.compare.collect import load, without_paths
@@ -607,7 +609,7 @@ total_steps = 3000
 [variants.none]
 exchange.kind = "none"
 [variants.gossip]
-total_steps = 30_000
+total_steps = 20_000
 [variants.broken]
 env.num_envs = 1
 launcher = "mpirun -np {ranks} no-such-program"
@@ -616,7 +618,10 @@ launcher = "mpirun -np {ranks} no-such-program"
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_a_comparison_that_is_interrupted_goes_on(any_mpi: Launcher, there: Path) -> None:
+def test_a_comparison_that_is_interrupted_goes_on(
+    any_mpi: Launcher, there: Path, no_pictures: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     Path("preset.toml").write_text(REAL)
 
     def start(*arguments: str) -> Job:
@@ -625,7 +630,11 @@ def test_a_comparison_that_is_interrupted_goes_on(any_mpi: Launcher, there: Path
 
     stopped, run = start("--only", "none", "gossip"), there / "runs" / "tiny" / "gossip-Pole-2-1"
     metrics = metrics_path(run, 1)
-    wait_for(lambda: metrics.exists() and "interval" in metrics.read_text(), what="training")
+    try:
+        wait_for(lambda: metrics.exists() and "interval" in metrics.read_text(), what="training")
+    except AssertionError as error:
+        stopped.process.terminate()  # its output is complete when it has ended
+        raise AssertionError(f"{error}\n{stopped.wait().output}") from None
     os.kill(stopped.process.pid, signal.SIGTERM)
     assert stopped.wait().status == 143, stopped.output
     assert "The same command goes on later." in stopped.output
@@ -638,8 +647,14 @@ def test_a_comparison_that_is_interrupted_goes_on(any_mpi: Launcher, there: Path
     assert len(record_of(run)["segments"]) == 2 and record_of(run)["completed"]
     page = (there / "results" / "tiny" / "compare.md").read_text()
     assert "2 completed runs of 2 begun" in page and "Resumed; pauses do not count as time: `gossip-Pole-2-1`" in page
-    again = start("--only", "none", "gossip").wait()
-    assert again.status == 0 and "2 of 2 runs are complete" in again.output and "starts" not in again.output
+    monkeypatch.setattr(sys, "argv", ["pala.compare", "preset.toml", "--only", "none", "gossip"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        compare_program.main()
+    said = capsys.readouterr().out
+    assert not ended.value.code, said
+    assert "2 of 2 runs are complete" in said and "starts" not in said
     assert str(there) not in "".join(file.read_text() for file in (there / "results").rglob("*.json"))
 
 

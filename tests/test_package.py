@@ -70,7 +70,7 @@ def test_a_wheel_trains_by_name_in_an_empty_environment(tmp_path: Path) -> None:
     run(*pip, "--python", place, "install", "--no-deps", "--no-index", wheel)
     pala = place / "bin" / "pala"
     assert "gorila/pong\n" in run(pala, "presets")
-    few = ("--total-steps", "800", "--env.num-envs", "2", "--evaluation.episodes", "0", "--run.name", "r")
+    few = ("--total-steps", "200", "--env.num-envs", "1", "--evaluation.episodes", "0", "--run.name", "r")
     run(pala, "train", "pong", *few)
     assert "policy.safetensors" in {file.name for file in (tmp_path / "runs" / "r").iterdir()}
     assert str(packages) in run(place / "bin" / "python", "-c", "import pala; print(pala.__file__)")

@@ -1,4 +1,4 @@
-"""The README's commands, as written, but for fewer steps and ranks."""
+"""The README's commands, as written, but for fewer steps, environments and ranks: each rank loads torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from conftest import REPOSITORY, Launcher, record_of
 
 README = (REPOSITORY / "README.md").read_text()
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+FEW = "--total-steps 400 --env.num-envs 4 --env.max-episode-frames 120"
 
 
 def commands(begin: str) -> list[str]:
@@ -37,15 +38,16 @@ def run(command: str, launcher: Launcher, **extra: str) -> str:
 def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are."""
     assert "./launch/test.sh" in commands("./launch/")
-    for command in commands("./launch/train.sh"):
-        few = f" --total-steps 1500 --run.dir {tmp_path} --evaluation.episodes 2 --env.max-episode-frames 120"
-        output = run(command + few, any_mpi)
+    plain, more_ranks, restarts = commands("./launch/train.sh")
+    assert "-n 4" in more_ranks and "-n 4" in restarts
+    for command, ranks in ((plain, 2), (more_ranks.replace("-n 4", "-n 3"), 3), (restarts.replace("-n 4", "-n 1"), 1)):
+        output = run(f"{command} {FEW} --run.dir {tmp_path} --evaluation.episodes 2", any_mpi)
         folder = re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)
         assert folder is not None, output
         made = Path(folder[1])
         assert "evaluation: " in output and f"learning curve: {made / 'learning_curve.png'}" in output
         assert record_of(made)["completed"]
-        assert record_of(made)["segments"][0]["ranks"] == (4 if "-n 4" in command else 2)
+        assert record_of(made)["segments"][0]["ranks"] == ranks
         assert (made / "evaluation.json").exists() and (made / "policy.safetensors").exists()
         assert (made / "learning_curve.png").stat().st_size > 5000
 
@@ -53,20 +55,19 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train, evaluate with a video, plot, resume; Gorila and its table."""
     name = "pong-20260101-120000"
-    on_four = commands("mpirun -np 4 python -m pala.train")
-    train, resume, gorila = (command.replace("-np 4", "-np 2") for command in on_four)  # each would load torch
-    few = " --env.max-episode-frames 120 --evaluation.episodes 0"
-    run(f"{train} --total-steps 1500 --run.dir {tmp_path} --run.name {name} {few}", any_mpi)
+    train, resume, gorila = commands("mpirun -np 4 python -m pala.train")
+    train, resume = (command.replace("-np 4", "-np 1") for command in (train, resume))
+    run(f"{train} {FEW} --evaluation.episodes 0 --run.dir {tmp_path} --run.name {name}", any_mpi)
     evaluate = commands("python -m pala.evaluate")[0].replace("--episodes 100", "--episodes 4")
     output = run(evaluate.replace("runs/", f"{tmp_path}/").replace("pong.mp4", f"{tmp_path}/pong.mp4"), any_mpi)
     assert "human-normalised" in output and (tmp_path / "pong.mp4").stat().st_size > 2_000
     plot = commands("python -m pala.plot")[0]
     run(plot.replace("runs/", f"{tmp_path}/").replace("pong.png", f"{tmp_path}/pong.png"), any_mpi)
     assert (tmp_path / "pong.png").stat().st_size > 5000
-    run(f"{resume.replace('runs/', f'{tmp_path}/')} --total-steps 3000 {few}", any_mpi)
+    run(f"{resume.replace('runs/', f'{tmp_path}/')} {FEW.replace('400', '800')} --evaluation.episodes 0", any_mpi)
     assert len(record_of(tmp_path / name)["segments"]) == 2
-    few = " --total-steps 1500 --gorila.min-replay-steps 500 --env.max-episode-frames 120 --evaluation.episodes 2"
-    run(f"{gorila} --run.dir {tmp_path / 'games'} {few}", any_mpi)
+    gorila = gorila.replace("-np 4", "-np 2") + " --gorila.min-replay-steps 200 --evaluation.episodes 2"
+    run(f"{gorila} {FEW} --run.dir {tmp_path / 'games'}", any_mpi)
     scores = commands("python -m pala.gorila.scores")[0]
     run(scores.replace(" runs", f" {tmp_path / 'games'} --output {tmp_path / 'scores'}"), any_mpi)
     assert "1 completed run of 1 of the 49 games" in (tmp_path / "scores" / "scores.md").read_text()
