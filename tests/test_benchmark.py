@@ -309,7 +309,7 @@ def test_a_launcher_that_starts_another_number_of_ranks_is_told(any_mpi: Launche
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_quick_form(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Pong, for two thirds of the time: fails only if gossip reaches less than 0.9 of none."""
-    done = run_benchmark(any_mpi, tmp_path, "--quick", "--seconds", "1")
+    """Pong, for less than half of the time: fails only if gossip twice reaches less than 0.9 of none."""
+    done = run_benchmark(any_mpi, tmp_path, "--quick", "--seconds", "1", "--rounds", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out/benchmark.png").stat().st_size > 10_000
