@@ -18,10 +18,11 @@ from conftest import Launcher, processes_in
 
 from pala.benchmark import __main__ as benchmark
 from pala.benchmark.analysis import far_off, parts_of, training_of
+from pala.benchmark.gorila import flops_per_step as gorila_flops
 from pala.benchmark.measure import ContinuedEnvs, figures_of, flops_per_step, model_us
 from pala.benchmark.pictures import _is_beyond_cores, draw
 from pala.benchmark.report import markdown
-from pala.config import Config, ExchangeConfig, to_table
+from pala.config import Config, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
 from pala.report.text import Spread, table
 from pala.run.metrics import SECTIONS
 from pala.system.errors import PalaError
@@ -88,6 +89,35 @@ def test_operations_of_an_mlp_by_hand() -> None:
     vectors, actions = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Discrete(2)
     first, others = 2 * 4 * 64, 2 * 64 * 64 + 64 * 2 + 64
     assert flops_per_step(vectors, actions, Config()) == (2 * (first + others), 2 * (first + 2 * others))
+
+
+@pytest.mark.parametrize(("double", "passes"), [(False, 2), (True, 3)])
+def test_operations_of_gorila_by_hand(double: bool, passes: int) -> None:
+    """DQN's network: the target network's pass and its own, with double DQN one more; 32 transitions for 4 steps."""
+    images, actions = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8), gymnasium.spaces.Discrete(6)
+    layers = [20 * 20 * 32 * 8 * 8 * 4, 9 * 9 * 64 * 4 * 4 * 32, 7 * 7 * 64 * 3 * 3 * 64, 7 * 7 * 64 * 512, 512 * 6]
+    config = Config(
+        algorithm="gorila", network=NetworkConfig(conv_channels=(32, 64, 64)), gorila=GorilaConfig(double_dqn=double)
+    )
+    forward = 2 * sum(layers)
+    assert gorila_flops(images, actions, config) == (8 * passes * forward, 8 * (2 * forward - 2 * layers[0]))
+
+
+def test_gorilas_page_says_how_often_is_learned_and_nothing_of_gossip(tmp_path: Path) -> None:
+    result = canned(canned_job(speeds={"gorila": (300.0, 310.0, 320.0)}))
+    result |= {"config": to_table(Config(algorithm="gorila")), "protocol_us": {}, "protocol_in_jobs_of_8_us": {}}
+    page = markdown(result)
+    assert "Gorila: a minibatch of 32 for 4 steps" in page and "rollouts" not in page
+    assert "protocol" not in page
+    draw(result, tmp_path / "picture.png")
+    assert far_off(result["jobs"], 0.9) == []
+
+
+def test_gorila_has_no_choice_of_exchange() -> None:
+    assert benchmark.parse(["--algorithm", "gorila"]).exchanges == ("gorila",)
+    assert benchmark.parse(["--algorithm", "gorila", "--quick"]).exchanges == ("gorila",)
+    with pytest.raises(PalaError, match="Gorila has one way to exchange"):
+        benchmark.parse(["--algorithm", "gorila", "--exchanges", "gossip"])
 
 
 def test_ratios_are_taken_pair_by_pair() -> None:
@@ -286,6 +316,23 @@ def test_a_benchmark_as_a_user_starts_it(mpi: Launcher, tmp_path: Path) -> None:
         assert training.cpu_per_core < 1.5 and training.exchange_thread_share < 0.5, "a thread spins"
     assert result["versions"]["torch"] and "pala.benchmark" in result["command"]
     assert processes_in(tmp_path) == []
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_benchmark_of_gorila(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Its replay is filled before anything counts, though the preset's takes longer than the whole measurement."""
+    cartpole = ["--algorithm", "gorila", "--env.id", "CartPole-v1", "--env.num-envs", "4"]
+    done = run_benchmark(any_mpi, tmp_path, "--ranks", "2", "--rounds", "2", "--seconds", "0.5", *cartpole)
+    assert done.returncode == 0, done.stderr
+    (job,) = json.loads((tmp_path / "out/benchmark.json").read_text())["jobs"]
+    (training,) = training_of(job)
+    assert training.exchange == "gorila" and training.steps_per_s.low > 0
+    assert training.split_us["update"] > 0
+    for round_ in job["rounds"]:
+        for rank in round_["training"][0]["ranks"]:
+            steps_per_update = rank["steps_per_s"] * rank["seconds"] / rank["updates"]
+            assert steps_per_update == pytest.approx(4, rel=0.3)  # nothing but learning was measured
 
 
 @pytest.mark.mpi

@@ -18,7 +18,7 @@ from pala.gorila.dqn import LossFilter, Transitions, differentiate, dqn_loss, ep
 from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import Beginning, Shard, assemble, slices
-from pala.networks.make import make_tape
+from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters
 from pala.networks.tape import AutogradTape, Tape
 from pala.run.checkpoint import RankState
@@ -39,9 +39,14 @@ def make_network(kind: str = "vector", seed: int = 0) -> QNetwork:
 def tape_of(network: QNetwork, precision: str = "float32") -> Tape:
     """As training makes it: written out for images."""
     config = dataclasses.replace(SMALL, precision=precision)
-    tape = make_tape(network, config, 1, torch.empty(COUNT))
+    observations = blank_observations(SPACES["image" if network.is_image else "vector"], COUNT, CPU)
+    tape = make_tape(network, config, 1, observations)
     tape.begin()
     return tape
+
+
+def next_values(target_tape: Tape, batch: Transitions) -> torch.Tensor:
+    return target_tape.peek(batch.next_observations)[0]
 
 
 def make_batch(kind: str = "vector") -> Transitions:
@@ -93,15 +98,18 @@ def test_targets_are_the_scalar_formula(double):
         following = target_values[i][judge.index(max(judge))]
         expected.append(float(batch.rewards[i]) + (0.0 if batch.terminated[i] else GAMMA * following))
     tapes = tape_of(online), tape_of(target)
-    assert targets(*tapes, batch, GAMMA, double).tolist() == pytest.approx(expected, rel=1e-5)
-    other = targets(*tapes, batch, GAMMA, not double)
+    assert targets(tapes[0], next_values(tapes[1], batch), batch, GAMMA, double).tolist() == pytest.approx(
+        expected, rel=1e-5
+    )
+    other = targets(tapes[0], next_values(tapes[1], batch), batch, GAMMA, not double)
     assert not other.allclose(torch.tensor(expected))  # or the test could not tell the two apart
 
 
 def test_what_follows_an_end_does_not_count_whatever_it_is():
     batch = make_batch()
     batch.next_observations[batch.terminated] = math.nan
-    y = targets(tape_of(make_network()), tape_of(make_network(seed=1)), batch, GAMMA, double=False)
+    following = next_values(tape_of(make_network(seed=1)), batch)
+    y = targets(tape_of(make_network()), following, batch, GAMMA, double=False)
     assert y[batch.terminated].equal(batch.rewards[batch.terminated])
 
 
@@ -124,9 +132,10 @@ def test_the_flat_gradient_is_that_of_the_clipped_error(kind, double):
     flat.gradient.fill_(9.0)  # of an earlier minibatch
     config = GorilaConfig(gamma=GAMMA, double_dqn=double)
     tapes = tape_of(network), tape_of(target)
-    loss = differentiate(*tapes, flat, batch, config)
+    loss = differentiate(tapes[0], next_values(tapes[1], batch), flat, batch, config)
     chosen = plain(batch.observations)[torch.arange(COUNT), batch.actions]
-    errors = targets(AutogradTape(plain), AutogradTape(target), batch, GAMMA, double) - chosen.detach()
+    following = next_values(AutogradTape(target), batch)
+    errors = targets(AutogradTape(plain), following, batch, GAMMA, double) - chosen.detach()
     assert (errors.abs() > 1).any()
     assert (errors.abs() < 1).any()
     (-(errors.clamp(-1, 1) * chosen).mean()).backward()
@@ -137,7 +146,7 @@ def test_the_flat_gradient_is_that_of_the_clipped_error(kind, double):
     assert all(parameter.grad is None for parameter in target.parameters())
     assert not any(term.requires_grad for term in loss)
     first = flat.gradient.clone()
-    differentiate(*tapes, flat, batch, config)  # the next minibatch
+    differentiate(tapes[0], next_values(tapes[1], batch), flat, batch, config)  # the next minibatch
     assert flat.gradient.equal(first)
 
 
@@ -149,8 +158,8 @@ def test_bfloat16_is_near_float32(double):
     found = []
     for precision in ("float32", "bfloat16"):
         tapes = tape_of(network, precision), tape_of(target, precision)
-        y = targets(*tapes, batch, GAMMA, double)
-        loss = differentiate(*tapes, flat, batch, config)
+        y = targets(tapes[0], next_values(tapes[1], batch), batch, GAMMA, double)
+        loss = differentiate(tapes[0], next_values(tapes[1], batch), flat, batch, config)
         found.append((y, loss.total.reshape(1), flat.gradient.clone()))
     for exact, near in zip(*found, strict=True):
         assert near.dtype == torch.float32
@@ -352,7 +361,7 @@ def test_a_shard_of_a_network_learns_what_it_is_taught(optimiser):
     batch = make_batch()._replace(terminated=torch.ones(COUNT, dtype=torch.bool))
     tape, losses = tape_of(network), []
     for _ in range(300):
-        losses.append(float(differentiate(tape, tape, flat, batch, config).total))
+        losses.append(float(differentiate(tape, next_values(tape, batch), flat, batch, config).total))
         for shard, part in zip(shards, parts, strict=True):
             shard.apply(flat.gradient[part], shard.version)
             flat.data[part] = shard.parameters

@@ -9,7 +9,8 @@ from gymnasium.spaces import Box, Discrete
 
 from pala.config import NetworkConfig
 from pala.gorila.networks import QNetwork
-from pala.networks.conv_tape import ConvTape
+from pala.networks import conv_tape as conv_tape_module
+from pala.networks.conv_tape import ConvTape, blocks
 from pala.networks.graphed_tape import GraphedTape, cuda_graph
 from pala.networks.make import make_tape
 from pala.networks.network import ActorCritic, FlatParameters, Network, channels_last
@@ -41,8 +42,9 @@ def frames(shape=(4, 48, 52), device="cpu", count=STEPS, seed=1) -> torch.Tensor
     return torch.randint(0, 256, (count, ENVS, *shape), dtype=torch.uint8, generator=generator).to(device)
 
 
-def conv_tape(network: Network, precision: str = "float32") -> ConvTape:
-    return ConvTape(network.trunk, network.heads, precision, STEPS, ENVS)
+def conv_tape(network: Network, precision: str = "float32", observations: torch.Tensor | None = None) -> ConvTape:
+    example = frames()[0] if observations is None else observations
+    return ConvTape(network.trunk, network.heads, precision, STEPS, example)
 
 
 def run(tape: Tape, flat: FlatParameters, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,11 +67,11 @@ def through(passes: list, tape: Tape, flat: FlatParameters) -> tuple[torch.Tenso
     ("kind", "actions"),
     [(ActorCritic, Discrete(5)), (ActorCritic, BOX), (QNetwork, Discrete(5))], ids=["discrete", "box", "values"],
 )  # fmt: skip
-@pytest.mark.parametrize("shape", [(4, 48, 52), (1, 36, 36), (3, 40, 37)])
+@pytest.mark.parametrize("shape", [(4, 48, 52), (1, 36, 36), (2, 43, 40), (3, 40, 37), (2, 19, 22)])
 def test_written_out_passes_are_the_plain_networks(shape, kind, actions, device):
     network, flat = make_network(shape, actions, device, kind)
     observations = frames(shape, device)
-    outputs, gradient = run(conv_tape(network), flat, observations)
+    outputs, gradient = run(conv_tape(network, observations=observations[0]), flat, observations)
     expected, expected_gradient = run(AutogradTape(network), flat, observations)
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5 * float(gradient.norm()))
@@ -160,6 +162,48 @@ def test_channels_last_is_the_same_images_in_another_order():
     turned = channels_last(images)
     assert turned.equal(images)
     assert turned.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("side", "shape"), [(2, (3, 5, 6)), (4, (2, 11, 8)), (4, (1, 4, 4))])
+def test_blocks_are_the_pixels_of_each_block(side, shape):
+    """Also of images that lie otherwise in memory."""
+    images = frames(shape, count=1)[0]
+    for lying in (images, images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)):
+        turned = blocks(lying, side)
+        assert turned.is_contiguous(memory_format=torch.channels_last)
+        count, channels, height, width = images.shape
+        assert turned.shape == (count, channels * side**2, height // side, width // side)
+        for c, y, x in np.ndindex(channels, height // side * side, width):
+            channel = (c * side + y % side) * side + x % side
+            assert turned[:, channel, y // side, x // side].equal(images[:, c, y, x])
+
+
+@pytest.mark.parametrize(("side", "kernel", "shape"), [(2, 4, (3, 19, 22)), (4, 8, (2, 43, 40))])
+def test_a_convolution_over_blocks_is_that_over_pixels_with_its_gradient(side, kernel, shape):
+    images, layer = frames(shape, count=1)[0], torch.nn.Conv2d(shape[0], 5, kernel, side).double()
+    of_blocks = conv_tape_module._weight_of_blocks(layer.weight, side)
+    expected = layer(images.double())
+    found = torch.nn.functional.conv2d(blocks(images, side).double(), of_blocks, layer.bias)
+    torch.testing.assert_close(found, expected)
+    assert conv_tape_module._weight_of_pixels(of_blocks, side).equal(layer.weight)
+    example = frames((4, 48, 52))[0]
+    first = torch.nn.Conv2d(4, 8, 8, 4)
+    assert conv_tape_module._block_side(first, example) == 4
+    assert conv_tape_module._block_side(first, example[..., :50]) == 1
+    assert conv_tape_module._block_side(first, example.float()) == 1
+    assert conv_tape_module._block_side(torch.nn.Conv2d(4, 8, 3, 2), example) == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 20, 20), (4, 48, 52)])
+def test_in_bfloat16_blocks_give_what_pixels_give(shape, monkeypatch):
+    """To the rounding of bfloat16, which is far finer than any wrong pixel."""
+    network, flat = make_network(shape)
+    observations = frames(shape)
+    outputs, gradient = run(conv_tape(network, "bfloat16", observations[0]), flat, observations)
+    monkeypatch.setattr(conv_tape_module, "_block_side", lambda layer, images: 1)
+    expected, expected_gradient = run(conv_tape(network, "bfloat16", observations[0]), flat, observations)
+    torch.testing.assert_close(outputs, expected, rtol=0.02, atol=0.01)
+    assert float((gradient - expected_gradient).norm()) <= 0.02 * float(expected_gradient.norm())
 
 
 @pytest.mark.parametrize("device", DEVICES)

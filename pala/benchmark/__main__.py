@@ -62,7 +62,7 @@ class Command:
     seconds: float | None = None
     """Length of one measurement of training; a part gets a fifth of it. Default 5; quick: at most 1.5."""
     exchanges: tuple[str, ...] = ()
-    """Kinds of exchange. Default: all; quick: none and gossip."""
+    """Kinds of exchange, for A2C. Default: all; quick: none and gossip."""
     precisions: tuple[str, ...] = ()
     """float32, bfloat16. Default: both where the processor or GPU has bfloat16's instructions; quick: float32."""
     launcher: str = "mpirun -np {ranks}"
@@ -82,8 +82,10 @@ def parse(arguments: list[str]) -> Command:
     config = load_preset(first.preset) if first.preset else Config()
     command = read_command(_PROGRAM, arguments, replace(first, config=config))
     check(command.config, source="Command line")
+    if command.config.algorithm == "gorila" and command.exchanges:
+        raise PalaError("'--exchanges' is for A2C: Gorila has one way to exchange, its roles; leave it out.")
     command = _completed(command)
-    known = exchange_kinds()
+    known = exchange_kinds() if command.config.algorithm == "a2c" else command.exchanges
     for option, values, allowed in (
         ("exchanges", command.exchanges, known), ("precisions", command.precisions, _PRECISIONS),
     ):  # fmt: skip
@@ -109,6 +111,8 @@ def _completed(command: Command) -> Command:
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
     usual = (BASELINE, "gossip") if command.quick else exchange_kinds()
+    if command.config.algorithm == "gorila":
+        usual = ("gorila",)
     exchanges = tuple(dict.fromkeys(command.exchanges)) or usual
     seconds = min(1.5, _QUICK_ROUND_S / len(exchanges)) if command.quick else 5.0
     return replace(
@@ -136,11 +140,12 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
         say("An exchange looks slow: measuring once more, to tell it from noise.")
         again = [_measure(command, ranks, output) for ranks in command.ranks]
         jobs = [job | {"rounds": job["rounds"] + more["rounds"]} for job, more in zip(jobs, again, strict=True)]
+    protocol_ranks = _PROTOCOL_RANKS if command.config.algorithm == "a2c" else ()
     result = provenance() | {
         "format": 1, "date": started, "jobs": jobs, "config": to_table(command.config),
-        "protocol_us": {str(ranks): round(protocol_cost_us(ranks), 2) for ranks in _PROTOCOL_RANKS},
+        "protocol_us": {str(ranks): round(protocol_cost_us(ranks), 2) for ranks in protocol_ranks},
         "protocol_in_jobs_of_8_us": {
-            str(ranks): round(protocol_cost_us(8, ranks // 8), 2) for ranks in _PROTOCOL_RANKS if ranks % 8 == 0
+            str(ranks): round(protocol_cost_us(8, ranks // 8), 2) for ranks in protocol_ranks if ranks % 8 == 0
         },
         "machine": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
         "options": {

@@ -25,15 +25,16 @@ from pala.a2c.parts import A2CParts
 from pala.a2c.update import clip_gradient_, rmsprop_
 from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
-from pala.exchange.base import ExchangeState
+from pala.exchange.base import Exchange, ExchangeState
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.make import make_exchange
 from pala.exchange.wire import Message, Wire
-from pala.networks.network import ActorCritic
-from pala.run.loop import Counters, Progress
+from pala.gorila.parts import GorilaParts
+from pala.networks.network import ActorCritic, Network
+from pala.run.loop import Counters, Loop, Progress
 from pala.run.metrics import SECTIONS, Record
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive
@@ -55,14 +56,18 @@ def flops_per_step(
     Counted by torch's FlopCounterMode on autograd's path: twice the multiply-adds of matrices and convolutions. The
     backward pass has the gradients of all weights, and of all inputs but the observation.
     """
-    network = ActorCritic(observation_space, action_space, config.network, config.env)
+    return flops_of(ActorCritic(observation_space, action_space, config.network, config.env), observation_space)
+
+
+def flops_of(network: Network, observation_space: gymnasium.Space) -> tuple[int, int]:
+    """The same of any network."""
     shape = observation_space.shape or ()
     observation = torch.zeros(1, *shape, dtype=torch.uint8 if network.is_image else torch.float32)
     counter = FlopCounterMode(display=False)
     with counter:
-        policy_outputs, value = network(observation)
+        outputs = network.outputs(observation)
         forward = counter.get_total_flops()
-        (policy_outputs.sum() + value.sum()).backward()
+        torch.cat(outputs, -1).sum().backward()  # type: ignore[no-untyped-call]
     return forward, counter.get_total_flops() - forward
 
 
@@ -74,7 +79,7 @@ class ContinuedEnvs(Envs):
     """
 
     def __init__(self, envs: Envs, seeds: np.ndarray, threads: int = 1, slowdown: float = 1.0) -> None:
-        self._envs, self.num_envs = envs, envs.num_envs
+        self.real, self._envs, self.num_envs = envs, envs, envs.num_envs
         self._sleep_per_cpu_s, self._cpu_s = (slowdown - 1) / threads, time.process_time()
         self.observation_space, self.action_space = envs.observation_space, envs.action_space
         self.observations = envs.reset(seeds)  # the newest
@@ -106,7 +111,7 @@ class ContinuedEnvs(Envs):
         self._envs.close()
 
 
-def environment_us(envs: ContinuedEnvs, agent: A2CParts, seconds: float) -> float:
+def environment_us(envs: ContinuedEnvs, agent: A2CParts | GorilaParts, seconds: float) -> float:
     """Microseconds a step of the environments alone, with random actions."""
     distribution = agent.network.distribution
     generator = torch.Generator(agent.device)
@@ -126,7 +131,7 @@ def environment_us(envs: ContinuedEnvs, agent: A2CParts, seconds: float) -> floa
 def network_us(agent: A2CParts, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
     """Microseconds a step of `forward` (all acting passes of a rollout and its bootstrap), `backward` and `optimiser`
     (clipping and RMSprop)."""
-    tape, flat, settings, now = agent.tape, agent.flat, config.a2c, _clock(agent.device)
+    tape, flat, settings, now = agent.tape, agent.flat, config.a2c, clock(agent.device)
     images = torch.from_numpy(observations).to(agent.device)
     batch = (settings.rollout_steps, len(images))
     outputs = [head.out_features for head in agent.network.heads]
@@ -156,7 +161,7 @@ def network_us(agent: A2CParts, config: Config, observations: np.ndarray, second
 
 def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float:
     """The machine's rate: median over products of two square matrices, 10^9 floating-point operations a second."""
-    dtype, now = getattr(torch, precision), _clock(device)
+    dtype, now = getattr(torch, precision), clock(device)
     a, b, product = (torch.randn(_MATRIX, _MATRIX, device=device).to(dtype) for _ in range(3))
     products = 1 if device.type == "cpu" else 50  # of a timing: one is over too soon on a GPU
     rates: list[float] = []
@@ -169,7 +174,7 @@ def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float
     return statistics.median(rates)
 
 
-def _clock(device: torch.device) -> Callable[[], float]:
+def clock(device: torch.device) -> Callable[[], float]:
     """A clock in seconds that first waits until the device has done all that was asked of it."""
 
     def now() -> float:
@@ -183,7 +188,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -> dict[str, float]:
     """Microseconds of a whole model that gossip sends, by its own code, without MPI: `send`, the snapshot; `receive`,
     its bytes copied, checked and added; `mix`. Medians. Caches are emptied before each, as by an update."""
-    now, other = _clock(parameters.device), torch.zeros(_CACHE_BYTES // 4)
+    now, other = clock(parameters.device), torch.zeros(_CACHE_BYTES // 4)
     mixed, codec = parameters.clone(), make_codec(config, parameters)
     wire = Wire(2, parameters.numel(), 0, gossip_sizes(codec.sizes))
     buffer, inbox = SendBuffer(wire, codec, parameters.device), ReceiveBuffer(wire, codec, parameters.device)
@@ -226,6 +231,21 @@ class Trial:
         self._first_weights = first_weights
         self.message_bytes = 0
 
+    @property
+    def steps_per_update(self) -> int:
+        """Environment steps of a rank for each of its updates."""
+        return self._config.steps_per_update
+
+    @property
+    def steps_before(self) -> int:
+        """Steps of all ranks before anything is learned."""
+        return 0
+
+    @property
+    def steps_per_duration(self) -> int:
+        """Steps of an environment in each of the durations that are recorded."""
+        return self._config.a2c.rollout_steps
+
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
         """Train for so many steps, about `seconds` long (0: a record an update). Collective.
 
@@ -237,28 +257,35 @@ class Trial:
                 self._config.run, spares=0, log_interval_s=seconds / _LOG_INTERVALS, checkpoint_interval_s=math.inf
             ),
         )  # fmt: skip
-        agent, comm, interrupt = self._agent, self._comm, Interrupt()
-        agent.flat.data.copy_(self._first_weights)
-        agent.a2c.mean_square.zero_()
-        generator = torch.Generator(agent.device)
-        generator.manual_seed(int(derive(config.seed, comm.rank, "actions")[0]))
-        start = ExchangeState([0] * comm.size, 0, 0, 1.0)
-        exchange = make_exchange(
-            comm, agent.flat.data, agent.flat.signature, config, start, interrupt, agent.flat.num_moments
-        )  # fmt: skip
+        interrupt = Interrupt()
+        loop, exchange = self._loop(config, ExchangeState([0] * self._comm.size, 0, 0, 1.0), interrupt)
         self.message_bytes = exchange.message_bytes
-        progress = Progress(Counters(), generator, start)
-        learner = Learner(config, comm.rank, self._envs, agent.a2c, exchange, progress, interrupt)
         records: list[Record] = [{"time_s": 0.0, "updates": 0, "local_steps": 0} | _process_figures()]
 
         def on_interval(new: list[Record]) -> None:
-            durations_s = self._envs.take_durations_s(config.a2c.rollout_steps)
+            durations_s = self._envs.take_durations_s(self.steps_per_duration)
             records.append(new[-1] | _process_figures() | {"durations_s": durations_s})
 
         self._envs.forget_durations()
-        learner.run(seeds, on_interval, lambda: None)
+        loop.run(seeds, on_interval, lambda: None)
         exchange.close(_PATIENCE_S)
         return records
+
+    def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, Exchange]:
+        """What trains, from the first weights. Collective."""
+        agent, comm = self._agent, self._comm
+        agent.flat.data.copy_(self._first_weights)
+        agent.a2c.mean_square.zero_()
+        exchange = make_exchange(
+            comm, agent.flat.data, agent.flat.signature, config, start, interrupt, agent.flat.num_moments
+        )  # fmt: skip
+        progress = Progress(Counters(), self._generator(agent.device), start)
+        return Learner(config, comm.rank, self._envs, agent.a2c, exchange, progress, interrupt), exchange
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        generator = torch.Generator(device)
+        generator.manual_seed(int(derive(self._config.seed, self._comm.rank, "actions")[0]))
+        return generator
 
 
 def _process_figures() -> dict[str, float]:

@@ -13,10 +13,10 @@ def markdown(benchmark: dict[str, Any]) -> str:
     """All tables, as readable in a terminal or a log as on a page."""
     jobs = benchmark["jobs"]
     flops = jobs[0]["flops_per_step"]
-    env, a2c, machine = benchmark["config"]["env"], benchmark["config"]["a2c"], benchmark["machine"]
+    env, machine = benchmark["config"]["env"], benchmark["machine"]
     gpus = sorted({rank["gpu"] for job in jobs for rank in job["of_ranks"] if rank["gpu"]})
     sections = [
-        f"# Benchmark: {env['id']}, {env['num_envs']} environments a rank, {a2c['rollout_steps']}-step rollouts",
+        f"# Benchmark: {env['id']}, {env['num_envs']} environments a rank, {_pace(benchmark['config'])}",
         f"{machine['cpu']}, {machine['cores']} cores{', ' if gpus else ''}{', '.join(gpus)}; "
         f"{benchmark['options']['rounds']} rounds of {benchmark['options']['seconds']:g} s a measurement, interleaved; "
         f"median (range) over rounds.{_slowed(benchmark['options'])}\n"
@@ -30,15 +30,20 @@ def markdown(benchmark: dict[str, Any]) -> str:
         "## Where the time of a step goes\n\nMicroseconds a step of a rank; processor time of the process and of the "
         "exchange's threads in wall time.\n\n" + _split_table(jobs),
         "## What was exchanged\n\nMedian over rounds and ranks.\n\n" + _exchange_table(jobs),
-        "## What the protocol costs\n\nMicroseconds of processor time a model, on both sides together and with the "
-        "credit that goes back, without the model's own bytes. All ranks are in one process: what more of them "
-        "cost in jobs of 8 as well is the caches', not the protocol's.\n\n"
-        + _protocol_table(benchmark["protocol_us"], benchmark.get("protocol_in_jobs_of_8_us", {})),
+        *_protocol_section(benchmark),
         "## Ranks\n\nOf the benchmark's processes, which hold a network for each precision.\n\n" + _ranks_table(jobs),
         f"{benchmark['date']}, commit {benchmark['git_commit']}{' (changed)' if benchmark['git_dirty'] else ''}: "
         f"`{benchmark['command']}`",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _pace(config: dict[str, Any]) -> str:
+    """How often is learned."""
+    if config["algorithm"] == "gorila":
+        gorila = config["gorila"]
+        return f"Gorila: a minibatch of {gorila['minibatch_size']} for {gorila['update_period_steps']} steps"
+    return f"{config['a2c']['rollout_steps']}-step rollouts"
 
 
 def _slowed(options: dict[str, Any]) -> str:
@@ -111,6 +116,17 @@ def _exchange_table(jobs: list[dict[str, Any]]) -> str:
         if t.exchange != BASELINE:
             rows.append((*_names(t), *row))
     return table(header, rows) if rows else "Nothing."
+
+
+def _protocol_section(benchmark: dict[str, Any]) -> list[str]:
+    if not benchmark["protocol_us"]:  # of gossip; Gorila has none
+        return []
+    return [
+        "## What the protocol costs\n\nMicroseconds of processor time a model, on both sides together and with the "
+        "credit that goes back, without the model's own bytes. All ranks are in one process: what more of them "
+        "cost in jobs of 8 as well is the caches', not the protocol's.\n\n"
+        + _protocol_table(benchmark["protocol_us"], benchmark.get("protocol_in_jobs_of_8_us", {}))
+    ]
 
 
 def _protocol_table(costs_us: dict[str, float], in_jobs_us: dict[str, float]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from pala.a2c.parts import A2CParts, build
+from pala.benchmark import gorila
 from pala.benchmark.measure import (
     ContinuedEnvs,
     Trial,
@@ -25,6 +26,8 @@ from pala.benchmark.measure import (
 from pala.benchmark.request import Request
 from pala.config import Config, check_exchange
 from pala.exchange.make import check_placement
+from pala.gorila.parts import GorilaParts
+from pala.gorila.parts import build as build_gorila
 from pala.run.parts import build_envs
 from pala.system.device import has_bfloat16
 from pala.system.errors import PalaError
@@ -35,6 +38,8 @@ from pala.transport.base import Communicator
 
 _WARM_UP_UPDATES = 12
 _PART_SHARE = 0.2  # of a training measurement's time
+
+GORILA = "gorila"  # in the place of an exchange, of which that algorithm has one
 
 Key = tuple[str, str]  # precision, exchange
 
@@ -50,12 +55,13 @@ class Rounds:
         slowdown = request.slowdown if comm.rank == comm.size - 1 else 1.0
         self.envs = ContinuedEnvs(envs, self.seeds, threads, slowdown)
         self.left_out: dict[str, str] = {}
-        self.exchanges = [kind for kind in request.exchanges if self._is_possible(kind)]
+        self.is_gorila = config.algorithm == GORILA
+        self.exchanges = [GORILA] if self.is_gorila else [kind for kind in request.exchanges if self._is_possible(kind)]
         first = self._build(config)
         self.device, self.first_weights = first.device, first.flat.data.clone()
         both = first.network.is_image and has_bfloat16(self.device)
         self.precisions = request.precisions or comm.bcast(("float32", "bfloat16") if both else ("float32",))
-        self.agents: dict[str, A2CParts] = {}
+        self.agents: dict[str, A2CParts | GorilaParts] = {}
         self.trials: dict[Key, Trial] = {}
         for precision in self.precisions:
             self._add(precision)
@@ -76,20 +82,26 @@ class Rounds:
         with_precision = replace(self.config.network, precision=cast(Any, precision))
         config = replace(self.config, network=with_precision)
         self.agents[precision] = agent = self._build(config)
+        if isinstance(agent, GorilaParts):
+            self.trials[precision, GORILA] = gorila.GorilaTrial(self.comm, config, self.envs)
+            return
         for kind in self.exchanges:
             exchange = replace(config.exchange, kind=cast(Any, kind))
             trial = Trial(self.comm, replace(config, exchange=exchange), self.envs, agent, self.first_weights)
             self.trials[precision, kind] = trial
 
-    def _build(self, config: Config) -> A2CParts:
+    def _build(self, config: Config) -> A2CParts | GorilaParts:
         """Whatever exchange the preset names: it may be one of those that are left out here."""
+        if self.is_gorila:
+            return build_gorila(self.comm, gorila.with_short_replay(config), self.envs.real)
         return build(self.comm, replace(config, exchange=replace(config.exchange, kind="none")), self.envs)
 
     def run(self) -> dict[str, Any]:
         """Warm up, measure round by round, and gather. Every rank returns the whole result."""
         first_step_s = process_age_s()
-        for key in self.trials:
-            self._train(key, _WARM_UP_UPDATES * self.config.steps_per_update * self.comm.size, seconds=0.0)
+        for key, trial in self.trials.items():
+            warm_up = _WARM_UP_UPDATES * trial.steps_per_update * self.comm.size
+            self._train(key, trial.steps_before + warm_up, seconds=0.0)
         rounds = [self._round(number) for number in range(self.request.rounds)]
         result = self._description(first_step_s) | {"rounds": rounds}
         self.envs.close()
@@ -111,21 +123,28 @@ class Rounds:
         first = self.agents[self.precisions[0]]
         environment = environment_us(self.envs, first, seconds)
         parts: dict[str, Any] = {"environment_us": self._gather(environment), "network": {}}
-        parts["model_us"] = self._gather(model_us(first.flat.data, self.config.exchange, seconds))
+        if not self.is_gorila:
+            parts["model_us"] = self._gather(model_us(first.flat.data, self.config.exchange, seconds))
         for precision, agent in self.agents.items():
             agent.flat.data.copy_(self.first_weights)
-            agent.a2c.mean_square.zero_()
-            times = network_us(agent, self.config, self.envs.observations, seconds)
+            times = self._network_us(agent, seconds)
             self.comm.meet()
             rate = matrix_gflops(self.device, precision, seconds)
             parts["network"][precision] = self._gather(times | {"matrix_gflops": rate})
         return parts
 
+    def _network_us(self, agent: A2CParts | GorilaParts, seconds: float) -> dict[str, float]:
+        if isinstance(agent, GorilaParts):
+            return gorila.network_us(agent, self.config, self.envs.observations, seconds)
+        agent.a2c.mean_square.zero_()
+        return network_us(agent, self.config, self.envs.observations, seconds)
+
     def _measure_training(self, key: Key) -> list[dict[str, Any]]:
         """One run of about the requested length; the figures of every rank."""
-        steps = self.config.steps_per_update
+        trial = self.trials[key]
+        steps = trial.steps_per_update
         updates = max(_WARM_UP_UPDATES * self.comm.size, round(self.rates[key] * self.request.seconds / steps))
-        return self._train(key, updates * steps, self.request.seconds)
+        return self._train(key, trial.steps_before + updates * steps, self.request.seconds)
 
     def _train(self, key: Key, global_steps: int, seconds: float) -> list[dict[str, Any]]:
         self.comm.meet()
@@ -137,7 +156,8 @@ class Rounds:
 
     def _description(self, first_step_s: float) -> dict[str, Any]:
         cuda = self.device.type == "cuda"
-        forward, backward = flops_per_step(self.envs.observation_space, self.envs.action_space, self.config)
+        count = gorila.flops_per_step if self.is_gorila else flops_per_step
+        forward, backward = count(self.envs.observation_space, self.envs.action_space, self.config)
         of_ranks = self._gather({
             "host": self.comm.host, "device": str(self.device), "threads": self.threads,
             "gpu": torch.cuda.get_device_name(self.device) if cuda else None,

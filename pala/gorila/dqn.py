@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,14 +41,13 @@ class Loss(NamedTuple):
 
 
 @torch.no_grad()
-def targets(tape: Tape, target_tape: Tape, batch: Transitions, gamma: float, double: bool) -> Tensor:
-    """y [N] = r + gamma Q_target(s', a'), or r where terminated.
+def targets(tape: Tape, next_values_NA: Tensor, batch: Transitions, gamma: float, double: bool) -> Tensor:
+    """y [N] = r + gamma Q_target(s', a'), or r where terminated. `next_values_NA`: Q_target(s', ·).
 
     a' is the best by the target network [DQN], or by the network itself (`double`: van Hasselt et al. 2016, eq. 4).
     """
-    (values_NA,) = target_tape.peek(batch.next_observations)
-    (judge_NA,) = tape.peek(batch.next_observations) if double else (values_NA,)
-    next_values_N = values_NA.gather(-1, judge_NA.argmax(-1, keepdim=True)).squeeze(-1)
+    (judge_NA,) = tape.peek(batch.next_observations) if double else (next_values_NA,)
+    next_values_N = next_values_NA.gather(-1, judge_NA.argmax(-1, keepdim=True)).squeeze(-1)
     return batch.rewards + gamma * next_values_N.masked_fill(batch.terminated, 0.0)
 
 
@@ -59,15 +59,18 @@ def dqn_loss(values_NA: Tensor, actions_N: Tensor, targets_N: Tensor) -> Loss:
 
 
 def differentiate(
-    tape: Tape, target_tape: Tape, flat: FlatParameters, batch: Transitions, config: GorilaConfig
-) -> Loss:
+    tape: Tape, next_values_NA: Tensor, flat: FlatParameters, batch: Transitions, config: GorilaConfig,
+    between: Callable[[], None] = lambda: None,
+) -> Loss:  # fmt: skip
     """The minibatch's loss; its gradient by the parameters of the tape's network, those in `flat`, goes to
-    `flat.gradient`: autograd down to the values, then the tape."""
-    targets_N = targets(tape, target_tape, batch, config.gamma, config.double_dqn)
+    `flat.gradient`: autograd down to the values, then the tape. `between` is called between the passes."""
+    targets_N = targets(tape, next_values_NA, batch, config.gamma, config.double_dqn)
     (values_NA,) = tape.forward(batch.observations)
+    between()
     values_TNA = values_NA.unsqueeze(0).requires_grad_()  # T is 1
     loss = dqn_loss(values_TNA[0], batch.actions, targets_N)
-    flat.gradient.zero_()
+    if tape.adds:
+        flat.gradient.zero_()
     tape.backward(torch.autograd.grad(loss.total, values_TNA))
     return Loss(*(term.detach() for term in loss))
 

@@ -157,6 +157,15 @@ class GorilaExchange(Exchange, Receiver):
                 batch = self._node.next_batch()
         return batch
 
+    @property
+    def samples_itself(self) -> bool:
+        """As a `Node`'s."""
+        return self._node.samples_itself
+
+    def poll(self) -> None:
+        """Look after what comes, in the midst of something long."""
+        self._transport.poll()
+
     def send_gradient(self, gradient: Tensor) -> None:
         """To the shards; waits for their answer to the one before."""
         self._wait_until(lambda: self._node.may_send_gradient)

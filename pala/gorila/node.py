@@ -212,6 +212,11 @@ class Node:
         return batch
 
     @property
+    def samples_itself(self) -> bool:
+        """Whether this learner samples its own rank's replay and no other."""
+        return self._sampled == (self._rank,)
+
+    @property
     def may_send_gradient(self) -> bool:
         """False while the answer to the last gradient that asked for one is still to come, if the next one asks."""
         return not (self._next_fetches and self._is_owed(Kind.PARAMETERS))

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from pala.envs import Envs
 from pala.exchange.budget import Stop
 from pala.gorila.dqn import Transitions, differentiate, epsilon_at, epsilon_greedy
 from pala.gorila.exchange import GorilaExchange
-from pala.gorila.replay import Batch, experience_of, reset_frames
+from pala.gorila.replay import experience_of, reset_frames
 from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
 _MOST_NOT_FINITE = 100
 _PATIENCE_S = 0.1  # of a learner that does not act
+_MOST_AHEAD = 8  # minibatches at hand
 
 
 class Worker(Loop):
@@ -46,6 +50,8 @@ class Worker(Loop):
         )  # fmt: skip
         self._actions, self._filter = parts.network.distribution, parts.filter
         self._means = Means()
+        self._ahead: deque[Transitions] = deque()  # minibatches to learn from
+        self._next_values: deque[Tensor] = deque()  # the target network's, [N, A], for the first of them
         self._is_behind = False  # of an actor: more is to be learned before it plays on
         self._not_finite_in_a_row = 0
         self._logged_steps, self._logged_discarded = self.counters.local_steps, self._filter.discarded
@@ -96,16 +102,39 @@ class Worker(Loop):
         until = time.perf_counter() + _SHORT_S
         patience_s = 0.0 if self._acts else _PATIENCE_S
         while time.perf_counter() < until and self._exchange.stop is Stop.NONE and self._interrupt.signal is None:
-            with self._exchanging():
-                batch = self._exchange.next_batch(patience_s)
-            if batch is None:
+            if not self._ahead:
+                self._read_ahead(patience_s)
+            if not self._ahead:
                 return False
-            self._learn(batch)
+            self._learn()
             self._on_update(self.counters.updates)
         return True
 
-    def _learn(self, batch: Batch) -> None:
-        """One gradient."""
+    def _read_ahead(self, patience_s: float) -> None:
+        """Take what is due: a learner that samples its own replay alone gets nothing else by waiting. Others wait for
+        their turn."""
+        with self._exchanging():
+            batch = self._exchange.next_batch(patience_s)
+            while batch is not None:
+                self._ahead.append(Transitions(*(self._to_device(array) for array in batch)))
+                may_go_on = self._exchange.samples_itself and len(self._ahead) < _MOST_AHEAD
+                batch = self._exchange.next_batch(0.0) if may_go_on else None
+
+    def _look_ahead(self) -> None:
+        """The target network's values for all minibatches at hand, in one pass: it stands still for so long."""
+        batches = [batch.next_observations for batch in self._ahead]
+        (values,) = self._target_tape.peek(torch.cat(batches) if len(batches) > 1 else batches[0])
+        self._next_values = deque(values.split([len(batch) for batch in batches]))
+        self._see_to_messages()
+
+    def _see_to_messages(self) -> None:
+        """In the midst of an update: other learners wait for a shard's answer."""
+        begin = time.perf_counter()
+        self._exchange.poll()
+        self._watch.move(time.perf_counter() - begin, "update", "exchange")
+
+    def _learn(self) -> None:
+        """One gradient, of the first minibatch at hand."""
         with self._exchanging():
             changed = self._exchange.take_parameters(self._flat.data)
             target_changed = self._exchange.take_target(self._target.data)
@@ -114,8 +143,12 @@ class Worker(Loop):
                 self._tape.begin()
             if target_changed:
                 self._target_tape.begin()
-            transitions = Transitions(*(self._to_device(array) for array in batch))
-            loss = differentiate(self._tape, self._target_tape, self._flat, transitions, self._config.gorila)
+            if target_changed or not self._next_values:
+                self._look_ahead()
+            loss = differentiate(
+                self._tape, self._next_values.popleft(), self._flat, self._ahead.popleft(), self._config.gorila,
+                self._see_to_messages,
+            )  # fmt: skip
             error = float(loss.absolute_error)
             accepted = self._filter.accepts(error)
         self.counters.updates += 1

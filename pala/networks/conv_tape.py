@@ -2,8 +2,9 @@
 
 What it saves: activations lie in buffers of all passes, so that the backward pass runs once over a rollout instead of
 once a step; no graph is built; the scaling of pixels is in the first layer's weights; the heads are one matrix. In
-bfloat16 the weights are cast once, by `begin`, while the heads, whose values would lose too much (at 100 the rounding
-is 0.25), the parameters, their gradient and the optimiser stay float32.
+bfloat16 the weights are cast once, by `begin`, and frames are turned into blocks of pixels, over which the first layer
+has a stride of 1; the heads, whose values would lose too much (at 100 the rounding is 0.25), the parameters, their
+gradient and the optimiser stay float32.
 """
 
 from __future__ import annotations
@@ -28,19 +29,24 @@ class ConvTape(Tape):
     | hidden, the linear layer's outputs | [T B, features] |
     """
 
+    adds = False
+
     def __init__(
-        self, trunk: nn.Sequential, heads: Sequence[nn.Linear], precision: str, max_passes: int, batch_size: int,
+        self, trunk: nn.Sequential, heads: Sequence[nn.Linear], precision: str, max_passes: int, observations: Tensor,
         pixel_low: float = 0.0, pixel_factor: float = 1 / 255,
     ) -> None:  # fmt: skip
-        """A tape that keeps at most `max_passes` passes of `batch_size` observations, of which each pixel x counts as
-        (x - pixel_low) * pixel_factor."""
+        """A tape that keeps at most `max_passes` passes of as many `observations` [B, C, H, W] as in this example, of
+        which each pixel x counts as (x - pixel_low) * pixel_factor."""
         self._pixel_low, self._pixel_factor = pixel_low, pixel_factor
         self._convolutions = [layer for layer in trunk if isinstance(layer, nn.Conv2d)]
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self._block = _block_side(self._convolutions[0], observations) if precision == "bfloat16" else 1
+        self._strides = [1 if self._block > 1 else self._convolutions[0].stride[0]]
+        self._strides += [layer.stride[0] for layer in self._convolutions[1:]]
         self._linear, self._heads = cast(nn.Linear, trunk.linear), heads
         self._head_sizes = [head.out_features for head in heads]
-        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self._max_passes, self._batch_size, self.kept = max_passes, batch_size, 0
-        self._buffers: list[Tensor] = []  # made at the first pass, which shows the shapes
+        self._max_passes, self._batch_size, self.kept = max_passes, len(observations), 0
+        self._buffers: list[Tensor] = []  # made at the first pass, which shows the shapes; a single pass's own
         self._weights: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
@@ -56,7 +62,7 @@ class ConvTape(Tape):
         if self._pixel_low != 0:
             assert bias is not None
             bias = bias - self._pixel_low * weight.sum((1, 2, 3))
-        return self._cast(weight), self._cast(bias)
+        return self._cast(_weight_of_blocks(weight, self._block)), self._cast(bias)
 
     def _cast(self, parameter: Tensor | None) -> Tensor:
         assert parameter is not None
@@ -64,7 +70,12 @@ class ConvTape(Tape):
 
     @torch.no_grad()
     def forward(self, observations: Tensor) -> list[Tensor]:
-        images = channels_last(observations)
+        images = self._arranged(observations)
+        if self._max_passes == 1:
+            inputs = images.to(self._dtype)
+            activations, outputs = self._compute(inputs)
+            self._buffers, self.kept = [inputs, *activations], 1
+            return outputs
         if not self._buffers:
             self._buffers = [self._buffer_for(images), *map(self._buffer_for, self._compute(images.to(self._dtype))[0])]
         inputs, *buffers = (buffer.unflatten(0, (-1, self._batch_size))[self.kept] for buffer in self._buffers)
@@ -74,6 +85,10 @@ class ConvTape(Tape):
         self.kept += 1
         return outputs
 
+    def _arranged(self, observations: Tensor) -> Tensor:
+        """As the first convolution takes them."""
+        return blocks(observations, self._block) if self._block > 1 else channels_last(observations)
+
     def _buffer_for(self, activation: Tensor) -> Tensor:
         """An empty buffer of the same layout, for all passes."""
         buffer = activation.new_empty(self._max_passes * self._batch_size, *activation.shape[1:], dtype=self._dtype)
@@ -81,14 +96,14 @@ class ConvTape(Tape):
 
     @torch.no_grad()
     def peek(self, observations: Tensor) -> list[Tensor]:
-        return self._compute(channels_last(observations).to(self._dtype))[1]
+        return self._compute(self._arranged(observations).to(self._dtype))[1]
 
     def _compute(self, images: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """(the outputs of convolutions and linear layer, each head's outputs [B, O])."""
         *convolutions, linear, heads = self._weights
         activations = []
-        for layer, (weight, bias) in zip(self._convolutions, convolutions, strict=True):
-            images = functional.conv2d(images, weight, bias, layer.stride).relu_()
+        for (weight, bias), stride in zip(convolutions, self._strides, strict=True):
+            images = functional.conv2d(images, weight, bias, stride).relu_()
             activations.append(images)
         activations.append(_linear(_rows(images), *linear).relu_())
         outputs = functional.linear(activations[-1].float(), *heads)
@@ -109,19 +124,61 @@ class ConvTape(Tape):
         gradient = _linear(gradient, linear.t()).unflatten(1, (*shape[2:], shape[1])).permute(0, 3, 1, 2)
         for i in reversed(range(len(convolutions))):
             gradient = _through_relu_(gradient, images[i + 1])
-            layer, weight = self._convolutions[i], convolutions[i][0]
+            layer, weight, stride = self._convolutions[i], convolutions[i][0], self._strides[i]
             gradient, by_weight, by_bias = torch.ops.aten.convolution_backward(
-                gradient, images[i], weight, [layer.out_channels], layer.stride, (0, 0), (1, 1), False, (0, 0), 1,
+                gradient, images[i], weight, [layer.out_channels], (stride, stride), (0, 0), (1, 1), False, (0, 0), 1,
                 (i > 0, True, True),
             )  # fmt: skip
             _write(layer, by_weight if i > 0 else self._by_first_weight(by_weight, by_bias), by_bias)
 
     def _by_first_weight(self, by_scaled_weight: Tensor, by_bias: Tensor) -> Tensor:
         """The gradient by the first layer's own weights."""
-        gradient = by_scaled_weight.float() * self._pixel_factor
+        gradient = _weight_of_pixels(by_scaled_weight, self._block).float() * self._pixel_factor
         if self._pixel_low != 0:
             gradient -= self._pixel_factor * self._pixel_low * by_bias.float().view(-1, 1, 1, 1)
         return gradient
+
+
+def _block_side(layer: nn.Conv2d, images: Tensor) -> int:
+    """Pixels on a side of the blocks that a first layer can take instead of pixels; 1: none.
+
+    A kernel of k x k at stride s, s a divisor of k, is one of k/s x k/s at stride 1 over blocks of s x s pixels, which
+    count as channels. The pixels of a block's row, 2 or 4 bytes, are moved as one word, and in bfloat16 the gradient by
+    the weights takes a third less. In float32 nothing is gained; on a GPU it is not measured.
+    """
+    side, kernel = layer.stride[0], layer.kernel_size[0]
+    if images.dtype != torch.uint8 or images.device.type != "cpu":
+        return 1
+    return side if side in _WORDS and kernel % side == 0 and images.shape[-1] % side == 0 else 1
+
+
+def blocks(images: Tensor, side: int) -> Tensor:
+    """[B, C, H, W] bytes -> [B, C side side, H // side, W / side], channels-last: the pixels of each block as its
+    channels. Rows under the last whole block are left out."""
+    count, channels, height, width = images.shape
+    rows, columns = height // side, width // side
+    words = images[:, :, : rows * side].contiguous().view(_WORDS[side]).view(count, channels, rows, side, columns)
+    words = words.transpose(2, 3).reshape(count, channels * side, rows * columns)  # in two steps, twice as fast as one
+    return words.transpose(1, 2).contiguous().view(torch.uint8).view(count, rows, columns, -1).permute(0, 3, 1, 2)
+
+
+_WORDS = {2: torch.int16, 4: torch.int32}
+
+
+def _weight_of_blocks(weight: Tensor, side: int) -> Tensor:
+    """[O, C, K, K] -> [O, C side side, K / side, K / side]: of a convolution over blocks."""
+    if side == 1:
+        return weight
+    parts = weight.unflatten(2, (-1, side)).unflatten(-1, (-1, side))  # [O, C, Y, y, X, x]
+    return parts.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).contiguous(memory_format=torch.channels_last)
+
+
+def _weight_of_pixels(weight: Tensor, side: int) -> Tensor:
+    """The inverse of `_weight_of_blocks`."""
+    if side == 1:
+        return weight
+    parts = weight.unflatten(1, (-1, side, side))  # [O, C, y, x, Y, X]
+    return parts.permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)
 
 
 def _rows(images: Tensor) -> Tensor:

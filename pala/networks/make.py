@@ -32,7 +32,7 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
     if not written_out:
         return AutogradTape(network, config.precision)
     tape = ConvTape(
-        network.trunk, network.heads, config.precision, max_passes, len(observations),
+        network.trunk, network.heads, config.precision, max_passes, observations,
         network.pixel_low, network.pixel_factor,
     )  # fmt: skip
     return GraphedTape(tape, observations, max_passes) if config.passes == "cuda_graph" else tape

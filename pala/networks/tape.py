@@ -18,6 +18,8 @@ from pala.networks.network import Network
 class Tape(abc.ABC):
     """`begin` whenever the parameters have changed, and at first; then `forward` a step, and `backward` once."""
 
+    adds = True  # `backward` to what is in `.grad`, which must be zero before; or writes over it
+
     @abc.abstractmethod
     def begin(self) -> None:
         """The parameters may have changed; the kept passes are forgotten."""
@@ -33,7 +35,7 @@ class Tape(abc.ABC):
     @abc.abstractmethod
     def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
         """From the loss's gradient by each head's outputs of all kept passes, write its gradient by the network's
-        parameters to their `.grad`, which must be zero before. The passes are forgotten."""
+        parameters to their `.grad`, which must be zero before if it `adds`. The passes are forgotten."""
 
 
 class AutogradTape(Tape):

@@ -57,7 +57,8 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     network = ActorCritic(Box(0, 255, (4, 84, 84), np.uint8), Discrete(6), NetworkConfig())
     FlatParameters(network, torch.device("cpu"))
-    tape = ConvTape(network.trunk, network.heads, "float32", 1, NUM_ENVS)
+    example = torch.zeros(NUM_ENVS, 4, 84, 84, dtype=torch.uint8)
+    tape = ConvTape(network.trunk, network.heads, "float32", 1, example)
     speeds = [(acting(1, network, tape), acting(2, network, tape)) for _ in range(ROUNDS)]
     ratios = [two / one for one, two in speeds]
     one, two = (statistics.median(values) for values in zip(*speeds, strict=True))

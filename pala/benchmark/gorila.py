@@ -1,0 +1,126 @@
+"""What the benchmark measures of Gorila on one rank: as `measure.py` of A2C, everything for one environment step.
+
+Every `update_period_steps` steps pay for one minibatch: a pass of the target network, one of the network (two with
+double DQN), and one back. Acting is not in the operations, since a random action needs no pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from pala.benchmark.measure import ContinuedEnvs, Trial, clock, flops_of
+from pala.config import Config
+from pala.envs import Envs
+from pala.exchange.base import ExchangeState
+from pala.gorila.dqn import Transitions, differentiate
+from pala.gorila.exchange import GorilaExchange
+from pala.gorila.networks import QNetwork
+from pala.gorila.parts import GorilaParts, build
+from pala.gorila.shard import Beginning, Shard
+from pala.gorila.worker import Worker
+from pala.run.loop import Counters, Progress
+from pala.run.metrics import Record
+from pala.system.runtime import Interrupt
+from pala.transport.base import Communicator
+
+_MIN_REPLAY_STEPS, _CAPACITY_STEPS = 2_000, 100_000
+
+
+def with_short_replay(config: Config) -> Config:
+    """The same, but learning begins soon, and the replay is far larger than any cache all the same."""
+    gorila = config.gorila
+    return replace(config, gorila=replace(
+        gorila, min_replay_steps=min(gorila.min_replay_steps, _MIN_REPLAY_STEPS), save_replay=False,
+        replay_capacity_steps=min(gorila.replay_capacity_steps, _CAPACITY_STEPS),
+    ))  # fmt: skip
+
+
+def flops_per_step(
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config
+) -> tuple[int, int]:
+    """Floating-point operations of the forward passes and of the backward pass, as `measure.flops_per_step`."""
+    gorila = config.gorila
+    forward, backward = flops_of(QNetwork(observation_space, action_space, config.network), observation_space)
+    passes, per_step = 3 if gorila.double_dqn else 2, gorila.minibatch_size / gorila.update_period_steps
+    return round(passes * forward * per_step), round(backward * per_step)
+
+
+def network_us(agent: GorilaParts, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
+    """Microseconds a step of `forward` (the target network's pass), `backward` (the gradient with the network's own
+    pass) and `optimiser` (a shard of all parameters)."""
+    gorila, now = config.gorila, clock(agent.device)
+    count = gorila.minibatch_size
+    images = torch.from_numpy(np.resize(observations, (count, *observations.shape[1:]))).to(agent.device)
+    zeros = torch.zeros(count, device=agent.device)
+    batch = Transitions(images, zeros.long(), zeros, images, zeros.bool())
+    shard = Shard(Beginning.fresh(agent.flat.data), slice(None), gorila)
+    sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
+    agent.target_tape.begin()
+    while turns < 2 or now() < end:
+        agent.tape.begin()
+        times = [now()]
+        (values,) = agent.target_tape.peek(images)
+        times.append(now())
+        differentiate(agent.tape, values, agent.flat, batch, gorila)
+        times.append(now())
+        shard.apply(agent.flat.gradient.cpu(), shard.version)
+        times.append(now())
+        turns += 1
+        for name, first, last in zip(sums, times, times[1:], strict=False):
+            sums[name] += last - first
+    return {name: 1e6 * total / (turns * gorila.update_period_steps) for name, total in sums.items()}
+
+
+class GorilaTrial(Trial):
+    """Each run fills a replay of its own first, which does not count, and begins new games, as a replay needs."""
+
+    def __init__(self, comm: Communicator, config: Config, envs: ContinuedEnvs) -> None:
+        self._comm, self._config, self._envs = comm, with_short_replay(config), envs
+        self.message_bytes = 0
+
+    @property
+    def steps_per_update(self) -> int:
+        return self._config.gorila.update_period_steps
+
+    @property
+    def steps_before(self) -> int:
+        return self._config.gorila.min_replay_steps
+
+    @property
+    def steps_per_duration(self) -> int:
+        return 1
+
+    def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Worker, GorilaExchange]:
+        parts = build(self._comm, config, self._envs.real)
+        exchange = parts.make_exchange(self._comm, start, interrupt)
+        progress = Progress(Counters(), self._generator(parts.device), start)
+        return Worker(parts, _AnewEachRun(self._envs.real, self._envs), exchange, progress, interrupt), exchange
+
+    def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
+        """As a `Trial`'s, from the last record before anything is learned."""
+        records = super().run(global_steps, seconds, seeds)
+        before = [record for record in records[:-1] if not record["updates"]]
+        return records[max(len(before) - 1, 0) :]
+
+
+class _AnewEachRun(Envs):
+    """Environments that really begin new games, and are timed as the continued ones are."""
+
+    def __init__(self, envs: Envs, timed: ContinuedEnvs) -> None:
+        self._envs, self._timed, self.num_envs = envs, timed, envs.num_envs
+        self.observation_space, self.action_space = envs.observation_space, envs.action_space
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        self._timed.observations = self._envs.reset(seeds)
+        return self._timed.observations
+
+    def step(self, actions: np.ndarray) -> Any:
+        return self._timed.step(actions)
+
+    def close(self) -> None:
+        self._timed.close()
