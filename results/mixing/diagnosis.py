@@ -60,6 +60,7 @@ class Trial(NamedTuple):
     delay: float = 0.05
     momentum: float = 0.0
     leak: float = 0.0
+    clip: float = 1.0  # times the usual norm at which a gradient is clipped
 
 
 def train(trial: Trial) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def train(trial: Trial) -> dict[str, Any]:
     exchange = replace(config.exchange, mixing="paired", exchanges_per_update=max(1, trial.exchanges))
     if trial.variant == "waits":
         exchange = replace(exchange, max_staleness=0)
+    own["max_gradient_norm"] = trial.clip * config.a2c.max_gradient_norm
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     make = partial(make_bed, game=trial.game)
     learn = _on_a_network if trial.variant in _ON_A_NETWORK else _in_rounds
@@ -188,7 +190,7 @@ def _on_a_network(config: Any, trial: Trial, make: Callable) -> Any:
 def made() -> dict[Trial, dict[str, Any]]:
     """What is there already."""
     lines = map(json.loads, RAW.read_text().splitlines()) if RAW.exists() else ()
-    return {Trial(**{key: line[key] for key in Trial._fields}): line for line in lines}
+    return {Trial(**{key: line[key] for key in Trial._fields if key in line}): line for line in lines}
 
 
 def report() -> str:
