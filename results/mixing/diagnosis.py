@@ -93,19 +93,22 @@ def train(trial: Trial) -> dict[str, Any]:
 
 
 def _divide_by_smoothed(smoothing: float) -> None:
-    """From now on RMSprop's mean squares are of m <- smoothing m + (1 - smoothing) g; it steps along g as before."""
+    """From now on RMSprop's mean squares are of m <- smoothing m + (1 - smoothing) g, made larger in the beginning as
+    Adam does; it steps along g as before."""
     import torch
 
     from pala.a2c import update
 
-    smooth: dict[int, torch.Tensor] = {}
+    smooth: dict[int, list] = {}
 
     def step(
         parameters: torch.Tensor, gradient: torch.Tensor, mean_square: torch.Tensor, learning_rate: float,
         alpha: float, epsilon: float, epsilon_inside_root: bool,
     ) -> None:  # fmt: skip
-        m = smooth.setdefault(mean_square.data_ptr(), torch.zeros_like(gradient))
-        m.mul_(smoothing).add_(gradient, alpha=1 - smoothing)
+        kept = smooth.setdefault(mean_square.data_ptr(), [torch.zeros_like(gradient), 1.0])
+        kept[0].mul_(smoothing).add_(gradient, alpha=1 - smoothing)
+        kept[1] *= smoothing
+        m = kept[0] / (1 - kept[1])
         mean_square.mul_(alpha).addcmul_(m, m, value=1 - alpha)
         parameters.addcdiv_(gradient, (mean_square + 1e-30).sqrt_().add_(epsilon), value=-learning_rate)
 
