@@ -41,7 +41,7 @@ from pala.system.runtime import prepare
 
 RAW = Path(__file__).with_suffix(".jsonl")
 RANKS = 16
-_ON_A_NETWORK = ("waits", "mixed_first", "tracking", "tracking_late")
+_ON_A_NETWORK = ("paired", "waits", "mixed_first", "tracking", "tracking_late")
 _TRIALS = (  # variant, rate, exchanges an update
     ("waits", 4, 4), ("mixed_first", 4, 4), ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0),
     ("tracking", 2, 4), ("pairs", 4, 1), ("clip_each", 2, 0), ("pairs", 4, 2), ("tracking_late", 2, 1),
@@ -60,6 +60,8 @@ class Trial(NamedTuple):
     delay: float = 0.05
     momentum: float = 0.0
     leak: float = 0.0
+    clip: float = 1.0  # times the usual norm at which a gradient is clipped
+    smoothing: float = 0.0  # RMSprop divides by the root mean square of the gradient so smoothed over a rank's updates
 
 
 def train(trial: Trial) -> dict[str, Any]:
@@ -74,7 +76,9 @@ def train(trial: Trial) -> dict[str, Any]:
     exchange = replace(config.exchange, mixing="paired", exchanges_per_update=max(1, trial.exchanges))
     if trial.variant == "waits":
         exchange = replace(exchange, max_staleness=0)
+    own["max_gradient_norm"] = trial.clip * config.a2c.max_gradient_norm
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
+    _divide_by_smoothed(trial.smoothing)
     make = partial(make_bed, game=trial.game)
     learn = _on_a_network if trial.variant in _ON_A_NETWORK else _in_rounds
     learned = learn(config, trial, make)
@@ -86,6 +90,29 @@ def train(trial: Trial) -> dict[str, Any]:
         "models_an_update": learned.models_sent / sum(learned.updates),
         "time_updates": learned.time_updates,
     }
+
+
+def _divide_by_smoothed(smoothing: float) -> None:
+    """From now on RMSprop's mean squares are of m <- smoothing m + (1 - smoothing) g, made larger in the beginning as
+    Adam does; it steps along g as before."""
+    import torch
+
+    from pala.a2c import update
+
+    smooth: dict[int, list] = {}
+
+    def step(
+        parameters: torch.Tensor, gradient: torch.Tensor, mean_square: torch.Tensor, learning_rate: float,
+        alpha: float, epsilon: float, epsilon_inside_root: bool,
+    ) -> None:  # fmt: skip
+        kept = smooth.setdefault(mean_square.data_ptr(), [torch.zeros_like(gradient), 1.0])
+        kept[0].mul_(smoothing).add_(gradient, alpha=1 - smoothing)
+        kept[1] *= smoothing
+        m = kept[0] / (1 - kept[1])
+        mean_square.mul_(alpha).addcmul_(m, m, value=1 - alpha)
+        parameters.addcdiv_(gradient, (mean_square + 1e-30).sqrt_().add_(epsilon), value=-learning_rate)
+
+    update.rmsprop_ = step
 
 
 def _in_rounds(config: Any, trial: Trial, make: Callable) -> Any:
@@ -188,7 +215,7 @@ def _on_a_network(config: Any, trial: Trial, make: Callable) -> Any:
 def made() -> dict[Trial, dict[str, Any]]:
     """What is there already."""
     lines = map(json.loads, RAW.read_text().splitlines()) if RAW.exists() else ()
-    return {Trial(**{key: line[key] for key in Trial._fields}): line for line in lines}
+    return {Trial(**{key: line[key] for key in Trial._fields if key in line}): line for line in lines}
 
 
 def report() -> str:
