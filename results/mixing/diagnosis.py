@@ -223,11 +223,12 @@ def report() -> str:
     heights: dict[tuple, dict[str, list[float]]] = {}
     for trial, line in made().items():
         key = trial.variant, trial.rate, trial.momentum, trial.exchanges or "", trial.delay if trial.exchanges else ""
-        heights.setdefault((*key, trial.leak or ""), {}).setdefault(trial.game, []).append(line["mean_height"])
+        changed = trial.leak or "", trial.clip if trial.clip != 1 else "", trial.smoothing or ""
+        heights.setdefault((*key, *changed), {}).setdefault(trial.game, []).append(line["mean_height"])
     for job, line in read().items():
         if job.ranks == RANKS and job.is_of_the_sweep and job.smoothing in (0, 0.8):
             pairs = (job.exchanges, job.delay) if job.method != "allreduce" else ("", "")
-            key = job.method, job.rate, job.momentum, *pairs, ""
+            key = job.method, job.rate, job.momentum, *pairs, "", "", ""
             heights.setdefault(key, {}).setdefault(job.game, []).append(line.get("mean_height", 0.0))
     rows = []
     for key in sorted(heights, key=str):
@@ -236,7 +237,7 @@ def report() -> str:
             (f"{statistics.fmean(c):.2f} [{min(c):.2f}, {max(c):.2f}]", str(len(c))) if c else ("", "") for c in cells
         )
         rows.append((*map(str, key), *(text for pair in texts for text in pair)))
-    header = ("variant", "rate", "momentum", "exchanges", "delay", "leak")
+    header = ("variant", "rate", "momentum", "exchanges", "delay", "leak", "clip", "smoothing")
     return table((*header, *(name for game in SWEPT for name in (game, "seeds"))), rows)
 
 
