@@ -145,6 +145,7 @@ def test_the_last_job_names_what_failed(there: Path, capsys: pytest.CaptureFixtu
     assert "not there: gossip Pole, 2 ranks, seed 1; none Pole, 2 ranks, seed 1; shared_memory Pole" in limits
 
 
+@pytest.mark.slow
 def test_nothing_is_submitted_when_all_runs_are_there(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report is made at once."""
     plan = write_preset("[1]")

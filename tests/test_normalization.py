@@ -275,6 +275,7 @@ def test_ranks_agree_on_the_moments(kind: str, exchange: dict[str, str], tmp_pat
     assert evaluate(trained.run, 2, 2, greedy=True, seed=0, threads=1).environment == "Far"
 
 
+@pytest.mark.slow
 def test_who_begins_late_answers_nobody_with_moments_that_know_nothing(tmp_path: Path) -> None:
     """Half of the way to them would be taken for spread of the observations, and stay."""
 

@@ -135,7 +135,7 @@ def play(game: Game, history: History, ends: list[str]) -> None:
     history.add(np.arange(len(ends)) + game.num_frames, game.step(ends))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_what_is_drawn_was_played(data):
     """Any ends, life losses, new starts, lost steps and rewards that are not finite, checked on the way: also while the
@@ -312,7 +312,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_damaged_file_is_refused_and_leaves_an_empty_memory(saved, tmp_path, data):
     whole = saved.read_bytes()
