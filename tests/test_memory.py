@@ -43,6 +43,7 @@ from pala.exchange.kinds import KINDS
 from pala.gorila.shard import assemble
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
+from pala.run.hooks import Hooks, Moment
 from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
@@ -548,6 +549,26 @@ def test_a_rank_that_fails_is_as_good_as_dead(tmp_path: Path) -> None:
 
     trained = train(3, configure(tmp_path, patience_s=0.5), on_update=fail)
     assert isinstance(trained.results[1], RuntimeError) and trained.ended_well(but_for=[1])
+
+
+@pytest.mark.parametrize("kind", ["gossip", "none", "gorila"])
+def test_a_rank_that_fails_leaves_no_thread_behind(kind: str, tmp_path: Path) -> None:
+    """A second `pala.fit` of the same process would call MPI beside it."""
+
+    def main(comm: MemoryCommunicator) -> Result:
+        def fail(moment: Moment) -> None:
+            if moment.updates == 5:
+                raise RuntimeError("the planted fault")
+
+        config = gorila(tmp_path, replace(GORILA, num_shards=1)) if kind == "gorila" else configure(tmp_path, kind)
+        try:
+            return run_rank(comm, config, interrupt=comm.interrupt, hooks=Hooks(on_update=fail))
+        finally:
+            left.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("pala-"))
+
+    left: list[str] = []
+    (result,) = run_ranks(1, main)
+    assert isinstance(result, RuntimeError) and left == []
 
 
 @pytest.mark.parametrize("kind", NEEDING_ALL)

@@ -168,7 +168,9 @@ def test_channels_last_is_the_same_images_in_another_order():
 def test_blocks_are_the_pixels_of_each_block(side, shape):
     """Also of images that lie otherwise in memory."""
     images = frames(shape, count=1)[0]
-    for lying in (images, images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)):
+    last = np.empty((*images.shape[:1], *images.shape[2:], images.shape[1]), np.uint8)
+    last[...] = np.moveaxis(images.numpy(), 1, -1)
+    for lying in (images, torch.from_numpy(np.moveaxis(last, -1, 1))):  # its channels' stride is 1, also of one channel
         turned = blocks(lying, side)
         assert turned.is_contiguous(memory_format=torch.channels_last)
         count, channels, height, width = images.shape

@@ -6,6 +6,7 @@ double DQN), and one back. Acting is not in the operations, since a random actio
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +97,7 @@ class GorilaTrial(Trial):
         return 1
 
     def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Worker, GorilaExchange]:
+        gc.collect()  # the parts of the run before, with its replay, refer to each other
         parts = build(self._comm, config, self._envs.real)
         exchange = parts.make_exchange(self._comm, start, interrupt)
         progress = Progress(Counters(), self._generator(parts.device), start)

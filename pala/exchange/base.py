@@ -121,6 +121,9 @@ class Exchange(abc.ABC):
         `timeout_s` seconds, or 10 s after a signal.
         """
 
+    def abandon(self) -> None:  # noqa: B027  some have no transport
+        """This rank has failed: from here on it says and hears nothing. Not collective."""
+
     @abc.abstractmethod
     def final_parameters(self, timeout_s: float) -> Tensor:
         """The final policy's flat parameters, equal on all ranks, on the host. Collective; after `close`."""

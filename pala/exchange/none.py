@@ -78,7 +78,13 @@ class NoExchange(ModelExchange):
             self._bell.transport.close(math.inf, self._interrupt)
         end = agree_on_end(self._comm, self._stop, known, None, self._interrupt)
         self._final_steps = end.local_steps
+        if self._bell is not None:  # which hears no more
+            self._bell.dead |= set(range(self._comm.size)).difference(end.living)
         return end.stop
+
+    def abandon(self) -> None:
+        if self._bell is not None:
+            self._bell.transport.abandon()
 
     def final_parameters(self, timeout_s: float) -> Tensor:
         def of_first(living: Living) -> Tensor:

@@ -190,6 +190,9 @@ class GorilaExchange(Exchange, Receiver):
         self._forget_all_but(end.living)
         return end.stop
 
+    def abandon(self) -> None:
+        self._transport.abandon()
+
     def final_parameters(self, timeout_s: float) -> Tensor:
         """The shards' slices put together."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
 _MOST_NOT_FINITE = 100
 _PATIENCE_S = 0.1  # of a learner that does not act
-_MOST_AHEAD = 8  # minibatches at hand
+_MOST_AHEAD = 256  # transitions at hand, if one minibatch has not more
 
 
 class Worker(Loop):
@@ -117,14 +117,19 @@ class Worker(Loop):
             batch = self._exchange.next_batch(patience_s)
             while batch is not None:
                 self._ahead.append(Transitions(*(self._to_device(array) for array in batch)))
-                may_go_on = self._exchange.samples_itself and len(self._ahead) < _MOST_AHEAD
+                would_be = (len(self._ahead) + 1) * self._config.gorila.minibatch_size
+                may_go_on = self._exchange.samples_itself and would_be <= _MOST_AHEAD
                 batch = self._exchange.next_batch(0.0) if may_go_on else None
 
     def _look_ahead(self) -> None:
-        """The target network's values for all minibatches at hand, in one pass: it stands still for so long."""
+        """The target network's values for all minibatches at hand, in one pass if that is faster: it stands still
+        for so long."""
         batches = [batch.next_observations for batch in self._ahead]
-        (values,) = self._target_tape.peek(torch.cat(batches) if len(batches) > 1 else batches[0])
-        self._next_values = deque(values.split([len(batch) for batch in batches]))
+        if self._target_tape.joins and len(batches) > 1:
+            (values,) = self._target_tape.peek(torch.cat(batches))
+            self._next_values = deque(values.split([len(batch) for batch in batches]))
+        else:
+            self._next_values = deque(self._target_tape.peek(batch)[0] for batch in batches)
         self._see_to_messages()
 
     def _see_to_messages(self) -> None:

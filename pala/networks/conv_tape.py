@@ -157,7 +157,8 @@ def blocks(images: Tensor, side: int) -> Tensor:
     channels. Rows under the last whole block are left out."""
     count, channels, height, width = images.shape
     rows, columns = height // side, width // side
-    words = images[:, :, : rows * side].contiguous().view(_WORDS[side]).view(count, channels, rows, side, columns)
+    flat = images[:, :, : rows * side].reshape(-1)  # whatever stride a dimension of size 1 has
+    words = flat.view(_WORDS[side]).view(count, channels, rows, side, columns)
     words = words.transpose(2, 3).reshape(count, channels * side, rows * columns)  # in two steps, twice as fast as one
     return words.transpose(1, 2).contiguous().view(torch.uint8).view(count, rows, columns, -1).permute(0, 3, 1, 2)
 

@@ -37,6 +37,8 @@ class GraphedTape(Tape):
     """`ConvTape` in one graph for each of its passes. What a pass returns is valid until the tape comes
     to that pass again."""
 
+    joins = False  # only a pass of the captured size is a graph
+
     def __init__(self, tape: ConvTape, observations: Tensor, max_passes: int, capture: Capture = cuda_graph) -> None:
         """`observations` [B, C, H, W]: an example on the device, which the tape keeps and writes to."""
         self._tape, self._observations, self._kept = tape, observations, 0

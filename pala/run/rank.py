@@ -71,7 +71,13 @@ def _stand_by(
         with loading():
             from pala.run.session import take_place  # torch, environments: now they are needed
 
-        result = take_place(job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude, hooks)
+        try:
+            result = take_place(
+                job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude, hooks
+            )
+        except BaseException:
+            sleeping.transport.abandon()
+            raise
         if result is not None:
             return result
     if not interrupt.is_told_to_leave:

@@ -202,11 +202,14 @@ class Session:
         self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None], conclude: Conclude | None = None
     ) -> Result:
         """Train, then average, export and conclude. Collective."""
+        exchange: Exchange | None = None
         try:
             exchange = make_exchange()
             result = self._train(exchange, on_update)
             return result if conclude is None or result.departs else self._conclude(result, exchange, conclude)
         except BaseException as error:
+            if exchange is not None:
+                exchange.abandon()
             if self._comm.is_alone() or isinstance(error, (CollectiveError, EndError)):
                 self._records.fail(error)
             raise

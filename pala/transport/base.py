@@ -139,6 +139,9 @@ class Transport(abc.ABC):
         Raises EndError if the others have not closed after `timeout_s` seconds, or soon after a signal.
         """
 
+    def abandon(self) -> None:  # noqa: B027
+        """This rank has failed: its thread ends, and whatever is on its way is left. Not collective."""
+
     def raise_failure(self) -> None:  # noqa: B027
         """Raise in the caller's thread what ended the transport's own."""
 
@@ -198,7 +201,8 @@ class Living(abc.ABC):
 class Communicator(abc.ABC):
     """The ranks of one job. Every method says whether it is collective; those that are wait asleep for the slowest.
 
-    From the start of a transport to its end its thread alone communicates: no collective may be called."""
+    From the start of a transport to its end its thread alone communicates: nothing here may be called, but for
+    `facts`, `depart` and `outlives_ranks`."""
 
     rank: int
     size: int

@@ -69,7 +69,7 @@ class DataProxy(ThreadedTransport):
     def _poll_until_closed(self) -> None:
         barrier: Barrier | None = None
         busy_s, ticked_s = _BUSY_SLEEP_S, 0.0
-        while True:
+        while not self._is_abandoned:
             if (now_s := self.now_s()) > ticked_s + 0.9 * _IDLE_SLEEP_S:
                 self._receiver.on_tick()
                 ticked_s = now_s

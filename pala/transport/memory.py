@@ -140,7 +140,7 @@ class _Group:
 
     def join(self, value: Any) -> _Round:
         self._comm.end_if_dead()
-        assert self._comm.number not in self._comm.world.in_transport, "a transport is open: MPI would be called twice"
+        self._comm.check_that_no_transport_is_open()
         self._number += 1
         return self._comm.world.join(self._context, self._number, self._comm.number, value)
 
@@ -176,11 +176,13 @@ def _reduced(arrays: Sequence[np.ndarray], how: Reduction) -> np.ndarray:
 
 
 class _MemoryDeaths(Deaths):
-    def __init__(self, comm: MemoryCommunicator) -> None:
-        self._comm, self.ranks = comm, set()
+    def __init__(self, comm: MemoryCommunicator, of_transport: bool) -> None:
+        self._comm, self._of_transport, self.ranks = comm, of_transport, set()
 
     def look(self) -> set[int]:
         self._comm.end_if_dead()
+        if not self._of_transport:
+            self._comm.check_that_no_transport_is_open()
         with self._comm.world.changed:
             fresh = self._comm.world.dead - self.ranks
         self.ranks |= fresh
@@ -232,13 +234,17 @@ class MemoryCommunicator(Communicator):
 
     def sleep_while_stopped(self) -> None:
         """For the transport's thread. Who is alone has nobody left to be missed by, and goes on."""
-        while (rest_s := self.world.stopped_until_s[self.rank] - time.monotonic()) > 0 and not self.is_alone():
+        while (rest_s := self.world.stopped_until_s[self.rank] - time.monotonic()) > 0 and not self._has_nobody_left():
             time.sleep(min(rest_s, _LOOK_S))
 
     def end_if_dead(self) -> None:
         """Raise Killed if this rank is."""
         if self.number in self.world.dead:
             raise Killed
+
+    def check_that_no_transport_is_open(self) -> None:
+        """Over MPI its thread may be inside a call, and one thread at a time is allowed there."""
+        assert self.number not in self.world.in_transport, "a transport is open: two threads would call MPI"
 
     # ---- the seam ------------------------------------------------------------------------------------------------
 
@@ -295,13 +301,17 @@ class MemoryCommunicator(Communicator):
             if list(done) == group.members and all(done.values()):
                 return result
 
-    def deaths(self) -> Deaths:
-        return _MemoryDeaths(self)
+    def deaths(self, of_transport: bool = False) -> Deaths:
+        return _MemoryDeaths(self, of_transport)
 
     def depart(self) -> None:
         self.world.say_that(self.rank, self.world.dead)
 
     def is_alone(self) -> bool:
+        self.check_that_no_transport_is_open()
+        return self._has_nobody_left()
+
+    def _has_nobody_left(self) -> bool:
         with self.world.changed:
             return len(self.world.gone - {self.rank}) == self.size - 1
 

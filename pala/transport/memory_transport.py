@@ -50,7 +50,7 @@ class MemoryTransport(ThreadedTransport):
     def __init__(self, comm: MemoryCommunicator, channel: Channel) -> None:
         super().__init__(f"pala-memory-{comm.rank}")
         self._comm, self._world, self._rank, self._channel = comm, comm.world, comm.rank, channel
-        self._deaths, self._wake = comm.deaths(), channel.wakes[comm.rank]
+        self._deaths, self._wake = comm.deaths(of_transport=True), channel.wakes[comm.rank]
         self._sends: list[_Message] = []  # on their way
         self._num_sent, self._num_bulk = 0, Counter[int]()  # messages; bulk messages by peer
 
@@ -60,6 +60,10 @@ class MemoryTransport(ThreadedTransport):
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:
         super().close(timeout_s, interrupt)
+        self._world.in_transport.discard(self._rank)
+
+    def abandon(self) -> None:
+        super().abandon()
         self._world.in_transport.discard(self._rank)
 
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
@@ -76,7 +80,7 @@ class MemoryTransport(ThreadedTransport):
 
     def _poll_until_closed(self) -> None:
         ticked_s = 0.0
-        while True:
+        while not self._is_abandoned:
             self._comm.sleep_while_stopped()
             self._comm.end_if_dead()
             if self._rank in self._world.ended:  # by an EndError: its process would be gone

@@ -11,6 +11,8 @@ from pala.system.runtime import Interrupt
 from pala.system.waiting import wait_quietly
 from pala.transport.base import Packet, Receiver, Transport
 
+_ABANDON_S = 5.0  # a thread ends within its longest sleep, if nothing holds it
+
 
 class ThreadedTransport(Transport):
     """Outboxes that are emptied between two steps of the learner (`poll`), or by a thread of its own when the learner
@@ -23,7 +25,8 @@ class ThreadedTransport(Transport):
         self._bulk_outbox: deque[tuple[int, Packet]] = deque()
         self._small_outbox: deque[tuple[int, Packet]] = deque()
         self._wake = threading.Event()
-        self._closing, self._num_pending = False, 0  # copies of packets that have not left
+        self._closing, self._is_abandoned = False, False
+        self._num_pending = 0  # copies of packets that have not left
         self._polling, self._counting = threading.Lock(), threading.Lock()
 
     def start(self, receiver: Receiver) -> None:
@@ -65,13 +68,19 @@ class ThreadedTransport(Transport):
         wait_quietly(closed, timeout_s, interrupt)
         self.raise_failure()
 
+    def abandon(self) -> None:
+        self._is_abandoned = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_ABANDON_S)
+
     def raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
 
     @abstractmethod
     def _poll_until_closed(self) -> None:
-        """What the thread does: poll and sleep."""
+        """What the thread does: poll and sleep, also until it is abandoned."""
 
     @abstractmethod
     def _poll(self) -> bool:

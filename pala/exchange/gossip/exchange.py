@@ -144,6 +144,9 @@ class Gossip(ModelExchange):
         budget.news(end.local_steps, end.stop)
         return end.stop
 
+    def abandon(self) -> None:
+        self._transport.abandon()
+
     def final_parameters(self, timeout_s: float) -> Tensor:
         # A model as old as the time that this rank was away, or has left, counts only if all are.
         fresh = self._protocol.has_model and not self._protocol.has_left
