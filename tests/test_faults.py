@@ -398,7 +398,8 @@ def test_allreduce_ends_with_the_name_of_the_rank_whose_observations_are_not_fin
 def test_without_fault_tolerance_the_job_ends_and_is_resumed(
     mpi: Launcher, standing: StandingRanks, tmp_path: Path
 ) -> None:
-    """Rank 0 is killed: it keeps run.json, so nobody is left to say how the job ended."""
+    """Rank 0 is killed: it keeps run.json, so nobody is left to say how the job ended. Under MPICH another rank may see
+    an error in the moment before it is killed, too."""
     often = ["--run.name", "r", "--run.checkpoint-interval-s", "0.5"]
     job, run = mpi.start_train(3, *CARTPOLE, *often, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     wait_for(lambda: all_train(run, 3) and list(run.glob("checkpoints/*/rank-0001.previous*")), what="a checkpoint")
@@ -406,11 +407,13 @@ def test_without_fault_tolerance_the_job_ends_and_is_resumed(
     job.wait(20)
     assert job.status != 0 and not record_of(run)["completed"]
     wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
-    assert record_of(run)["segments"][0]["status"] == "running"
+    said = record_of(run)["segments"][0]["status"]
+    assert said == "running" or (mpi.name, said) == ("mpich", "failed")
     budget = sum(local_steps(run)) + 2000
     done = standing.train(3, "--resume", "runs/r", "--total-steps", str(budget), cwd=tmp_path)
     assert done.status == 0, done.output
-    assert [segment["status"] for segment in record_of(run)["segments"]] == ["lost", "completed"]
+    how_it_ended = "lost" if said == "running" else said
+    assert [segment["status"] for segment in record_of(run)["segments"]] == [how_it_ended, "completed"]
 
 
 # ---- being told to end -----------------------------------------------------------------------------------------------
