@@ -412,8 +412,9 @@ def tidy(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
 def test_a_job_whose_rank_is_killed_is_resumed_to_completion(mpi: Launcher, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "r"
-    job = start(mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "20000", cwd=tmp_path)
+    run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.002)
+    options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "4000"]
+    job = start(mpi, "-n", "2", *options, cwd=tmp_path, env=paced)
     wait_for_checkpoints(job, run)
     victims = ranks_in(tmp_path)
     for pid in victims if mpi.name == "openmpi" else victims[-1:]:  # there a job outlives one of its ranks
@@ -451,8 +452,9 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
 def test_a_killed_mpirun_is_resumed_beside_nobody(mpi: Launcher, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "r"
-    job = start(mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "20000", cwd=tmp_path)
+    run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.002)
+    options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "4000"]
+    job = start(mpi, "-n", "2", *options, cwd=tmp_path, env=paced)
     wait_for_checkpoints(job, run)
     (mpirun,) = map(int, Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split())
     os.kill(mpirun, signal.SIGKILL)
