@@ -300,9 +300,10 @@ def _process_figures() -> dict[str, float]:
 
 def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str, Any]:
     """What a rank's records say of the time after the first interval, which is warm-up, and up to `until_s`, when the
-    first rank was done: until then all ranks trained. Of a very short run, all of it."""
+    first rank was done: until then all ranks trained. Of a very short run what is after the first interval, or all."""
     kept = [record for record in records[1:] if record["time_s"] <= until_s]
-    kept = kept if len(kept) > 1 else records
+    if len(kept) < 2:
+        kept = records[1:] if len(records) > 2 else records
     first, last, intervals = kept[0], kept[-1], kept[1:]
     seconds = [max(1e-3, after["time_s"] - before["time_s"]) for before, after in zip(kept, intervals, strict=False)]
     wall_s, updates = sum(seconds), max(1, last["updates"] - first["updates"])
