@@ -144,7 +144,7 @@ def _block_side(layer: nn.Conv2d, images: Tensor) -> int:
 
     A kernel of k x k at stride s, s a divisor of k, is one of k/s x k/s at stride 1 over blocks of s x s pixels, which
     count as channels. The pixels of a block's row, 2 or 4 bytes, are moved as one word, and in bfloat16 the gradient by
-    the weights takes a third less. In float32 nothing is gained; on a GPU it is not measured.
+    the weights takes less. In float32 nothing is gained; on a GPU it is not measured.
     """
     side, kernel = layer.stride[0], layer.kernel_size[0]
     if images.dtype != torch.uint8 or images.device.type != "cpu":

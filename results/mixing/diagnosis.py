@@ -11,6 +11,7 @@
 | late | synchronous A2C by the mean gradient of the update before |
 | pairs | as `exact`, but that so many times the ranks are paired at random, and each pair averages its models |
 | mixed_first | paired, exchanges in the middle of rollouts; a step is acted with one update later, when it is mixed |
+| paired | paired exchanges as training makes them |
 | waits | paired; after an update a rank waits until it has exchanged since (`max_staleness` 0) |
 | tracking | paired exchanges of model and tracker, each rank steps by its tracker, an estimate of the mean gradient |
 | tracking_late | the same, by the tracker before the newest gradient comes to it, so that what it steps by is mixed |
@@ -18,6 +19,7 @@
 Tracking (Di Lorenzo & Scutari 2016, arXiv 1602.00591): t <- t + (my gradient - my last gradient), and exchanges mix t
 as they mix models. Paired exchanges change no sum, so the mean of all t is the mean of the ranks' newest gradients.
 With a `leak` each rank forgets a part of what it holds, so that what a lost message leaves does not stay for ever.
+`clip` and `smoothing` change how each rank makes its step of a gradient (`Trial`); they were tried last.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ _TRIALS = (  # variant, rate, exchanges an update
     ("waits", 4, 4), ("mixed_first", 4, 4), ("pairs", 4, 4), ("tracking_late", 2, 4), ("late", 2, 0), ("exact", 4, 0),
     ("tracking", 2, 4), ("pairs", 4, 1), ("clip_each", 2, 0), ("pairs", 4, 2), ("tracking_late", 2, 1),
     ("pooled", 4, 0),
+)  # fmt: skip
+_LAST_TRIALS = (  # variant, rate, exchanges, clip, smoothing
+    ("tracking_late", 4, 4, 1.0, 0.0), ("exact", 2, 0, 1.0, 0.0), ("exact", 8, 0, 1.0, 0.0), ("exact", 4, 0, 4.0, 0.0),
+    ("exact", 4, 0, 1000.0, 0.0), ("pooled", 4, 0, 1000.0, 0.0), ("exact", 1, 0, 1.0, 0.9375),
+    ("exact", 1, 0, 4.0, 0.9375), ("exact", 1.4, 0, 4.0, 0.9375), ("paired", 1, 1, 1.0, 0.9375),
 )  # fmt: skip
 
 
@@ -256,6 +263,10 @@ def main() -> None:
     trials = [
         Trial(game, *trial, seed) for seed in range(1, arguments.seeds + 1) for trial in _TRIALS
         for game in arguments.games
+    ]  # fmt: skip
+    trials += [
+        Trial(game, *trial, seed, clip=clip, smoothing=smoothing) for seed in range(1, arguments.seeds + 1)
+        for *trial, clip, smoothing in _LAST_TRIALS for game in arguments.games
     ]  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(arguments.processes, prepare, (1,)) as pool:
         for line in pool.imap_unordered(train, [trial for trial in trials if trial not in done]):
