@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pala.doctor.facts import Host, Job, PairPing
 from pala.doctor.ping import MODEL_BYTES
+from pala.system.jobs import MORE_RANKS_THAN_CORES
 
 RANK_MEMORY_BYTES = 361 << 20  # a rank of Pong with 16 environments, at its peak (README)
 _OPEN_MPI_SHM_BYTES = 16 << 20  # that Open MPI 5.0.11 wants to be free; else it does without shared memory
@@ -148,11 +149,7 @@ def _slurm(job: Job) -> Iterator[Advice]:
 def _slots(job: Job) -> Iterator[Advice]:
     if job.trial is not None and job.trial.beyond_cores is False:
         cores = len(job.hosts[0].cores)
-        yield Advice(
-            f"mpirun refuses {cores + 1} ranks: it starts no more than it counts cores. For more, set "
-            "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe, as ./launch/train.sh does, or give mpirun "
-            "`--map-by :oversubscribe`."
-        )
+        yield Advice(f"mpirun refuses {cores + 1} ranks: {MORE_RANKS_THAN_CORES}")
 
 
 def _cores(job: Job, host: Host) -> Iterator[Advice]:

@@ -16,6 +16,12 @@ from pala.system.errors import PalaError
 
 _TAIL_LINES = 25
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
+_REFUSAL = "There are not enough slots available"  # of Open MPI
+MORE_RANKS_THAN_CORES = (
+    "it starts no more than it counts cores. For more, set PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe, as "
+    "./launch/train.sh does, or give mpirun `--map-by :oversubscribe`."
+)
+"""What to do where mpirun refuses ranks; the sentence's second half."""
 
 
 def launcher_of(template: str, ranks: int) -> list[str]:
@@ -51,6 +57,7 @@ def run_job(
     """
     token = uuid.uuid4().hex
     with open(log, "ab") as file:
+        begin = file.tell()
         process = subprocess.Popen(
             words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             env=_environment() | {_VARIABLE: token},
@@ -62,6 +69,10 @@ def run_job(
         finally:
             _end(process, token, stop_signal, patience_s)
     if status != 0:
+        with open(log, "rb") as file:
+            file.seek(begin)
+            if _REFUSAL.encode() in file.read():
+                raise PalaError(f"`{shlex.join(words)}`: mpirun refuses so many ranks: {MORE_RANKS_THAN_CORES}")
         raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
 
 
