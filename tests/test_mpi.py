@@ -37,14 +37,14 @@ def test_many_more_ranks_than_cores(any_mpi: Launcher, tmp_path: Path) -> None:
     """6 ranks start, gossip and end. Nearly all of the time goes into loading torch 6 times."""
     ranks = 6
     job = any_mpi.start_train(
-        ranks, *CARTPOLE, "--env.num-envs", "2", "--network.mlp-hidden", "4", "--total-steps", "10000",
+        ranks, *CARTPOLE, "--env.num-envs", "2", "--network.mlp-hidden", "4", "--total-steps", "3000",
         "--run.name", "r", cwd=tmp_path,
     ).wait(250)  # fmt: skip
     assert job.status == 0, job.output
     run = tmp_path / "runs" / "r"
     segment = record_of(run)["segments"][0]
     assert segment["ranks"] == ranks and segment["threads_per_rank"] == 1
-    assert sum(local_steps(run)) == segment["global_steps"] >= 10000
+    assert sum(local_steps(run)) == segment["global_steps"] >= 3000
     assert all(total(run, "models_mixed", rank) > 0 for rank in range(ranks))
     assert total(run, "models_refused") == 0
     wait_for(lambda: not processes_in(tmp_path), 60, "the end of all ranks")
