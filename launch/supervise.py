@@ -36,6 +36,7 @@ from typing import IO, NamedTuple, NoReturn
 
 from pala.run import run_folder
 from pala.system.errors import PalaError, reason
+from pala.system.jobs import clear_after
 from pala.system.runtime import ANNOUNCEMENT, SUPERVISED, say
 from pala.train import Command, parse
 
@@ -207,6 +208,7 @@ class Supervisor:
         watch = threading.Thread(target=self._watch, args=[self._job, arrivals, segments, ended], daemon=True)
         watch.start()
         status = self._job.wait()
+        clear_after(self._job.pid)
         ended.set()
         arrivals.over.set()
         watch.join()

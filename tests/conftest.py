@@ -29,6 +29,8 @@ if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' 
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pala-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+_TEMPORARY = tempfile.mkdtemp(prefix="pala-tests-")
+atexit.register(shutil.rmtree, _TEMPORARY, ignore_errors=True)
 REPOSITORY = Path(__file__).resolve().parent.parent
 CARTPOLE = [
     "--env.id", "CartPole-v1", "--env.num-envs", "4", "--evaluation.episodes", "0", "--run.log-interval-s", "0.5",
@@ -78,6 +80,8 @@ class Launcher:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
+            # What mpiruns that tests kill leave, by process number, would fail a later one with the same number.
+            "TMPDIR": tempfile.mkdtemp(dir=_TEMPORARY),
         }
 
     def start(self, *mpirun_arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:

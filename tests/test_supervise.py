@@ -415,15 +415,18 @@ def test_a_job_whose_rank_or_mpirun_is_killed_is_resumed_to_completion(mpi: Laun
     """First ranks, then mpirun, whose ranks may outlive it: they are waited for, so that no job is beside another."""
     run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.002)
     options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "8000"]
-    job = start(mpi, "-n", "2", *options, cwd=tmp_path, env=paced)
+    job = start(mpi, "-n", "2", *options, cwd=tmp_path, env=paced | {"TMPDIR": str(tmp_path)})
     wait_for_checkpoints(job, run)
     victims = ranks_in(tmp_path)
     for pid in victims if mpi.name == "openmpi" else victims[-1:]:  # there a job outlives one of its ranks
         os.kill(pid, signal.SIGKILL)
     wait_for_checkpoints(job, run, segment=1)
     (mpirun,) = map(int, Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split())
+    left = tmp_path / f"ompi.{mpirun}"
+    assert left.exists() == (mpi.name == "openmpi")
     os.kill(mpirun, signal.SIGKILL)
     job.wait()
+    assert not left.exists(), "a later mpirun with this process number would fail"
     assert job.status == 0 and "ended with status 137" in job.output and "Another job" not in job.output, job.output
     assert "supervise: restart 1 of 3: 2 ranks resume 'runs/r' from" in job.output
     assert "supervise: run 'runs/r' is complete after 2 restarts." in job.output

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -76,6 +77,14 @@ def run_job(
         raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
 
 
+def clear_after(mpirun: int) -> None:
+    """Remove what a killed mpirun has left in the folder for temporary files, on this machine.
+
+    It is named by mpirun's process number. A later mpirun that gets the same number fails: "The PMIx server's listener
+    thread failed to start" (PMIx 5.0.9, `write_rndz_file`)."""
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{mpirun}", ignore_errors=True)
+
+
 def _end(process: subprocess.Popen[bytes], token: str, stop_signal: signal.Signals, patience_s: float) -> None:
     """The launcher gets time to end its ranks; what is left then of those that carry the job's token is killed."""
     try:
@@ -90,6 +99,7 @@ def _end(process: subprocess.Popen[bytes], token: str, stop_signal: signal.Signa
                     if f"{_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
                         os.kill(int(entry.name), signal.SIGKILL)
         process.wait()
+        clear_after(process.pid)
 
 
 def tail(log: Path) -> str:
