@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -122,7 +122,8 @@ LAUNCHERS = _launchers()
 
 @contextmanager
 def _tidy(launcher: Launcher) -> Iterator[Launcher]:
-    """Yield a launcher; afterwards end what a failed test left running, and print what it has written."""
+    """Yield a copy, without jobs of others; afterwards end what a failed test left running, and print what it wrote."""
+    launcher = replace(launcher, jobs=[])
     try:
         yield launcher
     finally:
@@ -135,7 +136,6 @@ def _tidy(launcher: Launcher) -> Iterator[Launcher]:
                     os.killpg(job.process.pid, signal.SIGKILL)
                     job.wait(5)
                 print(f"{job.process.args} was still running, and had written:\n{job.output}")
-        launcher.jobs.clear()
 
 
 @pytest.fixture(params=["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])

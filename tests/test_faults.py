@@ -474,6 +474,7 @@ def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi
     assert job.status != 0 and re.search(r"\[rank 0\] SIGUSR1: checkpoint written to", job.output), job.output
     segment = record_of(tmp_path / "runs/r")["segments"][0]
     assert segment["status"] == "stopped" and segment["global_steps"] >= 2 * (400 - 20)  # a rollout is not whole
+    assert f"stopped after {segment['global_steps']:,} steps" in job.output
 
 
 @pytest.mark.slow

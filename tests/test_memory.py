@@ -820,7 +820,7 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(kind: str, tmp_path
     ]
     assert trained.segment["status"] == "stopped" and not trained.record["completed"]
     made = sum(own_steps(trained.states()))
-    assert made == trained.results[0].global_steps
+    assert made == trained.results[0].global_steps == trained.segment["global_steps"]
     resumed = trained.resume(3, made + 200)
     assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
     assert [segment["resumed"] for segment in resumed.record["segments"]] == [False, True]

@@ -253,7 +253,7 @@ class Session:
             self._record_stop(exchange)
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
-        self._records.saved()
+        self._records.saved(exchange.global_steps)
         status, signal = ("completed", None) if end.completes else ("stopped", self._signal)
         exit_status = 0 if signal is None else 128 + signal
         return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status, early)
