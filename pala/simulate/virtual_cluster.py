@@ -88,9 +88,6 @@ class Scenario:
     """Of the paired exchange: offers that a rank may make in an update; with more than 1, between two steps, too."""
     rollout_steps: int = 5
     """Steps of an update, at equal intervals, after which a rank may exchange."""
-    mix_before_acting: bool = False
-    """Of the paired exchange: a rank does not act with its newest step, but one update later, when it is mixed. A trial
-    (results/mixing/): training has it not."""
 
 
 class _Sent(NamedTuple):
@@ -120,12 +117,10 @@ class VectorPacket:
 class VectorModels:
     """A rank's model as the driver's `Models`: a vector, without bytes; and what is known of its mixes from outside."""
 
-    def __init__(self, model: np.ndarray, network: VirtualNetwork, mix_before_acting: bool = False) -> None:
-        self.model, self._network, self._mix_before_acting = model, network, mix_before_acting
+    def __init__(self, model: np.ndarray, network: VirtualNetwork) -> None:
+        self.model, self._network = model, network
         self.ahead: np.ndarray | None = None  # as `look_ahead`; with the moves that are owed
         self._acting = model  # what the model was then
-        if mix_before_acting:
-            self.look_ahead()
         self.mixes = 0
         self.oldest_mixed_s = 0.0  # the greatest age of a model when it was mixed
         self.faults: list[str] = []  # what must not be done with models
@@ -194,14 +189,12 @@ class VectorModels:
     def heal(self) -> None:
         if not self.inbox_whole:
             self.faults.append("was healed by a part of a model")
-        if self.ahead is not None and not self._mix_before_acting:
+        if self.ahead is not None:
             self.faults.append("was healed while moves were owed to it")
         self.heals += 1
         old, self.ahead = self.with_owed, None
         self._replace(self.inbox / self.inbox_weight)
         self.unmatched += self.model - old
-        if self._mix_before_acting:
-            self.look_ahead()
         for offer in list(self.owed):
             self.take_for_lost(offer)
 
@@ -219,12 +212,7 @@ class VectorModels:
             self.ahead, self._acting = self.model.copy(), self.model.copy()
 
     def settle(self) -> None:
-        if self._mix_before_acting:
-            assert self.ahead is not None
-            self.model, self.ahead = self.ahead, self.with_owed
-            self._acting = self.model.copy()
-        else:
-            self.model, self.ahead = self.with_owed, None
+        self.model, self.ahead = self.with_owed, None
 
     def owe(self, offer: VectorPacket, move: np.ndarray) -> None:
         """A peer has answered this rank's offer, and moved."""
@@ -315,7 +303,7 @@ class VirtualCluster(VirtualNetwork):
         )
         budget = StepBudget(number, s.size, s.budget_steps, spares=s.spares)
         protocol = self._protocol(budget, RULES[s.mixing](float(number < s.size - s.spares)), rules)
-        models = VectorModels(model, self, s.mix_before_acting)
+        models = VectorModels(model, self)
         transport = VirtualTransport(self, number)
         driver = self._driver(protocol, transport, models, s.send_buffers, report=lambda sentence: None)
         return Rank(driver, models)
@@ -452,7 +440,7 @@ class VirtualCluster(VirtualNetwork):
         rank.waited_since_mix_s = max(rank.waited_since_mix_s, waited_s)
         if models.mixes > mixes or len(rank.protocol.living) == 1:
             rank.since_mix, rank.waited_since_mix_s = 0, 0.0
-        if models.ahead is not None and not self.scenario.mix_before_acting:
+        if models.ahead is not None:
             self.violations.append(f"at {self.now} s rank {rank.number} went on without the moves owed to it")
         self.violations += [f"at {self.now} s rank {rank.number} {fault}" for fault in models.faults]
         models.faults.clear()
