@@ -216,11 +216,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _turn(item: pytest.Item) -> int:
     """In which order pytest-xdist hands out tests: last what is short, so that its processes end together.
 
-    First what all others wait for: later they would also wait for the last of them to come to its end.
+    First what all others wait for: later they would also wait for the last of them to come to its end. Then what takes
+    longest, and for the most part waits: groups, and jobs on several hosts.
     """
     slow = item.get_closest_marker("slow") is not None
     alone, group, mpi = (item.get_closest_marker(name) for name in ("alone", "xdist_group", "mpi"))
-    return next((turn for turn, is_it in enumerate((alone, group, slow and mpi, slow)) if is_it), 4)
+    hosts = "possible" in getattr(item, "fixturenames", ())
+    turns = (alone, group, hosts, slow and mpi, slow, True)
+    return next(turn for turn, is_it in enumerate(turns) if is_it)
 
 
 def pytest_collection_finish() -> None:
@@ -323,6 +326,11 @@ def pids_of_ranks(folder: Path) -> dict[int, int]:
             if entry.startswith((b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")):
                 found[int(entry.partition(b"=")[2])] = pid
     return found
+
+
+def assert_all_end(folder: Path, who: str = "all ranks") -> None:
+    """No process of this folder is left, soon."""
+    wait_for(lambda: not processes_in(folder), 30, f"the end of {who}")
 
 
 def processes_in(folder: Path) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import virtual_hosts
-from conftest import LAUNCHERS, Launcher, processes_in, wait_for
+from conftest import LAUNCHERS, Launcher, assert_all_end, processes_in
 from virtual_hosts import VirtualHosts
 
 from pala.doctor import facts, trial
@@ -317,7 +317,7 @@ def test_an_mpirun_that_hangs_is_ended(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(trial, "_LIMIT_S", 0.3)
     tried = trial.try_mpirun(fake_mpirun(tmp_path, f"cd {tmp_path}; sleep 1000\n"))
     assert "was not done after" in tried.failure and tried.size == 0
-    wait_for(lambda: not processes_in(tmp_path), 10, "its end")
+    assert_all_end(tmp_path, "the program")
 
 
 def fake_mpirun(folder: Path, script: str) -> str:
@@ -363,7 +363,7 @@ def test_the_watchdog_ends_with_a_process_that_is_killed(tmp_path: Path) -> None
     assert len(processes_in(tmp_path)) == 2
     process.kill()
     process.communicate(timeout=60)
-    wait_for(lambda: not processes_in(tmp_path), 10, "the watchdog's end")
+    assert_all_end(tmp_path, "the watchdog")
 
 
 # ---- real jobs -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, Job, Launcher, pids_of_ranks, processes_in, record_of, wait_for
+from conftest import CARTPOLE, Job, Launcher, assert_all_end, pids_of_ranks, record_of, wait_for
 from runs import intervals, local_steps, states_of, total
 from standing_ranks import Ended, StandingRanks, train
 
@@ -170,7 +170,7 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
     job, run = standing.start_train(2, *TRAIN, *options, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     wait_for(lambda: all_learn(run, 2), what="learning")
     os.kill(job.pids[1], signal.SIGUSR1)
-    done = job.wait(30)
+    done = job.wait(60)
     assert "checkpoint written to" in done.output, done.output
     stopped = states_of(run, 2)
     begin, held = assemble(stopped), [intervals(run, rank)[-1]["replay_transitions"] for rank in range(2)]
@@ -224,7 +224,7 @@ def test_the_others_outlive_an_actor_and_learner(any_mpi: Launcher, tmp_path: Pa
     (segment,) = record_of(run)["segments"]
     assert record_of(run)["completed"] and [lost["rank"] for lost in segment["lost_ranks"]] == [2]
     assert 8000 <= segment["global_steps"] < 9000
-    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+    assert_all_end(tmp_path)
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -236,11 +236,11 @@ def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoin
     wait_for(lambda: all_learn(run, 3), what="learning")
     wait_for(lambda: all(state.counters["gorila"]["version"] > 0 for state in states_of(run, 2)), what="a checkpoint")
     os.kill(pids_of_ranks(tmp_path)[shard], signal.SIGKILL)
-    job.wait(30)
+    job.wait(60)
     assert job.status != 0 and "Traceback" not in job.output, job.output
     assert f"Rank {shard} has died, which served shard {shard} of the parameters; nothing can be" in job.output
     assert not record_of(run)["completed"]
-    wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
+    assert_all_end(tmp_path)
     begin = assemble(states_of(run, 3))
     done = standing.train(3, "--resume", str(run), "--total-steps", "201", cwd=tmp_path)
     assert done.status == 0, done.output
@@ -260,7 +260,7 @@ def test_a_spare_takes_the_place_of_a_killed_actor_and_learner(any_mpi: Launcher
     assert segment["status"] == "stopped" and "Traceback" not in job.output, job.output
     assert [lost["rank"] for lost in segment["lost_ranks"]] == [1] and total(run, "messages_refused") == 0
     assert [joined["rank"] for joined in segment["joined_ranks"]] == [2] and local_steps(run)[2] > 100
-    wait_for(lambda: not processes_in(tmp_path), 10, "the end of all ranks")
+    assert_all_end(tmp_path)
 
 
 # ---- stops -----------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_a_stopped_shard_ends_the_job_with_a_sentence(any_mpi: Launcher, tmp_pat
     assert job.status != 0 and "Traceback" not in job.output, job.output
     assert "Rank 0 has not answered for 1 s ('gorila.patience_s'), which serves shard 0; nothing can be" in job.output
     assert not record_of(run)["completed"]
-    wait_for(lambda: not processes_in(tmp_path), 30, "the end of all ranks")
+    assert_all_end(tmp_path)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

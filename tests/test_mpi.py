@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CARTPOLE, LAUNCHERS, Launcher, processes_in, record_of, wait_for
+from conftest import CARTPOLE, LAUNCHERS, Launcher, assert_all_end, processes_in, record_of, wait_for
 from runs import all_train, local_steps, total
 from standing_ranks import StandingRanks
 from test_training import assert_trained_one_policy
@@ -47,7 +47,7 @@ def test_many_more_ranks_than_cores(any_mpi: Launcher, tmp_path: Path) -> None:
     assert sum(local_steps(run)) == segment["global_steps"] >= 3000
     assert all(total(run, "models_mixed", rank) > 0 for rank in range(ranks))
     assert total(run, "models_refused") == 0
-    wait_for(lambda: not processes_in(tmp_path), 60, "the end of all ranks")
+    assert_all_end(tmp_path)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) ->
     job = mpi.script(2, source, tmp_path)
     assert job.status != 0
     assert "rank 1 failed" in job.output and "the planted fault" in job.output
-    wait_for(lambda: not processes_in(tmp_path), 5, "the end of all ranks")
+    assert_all_end(tmp_path)
 
 
 POISON = """
@@ -148,7 +148,7 @@ def test_a_signal_ends_cleanly_and_resume_goes_on(
     assert len(processes_in(tmp_path)) >= 2
     job.process.send_signal(number)
     job.wait(60)
-    wait_for(lambda: not processes_in(tmp_path), 30, "the end of all ranks")
+    assert_all_end(tmp_path)
     assert record_of(run)["segments"][0]["status"] == "stopped" and not record_of(run)["completed"]
     before = sum(local_steps(run))
     done = standing.train(2, "--resume", str(run), "--total-steps", str(before + 4000), cwd=tmp_path)
@@ -199,7 +199,7 @@ def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(
     fill(small_disk)
     time.sleep(1)  # three checkpoints that cannot be written
     job.process.send_signal(signal.SIGTERM)
-    job.wait(30)
+    job.wait(60)
     assert job.status != 0 and "Traceback" not in job.output, job.output
     assert "no checkpoint could be written" in job.output and "No space left on device" in job.output
     (small_disk / "filler").unlink()

@@ -207,7 +207,7 @@ def test_two_jobs_in_one_folder(mpi: Launcher, standing: StandingRanks, tmp_path
         os.kill(pid, signal.SIGKILL)
     third = standing.train(2, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
     assert third.status == 0 and record_of(run)["completed"] and len(record_of(run)["segments"]) == 2, third.output
-    job.wait(30)
+    job.wait(60)
 
 
 def test_a_run_is_supervised_from_inside_its_folder(tmp_path, monkeypatch):

@@ -16,7 +16,18 @@ from pathlib import Path
 
 import pytest
 import supervise
-from conftest import CARTPOLE, REPOSITORY, Job, Launcher, processes_in, ranks_in, record_of, wait_for, write_paced
+from conftest import (
+    CARTPOLE,
+    REPOSITORY,
+    Job,
+    Launcher,
+    assert_all_end,
+    processes_in,
+    ranks_in,
+    record_of,
+    wait_for,
+    write_paced,
+)
 from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, without_preset
 from test_checkpoint import make_state
 from test_hosts import possible  # noqa: F401 - a fixture
@@ -402,7 +413,7 @@ def tidy(tmp_path: Path) -> Iterator[None]:
     """Afterwards nothing is left running; it is ended where a test failed."""
     yield
     try:
-        wait_for(lambda: not processes_in(tmp_path), 20, "the end of all processes")
+        assert_all_end(tmp_path, "all processes")
     finally:
         for pid in ranks_in(tmp_path):
             os.kill(pid, signal.SIGKILL)
