@@ -17,7 +17,7 @@ from typing import Any
 import gymnasium
 import pytest
 from conftest import record_of, slow_but_for, wait_for
-from test_memory import KINDS, configure, with_spares
+from test_memory import KINDS, asking_as_abort_does, configure, with_spares
 
 from pala.a2c.learner import Learner
 from pala.config import Config
@@ -50,10 +50,11 @@ class Ranks:
             self.comms[comm.rank] = comm
             given = self.conclude
             conclude = None if given is None else lambda *arguments: given(comm, *arguments)
-            return run_rank(
-                comm, self.config, self.make_env, on_update=lambda updates: on_update(comm, updates),
-                interrupt=comm.interrupt, conclude=conclude,
-            )  # fmt: skip
+            with asking_as_abort_does(comm):
+                return run_rank(
+                    comm, self.config, self.make_env, on_update=lambda updates: on_update(comm, updates),
+                    interrupt=comm.interrupt, conclude=conclude,
+                )  # fmt: skip
 
         self.results = run_ranks(self.size, main)
 

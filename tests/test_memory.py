@@ -9,7 +9,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1
@@ -154,11 +155,23 @@ def train(
     on_update: OnUpdate = MemoryCommunicator.on_update,
 ) -> Trained:  # fmt: skip
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(
-            comm, config, resume=resume, on_update=lambda updates: on_update(comm, updates), interrupt=comm.interrupt
-        )
+        with asking_as_abort_does(comm):
+            return run_rank(
+                comm, config, resume=resume, on_update=lambda updates: on_update(comm, updates),
+                interrupt=comm.interrupt,
+            )  # fmt: skip
 
     return Trained(config, run_ranks(ranks, main, faults))
+
+
+@contextmanager
+def asking_as_abort_does(comm: MemoryCommunicator) -> Iterator[None]:
+    """Who ends the job asks first who else lives: then no transport's thread may still be in MPI."""
+    try:
+        yield
+    except EndError:
+        comm.is_alone()  # refuses while a transport is open
+        raise
 
 
 def own_steps(states: Iterable[RankState]) -> list[int]:
