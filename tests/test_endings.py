@@ -8,6 +8,7 @@ import errno
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any
 import gymnasium
 import pytest
 from conftest import record_of, slow_but_for, wait_for
-from test_memory import KINDS, asking_as_abort_does, configure, with_spares
+from test_memory import ENDLESS, KINDS, asking_as_abort_does, configure, with_spares
 
 from pala.a2c.learner import Learner
 from pala.config import Config
 from pala.envs import MakeEnv
+from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.run import checkpoint, conclusion
 from pala.run.job import Job
@@ -263,6 +265,34 @@ def test_who_has_left_concludes_nothing(tmp_path: Path) -> None:
     ranks.train(leaves)
     assert ranks.results[0].status == "left" and said == [1] and "lost_ranks" not in ranks.segment
     assert [left["rank"] for left in ranks.segment["left_ranks"]] == [0]
+
+
+def test_of_ranks_that_leave_in_the_same_moment_one_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Each finds that all others have left, and stays."""
+    leave, said, together = GossipDriver.leave, list[int](), threading.Barrier(3)
+
+    def leave_together(driver: GossipDriver) -> None:
+        together.wait(60)
+        leave(driver)
+        wait_for(lambda: not driver.protocol.living, 60, "that all have left")
+
+    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+        said.append(comm.rank)
+        return Conclusion(0, {})
+
+    def leaves(comm: MemoryCommunicator, updates: int) -> None:
+        comm.interrupt.is_told_to_leave |= updates == 5
+
+    monkeypatch.setattr(GossipDriver, "leave", leave_together)
+    ranks = Ranks(3, configure(tmp_path, steps=ENDLESS), conclude)
+    ranks.train(leaves)
+    assert said == [0] and [result.leads for result in ranks.results] == [True, False, False]
+    assert {result.status for result in ranks.results} == {"stopped"}
+    assert ranks.segment["status"] == "stopped" and ranks.segment["signal"] == "SIGUSR2" and ranks.segment["saved"]
+    assert not {"left_ranks", "lost_ranks"} & ranks.segment.keys()
+    assert capsys.readouterr().err.count("checkpoint written") == 1
 
 
 def test_a_spare_that_waits_in_vain_for_the_only_rank_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

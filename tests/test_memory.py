@@ -304,10 +304,11 @@ def test_the_others_go_on_when_ranks_leave(
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
 
 
+@pytest.mark.parametrize("leaver", [0, 1])
 def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    leaver: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its model is as new as the others', and it stays for the average."""
+    """Its model is as new as the others', and it stays for the average. What was noted of it is taken back."""
     leave, weights = GossipDriver.leave, {}
 
     def leave_at_the_end(driver: GossipDriver) -> None:
@@ -320,14 +321,14 @@ def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
 
     monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
     monkeypatch.setattr("pala.exchange.gossip.exchange.average_of_ranks", average)
-    job = train(2, configure(tmp_path, steps=400), on_update=leave_at(0, update=3))
-    assert job.ended_well() and weights == {0: 1.0, 1: 1.0}
+    job = train(2, configure(tmp_path, steps=400), on_update=leave_at(leaver, update=3))
+    assert job.ended_well() and weights == {0: 1.0, 1: 1.0} and not ranks_in(job, "left_ranks")
 
 
 def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the news of any of them has come."""
+    """Before the news of any of them has come. One of them says so in the record."""
 
     def leave(gossip: Gossip) -> bool:
         gossip._driver.leave()
@@ -337,6 +338,8 @@ def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
     monkeypatch.setattr(Gossip, "leave", leave)
     job = train(3, configure(tmp_path, steps=ENDLESS), on_update=leave_at(0, 1, 2, update=5))
     assert [result.status for result in job.results] == ["stopped"] * 3
+    assert [result.leads for result in job.results] == [True, False, False]
+    assert job.segment["status"] == "stopped" and job.segment["saved"] and "left_ranks" not in job.segment
 
 
 def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ class StepBudget:
         self.left.add(rank)
         self._count()
 
-    def stay(self) -> None:
-        """This rank had left, but nobody else trains."""
-        self.left.discard(self.rank)
+    def stayed(self, ranks: Iterable[int]) -> None:
+        """These ranks are there at the end: what they may have said of leaving did not come true."""
+        self.left.difference_update(ranks)
         self._count()
 
     def tell_stop(self) -> tuple[int, ...]:

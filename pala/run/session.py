@@ -41,7 +41,7 @@ from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
 from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
-from pala.system.runtime import Interrupt, on_cores, process_age_s, say, tell
+from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
 from pala.transport.agreement import collectively
 from pala.transport.alone import Alone
 from pala.transport.base import Communicator, Living
@@ -197,6 +197,7 @@ class Session:
         self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
         self._comm = job.comm
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
+        self._has_said_stop = False
 
     def run(
         self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None], conclude: Conclude | None = None
@@ -249,8 +250,8 @@ class Session:
             self._comm.among_the_living(
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
-        elif stop is not end:  # a peer got a signal before the news reached it
-            self._record_stop(exchange)
+        else:
+            self._record_stop(exchange)  # once more: now all know the same of who lives, and one leads
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
         self._records.saved()
@@ -296,7 +297,9 @@ class Session:
             "Open MPI 5 with `mpirun --with-ft ulfm` lets it go."
         )
         while exchange.stop is Stop.NONE:
-            if self._interrupt.signal is not None or not exchange.living:  # perhaps all have left at the same time
+            if not exchange.living:  # perhaps all have left at the same time
+                self._interrupt.signal = self._interrupt.signal or LEAVE
+            if self._interrupt.signal is not None:
                 exchange.stop_now(Stop.SIGNAL)
             time.sleep(_LOOK_S)
         return exchange.stop
@@ -351,7 +354,11 @@ class Session:
 
     def _record_stop(self, exchange: Exchange) -> None:
         self._leads = self._lead_if_first(exchange)
-        if self._leads:
+        if not self._leads:
+            self._records.resign()
+            return
+        if not self._has_said_stop:
+            self._has_said_stop = True
             say(f"[rank {self._comm.rank}] {self._signal.name}: checkpoint written to '{self._segment.path}'.")
         self._records.end("stopped", global_steps=exchange.global_steps, signal=self._signal.name)
 
