@@ -177,6 +177,23 @@ def test_a_shard_that_is_told_to_leave_stays_and_says_so(tmp_path: Path, capsys:
     assert "[rank 0] was told to leave (SIGUSR2), but it serves a shard: it stays" in capsys.readouterr().err
 
 
+def test_when_the_shard_dies_a_rank_that_was_about_to_go_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = GorilaExchange.leave
+
+    def outlive(exchange: GorilaExchange) -> bool:
+        leaves, world = leave(exchange), exchange._comm.world  # type: ignore[attr-defined]
+        world.say_that(0, world.dead)
+        wait_for(lambda: not exchange.living, 60, "the news of that")
+        return leaves
+
+    monkeypatch.setattr(GorilaExchange, "leave", outlive)
+    job = train(2, with_spares(tmp_path, 0), on_update=leave_at(1, update=5))
+    assert stopped_well(job, but_for=[0]) and job.results[1].leads and ranks_in(job, "lost_ranks") == [0]
+    assert train(2, replace(job.config, total_steps=400), resume=job.run).ended_well()
+
+
 def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
     def on_update(comm: MemoryCommunicator, updates: int) -> None:
         comm.outlives_ranks = False

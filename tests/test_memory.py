@@ -381,6 +381,29 @@ def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp
     assert job.resume(ranks, steps=steps + 200).ended_well()
 
 
+@pytest.mark.parametrize("leavers", [[0], [0, 1]], ids=str)
+def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
+    leavers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, about_to_go = Gossip.leave, threading.Barrier(len(leavers))
+
+    def outlive(gossip: Gossip) -> bool:
+        leaves, world = leave(gossip), gossip._comm.world  # type: ignore[attr-defined]
+        about_to_go.wait(60)
+        world.say_that(2, world.dead)
+        wait_for(lambda: not gossip.living, 60, "the news of that")
+        return leaves
+
+    monkeypatch.setattr(Gossip, "leave", outlive)
+    faults = [fail_at(rank, update=5) for rank in (1,) if rank not in leavers]
+    job = train(3, configure(tmp_path, steps=ENDLESS), faults, on_update=leave_at(*leavers, update=9))
+    assert isinstance(job.results[2], Killed) and {job.results[rank].status for rank in leavers} == {"stopped"}
+    assert [rank for rank in leavers if job.results[rank].leads] == [0]
+    assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
+    assert ranks_in(job, "left_ranks") == [] and ranks_in(job, "lost_ranks") == [*{1, 2}.difference(leavers)]
+    assert job.resume(3, steps=sum(own_steps(job.states())) + 200).ended_well()
+
+
 @pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
 def test_who_cannot_leave_says_so_and_stays(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     job = train(2, configure(tmp_path, kind, steps=300), on_update=leave_at(1, update=5))
@@ -504,7 +527,7 @@ def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path) -> None:
 
     job = train(3, with_spares(tmp_path, spares=1), on_update=on_update)
     assert isinstance(job.results[2], PalaError) and "no rank is left that has a model" in str(job.results[2])
-    assert not job.record["completed"]
+    assert job.segment["status"] == "failed" and "no rank is left that has a model" in job.segment["error"]
     assert train(3, replace(job.config, total_steps=200), resume=job.run).ended_well(but_for=[2])
 
 

@@ -185,9 +185,11 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.close(timeout_s, self._interrupt)
         self._raise_failure()
         budget = self._node.budget
-        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt)
+        has_left = self._members.has_left
+        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt, has_left)
         budget.news(end.local_steps, end.stop)
         self._forget_all_but(end.living)
+        budget.stayed(end.stayed)
         return end.stop
 
     def abandon(self) -> None:
@@ -237,8 +239,9 @@ class GorilaExchange(Exchange, Receiver):
     def state(self) -> ExchangeState:
         self._raise_failure()  # a dead shard's last checkpoint is to be read
         with self._changed:
-            budget = self._node.budget
-            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, 0, 1.0, budget.lost)
+            budget, shards = self._node.budget, self.roles.shards
+            lost = [rank for rank in budget.lost if rank not in shards]  # so, too, if this rank was about to leave
+            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, 0, 1.0, lost)
 
     def shard_state(self) -> tuple[dict[str, Tensor], int]:
         """(copies of this rank's slices, version) for the checkpoint; ({}, 0) without a shard."""

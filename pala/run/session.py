@@ -36,7 +36,7 @@ from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
 from pala.run.parts import Parts, build_envs
-from pala.run.records import Records
+from pala.run.records import Records, note_failure
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
 from pala.run.user_code import UserCode
@@ -129,7 +129,13 @@ def take_place(
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
     with joined(segment, briefing.is_locked) as segment:
-        exchange = parts.take_place(job.comm, sleeping, interrupt)
+        try:
+            exchange = parts.take_place(job.comm, sleeping, interrupt)
+        except PalaError as error:
+            sleeping.transport.abandon()  # who is alone is asked of MPI
+            if job.comm.is_alone() or isinstance(error, EndError):
+                note_failure(segment, rank, error)
+            raise
         if exchange is None:
             envs.close()
             return None
@@ -238,10 +244,10 @@ class Session:
         stop = self._loop(loop, exchange, on_update)
         if stop is Stop.NONE:  # it has left
             self._records.resign()
-            if self._comm.outlives_ranks:
+            if self._comm.outlives_ranks and exchange.living:
                 self._comm.depart()
                 return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
-            stop = self._sit_out(exchange)
+            stop = self._stay(exchange) if self._comm.outlives_ranks else self._sit_out(exchange)
         end, early = exchange.close(self._job.patience_s), ""
         if end.completes:
             early = self._who_stopped() if end is Stop.CALLBACK else ""
@@ -298,10 +304,19 @@ class Session:
         )
         while exchange.stop is Stop.NONE:
             if not exchange.living:  # perhaps all have left at the same time
-                self._interrupt.signal = self._interrupt.signal or LEAVE
+                return self._stay(exchange)
             if self._interrupt.signal is not None:
                 exchange.stop_now(Stop.SIGNAL)
             time.sleep(_LOOK_S)
+        return exchange.stop
+
+    def _stay(self, exchange: Exchange) -> Stop:
+        """Of a rank that was about to leave, when those who were to go on have died or left: nobody but it, or others
+        like it, can say how the run ended. Returns why it ends."""
+        exchange.stop_now(Stop.SIGNAL)
+        if exchange.stop is Stop.SIGNAL:
+            say(f"[rank {self._comm.rank}] was about to leave, but no other rank trains any more: the job ends.")
+            self._interrupt.signal = self._interrupt.signal or LEAVE
         return exchange.stop
 
     # ---- training: no collectives --------------------------------------------------------------------------------
