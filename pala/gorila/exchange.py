@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,13 @@ class GorilaExchange(Exchange, Receiver):
         with self._changed:
             if members.budget.stop is not Stop.NONE:
                 return False
-            if why := members.why_stay():
+            why = members.why_stay()
+        if not why and not self._is_let_go():
+            why = "no other rank can do what it does"
+        with self._changed:
+            if members.budget.stop is not Stop.NONE:
+                return False
+            if why:
                 say(
                     f"[rank {rank}] was told to leave ({LEAVE.name}), but {why}: it stays. SIGUSR1 ends the whole job, "
                     "with a checkpoint."
@@ -115,6 +122,22 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.wait_until_sent(members.watch.patience_s)
         say(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
         return True
+
+    def _is_let_go(self) -> bool:
+        """What the first shard says of this rank's leaving; it is asked again, since any message can be refused. False
+        if training ends."""
+        members = self._members
+        while True:
+            with self._changed:
+                members.ask_to_leave()
+            asked_s = time.monotonic()
+            self._wait_until(partial(self._is_answered, asked_s + members.watch.patience_s / 4))
+            if members.may_leave is not None or self.stop is not Stop.NONE:
+                return bool(members.may_leave)
+
+    def _is_answered(self, again_s: float) -> bool:
+        """Or it is time to ask again."""
+        return self._members.may_leave is not None or time.monotonic() > again_s
 
     def take_parameters(self, flat: Tensor) -> bool:
         """Copy what came of the parameters into the network's; whether anything came."""
