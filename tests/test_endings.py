@@ -16,6 +16,7 @@ from signal import SIGUSR1
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 from conftest import record_of, slow_but_for, wait_for
 from test_memory import ENDLESS, KINDS, asking_as_abort_does, configure, with_spares
@@ -32,6 +33,7 @@ from pala.run.result import Conclusion, Result
 from pala.system import waiting
 from pala.system.errors import CollectiveError, EndError
 from pala.system.runtime import Interrupt
+from pala.transport.base import Received
 from pala.transport.memory import MemoryCommunicator, run_ranks
 
 Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Conclusion]
@@ -309,6 +311,25 @@ def test_a_spare_that_waits_in_vain_for_the_only_rank_says_so(tmp_path: Path, mo
     ranks.train()
     assert isinstance(ranks.results[1], EndError) and seen[0]["status"] == "failed"
     assert seen[0]["error"] == str(ranks.results[1])
+
+
+def test_a_damaged_word_of_the_end_keeps_nobody_waiting_for_a_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    hear, damaged = GossipDriver.on_message, list[Received]()
+
+    def hear_damaged(driver: GossipDriver, message: Received) -> None:
+        if driver.protocol.rank == 1 and not damaged:
+            damaged.append(message)
+            message = message._replace(data=np.invert(message.data))
+        hear(driver, message)
+
+    monkeypatch.setattr(GossipDriver, "on_message", hear_damaged)
+    monkeypatch.setattr(Job, "patience_s", 30.0)
+    ranks = Ranks(2, with_spares(tmp_path, spares=1, steps=200))
+    ranks.train()
+    assert "[rank 1] refused a model from rank 0: it begins with" in capsys.readouterr().err
+    assert [result.status for result in ranks.results] == ["completed", "spared"] and ranks.record["completed"]
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
