@@ -235,6 +235,28 @@ def test_a_spare_does_for_one_loss_and_not_for_two() -> None:
         assert company.members[rank].fault.startswith("Rank 1 has died, which held the replay of other ranks;")
 
 
+@pytest.mark.parametrize("dead", [2, 3])
+def test_a_spare_that_is_stopped_when_it_has_been_told_to_take_a_place_ends_training_if_nobody_else_has_the_role(
+    dead: int,
+) -> None:
+    """Though another spare sleeps: the first may come back, and one place cannot have two."""
+    company = Company(REMOTE, 5, 2)
+    company.kill(dead)
+    company.hear_of_death(0)
+    first = company.members[0]
+    for _ in range(6):
+        for pair in sorted(company.under_way):
+            while pair[1] != 5 and pair in company.under_way:
+                company.deliver(pair)
+        company.look(PATIENCE_S / 4)
+        if first.fault:
+            break
+    assert first.places.orders == {5: dead} and first.watch.silent == {5}
+    assert first.fault.startswith("Rank 5 has not answered for 60 s ('gorila.patience_s'), which is the spare") == (
+        dead == 2
+    )
+
+
 def test_who_leaves_is_replaced_and_who_is_needed_stays() -> None:
     company = Company(LOCAL, 5, 1)
     whys = [member.why_stay() for member in company.members[:5]]

@@ -45,13 +45,24 @@ from pala.gorila.shard import assemble
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
 from pala.run.hooks import Hooks, Moment
+from pala.run.job import Job
 from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.transport.faults import Fault, OnTheWay, corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
+from pala.transport.faults import (
+    Fault,
+    OnTheWay,
+    corrupt,
+    drop,
+    fail_at,
+    fail_at_message,
+    signal_at,
+    stop_at,
+    stop_at_message,
+)
 from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 
 ENVS, ROLLOUT = 5, 2  # in this form a batch of ten costs least
@@ -509,6 +520,21 @@ def test_a_spare_may_die_with_any_of_its_messages(n: int, tmp_path: Path) -> Non
     faults = [fail_at(0, update=5), fail_at_message(3, n)]
     job = train(5, with_spares(tmp_path, spares=2), faults, on_update=stop_when(4, updates=5))
     assert stopped_well(job, but_for=[0, 3]) and 4 in ranks_in(job, "joined_ranks")
+
+
+def test_a_spare_that_is_stopped_as_it_takes_a_place_ends_the_job_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not dead, so the next sleeps on; the others meet the budget, and wait for it in vain."""
+    monkeypatch.setattr(Job, "patience_s", 2.0)
+    config = with_spares(tmp_path, spares=2, steps=1000, patience_s=0.5)
+    job = train(5, config, [fail_at(0, update=5), stop_at_message(3, 1)])
+    for rank in (1, 2, 4):
+        assert isinstance(job.results[rank], EndError) and "did not answer within 2 s" in str(job.results[rank])
+    assert job.segment["status"] == "failed" and "did not answer" in job.segment["error"]
+    assert ranks_in(job, "lost_ranks") == [0] and 4 not in ranks_in(job, "joined_ranks")
+    resumed = train(4, replace(job.config, run=replace(job.config.run, spares=1)), resume=job.run)
+    assert resumed.ended_well(but_for=[3])
 
 
 def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:
