@@ -8,6 +8,7 @@ import errno
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,15 @@ from signal import SIGUSR1
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 from conftest import record_of, slow_but_for, wait_for
-from test_memory import KINDS, configure, with_spares
+from test_memory import ENDLESS, KINDS, asking_as_abort_does, configure, with_spares
 
 from pala.a2c.learner import Learner
 from pala.config import Config
 from pala.envs import MakeEnv
+from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.run import checkpoint, conclusion
 from pala.run.job import Job
@@ -30,6 +33,7 @@ from pala.run.result import Conclusion, Result
 from pala.system import waiting
 from pala.system.errors import CollectiveError, EndError
 from pala.system.runtime import Interrupt
+from pala.transport.base import Received
 from pala.transport.memory import MemoryCommunicator, run_ranks
 
 Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Conclusion]
@@ -50,10 +54,11 @@ class Ranks:
             self.comms[comm.rank] = comm
             given = self.conclude
             conclude = None if given is None else lambda *arguments: given(comm, *arguments)
-            return run_rank(
-                comm, self.config, self.make_env, on_update=lambda updates: on_update(comm, updates),
-                interrupt=comm.interrupt, conclude=conclude,
-            )  # fmt: skip
+            with asking_as_abort_does(comm):
+                return run_rank(
+                    comm, self.config, self.make_env, on_update=lambda updates: on_update(comm, updates),
+                    interrupt=comm.interrupt, conclude=conclude,
+                )  # fmt: skip
 
         self.results = run_ranks(self.size, main)
 
@@ -264,6 +269,34 @@ def test_who_has_left_concludes_nothing(tmp_path: Path) -> None:
     assert [left["rank"] for left in ranks.segment["left_ranks"]] == [0]
 
 
+def test_of_ranks_that_leave_in_the_same_moment_one_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Each finds that all others have left, and stays."""
+    leave, said, together = GossipDriver.leave, list[int](), threading.Barrier(3)
+
+    def leave_together(driver: GossipDriver) -> None:
+        together.wait(60)
+        leave(driver)
+        wait_for(lambda: not driver.protocol.living, 60, "that all have left")
+
+    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+        said.append(comm.rank)
+        return Conclusion(0, {})
+
+    def leaves(comm: MemoryCommunicator, updates: int) -> None:
+        comm.interrupt.is_told_to_leave |= updates == 5
+
+    monkeypatch.setattr(GossipDriver, "leave", leave_together)
+    ranks = Ranks(3, configure(tmp_path, steps=ENDLESS), conclude)
+    ranks.train(leaves)
+    assert said == [0] and [result.leads for result in ranks.results] == [True, False, False]
+    assert {result.status for result in ranks.results} == {"stopped"}
+    assert ranks.segment["status"] == "stopped" and ranks.segment["signal"] == "SIGUSR2" and ranks.segment["saved"]
+    assert not {"left_ranks", "lost_ranks"} & ranks.segment.keys()
+    assert capsys.readouterr().err.count("checkpoint written") == 1
+
+
 def test_a_spare_that_waits_in_vain_for_the_only_rank_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(2, with_spares(tmp_path, spares=1, steps=200))
     close, seen = Gossip.close, []
@@ -278,6 +311,25 @@ def test_a_spare_that_waits_in_vain_for_the_only_rank_says_so(tmp_path: Path, mo
     ranks.train()
     assert isinstance(ranks.results[1], EndError) and seen[0]["status"] == "failed"
     assert seen[0]["error"] == str(ranks.results[1])
+
+
+def test_a_damaged_word_of_the_end_keeps_nobody_waiting_for_a_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    hear, damaged = GossipDriver.on_message, list[Received]()
+
+    def hear_damaged(driver: GossipDriver, message: Received) -> None:
+        if driver.protocol.rank == 1 and not damaged:
+            damaged.append(message)
+            message = message._replace(data=np.invert(message.data))
+        hear(driver, message)
+
+    monkeypatch.setattr(GossipDriver, "on_message", hear_damaged)
+    monkeypatch.setattr(Job, "patience_s", 30.0)
+    ranks = Ranks(2, with_spares(tmp_path, spares=1, steps=200))
+    ranks.train()
+    assert "[rank 1] refused a model from rank 0: it begins with" in capsys.readouterr().err
+    assert [result.status for result in ranks.results] == ["completed", "spared"] and ranks.record["completed"]
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------

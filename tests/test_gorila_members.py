@@ -235,6 +235,28 @@ def test_a_spare_does_for_one_loss_and_not_for_two() -> None:
         assert company.members[rank].fault.startswith("Rank 1 has died, which held the replay of other ranks;")
 
 
+@pytest.mark.parametrize("dead", [2, 3])
+def test_a_spare_that_is_stopped_when_it_has_been_told_to_take_a_place_ends_training_if_nobody_else_has_the_role(
+    dead: int,
+) -> None:
+    """Though another spare sleeps: the first may come back, and one place cannot have two."""
+    company = Company(REMOTE, 5, 2)
+    company.kill(dead)
+    company.hear_of_death(0)
+    first = company.members[0]
+    for _ in range(6):
+        for pair in sorted(company.under_way):
+            while pair[1] != 5 and pair in company.under_way:
+                company.deliver(pair)
+        company.look(PATIENCE_S / 4)
+        if first.fault:
+            break
+    assert first.places.orders == {5: dead} and first.watch.silent == {5}
+    assert first.fault.startswith("Rank 5 has not answered for 60 s ('gorila.patience_s'), which is the spare") == (
+        dead == 2
+    )
+
+
 def test_who_leaves_is_replaced_and_who_is_needed_stays() -> None:
     company = Company(LOCAL, 5, 1)
     whys = [member.why_stay() for member in company.members[:5]]
@@ -246,6 +268,25 @@ def test_who_leaves_is_replaced_and_who_is_needed_stays() -> None:
     company.settle()
     assert company.members[5].why_stay() == "no other rank can do what it does" and not company.members[3].why_stay()
     assert not any(member.fault for member in company.members)
+
+
+@pytest.mark.parametrize(("num_spares", "asking", "may"), [(0, (1, 2), [1]), (1, (1, 2, 3, 4), [1, 2, 3])])
+def test_of_those_who_ask_to_leave_at_the_same_time_the_last_of_a_role_must_stay(
+    num_spares: int, asking: tuple[int, ...], may: list[int]
+) -> None:
+    """A spare does for one of them. Who may go stays that until it has gone."""
+    company = Company(LOCAL, 5, num_spares)
+    assert not any(company.members[rank].why_stay() for rank in asking)
+    for rank in asking:
+        company.members[rank].ask_to_leave()
+    while company.under_way:
+        company.deliver(min(company.under_way))
+    assert [rank for rank in asking if company.members[rank].may_leave] == may
+    for rank in may:
+        company.members[rank].leave()
+        company.alive.discard(rank)
+    company.settle()
+    assert not any(company.members[rank].fault for rank in company.alive)
 
 
 def test_messages_that_cannot_be_are_refused() -> None:
@@ -260,7 +301,8 @@ def test_messages_that_cannot_be_are_refused() -> None:
         (Kind.GO, 0, 5, 0), (Kind.JOIN, 5, 2, number(0, 5)), (Kind.JOIN, 5, 2, number(1, 6)),
         (Kind.JOIN, 3, 2, number(1, 3)), (Kind.JOIN, 5, 2, number(9, 5)), (Kind.PLACE, 1, 2, number(3, 5)),
         (Kind.PLACE, 0, 2, number(3, 4)), (Kind.LEAVE, 0, 2, number(0, 0)), (Kind.LEAVE, 3, 2, number(4, 3)),
-        (Kind.LEAVE, 3, 2, 0),
+        (Kind.LEAVE, 3, 2, 0), (Kind.ASK_LEAVE, 3, 0, number(4, 3)), (Kind.ASK_LEAVE, 3, 2, number(3, 3)),
+        (Kind.MAY_LEAVE, 1, 2, number(2, 2)), (Kind.MUST_STAY, 0, 2, number(3, 3)),
     ):  # fmt: skip
         member = company.members[receiver]
         assert member.hear(Message(kind, sender, round_, 1.0, Stop.NONE, counters)) is not None, (kind, round_)

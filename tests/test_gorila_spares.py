@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGUSR1
@@ -26,6 +27,7 @@ from pala.config import Config, GorilaConfig
 from pala.envs import Envs
 from pala.exchange.budget import Stop
 from pala.gorila.exchange import GorilaExchange
+from pala.gorila.members import Members
 from pala.gorila.parts import GorilaParts, build_spare
 from pala.gorila.shard import assemble
 from pala.gorila.sleeping import SleepingGorila
@@ -175,6 +177,43 @@ def test_a_shard_that_is_told_to_leave_stays_and_says_so(tmp_path: Path, capsys:
     job = train(2, with_spares(tmp_path, 0, steps=400), on_update=leave_at(0, update=5))
     assert job.ended_well()
     assert "[rank 0] was told to leave (SIGUSR2), but it serves a shard: it stays" in capsys.readouterr().err
+
+
+def test_when_the_shard_dies_a_rank_that_was_about_to_go_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = GorilaExchange.leave
+
+    def outlive(exchange: GorilaExchange) -> bool:
+        leaves, world = leave(exchange), exchange._comm.world  # type: ignore[attr-defined]
+        world.say_that(0, world.dead)
+        wait_for(lambda: not exchange.living, 60, "the news of that")
+        return leaves
+
+    monkeypatch.setattr(GorilaExchange, "leave", outlive)
+    job = train(2, with_spares(tmp_path, 0), on_update=leave_at(1, update=5))
+    assert stopped_well(job, but_for=[0]) and job.results[1].leads and ranks_in(job, "lost_ranks") == [0]
+    assert train(2, replace(job.config, total_steps=400), resume=job.run).ended_well()
+
+
+def test_of_the_last_two_of_a_role_that_leave_in_the_same_moment_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Each could go as far as it knows."""
+    why_stay, together = Members.why_stay, threading.Barrier(2)
+
+    def ask_together(members: Members, *arguments: int) -> str:
+        if not arguments:
+            together.wait(60)
+        return why_stay(members, *arguments)
+
+    monkeypatch.setattr(Members, "why_stay", ask_together)
+    job = train(5, with_spares(tmp_path, 0, replace(SEPARATE, num_shards=1), 600), on_update=leave_at(1, 2, update=5))
+    (left,) = ranks_in(job, "left_ranks")
+    assert job.ended_well(but_for=[left]) and job.results[left].status == "left" and left in (1, 2)
+    stayed = 3 - left
+    said = f"[rank {stayed}] was told to leave (SIGUSR2), but no other rank can do what it does: it stays"
+    assert said in capsys.readouterr().err and job.total("messages_refused") == 0
 
 
 def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1
@@ -44,13 +45,24 @@ from pala.gorila.shard import assemble
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
 from pala.run.hooks import Hooks, Moment
+from pala.run.job import Job
 from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.transport.faults import Fault, OnTheWay, corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
+from pala.transport.faults import (
+    Fault,
+    OnTheWay,
+    corrupt,
+    drop,
+    fail_at,
+    fail_at_message,
+    signal_at,
+    stop_at,
+    stop_at_message,
+)
 from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 
 ENVS, ROLLOUT = 5, 2  # in this form a batch of ten costs least
@@ -154,11 +166,23 @@ def train(
     on_update: OnUpdate = MemoryCommunicator.on_update,
 ) -> Trained:  # fmt: skip
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(
-            comm, config, resume=resume, on_update=lambda updates: on_update(comm, updates), interrupt=comm.interrupt
-        )
+        with asking_as_abort_does(comm):
+            return run_rank(
+                comm, config, resume=resume, on_update=lambda updates: on_update(comm, updates),
+                interrupt=comm.interrupt,
+            )  # fmt: skip
 
     return Trained(config, run_ranks(ranks, main, faults))
+
+
+@contextmanager
+def asking_as_abort_does(comm: MemoryCommunicator) -> Iterator[None]:
+    """Who ends the job asks first who else lives: then no transport's thread may still be in MPI."""
+    try:
+        yield
+    except EndError:
+        comm.is_alone()  # refuses while a transport is open
+        raise
 
 
 def own_steps(states: Iterable[RankState]) -> list[int]:
@@ -291,10 +315,11 @@ def test_the_others_go_on_when_ranks_leave(
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
 
 
+@pytest.mark.parametrize("leaver", [0, 1])
 def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    leaver: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its model is as new as the others', and it stays for the average."""
+    """Its model is as new as the others', and it stays for the average. What was noted of it is taken back."""
     leave, weights = GossipDriver.leave, {}
 
     def leave_at_the_end(driver: GossipDriver) -> None:
@@ -307,14 +332,14 @@ def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
 
     monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
     monkeypatch.setattr("pala.exchange.gossip.exchange.average_of_ranks", average)
-    job = train(2, configure(tmp_path, steps=400), on_update=leave_at(0, update=3))
-    assert job.ended_well() and weights == {0: 1.0, 1: 1.0}
+    job = train(2, configure(tmp_path, steps=400), on_update=leave_at(leaver, update=3))
+    assert job.ended_well() and weights == {0: 1.0, 1: 1.0} and not ranks_in(job, "left_ranks")
 
 
 def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the news of any of them has come."""
+    """Before the news of any of them has come. One of them says so in the record."""
 
     def leave(gossip: Gossip) -> bool:
         gossip._driver.leave()
@@ -324,6 +349,8 @@ def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
     monkeypatch.setattr(Gossip, "leave", leave)
     job = train(3, configure(tmp_path, steps=ENDLESS), on_update=leave_at(0, 1, 2, update=5))
     assert [result.status for result in job.results] == ["stopped"] * 3
+    assert [result.leads for result in job.results] == [True, False, False]
+    assert job.segment["status"] == "stopped" and job.segment["saved"] and "left_ranks" not in job.segment
 
 
 def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
@@ -363,6 +390,29 @@ def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp
     assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
     steps = sum(own_steps(job.states()))
     assert job.resume(ranks, steps=steps + 200).ended_well()
+
+
+@pytest.mark.parametrize("leavers", [[0], [0, 1]], ids=str)
+def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
+    leavers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, about_to_go = Gossip.leave, threading.Barrier(len(leavers))
+
+    def outlive(gossip: Gossip) -> bool:
+        leaves, world = leave(gossip), gossip._comm.world  # type: ignore[attr-defined]
+        about_to_go.wait(60)
+        world.say_that(2, world.dead)
+        wait_for(lambda: not gossip.living, 60, "the news of that")
+        return leaves
+
+    monkeypatch.setattr(Gossip, "leave", outlive)
+    faults = [fail_at(rank, update=5) for rank in (1,) if rank not in leavers]
+    job = train(3, configure(tmp_path, steps=ENDLESS), faults, on_update=leave_at(*leavers, update=9))
+    assert isinstance(job.results[2], Killed) and {job.results[rank].status for rank in leavers} == {"stopped"}
+    assert [rank for rank in leavers if job.results[rank].leads] == [0]
+    assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
+    assert ranks_in(job, "left_ranks") == [] and ranks_in(job, "lost_ranks") == [*{1, 2}.difference(leavers)]
+    assert job.resume(3, steps=sum(own_steps(job.states())) + 200).ended_well()
 
 
 @pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
@@ -472,6 +522,21 @@ def test_a_spare_may_die_with_any_of_its_messages(n: int, tmp_path: Path) -> Non
     assert stopped_well(job, but_for=[0, 3]) and 4 in ranks_in(job, "joined_ranks")
 
 
+def test_a_spare_that_is_stopped_as_it_takes_a_place_ends_the_job_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not dead, so the next sleeps on; the others meet the budget, and wait for it in vain."""
+    monkeypatch.setattr(Job, "patience_s", 2.0)
+    config = with_spares(tmp_path, spares=2, steps=1000, patience_s=0.5)
+    job = train(5, config, [fail_at(0, update=5), stop_at_message(3, 1)])
+    for rank in (1, 2, 4):
+        assert isinstance(job.results[rank], EndError) and "did not answer within 2 s" in str(job.results[rank])
+    assert job.segment["status"] == "failed" and "did not answer" in job.segment["error"]
+    assert ranks_in(job, "lost_ranks") == [0] and 4 not in ranks_in(job, "joined_ranks")
+    resumed = train(4, replace(job.config, run=replace(job.config.run, spares=1)), resume=job.run)
+    assert resumed.ended_well(but_for=[3])
+
+
 def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:
     on_update = stop_when(3, updates=5, also=leave_at(1, update=5))
     job = train(4, with_spares(tmp_path, spares=1), on_update=on_update)
@@ -488,7 +553,7 @@ def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path) -> None:
 
     job = train(3, with_spares(tmp_path, spares=1), on_update=on_update)
     assert isinstance(job.results[2], PalaError) and "no rank is left that has a model" in str(job.results[2])
-    assert not job.record["completed"]
+    assert job.segment["status"] == "failed" and "no rank is left that has a model" in job.segment["error"]
     assert train(3, replace(job.config, total_steps=200), resume=job.run).ended_well(but_for=[2])
 
 

@@ -515,6 +515,24 @@ def test_the_end_is_told_once_and_again_after_a_death() -> None:
     assert told(p.peer_died(2)) == [(Kind.STOP, 1), (Kind.STOP, 3), (Kind.STOP, 5)]
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_one_damaged_word_of_the_end_leaves_no_spare_asleep(size: int) -> None:
+    """It hears of the end by nothing else."""
+    for link in itertools.permutations(range(size), 2):
+        budgets = [StepBudget(rank, size, budget_steps=10, spares=size - 1) for rank in range(size)]
+        budgets[0].stop_now(Stop.BUDGET)
+        damaged, telling = [link], [0]
+        while telling:
+            rank = telling.pop(0)
+            for peer in budgets[rank].tell_stop():
+                if (rank, peer) in damaged:
+                    damaged.remove((rank, peer))
+                    continue
+                budgets[peer].stop_now(Stop.BUDGET)
+                telling.append(peer)
+        assert all(budget.stop is Stop.BUDGET for budget in budgets), link
+
+
 def test_after_the_end_no_credit_goes_back_for_what_is_thrown_away() -> None:
     """The receiver may have closed. What is mixed at the end gives none either."""
     p = protocol(size=3, max_staleness=0)

@@ -33,20 +33,26 @@ class End(NamedTuple):
     stop: Stop
     local_steps: np.ndarray  # uint64 [ranks]; of the dead, as far as anybody knows
     living: Sequence[int]
+    stayed: Sequence[int]  # of them, who trained to the end; all if nobody did
 
 
 def agree_on_end(
-    comm: Communicator, stop: Stop, local_steps: np.ndarray, timeout_s: float | None, interrupt: Interrupt
-) -> End:
-    """Why training ends (the highest reason of any rank), and the steps of every rank. Collective.
+    comm: Communicator, stop: Stop, local_steps: np.ndarray, timeout_s: float | None, interrupt: Interrupt,
+    has_left: bool = False,
+) -> End:  # fmt: skip
+    """Why training ends (the highest reason of any rank), the steps of every rank, and who lives. Collective.
 
-    `local_steps`: uint64 [ranks], as far as known here.
+    `local_steps`: uint64 [ranks], as far as known here; `has_left`: this rank trained no more, while others did.
     """
 
     def agree(living: Living) -> End:
-        table = np.array([stop, *local_steps], np.uint64)
+        left = np.zeros(comm.size, np.uint64)
+        left[comm.rank] = has_left
+        table = np.array([stop, *local_steps, *left], np.uint64)
         living.reduce(table, "max", timeout_s, interrupt)
-        return End(Stop(int(table[0])), table[1:], living.members)
+        steps, left = np.split(table[1:], [len(local_steps)])
+        stayed = [rank for rank in living.members if not left[rank]]
+        return End(Stop(int(table[0])), steps, living.members, stayed or living.members)
 
     return comm.among_the_living(agree, timeout_s, interrupt)
 

@@ -107,17 +107,20 @@ class StepBudget:
         self.left.add(rank)
         self._count()
 
-    def stay(self) -> None:
-        """This rank had left, but nobody else trains."""
-        self.left.discard(self.rank)
+    def stayed(self, ranks: Iterable[int]) -> None:
+        """These ranks are there at the end: what they may have said of leaving did not come true."""
+        self.left.difference_update(ranks)
         self._count()
 
     def tell_stop(self) -> tuple[int, ...]:
-        """Peers to tell that training ends: once, when it does."""
+        """Peers to tell that training ends, one message each time that it stands here: once, when it does."""
         if self.stop is Stop.NONE or self._stop_told:
             return ()
         self._stop_told = True
-        return broadcast_peers(self.rank, self.present)
+        peers = broadcast_peers(self.rank, self.present)
+        # A spare that sleeps hears of the end by nothing else, so one damaged message must not be all that it is sent.
+        # Of three ranks and more each is told by two.
+        return 2 * peers if self._asleep.issuperset(peers) and len(peers) == 1 else peers
 
     def _count(self) -> None:
         self.living = [rank for rank in self.present if rank not in self.left and rank not in self._asleep]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,13 @@ class GorilaExchange(Exchange, Receiver):
         with self._changed:
             if members.budget.stop is not Stop.NONE:
                 return False
-            if why := members.why_stay():
+            why = members.why_stay()
+        if not why and not self._is_let_go():
+            why = "no other rank can do what it does"
+        with self._changed:
+            if members.budget.stop is not Stop.NONE:
+                return False
+            if why:
                 say(
                     f"[rank {rank}] was told to leave ({LEAVE.name}), but {why}: it stays. SIGUSR1 ends the whole job, "
                     "with a checkpoint."
@@ -115,6 +122,22 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.wait_until_sent(members.watch.patience_s)
         say(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
         return True
+
+    def _is_let_go(self) -> bool:
+        """What the first shard says of this rank's leaving; it is asked again, since any message can be refused. False
+        if training ends."""
+        members = self._members
+        while True:
+            with self._changed:
+                members.ask_to_leave()
+            asked_s = time.monotonic()
+            self._wait_until(partial(self._is_answered, asked_s + members.watch.patience_s / 4))
+            if members.may_leave is not None or self.stop is not Stop.NONE:
+                return bool(members.may_leave)
+
+    def _is_answered(self, again_s: float) -> bool:
+        """Or it is time to ask again."""
+        return self._members.may_leave is not None or time.monotonic() > again_s
 
     def take_parameters(self, flat: Tensor) -> bool:
         """Copy what came of the parameters into the network's; whether anything came."""
@@ -185,9 +208,11 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.close(timeout_s, self._interrupt)
         self._raise_failure()
         budget = self._node.budget
-        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt)
+        has_left = self._members.has_left
+        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt, has_left)
         budget.news(end.local_steps, end.stop)
         self._forget_all_but(end.living)
+        budget.stayed(end.stayed)
         return end.stop
 
     def abandon(self) -> None:
@@ -237,8 +262,9 @@ class GorilaExchange(Exchange, Receiver):
     def state(self) -> ExchangeState:
         self._raise_failure()  # a dead shard's last checkpoint is to be read
         with self._changed:
-            budget = self._node.budget
-            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, 0, 1.0, budget.lost)
+            budget, shards = self._node.budget, self.roles.shards
+            lost = [rank for rank in budget.lost if rank not in shards]  # so, too, if this rank was about to leave
+            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, 0, 1.0, lost)
 
     def shard_state(self) -> tuple[dict[str, Tensor], int]:
         """(copies of this rank's slices, version) for the checkpoint; ({}, 0) without a shard."""

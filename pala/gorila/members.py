@@ -2,6 +2,7 @@
 clock.
 
     a rank dies ──▶ first shard ──GO──▶ spare, which wakes up ──JOIN──▶ all others
+    a rank is told to leave ──ASK_LEAVE──▶ first shard ──MAY_LEAVE──▶ the rank, which goes ──LEAVE──▶ all others
 
 A message can be refused. So with each ping the first shard says again what it has told spares to do (GO; a spare that
 has done it answers), and who has joined (PLACE).
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message, Refusal
-from pala.gorila.messages import Kind
+from pala.gorila.messages import ORDERS, Kind
 from pala.gorila.places import Places, lost_by_deaths, lost_by_silence
 from pala.gorila.watch import Watch
 from pala.transport.base import Packet
@@ -30,6 +31,8 @@ class Members:
         self.on_change: Callable[[], object] = lambda: None  # somebody has gone or come, and training goes on
         self.fault = ""  # why training cannot go on
         self.order: int | None = None  # the place that this rank, a spare, has been told to take
+        self.may_leave: bool | None = None  # the first shard's answer, when it has come
+        self._let_go: set[int] = set()  # of the first shard: ranks that it has allowed to leave
         self.is_first = self.rank == places.roles.shards[0]
         self.watch = Watch(self._watched(), patience_s, self._ping)
 
@@ -46,10 +49,15 @@ class Members:
         if kind in (Kind.STOP, Kind.PING):
             return None
         place, rank = divmod(message.round - 1, self.places.size)
-        if kind in (Kind.GO, Kind.PLACE) and sender != self.places.roles.shards[0]:
+        if kind in (*ORDERS, Kind.PLACE) and sender != self.places.roles.shards[0]:
             return Refusal(f"rank {sender} is not the first shard, but its kind is {kind.name}")
-        if place < 0 or (kind is not Kind.PLACE and rank != (self.rank if kind is Kind.GO else sender)):
+        if place < 0 or (kind is not Kind.PLACE and rank != (self.rank if kind in ORDERS else sender)):
             return Refusal("it is about another rank")
+        if kind is Kind.ASK_LEAVE:
+            return self._hear_question(place, sender)
+        if kind in (Kind.MAY_LEAVE, Kind.MUST_STAY):
+            self.may_leave = kind is Kind.MAY_LEAVE
+            return None
         if kind is Kind.LEAVE:
             return self._hear_leave(place, sender)
         if kind is Kind.GO:
@@ -67,6 +75,16 @@ class Members:
             return Refusal(f"rank {rank} has not place {place} to leave")
         self.budget.rank_left(rank)
         self._lose(rank)
+        return None
+
+    def _hear_question(self, place: int, rank: int) -> Refusal | None:
+        """Of several that would leave at the same time, each of which the others could spare, one may be the last."""
+        if not self.is_first or place != self.places.place_of(rank):
+            return Refusal(f"this rank cannot let rank {rank} go from place {place}")
+        stays = bool(self.why_stay(rank))
+        if not stays:
+            self._let_go.add(rank)
+        self.tell(rank, Kind.MUST_STAY if stays else Kind.MAY_LEAVE, self._number(place, rank))
         return None
 
     def _hear_order(self, place: int, first: int) -> Refusal | None:
@@ -130,19 +148,30 @@ class Members:
         self._tell_others(Kind.JOIN, self.order)
         self._changed()
 
-    def why_stay(self) -> str:
-        """Why this rank cannot leave: what others need of it, or nothing."""
-        if self.rank in self.places.roles.shards:
+    def why_stay(self, rank: int | None = None) -> str:
+        """Why this rank, or another, cannot leave: what others need of it, or nothing. Spares take what places they
+        can."""
+        rank = self.rank if rank is None else rank
+        if rank in self.places.roles.shards:
             return "it serves a shard"
-        without = copy.deepcopy(self.places)
-        without.lose(self.rank)
-        living = [rank for rank in self.budget.living if rank != self.rank]
+        without, going = copy.deepcopy(self.places), {rank, *self._let_go}
+        for gone in sorted(going):
+            without.lose(gone)
+        without.give(unfit=())
+        successors = dict(without.orders)
+        for spare, place in successors.items():
+            without.take(place, spare, certain=True)
+        living = {*self.budget.living, *successors} - going
         return "no other rank can do what it does" if lost_by_deaths(without, living, is_over=False) else ""
+
+    def ask_to_leave(self) -> None:
+        """`may_leave` tells when the first shard has answered."""
+        self.may_leave = None
+        self.tell(self.places.roles.shards[0], Kind.ASK_LEAVE, self._number(self._own_place, self.rank))
 
     def leave(self) -> None:
         """This rank does nothing more; tell the others, who go on."""
-        place = self.places.place_of(self.rank)
-        assert place is not None
+        place = self._own_place
         self.budget.rank_left(self.rank)
         self._tell_others(Kind.LEAVE, place)
 
@@ -150,6 +179,12 @@ class Members:
         """Tell others that training ends, if it does and they have not been told."""
         for peer in self.budget.tell_stop():
             self.tell(peer, Kind.STOP, 0)
+
+    @property
+    def _own_place(self) -> int:
+        place = self.places.place_of(self.rank)
+        assert place is not None, "a rank that sleeps has none"
+        return place
 
     def _give_places(self) -> None:
         """Of the first shard: tell spares to take the places of those who are gone."""

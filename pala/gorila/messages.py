@@ -24,7 +24,15 @@ class Kind(enum.IntEnum):
     GO = 17  # the first shard tells a spare to take a place
     JOIN = 18  # its sender, a spare, has a place from now on
     PLACE = 19  # the first shard says again who has joined
+    ASK_LEAVE = 20  # its sender, told to go, asks the first shard whether it may
+    MAY_LEAVE = 21  # the first shard's answer: yes
+    MUST_STAY = 22  # the first shard's answer: no
 
 
-ABOUT_MEMBERS = (Kind.STOP, Kind.PING, Kind.LEAVE, Kind.GO, Kind.JOIN, Kind.PLACE)
-"""What is said of who is there; nothing is behind its counters. The last four hold a place and a rank (`places.py`)."""
+ABOUT_MEMBERS = (
+    Kind.STOP, Kind.PING, Kind.LEAVE, Kind.GO, Kind.JOIN, Kind.PLACE, Kind.ASK_LEAVE, Kind.MAY_LEAVE, Kind.MUST_STAY,
+)  # fmt: skip
+"""What is said of who is there; nothing is behind its counters. All but the first two hold a place and a rank
+(`places.py`)."""
+ORDERS = (Kind.GO, Kind.MAY_LEAVE, Kind.MUST_STAY)
+"""What the first shard says to a rank of itself."""

@@ -96,6 +96,15 @@ class Places:
                 self.orders |= [orders[-1]]
         return orders
 
+    def will_be_taken(self, rank: int, silent: Collection[int]) -> bool:
+        """Whether a spare that answers can take the place of `rank`. One that is told to and does not answer keeps the
+        place: it may come back, and two would have it."""
+        if rank not in self.gone or rank not in self._holders:
+            return False
+        place = self._holders.index(rank)
+        told = [spare for spare, its_place in self.orders.items() if its_place == place]
+        return not set(told or self.spares).issubset(silent)
+
     def _settle(self, place: int, rank: int) -> None:
         self._holders[place] = rank
         self.roles = self.first_roles.held_by(self._holders)
@@ -133,10 +142,9 @@ def lost_by_silence(places: Places, living: Collection[int], silent: Collection[
     for index, rank in enumerate(roles.shards):
         if rank in silent:
             return Loss([rank], f"serves shard {index}")
-    answering, successors = set(living) - set(silent), set(places.spares) - set(silent)
+    answering = set(living) - set(silent)
     for ranks, verb in ((roles.replays, "holds replay"), (roles.learners, "learns"), (roles.actors, "acts")):
-        is_vacant = not set(ranks).isdisjoint(places.gone)
-        if not answering.isdisjoint(ranks) or (is_vacant and successors):
+        if not answering.isdisjoint(ranks) or any(places.will_be_taken(rank, silent) for rank in ranks):
             continue
         if quiet := [rank for rank in ranks if rank in silent]:
             return Loss(quiet, f"{verb}, as no other rank does that answers")

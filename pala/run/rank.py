@@ -65,24 +65,24 @@ def _stand_by(
         raise CollectiveError("The ranks that train did not start.")
     began_s = time.perf_counter() - briefing.time_s
     sleeping = _SLEEPING[config.algorithm](job.comm, config, briefing.exchange, interrupt)
-    with _noting_the_end(job, briefing):
-        is_needed = sleeping.until_needed()
-    if is_needed:
-        with loading():
-            from pala.run.session import take_place  # torch, environments: now they are needed
+    try:
+        with _noting_the_end(job, briefing):
+            is_needed = sleeping.until_needed()
+        if is_needed:
+            with loading():
+                from pala.run.session import take_place  # torch, environments: now they are needed
 
-        try:
             result = take_place(
                 job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude, hooks
             )
-        except BaseException:
-            sleeping.transport.abandon()
-            raise
-        if result is not None:
-            return result
-    if not interrupt.is_told_to_leave:
-        with _noting_the_end(job, briefing):
-            sleeping.close(job.patience_s)
+            if result is not None:
+                return result
+        if not interrupt.is_told_to_leave:
+            with _noting_the_end(job, briefing):
+                sleeping.close(job.patience_s)
+    except BaseException:
+        sleeping.transport.abandon()  # nothing else may call MPI before
+        raise
     job.comm.depart()
     return Result(briefing.run, "spared", sleeping.global_steps, None, False, 0)
 

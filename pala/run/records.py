@@ -66,7 +66,7 @@ class Records:
             self._reporter.report(global_steps)
 
     def resign(self) -> None:
-        """This rank has left: who leads now goes on with run.json and the console."""
+        """This rank does not lead, or no more: who does goes on with run.json and the console."""
         self._close_reporter()
         self._record = None
 
@@ -91,6 +91,7 @@ class Records:
                 self._reporter = self._make_reporter()
         self._trained |= set(living)
         gone = sorted(self._trained.difference(living))
+        self._take_back("left_ranks", [rank for rank in living if rank not in left])
         self._note("left_ranks", [rank for rank in gone if rank in left], time_s)
         for rank in self._note("lost_ranks", [rank for rank in gone if rank not in self._noted("left_ranks")], time_s):
             say(f"[rank {self._rank}] rank {rank} on {self._hosts[rank]} has died; {len(living)} go on.")
@@ -113,6 +114,14 @@ class Records:
             assert self._record is not None
             self._record.note(**{key: sorted([*noted.values(), *entries], key=lambda entry: entry["rank"])})
         return fresh
+
+    def _take_back(self, key: str, ranks: Collection[int]) -> None:
+        """See to it that run.json does not name these ranks under this key."""
+        noted = self._noted(key)
+        kept = [entry for rank, entry in noted.items() if rank not in ranks]
+        if len(kept) < len(noted):
+            assert self._record is not None
+            self._record.note(**{key: kept})
 
     def end(self, status: str, **facts: Any) -> None:
         """Close console and TensorBoard, and say in run.json how it ended: `completed`, or `stopped` by a signal. Who

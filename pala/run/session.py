@@ -36,12 +36,12 @@ from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
 from pala.run.parts import Parts, build_envs
-from pala.run.records import Records
+from pala.run.records import Records, note_failure
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
 from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
-from pala.system.runtime import Interrupt, on_cores, process_age_s, say, tell
+from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
 from pala.transport.agreement import collectively
 from pala.transport.alone import Alone
 from pala.transport.base import Communicator, Living
@@ -129,7 +129,13 @@ def take_place(
     except CollectiveError as error:  # of this rank alone
         raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
     with joined(segment, briefing.is_locked) as segment:
-        exchange = parts.take_place(job.comm, sleeping, interrupt)
+        try:
+            exchange = parts.take_place(job.comm, sleeping, interrupt)
+        except PalaError as error:
+            sleeping.transport.abandon()  # who is alone is asked of MPI
+            if job.comm.is_alone() or isinstance(error, EndError):
+                note_failure(segment, rank, error)
+            raise
         if exchange is None:
             envs.close()
             return None
@@ -197,6 +203,7 @@ class Session:
         self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
         self._comm = job.comm
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
+        self._has_said_stop = False
 
     def run(
         self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None], conclude: Conclude | None = None
@@ -237,10 +244,10 @@ class Session:
         stop = self._loop(loop, exchange, on_update)
         if stop is Stop.NONE:  # it has left
             self._records.resign()
-            if self._comm.outlives_ranks:
+            if self._comm.outlives_ranks and exchange.living:
                 self._comm.depart()
                 return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
-            stop = self._sit_out(exchange)
+            stop = self._stay(exchange) if self._comm.outlives_ranks else self._sit_out(exchange)
         end, early = exchange.close(self._job.patience_s), ""
         if end.completes:
             early = self._who_stopped() if end is Stop.CALLBACK else ""
@@ -249,8 +256,8 @@ class Session:
             self._comm.among_the_living(
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
-        elif stop is not end:  # a peer got a signal before the news reached it
-            self._record_stop(exchange)
+        else:
+            self._record_stop(exchange)  # once more: now all know the same of who lives, and one leads
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
         self._records.saved(exchange.global_steps)
@@ -296,9 +303,20 @@ class Session:
             "Open MPI 5 with `mpirun --with-ft ulfm` lets it go."
         )
         while exchange.stop is Stop.NONE:
-            if self._interrupt.signal is not None or not exchange.living:  # perhaps all have left at the same time
+            if not exchange.living:  # perhaps all have left at the same time
+                return self._stay(exchange)
+            if self._interrupt.signal is not None:
                 exchange.stop_now(Stop.SIGNAL)
             time.sleep(_LOOK_S)
+        return exchange.stop
+
+    def _stay(self, exchange: Exchange) -> Stop:
+        """Of a rank that was about to leave, when those who were to go on have died or left: nobody but it, or others
+        like it, can say how the run ended. Returns why it ends."""
+        exchange.stop_now(Stop.SIGNAL)
+        if exchange.stop is Stop.SIGNAL:
+            say(f"[rank {self._comm.rank}] was about to leave, but no other rank trains any more: the job ends.")
+            self._interrupt.signal = self._interrupt.signal or LEAVE
         return exchange.stop
 
     # ---- training: no collectives --------------------------------------------------------------------------------
@@ -351,7 +369,11 @@ class Session:
 
     def _record_stop(self, exchange: Exchange) -> None:
         self._leads = self._lead_if_first(exchange)
-        if self._leads:
+        if not self._leads:
+            self._records.resign()
+            return
+        if not self._has_said_stop:
+            self._has_said_stop = True
             say(f"[rank {self._comm.rank}] {self._signal.name}: checkpoint written to '{self._segment.path}'.")
         self._records.end("stopped", global_steps=exchange.global_steps, signal=self._signal.name)
 

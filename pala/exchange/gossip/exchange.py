@@ -41,6 +41,7 @@ class Gossip(ModelExchange):
         spare."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
         self._exchanges_between_steps = config.exchange.exchanges_per_update > 1
+        self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._has_updated = False  # before, its moments know nothing, and half of that would go to a peer
         codec = make_codec_with_exact(config.exchange, parameters, num_exact)
         sizes = gossip_sizes(codec.sizes, PROTOCOLS[config.exchange.mixing].kinds)
@@ -110,7 +111,9 @@ class Gossip(ModelExchange):
             if self.living and budget.stop is Stop.NONE:
                 say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
-            budget.stay()  # training has ended meanwhile, or others were told to leave at the same time
+            # Training has ended meanwhile, or others were told to leave at the same time, who may stay as well: who
+            # does, all learn when they close.
+            self._stays = True
         if budget.stop is Stop.NONE:
             say(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
             self._driver.end(Stop.SIGNAL)
@@ -138,9 +141,11 @@ class Gossip(ModelExchange):
         self._transport.close(timeout_s, self._interrupt)
         self._driver.finish()
         budget = self._protocol.budget
-        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt)
+        has_left = self._protocol.has_left and not self._stays
+        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt, has_left)
         for rank in set(budget.living) - set(end.living):
             budget.peer_died(rank)
+        budget.stayed(end.stayed)
         budget.news(end.local_steps, end.stop)
         return end.stop
 
