@@ -146,9 +146,9 @@ class Records:
         """Note what became of the last words, if this rank leads."""
         self._note_or_say(conclusion=outcomes | {"rank": self._rank})
 
-    def saved(self, global_steps: int) -> None:
-        """Note that no rank has anything left to save, and the exact steps of all, if this rank leads."""
-        self._note_or_say(saved=True, global_steps=global_steps)
+    def saved(self) -> None:
+        """Note that no rank has anything left to save, if this rank leads."""
+        self._note_or_say(saved=True)
 
     def _note_or_say(self, **facts: Any) -> None:
         try:

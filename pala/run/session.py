@@ -257,10 +257,10 @@ class Session:
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
         else:
-            self._record_stop(exchange)  # once more: now all know the same of who lives, and one leads
+            self._record_stop(exchange)  # once more: now all know who lives, one leads, and the steps are exact
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
-        self._records.saved(exchange.global_steps)
+        self._records.saved()
         status, signal = ("completed", None) if end.completes else ("stopped", self._signal)
         exit_status = 0 if signal is None else 128 + signal
         return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status, early)
