@@ -1,0 +1,70 @@
+"""Draw time to a score: the peers' episodes (*.csv) beside PALA's curves (curves.csv); and print who took how long.
+
+python results/peers/plot.py        # writes time_to_score.png beside this file
+"""
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+TARGETS = {"Breakout": 30.5, "Pong": 0.0}
+NAMES = {"sb3-a2c": "Stable-Baselines3 A2C", "sb3-ppo": "Stable-Baselines3 PPO", "appo": "Sample Factory APPO"}
+WINDOW = 100  # episodes
+
+
+def read_peers():
+    """(name, game, seed) -> minutes, running means of the last 100 episodes' returns, steps."""
+    curves = {}
+    for path in sorted(HERE.glob("*-*-*.csv")):
+        name, game, seed = path.stem.rsplit("-", 2)
+        rows = np.loadtxt(path, delimiter=",", skiprows=2, ndmin=2)
+        if len(rows) < WINDOW:
+            continue
+        sums = np.cumsum(np.insert(rows[:, 2], 0, 0.0))
+        curves[NAMES[name], game, seed] = rows[WINDOW - 1 :, 0] / 60, (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
+    return curves
+
+
+def read_own():
+    """(variant, game, runs) -> minutes, mean returns; of PALA's runs, by pala.compare."""
+    points = defaultdict(list)
+    if not (HERE / "curves.csv").exists():
+        return {}
+    with (HERE / "curves.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["axis"] == "time_s":
+                points[f"PALA, {row['variant']}", row["game"], row["runs"]].append(
+                    (float(row["x"]) / 60, float(row["mean_return"]))
+                )
+    return {key: tuple(np.transpose(values)) for key, values in points.items()}
+
+
+def main():
+    """The program."""
+    curves = read_own() | read_peers()
+    figure, panels = plt.subplots(1, len(TARGETS), figsize=(11, 4), layout="constrained")
+    names = sorted({name for name, _, _ in curves})
+    for panel, (game, target) in zip(panels, TARGETS.items(), strict=True):
+        for (name, its_game, number), (minutes, returns) in curves.items():
+            if its_game != game:
+                continue
+            panel.plot(minutes, returns, color=f"C{names.index(name)}", label=name)
+            there = np.flatnonzero(returns >= target)
+            took = f"{minutes[there[0]]:.1f} minutes" if len(there) else f"not within {minutes[-1]:.1f} minutes"
+            print(f"{game} {target:g}: {name} ({number}): {took}")
+        panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
+        panel.set(title=game, xlabel="wall-clock time (minutes)", ylabel="episode return (mean of 100 episodes)")
+    lines = {line.get_label(): line for panel in panels for line in panel.get_lines() if line.get_label()[0] != "_"}
+    figure.legend(lines.values(), lines.keys(), loc="outside right upper")
+    figure.savefig(HERE / "time_to_score.png", dpi=130)
+
+
+if __name__ == "__main__":
+    main()
