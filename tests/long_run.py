@@ -167,7 +167,8 @@ def main() -> None:
     if (options.ranks + options.spares) % options.hosts:
         parser.error(f"{options.ranks} ranks and {options.spares} spares do not fill {options.hosts} hosts evenly")
     options.folder.mkdir(parents=True)
-    with VirtualHosts(options.hosts) if options.hosts > 1 else contextlib.nullcontext() as hosts:
+    cores = len(os.sched_getaffinity(0))  # all hosts have all of them: ranks and spares are not spread evenly
+    with VirtualHosts(options.hosts, cores_per_host=cores) if options.hosts > 1 else contextlib.nullcontext() as hosts:
         run = (options.folder.resolve(), options.ranks, options.spares, hosts, options.seed, options.arguments)
         LongRun(*run).go()
 
