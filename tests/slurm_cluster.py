@@ -6,6 +6,7 @@ Nothing of the machine's own Slurm, if it has one, is touched. Needs root and th
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -19,12 +20,14 @@ from typing import NamedTuple
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 _START_S = 20.0
 _END_S = 10.0
+_MOST_JOB = 60_000_000
 _CONFIGURATION = """\
 ClusterName=pala
 SlurmctldHost={controller.name}({controller.address})
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 SlurmUser=root
+FirstJobId={first_job}
 AuthType=auth/munge
 # After a requeue, Slurm waits until the job's credential has expired: two minutes, if nothing is said.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
@@ -143,7 +146,12 @@ class Slurm:
         nodes = [f"NodeName={node.name} NodeAddr={node.address} CPUs={self._cpus}" for node in self.nodes]
         (self._folder / "slurm.conf").write_text(
             _CONFIGURATION.format(
-                controller=self.nodes[0], ports=_free_ports(), folder=self._folder, nodes="\n".join(nodes)
+                controller=self.nodes[0],
+                ports=_free_ports(),
+                folder=self._folder,
+                nodes="\n".join(nodes),
+                # MPICH names its shared memory by it: a killed job of the same number had left some, and Init hung.
+                first_job=random.randrange(1, _MOST_JOB),
             )
         )
 

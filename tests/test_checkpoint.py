@@ -218,6 +218,23 @@ def test_a_damaged_file_falls_back_to_the_one_before(tmp_path, capsys):
     assert "is damaged: a checksum does not fit. The one before it is used." in said
 
 
+def test_a_file_that_is_renamed_while_it_is_opened_falls_back_to_the_one_before(tmp_path, monkeypatch):
+    """As a rank that saves does to one who reads; safetensors opens it twice, the second time by torch."""
+    segment = checkpoint.new_segment(tmp_path)
+    for fill in (1.0, 2.0):
+        save_rank(segment, make_state(fill=fill))
+    from_file = torch.UntypedStorage.from_file
+
+    def late(path, *options, **more):
+        if str(path) == str(file_of(segment)):
+            file_of(segment).unlink()
+        return from_file(path, *options, **more)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
+    assert checkpoint.newest_segment(tmp_path) == segment
+    assert load_rank(segment, 0, SIGNATURE).tensors["parameters"][0] == 1
+
+
 def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' does not exist"):
         load_rank(tmp_path, 0, SIGNATURE)

@@ -110,6 +110,32 @@ def test_what_is_said_is_one_line(capsys):
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
+_SPEAKS = "import os; from pala.system.runtime import wait_until_read; os.write(1, b'x' * 99); wait_until_read({most})"
+
+
+def test_waits_until_its_reader_has_all_of_it() -> None:
+    speaker = subprocess.Popen([sys.executable, "-c", _SPEAKS.format(most=60)], stdout=subprocess.PIPE)
+    assert speaker.stdout is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        speaker.wait(1.5)  # it waits: nobody has read
+    assert len(os.read(speaker.stdout.fileno(), 200)) == 99
+    assert speaker.wait(30) == 0
+    speaker.stdout.close()
+
+
+@pytest.mark.parametrize("output", ["a file", "nobody reads"])
+def test_waits_for_no_reader_that_does_not_come(output: str, tmp_path: Path) -> None:
+    most = 0.1 if output == "nobody reads" else 3600
+    with open(tmp_path / "file", "wb") as file:
+        speaker = subprocess.Popen(
+            [sys.executable, "-c", _SPEAKS.format(most=most)],
+            stdout=file if output == "a file" else subprocess.PIPE,
+        )
+        assert speaker.wait(30) == 0
+    if speaker.stdout is not None:
+        speaker.stdout.close()
+
+
 def test_streams_differ_by_seed_rank_and_purpose_only():
     keys = list(product((0, 1, 2**62), (0, 1, 500), ("actions", "environments", "")))
     draws = {stream(*key).random(4).tobytes() for key in keys}

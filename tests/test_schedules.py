@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -273,6 +276,16 @@ def test_schedules_drawn_at_random_hold(schedules: int) -> None:
     tried = try_all(range(schedules))
     assert tried.failure is None, tried.failure
     assert tried.schedules == schedules and set(tried.faults) >= {"no faults", "deaths", "stops", "NaN"}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_compiled_protocol_does_what_its_source_does() -> None:
+    arguments = ["check", "--first", "200", "--schedules", "60", "--processes", "1"]
+    programs = [[str(Path(__file__).parent / "compiled.sh")], [sys.executable, "-m", "pala.simulate"]]
+    said = [subprocess.run([*of, *arguments], check=True, text=True, stdout=subprocess.PIPE).stdout for of in programs]
+    compiled, interpreted = (re.sub(r"[\d,]+ a minute", "", text) for text in said)
+    assert compiled == interpreted and "60 schedules held" in compiled and " events" in compiled
 
 
 @pytest.mark.parametrize("number", [7478, 7479])

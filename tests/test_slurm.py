@@ -187,7 +187,9 @@ def test_srun_starts_mpichs_ranks(slurm: Slurm, tmp_path: Path) -> None:
     if mpich is None:
         pytest.skip("mpich is not installed: ./launch/test.sh installs it")
     train = [str(mpich.folder / "python"), "-m", "pala.train", *CARTPOLE, "--total-steps", "500", "--run.name", "r"]
-    said = slurm.run("srun", "--mpi=pmi2", "--ntasks=2", *train, cwd=tmp_path, env=mpich.environment())
+    said = slurm.run(
+        "srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "--ntasks=2", *train, cwd=tmp_path, env=mpich.environment()
+    )
     assert said.status == 0, said.output
     record = record_of(tmp_path / "runs/r")
     assert record["completed"] and record["segments"][0]["ranks"] == 2

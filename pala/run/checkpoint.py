@@ -189,8 +189,7 @@ def joint_counters(states: list[RankState]) -> dict[str, Any]:
 def newest_segment(run: Path) -> Path:
     """The folder of the newest segment in which every rank has saved. Raises PalaError if there is none."""
     for folder in sorted((run / "checkpoints").glob("segment-*"), key=_segment_number, reverse=True):
-        files = [_rank_path(folder, 0, previous) for previous in (False, True)]
-        ranks = next((_ranks_of(file) for file in files if file.exists()), 0)
+        ranks = _ranks_of(folder)
         if ranks and all(
             any(_rank_path(folder, rank, previous).exists() for previous in (False, True)) for rank in range(ranks)
         ):
@@ -203,11 +202,14 @@ def _segment_number(folder: Path) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def _ranks_of(path: Path) -> int:
-    try:
-        return _read_head(path).trainers
-    except PalaError:
-        return 1  # damaged: `load_rank` falls back or says so
+def _ranks_of(segment: Path) -> int:
+    """Ranks that save in it, as rank 0's newest readable file says; 0 if it has none, 1 if all are damaged, which
+    `load_rank` says."""
+    files = [_rank_path(segment, 0, previous) for previous in (False, True)]
+    for file in files:
+        with contextlib.suppress(PalaError):
+            return _read_head(file).trainers
+    return int(any(file.exists() for file in files))
 
 
 def new_segment(run: Path) -> Path:
@@ -274,7 +276,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], Layout]]:
             yield file, header, layout
     except FileNotFoundError:
         raise PalaError(f"Checkpoint '{path}' does not exist.") from None
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, KeyError, ValueError) as error:  # Runtime: renamed meanwhile
         raise PalaError(f"Checkpoint '{path}' cannot be read ({reason(error)}).") from None
 
 

@@ -346,8 +346,8 @@ class VirtualCluster(VirtualNetwork):
     @property
     def total_weight(self) -> float:
         """Sum of the push-sum weights of the living, in their inboxes and on the way."""
-        held = sum(rank.protocol.mixing.weight + rank.models.inbox_weight for rank in self.living)
-        return held + sum(_weight(on_its_way) for on_its_way in self.on_their_way.values())
+        held = sum((rank.protocol.mixing.weight + rank.models.inbox_weight for rank in self.living), 0.0)
+        return held + sum((_weight(on_its_way) for on_its_way in self.on_their_way.values()), 0.0)
 
     @property
     def weighted_sum(self) -> np.ndarray:

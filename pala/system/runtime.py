@@ -7,12 +7,17 @@ initialises MPI.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import os
 import re
 import signal
+import stat
+import struct
 import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -279,6 +284,26 @@ def say(message: str) -> None:
     with suppress(OSError):
         sys.stderr.write(message.rstrip("\n") + "\n")
         sys.stderr.flush()
+
+
+def wait_until_read(most_s: float = 2.0) -> None:
+    """Wait until whoever reads this process's standard output and error has all of it, if they are pipes.
+
+    Before an abort: MPICH's launcher drops what it has not read by then, and with it the sentence that says why.
+    """
+    end_s = time.monotonic() + most_s
+    while any(_bytes_unread(stream) for stream in (1, 2)) and time.monotonic() < end_s:
+        time.sleep(0.01)
+
+
+def _bytes_unread(descriptor: int) -> int:
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return 0
+        (number,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except OSError:  # closed
+        return 0
+    return int(number)
 
 
 def one_sentence_for_mistakes(rank: int) -> None:

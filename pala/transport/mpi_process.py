@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import mpi4py
 
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
-from pala.system.runtime import Interrupt, Launch, say
+from pala.system.runtime import Interrupt, Launch, say, wait_until_read
 from pala.system.waiting import wait_quietly
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         say(f"pala: error: {error}")
     elif is_death(error):
         say(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
+        wait_until_read()
         comm.mpi.Abort(1)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         why = reason(error)
@@ -139,5 +140,6 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
         time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
+    wait_until_read()
     comm.mpi.Abort(status)
     raise error  # not reached

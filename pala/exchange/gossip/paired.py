@@ -39,10 +39,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pala.exchange.budget import Stop
+from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.actions import Action, Clear, Close, GoOn, Keep, Move, Pull, SendModel, Wait
 from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
-from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.gossip.mixing import Mixing
+from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.wire import Message
 
 _MOST_FRACTION = 0.5  # of an answer, to one offer or more
@@ -62,8 +63,8 @@ class PairedProtocol(GossipProtocol):
     _debts_stay = False
     _offers: dict[int, _Offer]
 
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+    def __init__(self, budget: StepBudget, mixing: Mixing, rules: Rules, round_: int = 0) -> None:
+        super().__init__(budget, mixing, rules, round_)
         self._offers = {}  # to peers that have not replied
         self._answers: dict[int, float] = {}  # that came: the fraction to move by
         self._numbers: dict[int, int] = {}  # of the offers in the inbox
