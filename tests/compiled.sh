@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The simulator with its protocol, driver and virtual cluster compiled by mypyc, for long searches, 2.5 times as fast:
-#   ./tests/compiled.sh check --schedules 1000000
-# As `python -m pala.simulate`, in a copy, so that no compiled file outlives its source. Needs a C compiler, mypy and
+# `python -m pala.simulate check` with protocol, driver and virtual cluster compiled by mypyc, 2.5 times as fast:
+#   ./tests/compiled.sh --schedules 1000000
+# In a copy, so that no compiled file outlives its source. Needs a C compiler, mypy and
 # setuptools: those of the environment that ./launch/test.sh made, or the `python` that comes first in PATH.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,4 +14,4 @@ echo "compiles PALA's protocol and virtual cluster" >&2
 python -m mypyc pala/exchange/{budget,wire}.py pala/transport/{base,virtual}.py \
     pala/exchange/gossip/{actions,driver,messages,mixing,paired,process_lock,protocol,protocols,topology}.py \
     pala/simulate/{costs,schedules,virtual_cluster}.py >build.log 2>&1 || { cat build.log >&2 && exit 1; }
-python -m pala.simulate "$@"
+python -m pala.simulate check "$@"

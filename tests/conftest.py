@@ -8,6 +8,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +32,29 @@ if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' 
 
 _TEMPORARY = tempfile.mkdtemp(prefix="pala-tests-")
 atexit.register(shutil.rmtree, _TEMPORARY, ignore_errors=True)
+
+
+def _shared_memory() -> set[Path]:
+    """What MPI libraries have in shared memory. Ranks that are killed leave it: 3 MiB each with MPICH."""
+    folder = Path("/dev/shm")
+    return {*folder.glob("mpich_shm_*"), *folder.glob("sm_segment.*")}
+
+
+def _remove_shared_memory(paths: set[Path]) -> None:
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            used |= set(re.findall(r"/dev/shm/\S+", maps.read_text()))
+    for path in paths:
+        with suppress(OSError):
+            if str(path) not in used and path.stat().st_uid == os.getuid():
+                path.unlink()
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # at the end of all workers
+    _before = _shared_memory()
+    atexit.register(lambda: _remove_shared_memory(_shared_memory() - _before))
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CARTPOLE = [
     "--env.id", "CartPole-v1", "--env.num-envs", "4", "--evaluation.episodes", "0", "--run.log-interval-s", "0.5",

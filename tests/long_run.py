@@ -87,6 +87,13 @@ class LongRun:
         self.job.wait()
         self._note("complete")
 
+    def end(self) -> None:
+        """The job, if it still runs."""
+        self._mend()
+        if self.job.poll() is None:
+            os.killpg(self.job.pid, signal.SIGKILL)
+            self.job.wait()
+
     def is_complete(self) -> bool:
         """By the run's own record."""
         record = self._record()
@@ -103,6 +110,8 @@ class LongRun:
             self._note("end")
             self.job.send_signal(signal.SIGUSR1)
         status = self.job.wait()
+        if self._record() is None:
+            raise SystemExit(f"The run did not begin: see '{self._output.name}'.")
         if not self.is_complete():
             self._note("resume", status=status)
             self.job = self._start(["--resume", "run"])
@@ -170,7 +179,12 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))  # all hosts have all of them: ranks and spares are not spread evenly
     with VirtualHosts(options.hosts, cores_per_host=cores) if options.hosts > 1 else contextlib.nullcontext() as hosts:
         run = (options.folder.resolve(), options.ranks, options.spares, hosts, options.seed, options.arguments)
-        LongRun(*run).go()
+        long_run = LongRun(*run)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+        try:
+            long_run.go()
+        finally:
+            long_run.end()
 
 
 if __name__ == "__main__":

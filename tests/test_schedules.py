@@ -281,8 +281,8 @@ def test_schedules_drawn_at_random_hold(schedules: int) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_compiled_protocol_does_what_its_source_does() -> None:
-    arguments = ["check", "--first", "200", "--schedules", "60", "--processes", "1"]
-    programs = [[str(Path(__file__).parent / "compiled.sh")], [sys.executable, "-m", "pala.simulate"]]
+    arguments = ["--first", "200", "--schedules", "60", "--processes", "1"]
+    programs = [[str(Path(__file__).parent / "compiled.sh")], [sys.executable, "-m", "pala.simulate", "check"]]
     said = [subprocess.run([*of, *arguments], check=True, text=True, stdout=subprocess.PIPE).stdout for of in programs]
     compiled, interpreted = (re.sub(r"[\d,]+ a minute", "", text) for text in said)
     assert compiled == interpreted and "60 schedules held" in compiled and " events" in compiled
