@@ -294,6 +294,13 @@ def test_a_lone_rank_whose_patience_had_ended_waits_for_a_spare_that_joins(numbe
     check(schedule(number))
 
 
+def test_a_spare_that_was_told_to_leave_in_its_sleep_is_replaced() -> None:
+    """It goes after its first update, long after it was told; the check once expected the next spare before that."""
+    cluster = check(schedule(142_370))
+    assert cluster.last_gone_s > max(cluster.scenario.leaves.values()) + 20
+    assert [rank.number for rank in cluster.living if rank.asleep] == [3] and cluster.ranks[3].waking
+
+
 def test_a_failure_says_how_to_see_it_again() -> None:
     failure = try_all(range(0, 200, 2), protocol=KeepsTheWeightItSends).failure
     assert failure is not None

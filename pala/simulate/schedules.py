@@ -194,7 +194,8 @@ def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
     places = scenario.size - scenario.spares
     training = [rank.number for rank in cluster.living if not rank.asleep]
     _demand(len(training) <= places, f"places: ranks {training} train, in {places} places")
-    gone_s = max([*scenario.deaths.values(), *scenario.leaves.values()], default=0.0) + _slowest_exchange_s(scenario)
+    told_s = max([*scenario.deaths.values(), *scenario.leaves.values()], default=0.0)
+    gone_s = max(told_s, cluster.last_gone_s) + _slowest_exchange_s(scenario)
     ready_s = gone_s + scenario.death_notice_s[1] + scenario.control_s[1] + scenario.wake_up_s[1]
     if cluster.budget_known_s > ready_s:
         expected = min(places, len(cluster.living))

@@ -285,6 +285,7 @@ class VirtualCluster(VirtualNetwork):
         self.violations: list[str] = []  # of the process lock, the staleness bound, or of what may heal
         self.all_well_from_s = float("inf")  # from then on no patience should have to end
         self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
+        self.last_gone_s = 0.0  # when a rank last died, or went: a spare that is told to leave first takes its place
         self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
         self._not_taken_in: dict[tuple[int, int], float] = {}  # sender and receiver of a model -> when it was sent
         self.ranks = [self._make_rank(number, models[number].copy()) for number in range(s.size)]
@@ -529,6 +530,7 @@ class VirtualCluster(VirtualNetwork):
     def die(self, rank: int) -> None:
         if rank in self.dead:
             return
+        self.last_gone_s = self.now
         self.lost_weight += self.ranks[rank].protocol.mixing.weight + self.ranks[rank].models.inbox_weight
         super().die(rank)
 
