@@ -38,7 +38,7 @@ from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.actions import SendModel
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver
-from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind, gossip_sizes
+from pala.exchange.gossip.messages import WITH_MODEL, WITHOUT_MODEL, Kind, gossip_sizes
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.protocol import Rules
@@ -174,14 +174,14 @@ def is_valid(data: bytes, node: Node) -> bool:
     }
     if any(of[name] != value for name, value in expected.items()):
         return False
-    if of["kind"] not in (1, 2, 3, 4, 7, 8) or of["stop"] not in (0, 1, 2, 3) or of["sender"] >= RANKS:
+    if of["kind"] not in range(1, 9) or of["stop"] not in (0, 1, 2, 3) or of["sender"] >= RANKS:
         return False
     if not 0 < of["weight"] <= RANKS * (1 + 1e-9):
         return False
     if max(struct.unpack_from(f"<{RANKS}Q", data, 64)) > 2**48:
         return False
     body = data[CONTROL:]
-    if of["kind"] != 1:
+    if of["kind"] not in (1, 5, 6):
         return of["format"] == 1 and body == b""
     if of["format"] not in node.codec.sizes or len(body) not in node.codec.sizes[Format(of["format"])]:
         return False
@@ -203,7 +203,7 @@ def offer(node: Node, data: bytes) -> Message | Refusal:
         return node.wire.decode(np.frombuffer(data, np.uint8))
     node.inbox.data[: len(data)] = np.frombuffer(data, np.uint8)
     message = node.wire.decode(node.inbox.data[: len(data)])
-    if isinstance(message, Message) and message.kind is Kind.MODEL:
+    if isinstance(message, Message) and message.kind in WITH_MODEL:
         refusal = node.inbox.check(message, len(data))
         if refusal is not None:
             return refusal
@@ -215,6 +215,7 @@ def valid_messages(compression: str) -> dict[str, bytes]:
     sender = Node(own, compression)
     sender.parameters += 1
     found = {"whole": sender.message(whole=True).tobytes(), "part": sender.message().tobytes()}
+    found |= {kind.name: with_fields(found["whole"], {"kind": kind}) for kind in (Kind.OFFER, Kind.ANSWER)}
     steps = np.arange(RANKS, dtype=np.uint64)
     for kind in WITHOUT_MODEL:
         data = np.zeros(CONTROL, np.uint8)
