@@ -52,7 +52,7 @@ from pala.system.errors import PalaError
 from pala.transport.base import Packet, Received, Receiver, Transport
 
 EXAMPLES = int(os.environ.get("PALA_FUZZ_EXAMPLES", "0"))
-MOST_GROWTH_KIB = 300 << 10  # of a process that reads inputs of a few hundred kilobytes
+MOST_GROWTH_KIB = (3000 if EXAMPLES else 300) << 10  # inputs have a few hundred kilobytes; Hypothesis keeps much of all
 
 
 def fuzz(examples: int) -> settings:
