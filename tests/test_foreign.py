@@ -634,7 +634,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 def is_slow(program: str, fault: str) -> bool:
-    """Of the programs that take longest to start, two faults show often that they read a record like the others."""
+    """Two faults show often that the programs which take longest to start read a record as the others do."""
     return program in ("compare", "resume") and fault not in ("half", "no segment")
 
 

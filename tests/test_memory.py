@@ -145,7 +145,7 @@ class Trained:
         return sum(r.get(key) or 0 for records in kept for r in records if r["type"] == "interval")
 
     def fields(self) -> set[str]:
-        """Of all records of all ranks."""
+        """The sum over all records of all ranks."""
         return {key for records in read_run(self.run) for record in records for key in record}
 
     def ended_well(self, but_for: Iterable[int] = ()) -> bool:
@@ -701,7 +701,7 @@ def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsy
     assert trained.ended_well()
     sent = trained.total("models_sent", rank=1)
     said = [line for line in capsys.readouterr().err.splitlines() if "refused" in line]
-    assert len(said) == 1 and said[0].startswith("[rank 2] refused a model from rank 1: it begins with")
+    assert len(said) == 1 and said[0].startswith("[rank 2] rejected a model from rank 1: it begins with")
     expected = sum(n <= sent for n in damaged)  # on a busy machine one rank may do nearly all of the work
     assert (trained.total("models_refused", rank=2), trained.total("models_refused")) == (expected, expected)
     assert expected > 0
@@ -809,7 +809,7 @@ def test_damaged_offers_and_answers_are_refused_and_leave_nobody_waiting(
     trained = train(3, config, meet_the_first(3, kind, sender, receiver, np.invert))
     assert trained.ended_well()
     said = [line for line in capsys.readouterr().err.splitlines() if "refused" in line]
-    assert any(line.startswith(f"[rank {receiver}] refused a model from rank {sender}: it begins") for line in said)
+    assert any(line.startswith(f"[rank {receiver}] rejected a model from rank {sender}: it begins") for line in said)
     assert trained.total("models_refused", rank=receiver) == 3 and trained.total("models_mixed") > 10
     assert bool(parameters(trained.states()).isfinite().all())
 
@@ -861,7 +861,7 @@ def test_nan_is_refused_and_healed(
     trained = train(3, configure(tmp_path, steps=1500, compression=compression, mixing=mixing))
     assert trained.ended_well()
     said = capsys.readouterr().err
-    assert "refused a model from rank 1: it holds NaN" in said and "refused a model from rank 0" not in said
+    assert "rejected a model from rank 1: it holds NaN" in said and "rejected a model from rank 0" not in said
     assert "the parameters were not finite either; they are replaced by what the peers sent" in said
     assert trained.total("models_refused") >= 1
     assert bool(parameters(trained.states()).isfinite().all())

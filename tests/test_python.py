@@ -276,7 +276,7 @@ def test_training_says_that_images_go_through_autograd(tmp_path: Path, capfd: py
 
 
 class Pixels(MyNetwork):
-    """Of a stack of Atari's frames."""
+    """A network for a stack of Atari's frames."""
 
     def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
         super().__init__(space, num_outputs, inputs=4 * 84 * 84)

@@ -311,8 +311,8 @@ class Session:
         return exchange.stop
 
     def _stay(self, exchange: Exchange) -> Stop:
-        """Of a rank that was about to leave, when those who were to go on have died or left: nobody but it, or others
-        like it, can say how the run ended. Returns why it ends."""
+        """A rank was about to leave, but those who were to go on have died or left: nobody but it, or others like it,
+        can say how the run ended. Returns why it ends."""
         exchange.stop_now(Stop.SIGNAL)
         if exchange.stop is Stop.SIGNAL:
             say(f"[rank {self._comm.rank}] was about to leave, but no other rank trains any more: the job ends.")

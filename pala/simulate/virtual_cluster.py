@@ -85,7 +85,7 @@ class Scenario:
     whole_every: int = 1
     """One of so many sends carries a whole model. A part heals nobody; in all else it counts here as a model."""
     exchanges_per_update: int = 1
-    """Of the paired exchange: offers that a rank may make in an update; with more than 1, between two steps, too."""
+    """Offers that a rank may make in an update of the paired exchange; with more than 1, between two steps, too."""
     rollout_steps: int = 5
     """Steps of an update, at equal intervals, after which a rank may exchange."""
 
@@ -158,7 +158,7 @@ class VectorModels:
         model, message, time_s = self._opened
         self.inbox = self.inbox + weight * model
         self.inbox_weight += weight
-        self.inbox_whole |= message is not None and message.format is not Format.TOP_K
+        self.inbox_whole |= message is not None and message.format.is_whole
         self.inbox_from_s = min(self.inbox_from_s, time_s)
 
     def clear(self) -> None:
@@ -359,9 +359,9 @@ class VirtualCluster(VirtualNetwork):
 
     @property
     def sum_of_models(self) -> np.ndarray:
-        """Of all ranks, the dead as they were, with the moves that they owe to answers that were sent, and without what
-        only one rank of a pair may do: heal, and move when the other is dead or has healed. Paired exchanges do not
-        change it."""
+        """Over all ranks, the dead as they were, with the moves that they owe to answers that were sent, and without
+        what only one rank of a pair may do: heal, and move when the other is dead or has healed. Paired exchanges do
+        not change it."""
         all_models = [rank.models for rank in self.ranks]
         owed = [move for models in all_models for move in models.owed.values()]
         return np.add.reduce([models.with_owed - models.unmatched for models in all_models] + owed)

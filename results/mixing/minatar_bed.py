@@ -70,7 +70,7 @@ class Job(NamedTuple):
 
     @property
     def setting(self) -> Setting:
-        """Of its method."""
+        """How its method is set."""
         return Setting(self.method, self.rate, self.momentum, self.smoothing, self.exchanges)
 
     @property
@@ -258,7 +258,7 @@ def _job(game: str, ranks: int, setting: Setting, seed: int, delay: float = 0.05
 
 
 def _commit() -> str:
-    """Of the code that trains, with a mark if it was changed since."""
+    """The commit of the code that trains, with a mark if it was changed since."""
     git = ["git", "-C", str(FOLDER)]
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":/pala", ":/results/mixing/*.py"])
