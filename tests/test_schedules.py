@@ -27,8 +27,9 @@ from pala.exchange.gossip.mixing import PushSum
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Format
 from pala.simulate.check import try_all
+from pala.simulate.scenario import Scenario
 from pala.simulate.schedules import MIXINGS, NETWORKS, STALENESS, TOPOLOGIES, InvariantError, check, pushed, schedule
-from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.simulate.virtual_cluster import VirtualCluster
 
 SIZES = [1, 2, 3, 5, 8, 13]
 reproducible = settings(derandomize=True, deadline=None, max_examples=30)

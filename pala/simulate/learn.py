@@ -40,7 +40,8 @@ from pala.report.text import table
 from pala.run.loop import Counters, Progress
 from pala.run.run_folder import provenance
 from pala.simulate.alone import Alone
-from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.simulate.scenario import Scenario
+from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import json_text, write_atomically

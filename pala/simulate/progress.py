@@ -15,7 +15,8 @@ import numpy as np
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.report.text import table
-from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.simulate.scenario import Scenario
+from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 
