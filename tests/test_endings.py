@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 from conftest import record_of, slow_but_for, wait_for
-from test_memory import ENDLESS, KINDS, asking_as_abort_does, configure, with_spares
+from memory_jobs import ENDLESS, KINDS, asking_as_abort_does, configure, with_spares
 
 from pala.a2c.learner import Learner
 from pala.config import Config

@@ -17,10 +17,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from memory_jobs import configure, gorila, train
 from test_checkpoint import SIGNATURE, file_of, make_state
 from test_compare import GAME, PRESET
 from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
-from test_memory import configure, gorila, train
 
 from pala import evaluate as evaluate_program
 from pala import plot as plot_program

@@ -18,8 +18,8 @@ import pytest
 import torch
 from conftest import REPOSITORY, record_of
 from gymnasium.spaces import Discrete
+from memory_jobs import configure, gorila
 from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
-from test_memory import configure, gorila
 from torch import nn
 
 import pala
