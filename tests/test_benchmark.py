@@ -340,8 +340,10 @@ def test_a_benchmark_of_gorila(any_mpi: Launcher, tmp_path: Path) -> None:
     assert training.split_us["update"] > 0
     for round_ in job["rounds"]:
         for rank in round_["training"][0]["ranks"]:
-            steps_per_update = rank["steps_per_s"] * rank["seconds"] / rank["updates"]
-            assert steps_per_update == pytest.approx(4, rel=0.3)  # nothing but learning was measured
+            steps, updates = rank["steps_per_s"] * rank["seconds"], rank["updates"]
+            # Nothing but learning was measured; on a busy machine a round may be only a few steps, of which the last
+            # have no update yet.
+            assert steps == pytest.approx(4 * updates, rel=0.3, abs=16)
 
 
 @pytest.mark.mpi

@@ -99,6 +99,37 @@ def disturbed(results: Results) -> str:
     return table(header, rows) if rows else "Not run yet."
 
 
+def larger(results: Results) -> str:
+    """4 ranks of 64 environments."""
+    rows = []
+    for job, line in sorted(results.items()):
+        if job.envs != 16 and "mean_height" in line:
+            heights = f"{line['mean_height']:.2f}"
+            rows.append(
+                (job.game, str(job.ranks), str(job.envs), job.method, *_texts(job.setting), str(job.seed), heights)
+            )
+    header = ("game", "ranks", "environments of a rank", "method", *_SETTING, "seed", "mean height")
+    return table(header, rows) if rows else "Not run yet."
+
+
+def longer(results: Results) -> str:
+    """Four times the steps: the whole curve, and its last three quarters, beside synchronous A2C of the same seed."""
+    runs = {job: line["curve"] for job, line in results.items() if job.total_steps > TOTAL_STEPS and "curve" in line}
+    rows = []
+    for job, curve in sorted(runs.items(), key=lambda item: (item[0].game, item[0].seed, item[0].method)):
+        late = curve[len(curve) // 4 :]
+        shares = ["", ""]
+        for other, theirs in runs.items():
+            if (other.method, other.game, other.seed) == ("allreduce", job.game, job.seed) and other != job:
+                pairs = ((curve, theirs), (late, theirs[len(theirs) // 4 :]))
+                shares = [f"{statistics.fmean(a) / statistics.fmean(b):.2f}" for a, b in pairs]
+        means = (f"{statistics.fmean(values):.2f}" for values in (curve, late))
+        rows.append((job.game, str(job.seed), job.method, *_texts(job.setting), *means, *shares))
+    header = ("game", "seed", "method", *_SETTING, "mean height", "of the last three quarters",
+              "of allreduce", "of allreduce, last three quarters")  # fmt: skip
+    return table(header, rows) if rows else "Not run yet."
+
+
 def main() -> None:
     """Print the page."""
     results = read()
@@ -108,6 +139,10 @@ def main() -> None:
     print("\n## With fresh seeds\n\nEach method at its best settings, with and without momentum. Ratios with 95 %")
     print("bootstrap intervals over seeds. Settings were chosen on Breakout and Space Invaders only.\n")
     print(fresh(results))
+    print("\n## Fewer, larger ranks\n\nAs many environments in all as 16 ranks of 16.\n")
+    print(larger(results))
+    print(f"\n## Longer\n\n16 ranks, {4 * TOTAL_STEPS:,} steps, at the best settings of {TOTAL_STEPS:,}.\n")
+    print(longer(results))
     print("\n## Delays, and a slow rank\n\nSlow ranks are 4 times slower than the others.\n")
     print(disturbed(results))
 
