@@ -88,10 +88,11 @@ class Explored:
 class Explorer:
     """One search."""
 
-    def __init__(self, case: Case, symmetry: bool = False, liveness: bool = True) -> None:
-        """`symmetry`: states that differ by the ranks' numbers are one; not with `liveness`, which follows a rank."""
+    def __init__(self, case: Case, symmetry: bool = False, liveness: bool = True, alike: bool = True) -> None:
+        """`symmetry`: states that differ by the ranks' numbers are one; not with `liveness`, which follows a rank.
+        `alike`: so are states whose ranks and messages are alike (`explore_alike.py`)."""
         assert not (symmetry and liveness)
-        self.world = World(case, symmetry)
+        self.world = World(case, symmetry, alike)
         self._liveness = liveness
         self._index: dict[State, int] = {}
         self._parents, self._by = array("l"), array("l")  # of each state: from where, and by which label
@@ -100,7 +101,8 @@ class Explorer:
         self._found: dict[str, Violation] = {}
 
     def run(self, most_states: int = 10**9, most_s: float = 1e9, first_only: bool = False) -> Explored:
-        """Until all states are known, or a limit is reached; `first_only`: or something does not hold."""
+        """Until all states are known, or a limit is reached; `first_only`: or something does not hold. Raises
+        NotAlikeError if ranks or messages that were taken to be alike are not: then nothing is found out."""
         begin_s, transitions, finished, k = time.perf_counter(), 0, True, 0
         states: list[State] = []
         for state in self.world.initial():
@@ -113,6 +115,7 @@ class Explorer:
                 finished = False
                 break
             transitions += self._expand(k, states)
+            self.world.check_alike()
             k += 1
         if self._liveness and finished:
             self._begins.append(len(self._targets))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -33,6 +34,8 @@ ANY, CURRENT, STALE = 0, 1, 2
 later offer never gets the number of an earlier one, so what is stale stays stale. Rounds begin above these."""
 _FIRST_ROUND = 3
 _MANY_STEPS = 1 << 62
+_PLAIN = (bool, int, float, Stop)
+"""Types of attributes that are frozen as they are."""
 _OF_PEERS = {"silent", "present", "living", "left", "_asleep", "_owed", "_inbox", "_stale", "_wants_whole"}
 """Attributes of protocol and budget that hold ranks' numbers."""
 
@@ -610,15 +613,21 @@ def _letter(message: Message) -> Letter:
     return Letter(Kind(message.kind), message.round, message.weight, message.stop, steps if any(steps) else ())
 
 
+_NAME = itemgetter(0)
+
+
 def _freeze_fields(object_: Any, without: set[str]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((name, _freeze(value)) for name, value in vars(object_).items() if name not in without))
+    fields = sorted([item for item in vars(object_).items() if item[0] not in without], key=_NAME)
+    return tuple([(name, value if type(value) in _PLAIN else _freeze(value)) for name, value in fields])
 
 
 def _thaw_fields(object_: Any, fields: tuple[tuple[str, Any], ...], without: set[str]) -> None:
-    for name in set(vars(object_)).difference(without, (name for name, _ in fields)):
-        delattr(object_, name)
+    attributes = vars(object_)
+    if len(attributes) > len(fields) + len(without):
+        for name in set(attributes).difference(without, (name for name, _ in fields)):
+            del attributes[name]
     for name, value in fields:
-        setattr(object_, name, _thaw(value))
+        attributes[name] = _thaw(value) if type(value) is tuple else value
 
 
 def _freeze(value: Any) -> Any:
