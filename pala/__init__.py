@@ -10,11 +10,14 @@ From Python ([docs/python.md](../docs/python.md)); each rank runs the same scrip
     policy = pala.load_policy(result.run)                    # no MPI from here on
     policy.act(observations)
     pala.evaluate_policy(result.run, episodes=100)
+
+`import pala` loads neither torch nor MPI: what needs them is imported in the functions that call it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +104,6 @@ def _conclude(*arguments: Any) -> Any:
 
 def _with_evaluation(result: Result) -> Result:
     """On ranks that did not evaluate: with what the one that did has written into the run's folder."""
-    from dataclasses import replace
-
     from pala.evaluation.record import read_evaluation
 
     if result.evaluation is not None or result.status != "completed":

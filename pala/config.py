@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pala import presets
+from pala.exchange.gossip.mixing import RULES
 from pala.exchange.kinds import kind_of
 from pala.system.errors import PalaError, nearest
 
@@ -413,17 +414,19 @@ def check(config: Config, source: str) -> None:
 
 def check_exchange(exchange: ExchangeConfig, source: str) -> None:
     """Raise PalaError for settings of the exchange that do not go together."""
-    if exchange.mixing == "push_sum" and exchange.compression == "top_k":
+    rule = RULES[exchange.mixing]
+    if rule.of_whole_models and exchange.compression == "top_k":
         raise PalaError(
-            f"{source}: 'exchange.mixing' is 'push_sum', whose weights belong to whole models, but "
+            f"{source}: 'exchange.mixing' is {exchange.mixing!r}, whose weights belong to whole models, but "
             "'exchange.compression' is 'top_k', which sends parts; set the one to 'uniform' or the other to 'bfloat16'."
         )
-    if exchange.mixing == "paired" and exchange.graph == "complete":
+    if rule.by_pairs and exchange.graph == "complete":
         raise PalaError(
-            f"{source}: 'exchange.mixing' is 'paired', where a rank has one open offer, but 'exchange.topology' is "
-            "'complete', which sends to everybody; set the one to 'uniform' or the other to 'random'."
+            f"{source}: 'exchange.mixing' is {exchange.mixing!r}, where a rank has one open offer, but "
+            "'exchange.topology' is 'complete', which sends to everybody; set the one to 'uniform' or the other to "
+            "'random'."
         )
-    if exchange.mixing != "paired" and exchange.exchanges_per_update > 1:
+    if not rule.by_pairs and exchange.exchanges_per_update > 1:
         raise PalaError(
             f"{source}: 'exchange.exchanges_per_update' is {exchange.exchanges_per_update}, but 'exchange.mixing' is "
             f"{exchange.mixing!r}, by which a rank sends once an update; set the one to 1 or the other to 'paired'."

@@ -26,7 +26,7 @@ _COMPARISONS = "compare"  # folder of presets of another kind, that of pala.comp
 
 
 def names(folder: str = "") -> list[str]:
-    """Of the presets that come with PALA: of pala.train, or those in one of its folders, without that in the name."""
+    """Names of the presets that come with PALA: all, or those in one folder, without the folder in the name."""
     files = (FOLDER / folder).rglob("*.toml")
     found = sorted(file.relative_to(FOLDER / folder).with_suffix("").as_posix() for file in files)
     return [name for name in found if not name.startswith(f"{_COMPARISONS}/")]

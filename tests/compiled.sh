@@ -13,5 +13,5 @@ cd "$copy"
 echo "compiles PALA's protocol and virtual cluster" >&2
 python -m mypyc pala/exchange/{budget,wire}.py pala/transport/{base,virtual}.py \
     pala/exchange/gossip/{actions,driver,messages,mixing,paired,process_lock,protocol,protocols,topology}.py \
-    pala/simulate/{costs,schedules,virtual_cluster}.py >build.log 2>&1 || { cat build.log >&2 && exit 1; }
+    pala/simulate/{costs,scenario,schedules,vector_models,virtual_cluster}.py >build.log 2>&1 || { cat build.log >&2 && exit 1; }
 python -m pala.simulate check "$@"

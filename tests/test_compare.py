@@ -403,7 +403,7 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
 
 
 def test_speed_is_compared_with_its_like(there: Path, no_pictures: None) -> None:
-    """Of several variants without exchange, the one that is otherwise the same counts."""
+    """Among several variants without exchange, the one that is otherwise the same counts."""
     small = "network.mlp_hidden = [8]\n"
     text = PRESET.replace("[1, 2]", "[2]", 1).replace("[1, 2]", "[1]")
     plan = plan_of(text + f'[variants.small]\n{small}[variants.small-none]\n{small}exchange.kind = "none"\n')

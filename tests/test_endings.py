@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 from conftest import record_of, slow_but_for, wait_for
-from test_memory import ENDLESS, KINDS, asking_as_abort_does, configure, with_spares
+from memory_jobs import ENDLESS, KINDS, asking_as_abort_does, configure, with_spares
 
 from pala.a2c.learner import Learner
 from pala.config import Config
@@ -328,7 +328,7 @@ def test_a_damaged_word_of_the_end_keeps_nobody_waiting_for_a_spare(
     monkeypatch.setattr(Job, "patience_s", 30.0)
     ranks = Ranks(2, with_spares(tmp_path, spares=1, steps=200))
     ranks.train()
-    assert "[rank 1] refused a model from rank 0: it begins with" in capsys.readouterr().err
+    assert "[rank 1] rejected a model from rank 0: it begins with" in capsys.readouterr().err
     assert [result.status for result in ranks.results] == ["completed", "spared"] and ranks.record["completed"]
 
 

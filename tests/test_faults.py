@@ -173,7 +173,7 @@ def resident_bytes(pid: int) -> int:
 
 @pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Of the first, which keeps run.json; the next test kills others, too."""
+    """Kills the first, which keeps run.json; the next test kills others, too."""
     killed = 0
     pids, run = start_with_spares(any_mpi, 4, 1, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     (job,) = any_mpi.jobs
@@ -304,7 +304,8 @@ def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
 ) -> None:
     """On a ring everybody waits for one peer only; when the stopped one goes on, it takes in what peers send.
 
-    In a paired exchange of three, each of the others would still have the other."""
+    In a paired exchange of three, each of the others would still have the other. How long nobody may wait is checked on
+    a simulated clock (`test_schedules.py`); here, that they go on while it stands still."""
     ring = ["--exchange.topology", "ring", "--exchange.max-staleness", "2", "--exchange.patience-s", "2"]
     options = [*ring, "--exchange.mixing", mixing, *ENDLESS]
     job, run = start(any_mpi, ranks, *options, cwd=tmp_path), tmp_path / "runs/r"

@@ -17,10 +17,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from memory_jobs import configure, gorila, train
 from test_checkpoint import SIGNATURE, file_of, make_state
 from test_compare import GAME, PRESET
 from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
-from test_memory import configure, gorila, train
 
 from pala import evaluate as evaluate_program
 from pala import plot as plot_program
@@ -634,7 +634,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 def is_slow(program: str, fault: str) -> bool:
-    """Of the programs that take longest to start, two faults show often that they read a record like the others."""
+    """Two faults show often that the programs which take longest to start read a record as the others do."""
     return program in ("compare", "resume") and fault not in ("half", "no segment")
 
 

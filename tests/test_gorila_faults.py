@@ -10,9 +10,9 @@ from signal import SIGUSR1
 
 import numpy as np
 import pytest
+from memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, train
 from test_gorila_node import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
 from test_gorila_node import without_patience as without_patience
-from test_memory import ENDLESS, GORILA, SEPARATE, Trained, gorila, train
 
 from pala.config import GorilaConfig
 from pala.exchange.budget import Stop

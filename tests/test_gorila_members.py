@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,11 +38,12 @@ class Company:
         self.under_way: dict[tuple[int, int], deque[tuple[Kind, int, Bytes]]] = {}
         self.unheard = {rank: list[int]() for rank in range(size)}
         self.members = [
-            Members(StepBudget(rank, size, 10**9, spares=num_spares), Places(self.roles, size), PATIENCE_S)
+            Members(
+                StepBudget(rank, size, 10**9, spares=num_spares), Places(self.roles, size), PATIENCE_S,
+                tell=partial(self.tell, rank),
+            )
             for rank in range(size)
-        ]
-        for rank, member in enumerate(self.members):
-            member.tell = lambda peer, kind, number, rank=rank: self.tell(rank, peer, kind, number)
+        ]  # fmt: skip
         self.spares = range(num_places, size)
 
     def tell(self, source: int, peer: int, kind: Kind, number: int) -> Bytes:

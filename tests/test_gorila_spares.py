@@ -9,8 +9,7 @@ from signal import SIGUSR1
 
 import pytest
 from conftest import slow_but_for, wait_for
-from runs import intervals
-from test_memory import (
+from memory_jobs import (
     ENDLESS,
     GORILA,
     SEPARATE,
@@ -22,6 +21,7 @@ from test_memory import (
     stopped_well,
     train,
 )
+from runs import intervals
 
 from pala.config import Config, GorilaConfig
 from pala.envs import Envs

@@ -64,10 +64,10 @@ def test_a_program_is_no_library_of_others(program: str) -> None:
 
 
 def loaded_after(code: str) -> set[str]:
-    """Which of the heavy modules, and `MPI runs`, there are after some code in a new process."""
+    """Which of the heavy modules there are after some code in a new process."""
     look = """
 import sys
-heavy = {"numpy", "torch", "gymnasium", "matplotlib", "mpi4py.MPI"} & set(sys.modules)
+heavy = {"numpy", "torch", "gymnasium", "matplotlib", "mpi4py", "mpi4py.MPI"} & set(sys.modules)
 print("LOADED", *heavy)
 """
     words = [sys.executable, "-c", code + look]
@@ -103,14 +103,20 @@ except SystemExit as exit_:
     ("code", "allowed"),
     [
         ("import pala", set()),
-        ("import pala.train", set()),
+        ("import pala.exchange.gossip.topology", set()),
+        ("import pala.exchange.gossip.process_lock", set()),
+        ("import pala.exchange.gossip.mixing", set()),
+        ("import pala.exchange.budget", {"numpy"}),
+        ("import pala.exchange.gossip.protocol", {"numpy"}),
+        ("import pala.exchange.gossip.paired", {"numpy"}),
+        ("import pala.train", {"mpi4py"}),
         ("import pala.benchmark.__main__", {"numpy"}),
         pytest.param(BENCHMARK, {"numpy"}, marks=pytest.mark.slow),
         pytest.param(CHECK, {"numpy"}, marks=pytest.mark.slow),
         ("import pala.simulate.__main__", {"numpy"}),
         ("import pala.compare.__main__", {"numpy", "gymnasium"}),
         ("import pala.gorila.scores", {"numpy", "gymnasium"}),
-        ("import pala.doctor.__main__", {"numpy"}),
+        ("import pala.doctor.__main__", {"numpy", "mpi4py"}),
         ("import pala.run.rank", {"numpy"}),
         (HELP.format("evaluate"), set()),
         (HELP.format("plot"), {"numpy"}),
@@ -118,7 +124,8 @@ except SystemExit as exit_:
     ],
 )
 def test_what_is_heavy_is_loaded_late_or_never(code: str, allowed: set[str]) -> None:
-    """evaluate and train size thread pools first; benchmark and simulate use no MPI in their own process."""
+    """evaluate and train size thread pools first; benchmark and simulate use no MPI in their own process; the pure
+    layers of gossip need neither torch nor MPI."""
     assert loaded_after(code) <= allowed
 
 

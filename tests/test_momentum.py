@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory_jobs import configure, train
 from test_learner import BATCH, Run, configured
-from test_memory import configure, train
 from torch import Tensor
 
 from pala.a2c.momentum import Momentum

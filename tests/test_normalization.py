@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from test_memory import ENVS, Trained, configure, run_ranks
+from memory_jobs import ENVS, Trained, configure, run_ranks
 
 from pala.a2c.normalization import Normalization
 from pala.a2c.update import A2C, Rollout

@@ -34,8 +34,9 @@ from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Format, Message
+from pala.simulate.scenario import Scenario
 from pala.simulate.schedules import NETWORKS, InvariantError, check, schedule
-from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.simulate.virtual_cluster import VirtualCluster
 from pala.transport.base import Received
 
 IN_STEP = NETWORKS["in step"]

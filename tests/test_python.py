@@ -18,8 +18,8 @@ import pytest
 import torch
 from conftest import REPOSITORY, record_of
 from gymnasium.spaces import Discrete
+from memory_jobs import configure, gorila
 from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
-from test_memory import configure, gorila
 from torch import nn
 
 import pala
@@ -276,7 +276,7 @@ def test_training_says_that_images_go_through_autograd(tmp_path: Path, capfd: py
 
 
 class Pixels(MyNetwork):
-    """Of a stack of Atari's frames."""
+    """A network for a stack of Atari's frames."""
 
     def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
         super().__init__(space, num_outputs, inputs=4 * 84 * 84)

@@ -27,8 +27,9 @@ from pala.exchange.gossip.mixing import PushSum
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Format
 from pala.simulate.check import try_all
+from pala.simulate.scenario import Scenario
 from pala.simulate.schedules import MIXINGS, NETWORKS, STALENESS, TOPOLOGIES, InvariantError, check, pushed, schedule
-from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.simulate.virtual_cluster import VirtualCluster
 
 SIZES = [1, 2, 3, 5, 8, 13]
 reproducible = settings(derandomize=True, deadline=None, max_examples=30)
@@ -458,9 +459,8 @@ class KeepsItsStaleModel(GossipProtocol):
 
 
 class TakesWhatWasSentLongAgo(GossipProtocol):
-    def _note_transfer(self, sender, took_s):
-        super()._note_transfer(sender, took_s)
-        return False
+    def _is_stale(self, sender, took_s, late):
+        return late
 
 
 class TakesWhoWaitsForAnAnswerForSilent(GossipProtocol):
@@ -650,3 +650,19 @@ def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: 
     with pytest.raises((InvariantError, AssertionError, ArithmeticError), match=symptom):
         for number in range(DRIVER_FIRST.get(bug, 0), 1000):
             check(pushed(number), driver=bug)
+
+
+def mixes_beside_stopped_peers(driver: type[GossipDriver]) -> int:
+    """Mixes of two ranks while the other two are stopped, in 150 updates or so after their patience has ended."""
+    stops = {2: (5.0, 1e4), 3: (5.0, 1e4)}
+    scenario = Scenario(4, budget_steps=10**9, stops=stops, patience_s=20.0, seed=3)
+    cluster, mixes = VirtualCluster(scenario, driver=driver), []
+    for until_s in (50.0, 200.0):
+        cluster.run(until_s=until_s)
+        mixes.append(sum(rank.models.mixes for rank in cluster.ranks[:2]))
+    return mixes[1] - mixes[0]
+
+
+def test_stopped_peers_that_hold_all_snapshots_hold_up_nobody() -> None:
+    assert mixes_beside_stopped_peers(GossipDriver) > 150
+    assert mixes_beside_stopped_peers(HasNoSpareSnapshots) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
-from test_memory import configure, run_rank, run_ranks
+from memory_jobs import configure, run_rank, run_ranks
 
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs import make_envs

@@ -153,7 +153,7 @@ class Learner(Loop):
             raise (EndError if self._exchange.needs_all else PalaError)(fault)
 
     def _learning_rate(self) -> float:
-        """Of this update. Ranks that died do not count."""
+        """The rate of this update. Ranks that died do not count."""
         config, rate = self._config, self._config.a2c.learning_rate
         if config.a2c.learning_rate_scaling == "ranks":
             factor = learning_rate_factor(config.exchange, len(self._exchange.living))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Momentum:
-    """Of one rank's flat parameters. Costs two vectors of memory and no message."""
+    """Momentum of one rank's flat parameters. Costs two vectors of memory and no message."""
 
     def __init__(self, parameters: Tensor, momentum: float, smoothing: float, movement: Tensor | None = None) -> None:
         """`momentum`: the mean of the ranks' models goes 1 / (1 - momentum) times as far as by the own steps alone;

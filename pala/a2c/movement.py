@@ -16,7 +16,7 @@ _SKETCH = 32  # sums of them, with signs: inner products of sketches are nearly 
 
 
 class Movement:
-    """Of one rank's flat parameters. All ranks look at the same ones."""
+    """How far one rank's flat parameters move. All ranks look at the same ones."""
 
     def __init__(self, parameters: Tensor) -> None:
         size, device = parameters.numel(), parameters.device

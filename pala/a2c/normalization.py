@@ -11,7 +11,7 @@ OBSERVATIONS, RETURNS = "observation_moments", "return_moments"
 
 
 class Normalization:
-    """Of one rank's environments, B of them; does nothing for a network without moments.
+    """Normalises what one rank's environments, B of them, give; does nothing for a network without moments.
 
     Rewards are divided by the deviation of the discounted return so far, R <- gamma R + r, which begins at 0 with each
     episode, as in Gymnasium's NormalizeReward (there only after a termination).

@@ -48,7 +48,7 @@ class Policy:
 
     @property
     def observation_space(self) -> gymnasium.Space:
-        """Of one observation, as the environment gives it."""
+        """The space of one observation, as the environment gives it."""
         return self.inputs.original
 
     def act(self, observations: Any, greedy: bool = False) -> Any:

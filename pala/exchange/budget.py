@@ -85,7 +85,7 @@ class StepBudget:
 
     @property
     def is_needed(self) -> bool:
-        """Of a rank that sleeps: whether it has to take a place. As many ranks train as in the beginning, the lowest
+        """True of a rank that sleeps and has to take a place. As many ranks train as in the beginning, the lowest
         that live. So all agree on who they are as soon as they have heard of the same deaths, in whatever order; and
         with every further death one who had to train still has to."""
         lowest = [rank for rank in self.present if rank not in self.left][: self._num_places]

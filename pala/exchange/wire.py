@@ -39,8 +39,13 @@ class Format(enum.IntEnum):
 
     FLOAT32 = 1
     BFLOAT16 = 2
-    TOP_K = 3  # a part of a model
+    TOP_K = 3
     ARRAYS = 4
+
+    @property
+    def is_whole(self) -> bool:
+        """False of a format that may hold a part of a model only."""
+        return self is not Format.TOP_K
 
 
 class Message(NamedTuple):

@@ -74,7 +74,7 @@ class GorilaExchange(Exchange, Receiver):
 
     @property
     def roles(self) -> Roles:
-        """Of the ranks that have them now."""
+        """Which ranks have which role now."""
         return self._node.roles
 
     @property
@@ -88,7 +88,7 @@ class GorilaExchange(Exchange, Receiver):
             self._members.send_stop()
 
     def take_place(self, flat: Tensor, target: Tensor) -> bool:
-        """Of a rank that has slept: take its place, and copy the model, which is waited for. False if training ended
+        """A rank that has slept takes its place, and copies the model, which is waited for. False if training ended
         before. Not collective."""
         with self._changed:
             if self._node.budget.stop is not Stop.NONE:

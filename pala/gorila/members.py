@@ -22,11 +22,13 @@ from pala.transport.base import Packet
 
 
 class Members:
-    """One rank's. Whoever has it sets `tell`, and may set `on_gone` and `on_change`."""
+    """What one rank knows. Whoever has it may set `on_gone` and `on_change`."""
 
-    def __init__(self, budget: StepBudget, places: Places, patience_s: float) -> None:
-        self.budget, self.places, self.rank = budget, places, budget.rank
-        self.tell: Callable[[int, Kind, int], Packet]  # sends a message of this kind and round
+    def __init__(
+        self, budget: StepBudget, places: Places, patience_s: float, tell: Callable[[int, Kind, int], Packet]
+    ) -> None:
+        """`tell`: sends a rank a message of this kind and round."""
+        self.budget, self.places, self.rank, self.tell = budget, places, budget.rank, tell
         self.on_gone: Callable[[int], object] = lambda rank: None  # that rank has died or left
         self.on_change: Callable[[], object] = lambda: None  # somebody has gone or come, and training goes on
         self.fault = ""  # why training cannot go on
@@ -38,7 +40,7 @@ class Members:
 
     @property
     def has_left(self) -> bool:
-        """Of a rank that was told to go, and has told the others."""
+        """True of a rank that was told to go, and has told the others."""
         return self.rank in self.budget.left
 
     # ---- what comes ----------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ class Members:
         return None
 
     def _hear_question(self, place: int, rank: int) -> Refusal | None:
-        """Of several that would leave at the same time, each of which the others could spare, one may be the last."""
+        """A rank asks whether it may leave. If several ask at once, only so many may as the others can do without."""
         if not self.is_first or place != self.places.place_of(rank):
             return Refusal(f"this rank cannot let rank {rank} go from place {place}")
         stays = bool(self.why_stay(rank))
@@ -187,7 +189,7 @@ class Members:
         return place
 
     def _give_places(self) -> None:
-        """Of the first shard: tell spares to take the places of those who are gone."""
+        """If this rank is the first shard, tell spares to take the places of those who are gone."""
         if self.is_first:
             for spare, place in self.places.give(self.watch.silent):
                 self.tell(spare, Kind.GO, self._number(place, spare))

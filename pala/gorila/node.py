@@ -115,13 +115,14 @@ class Node:
         self.refusals: deque[str] = deque()  # sentences, the first of each sender
         self._next_step: dict[int, int] = {}  # actor -> number of its step, or new games, that is to come
         self._refused: set[int] = set()
-        self.members = members or Members(budget, Places(rules.roles, budget.size), self._config.patience_s)
-        self.members.tell = self._tell
+        places = Places(rules.roles, budget.size)
+        self.members = members or Members(budget, places, self._config.patience_s, self._tell)
+        self.members.tell = self._tell  # of a rank that has slept, its sleeping node's before
         self.members.on_gone, self.members.on_change = self._forget, self._share_out_replays
 
     @property
     def roles(self) -> Roles:
-        """Of those who have them now."""
+        """Which ranks have which role now."""
         return self.members.places.roles
 
     # ---- actor ---------------------------------------------------------------------------------------------------

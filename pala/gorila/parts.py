@@ -197,7 +197,7 @@ def _build(
     comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None, rank: int, place: int,
     roles: Roles,
 ) -> GorilaParts:  # fmt: skip
-    """Of a rank of the job, perhaps alone in `comm`, for this place. Collective."""
+    """Make the parts of a rank of the job, perhaps alone in `comm`, for this place. Collective."""
     device = prepare_device(comm, config)
 
     def make_one() -> Network:

@@ -85,8 +85,8 @@ class Places:
         return ""
 
     def give(self, unfit: Container[int]) -> list[tuple[int, int]]:
-        """Of the first shard: (spare, place) for places that nobody has or is told to take, as long as there are spares
-        that are not `unfit`."""
+        """What the first shard orders: (spare, place) for places that nobody has or is told to take, as long as there
+        are spares that are not `unfit`."""
         orders: list[tuple[int, int]] = []
         free = [spare for spare in self.spares if spare not in self.orders and spare not in unfit]
         vacant = [self._holders.index(rank) for rank in self.gone if rank in self._holders]

@@ -27,8 +27,7 @@ class SleepingGorila(Sleeping, Receiver):
         spares = config.run.spares
         budget = StepBudget(comm.rank, comm.size, config.total_steps, begin.local_steps, begin.base_steps, spares)
         places = Places(assign(config.gorila, comm.size - spares, spares), comm.size)
-        self.members = Members(budget, places, config.gorila.patience_s)
-        self.members.tell = self._tell
+        self.members = Members(budget, places, config.gorila.patience_s, self._tell)
         self._wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(ABOUT_MEMBERS, NOTHING))
         self.changed = threading.Condition()  # its lock: what comes is heard under it
         self.awake: Receiver | None = None  # who hears in its place from then on; set with the lock held

@@ -20,7 +20,7 @@ _FIRST_COUNT = 1e-4  # as Gymnasium: mean 0 and variance 1, until something is s
 
 
 class Moments(nn.Module):
-    """Of vectors of `size` numbers.
+    """Running mean and variance of vectors of `size` numbers.
 
     | buffer | shape | |
     |---|---|---|

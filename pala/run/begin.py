@@ -35,7 +35,7 @@ def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, sp
 
 
 def make_generator(seed: int, rank: int, parts: Parts[Any], segment: Segment) -> torch.Generator:
-    """Of a rank's actions."""
+    """The random stream that a rank's actions are drawn from."""
     generator = torch.Generator(parts.device)
     generator.manual_seed(int(derive(seed, rank, f"actions {_purpose(segment)}")[0]))
     return generator

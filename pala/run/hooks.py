@@ -26,7 +26,7 @@ class Moment:
 
     @property
     def mean_return(self) -> float | None:
-        """Of this rank's episodes in `records`, whole and unclipped; None without one."""
+        """The mean over this rank's episodes in `records`, whole and unclipped; None without one."""
         returns = [record["return"] for record in self.records if record["type"] == "episode"]
         return statistics.fmean(returns) if returns else None
 

@@ -84,8 +84,8 @@ class Parts(abc.ABC, Generic[ExchangeT]):
 
     @abc.abstractmethod
     def take_place(self, comm: Communicator, sleeping: Any, interrupt: Interrupt) -> ExchangeT | None:
-        """Of a spare that is needed: the exchange of a rank that trains from now on, with a model from others; None if
-        training ended before. `sleeping`: the algorithm's `Sleeping`. Not collective."""
+        """Make the exchange of a spare that trains from now on, with a model from others; None if training ended
+        before. `sleeping`: the algorithm's `Sleeping`. Not collective."""
 
     @abc.abstractmethod
     def make_loop(self, rank: int, envs: Envs, exchange: ExchangeT, progress: Progress, interrupt: Interrupt) -> Loop:

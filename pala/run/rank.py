@@ -18,6 +18,7 @@ from pala.exchange.sleeping import Beginning, Sleeping
 from pala.gorila.sleeping import SleepingGorila
 from pala.run.hooks import NO_HOOKS, Hooks
 from pala.run.job import Briefing, Job
+from pala.run.request import Request
 from pala.run.result import Conclude, Result
 from pala.system.errors import CollectiveError, EndError
 from pala.system.runtime import Interrupt, loading
@@ -45,26 +46,24 @@ def run_rank(
     elsewhere (`user_code.py`); `hooks`: what the user gives beside the environment, alike on all ranks.
     """
     job = Job(comm, config)
+    request = Request(config, make_env, hooks, resume, preset, facts or {}, trust_run, on_update, conclude)
     if job.trainers is None:
         with (interrupt or Interrupt()).installed() as interrupt:
-            return _stand_by(job, config, make_env, on_update, interrupt, conclude, hooks)
+            return _stand_by(job, request, interrupt)
     with loading():
         from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
 
     with (interrupt or Interrupt()).installed() as interrupt:
-        return train(job, config, make_env, resume, preset, facts, on_update, interrupt, conclude, trust_run, hooks)
+        return train(job, request, interrupt)
 
 
-def _stand_by(
-    job: Job, config: Config, make_env: MakeEnv | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
-    conclude: Conclude | None, hooks: Hooks,
-) -> Result:  # fmt: skip
+def _stand_by(job: Job, request: Request, interrupt: Interrupt) -> Result:
     """Sleep until this rank is needed, then train to the end; or until training ends."""
     briefing = job.brief(None)
     if briefing is None:
         raise CollectiveError("The ranks that train did not start.")
     began_s = time.perf_counter() - briefing.time_s
-    sleeping = _SLEEPING[config.algorithm](job.comm, config, briefing.exchange, interrupt)
+    sleeping = _SLEEPING[request.config.algorithm](job.comm, request.config, briefing.exchange, interrupt)
     try:
         with _noting_the_end(job, briefing):
             is_needed = sleeping.until_needed()
@@ -72,9 +71,7 @@ def _stand_by(
             with loading():
                 from pala.run.session import take_place  # torch, environments: now they are needed
 
-            result = take_place(
-                job, config, briefing, began_s, sleeping, make_env, on_update, interrupt, conclude, hooks
-            )
+            result = take_place(job, request, briefing, began_s, sleeping, interrupt)
             if result is not None:
                 return result
         if not interrupt.is_told_to_leave:

@@ -29,7 +29,7 @@ class Result:
     stopped_early: str = ""
     """Whose callback ended training before its budget was met, as `run.json` has it; "" if none did."""
     evaluation: Evaluation | None = None
-    """Of the final policy; None if it was left out ('evaluation.episodes' is 0) or could not be made, which the console
+    """The final policy's; None if it was left out ('evaluation.episodes' is 0) or could not be made, which the console
     and run.json say, and of a run that a signal stopped."""
     learning_curve: Path | None = None
     """The picture; None as above."""

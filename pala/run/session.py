@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pala.a2c import parts as a2c
 from pala.config import Config, to_table
-from pala.envs import Envs, MakeEnv
+from pala.envs import Envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning, Sleeping
@@ -37,6 +37,7 @@ from pala.run.loop import Counters, Loop, Progress, nothing_on_update
 from pala.run.metrics import Record
 from pala.run.parts import Parts, build_envs
 from pala.run.records import Records, note_failure
+from pala.run.request import Request
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
 from pala.run.user_code import UserCode
@@ -58,29 +59,25 @@ _BUILD_SPARE: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None
 }  # fmt: skip
 
 
-def train(
-    job: Job, config: Config, make_env: MakeEnv | None, resume: Path | None, preset: str,
-    facts: dict[str, Any] | None, on_update: Callable[[int], None] | None, interrupt: Interrupt,
-    conclude: Conclude | None, trust_run: bool, hooks: Hooks,
-) -> Result:  # fmt: skip
+def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
     """What `run_rank` does on a rank that trains from the beginning. Collective."""
-    comm = job.trainers
+    comm, config, hooks = job.trainers, request.config, request.hooks
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
-        code = UserCode(make_env, hooks.make_network)
-        if resume is not None:
-            code = _load_code(comm, resume, code, trust_run)
+        code = UserCode(request.make_env, hooks.make_network)
+        if request.resume is not None:
+            code = _load_code(comm, request.resume, code, request.trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
         config = _with_name(config, code, envs)
-        description = (facts or {}) | {
-            "threads_per_rank": job.threads, "environment": envs.name, "python_environment": code.make_env is not None,
-            "python_network": code.make_network is not None,
+        description = {
+            **request.facts, "threads_per_rank": job.threads, "environment": envs.name,
+            "python_environment": code.make_env is not None, "python_network": code.make_network is not None,
         }  # fmt: skip
         try:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
             if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
                 say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
-            with open_segment(comm, config, resume, preset or config.env.short_id, code) as segment:
+            with open_segment(comm, config, request.resume, request.preset or config.env.short_id, code) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
@@ -90,7 +87,7 @@ def train(
                 if comm.rank == 0 and config.run.console != "none":
                     tell(_header(job, config, parts, progress, segment))
                 session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
-                return session.run(session.begin, on_update or nothing_on_update, conclude)
+                return session.run(session.begin, request.on_update or nothing_on_update, request.conclude)
         except CollectiveError:
             envs.close()
             raise
@@ -114,15 +111,17 @@ def _with_name(config: Config, code: UserCode, envs: Envs) -> Config:
 
 
 def take_place(
-    job: Job, config: Config, briefing: Briefing, began_s: float, sleeping: Sleeping, make_env: MakeEnv | None,
-    on_update: Callable[[int], None] | None, interrupt: Interrupt, conclude: Conclude | None, hooks: Hooks,
-) -> Result | None:  # fmt: skip
+    job: Job, request: Request, briefing: Briefing, began_s: float, sleeping: Sleeping, interrupt: Interrupt
+) -> Result | None:
     """What a spare does when it is needed: build, ask others for a model, train. None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = Alone(job.comm.host), job.comm.rank
+    config, hooks = request.config, request.hooks
     segment = Segment(briefing.run, briefing.segment, briefing.previous)
     try:
-        code = user_code.load(segment.run, UserCode(make_env, hooks.make_network))  # this job has kept or judged it
+        code = user_code.load(
+            segment.run, UserCode(request.make_env, hooks.make_network)
+        )  # this job has kept or judged it
         envs = build_envs(alone, config, job.threads, code.make_env)
         config = _with_name(config, code, envs)
         parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
@@ -144,7 +143,7 @@ def take_place(
         progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
         records = _open_records(job, config, parts, progress, segment)
         session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
-        return session.run(lambda: exchange, on_update or nothing_on_update, conclude)
+        return session.run(lambda: exchange, request.on_update or nothing_on_update, request.conclude)
 
 
 def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None) -> None:
@@ -311,8 +310,8 @@ class Session:
         return exchange.stop
 
     def _stay(self, exchange: Exchange) -> Stop:
-        """Of a rank that was about to leave, when those who were to go on have died or left: nobody but it, or others
-        like it, can say how the run ended. Returns why it ends."""
+        """A rank was about to leave, but those who were to go on have died or left: nobody but it, or others like it,
+        can say how the run ended. Returns why it ends."""
         exchange.stop_now(Stop.SIGNAL)
         if exchange.stop is Stop.SIGNAL:
             say(f"[rank {self._comm.rank}] was about to leave, but no other rank trains any more: the job ends.")

@@ -182,7 +182,7 @@ def _own_key() -> bytes | None:
 
 
 def _make_key(file: Path) -> None:
-    """Of several processes that do so at once, one makes it and all have the same."""
+    """Make it once: if several processes do so at the same time, all have the same."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = file.with_name(f".key.{secrets.token_hex(8)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

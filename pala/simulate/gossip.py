@@ -15,7 +15,8 @@ import numpy as np
 
 from pala.simulate.cluster import Cluster, Link, Prediction
 from pala.simulate.costs import Costs
-from pala.simulate.virtual_cluster import Rank, Scenario, VirtualCluster
+from pala.simulate.scenario import Scenario
+from pala.simulate.virtual_cluster import Rank, VirtualCluster
 
 _DIMENSION = 64  # of the models: the more, the less the distances scatter
 _LOOKS_AT_DISTANCE = 40

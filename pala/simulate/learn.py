@@ -40,7 +40,8 @@ from pala.report.text import table
 from pala.run.loop import Counters, Progress
 from pala.run.run_folder import provenance
 from pala.simulate.alone import Alone
-from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.simulate.scenario import Scenario
+from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import json_text, write_atomically
@@ -118,7 +119,7 @@ class Learned:
         return curve
 
     def mean_height(self, total_steps: int) -> float:
-        """Of the curve: the area under it over its length."""
+        """The area under the curve over its length."""
         return statistics.fmean(self.curve(50, total_steps))
 
 
@@ -178,7 +179,7 @@ class Learners:
         return float((own.exp() * (own - others)).sum(-1).mean())
 
     def progress_kept(self, mean: Tensor) -> float:
-        """Of `Learned`; `mean`: of the ranks' models at the end."""
+        """As `Learned.progress_kept`; `mean`: of the ranks' models at the end."""
         went, learned = mean - self.beginning, self.own_steps / len(self.ranks)
         went, learned = went[: self._num_learned], learned[: self._num_learned]
         return float(went.dot(learned) / learned.dot(learned))
@@ -222,7 +223,7 @@ def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
         model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
         deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
         again_s=20.0 + 5 * delay, patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
-        exchanges_per_update=exchange.exchanges_per_update if method == "paired" else 1,
+        exchanges_per_update=exchange.exchanges_per_update if RULES[method].by_pairs else 1,
         rollout_steps=config.a2c.rollout_steps,
     )  # fmt: skip
 
@@ -245,7 +246,7 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     if cluster.stuck:
         raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
     # Moves that are still owed count as made.
-    total = cluster.sum_of_models if method == "paired" else np.sum([rank.model for rank in cluster.ranks], 0)
+    total = cluster.sum_of_models if RULES[method].by_pairs else np.sum([rank.model for rank in cluster.ranks], 0)
     mean = torch.from_numpy(np.asarray(total / n, np.float32))
     return _learned(learners, mean, cluster.global_steps, cluster.now, updates, cluster.models_sent)
 

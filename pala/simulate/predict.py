@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pala.exchange.kinds import KINDS
 from pala.run.run_folder import provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
@@ -155,7 +156,7 @@ def _reason_against(command: Command, method: str, ranks: int) -> str:
     """Why a method is not simulated with so many ranks, or nothing."""
     if method == "complete" and ranks > _MOST_COMPLETE:
         return f"not simulated above {_MOST_COMPLETE} ranks: n(n-1) models a round"
-    if method == "shared_memory" and ranks > command.ranks_per_host:
+    if method in KINDS and KINDS[method].one_host and ranks > command.ranks_per_host:
         return f"not possible above {command.ranks_per_host} ranks, which is what a host has"
     return ""
 

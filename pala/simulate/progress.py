@@ -15,7 +15,8 @@ import numpy as np
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.report.text import table
-from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.simulate.scenario import Scenario
+from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 
@@ -71,7 +72,7 @@ def measure(
 
     cluster = VirtualCluster(scenario, np.zeros((ranks, 1)), learn=learn)
     cluster.run()
-    total = cluster.sum_of_models if mixing == "paired" else np.sum([rank.model for rank in cluster.ranks], 0)
+    total = cluster.sum_of_models if RULES[mixing].by_pairs else np.sum([rank.model for rank in cluster.ranks], 0)
     models = [float(rank.model[0]) for rank in cluster.ranks]
     return Progress(float(total[0]) / float(made.sum()), float(np.std(models)), cluster.models_sent / float(made.sum()))
 
@@ -92,7 +93,7 @@ def run(arguments: list[str]) -> None:
     rows = []
     for ranks, delay, slowness in itertools.product(command.ranks, command.delays, command.slowness):
         for mixing in command.mixings:
-            exchanges = command.exchanges_per_update if mixing == "paired" else 1
+            exchanges = command.exchanges_per_update if RULES[mixing].by_pairs else 1
             found = measure(mixing, command.topology, ranks, delay, slowness, command.updates, command.seed, exchanges)
             figures = (f"{found.kept:.2f}", f"{found.apart_updates:.2f}", f"{found.models_an_update:.2f}")
             rows.append((str(ranks), f"{delay:g}", f"{slowness:g}", mixing, *figures))

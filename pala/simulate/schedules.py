@@ -17,7 +17,8 @@ import numpy as np
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.topology import TOPOLOGIES
-from pala.simulate.virtual_cluster import Scenario, VirtualCluster
+from pala.simulate.scenario import Scenario
+from pala.simulate.virtual_cluster import VirtualCluster
 
 MIXINGS = ("uniform", "push_sum")
 STALENESS = (0, 1, 3, 10)

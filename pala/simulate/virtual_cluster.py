@@ -11,237 +11,22 @@ the seed. What they do is the code that training runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.driver import GossipDriver, Opened
+from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.gossip.protocols import PROTOCOLS
-from pala.exchange.wire import Format, Message, Refusal
-from pala.transport.base import Received
-from pala.transport.virtual import OnItsWay, Range, VirtualNetwork, VirtualTransport
+from pala.simulate.scenario import Scenario
+from pala.simulate.vector_models import Sent, VectorModels, is_finite
+from pala.transport.virtual import OnItsWay, VirtualNetwork, VirtualTransport
 
 Learn = Callable[[int, np.ndarray], None]
-_NOT_FINITE = Refusal("it holds NaN or infinity")
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One simulated run. Times are seconds of the virtual clock; a range is drawn from uniformly."""
-
-    size: int
-    topology: str = "random"
-    mixing: str = "uniform"
-    max_staleness: int = 10
-    budget_steps: int = 100
-    steps_per_update: int = 1
-    seed: int = 0
-    update_s: Range = (0.8, 1.2)
-    """One update, with the environment steps before it."""
-    slowness: tuple[float, ...] = ()
-    """A factor of `update_s` for each rank; empty: 1 for all."""
-    pause_probability: float = 0.0
-    """That an update also takes `pause_s`."""
-    pause_s: Range = (5.0, 50.0)
-    model_s: Range = (0.05, 0.3)
-    """A model on its way."""
-    control_s: Range = (0.01, 0.1)
-    """A credit or a stop on its way; it may overtake a model."""
-    wake_s: Range = (0.0, 0.01)
-    """Until a waiting rank looks at what has come."""
-    again_s: float = 10.0
-    """Until a waiting rank sends once more."""
-    patience_s: float = 1e9
-    """Until a waiting rank goes on, a peer is left out, and a rank that was away takes peers' models for its own. By
-    default never: patience would hide a deadlock."""
-    send_buffers: int = 2
-    """Snapshots that a rank can have on their way, if the peers that they went to answer."""
-    spares: int = 0
-    """So many of the ranks, the last ones, sleep until one that trains is dead."""
-    wake_up_s: Range = (1.0, 5.0)
-    """From when a spare hears that it is needed until it can train."""
-    leaves: Mapping[int, float] = field(default_factory=dict)
-    """When which ranks are told to leave, which they do after their next update, if others train."""
-    deaths: Mapping[int, float] = field(default_factory=dict)
-    """When which ranks die."""
-    death_notice_s: Range = (0.0, 2.0)
-    """Until a peer hears of it."""
-    death_loss: float = 0.5
-    """Probability that a message on its way from a dying rank is lost; one to it always is."""
-    stops: Mapping[int, Range] = field(default_factory=dict)
-    """When which ranks are stopped and go on (SIGSTOP, SIGCONT)."""
-    cut_s: Range = (0.0, 0.0)
-    """When the links are cut between the ranks below `cut_at` and the others; what was sent comes after that."""
-    cut_at: int = 0
-    poison: Mapping[int, Range] = field(default_factory=dict)
-    """Ranks whose every update between these two times makes their model NaN."""
-    whole_every: int = 1
-    """One of so many sends carries a whole model. A part heals nobody; in all else it counts here as a model."""
-    exchanges_per_update: int = 1
-    """Of the paired exchange: offers that a rank may make in an update; with more than 1, between two steps, too."""
-    rollout_steps: int = 5
-    """Steps of an update, at equal intervals, after which a rank may exchange."""
-
-
-class _Sent(NamedTuple):
-    """What a packet holds."""
-
-    message: Message
-    model: np.ndarray | None = None
-
-
-def is_finite(model: np.ndarray) -> bool:
-    """One pass: a sum is finite only if every term is."""
-    return math.isfinite(np.add.reduce(model))
-
-
-class VectorPacket:
-    """A message, and the copy of a model if it has one."""
-
-    def __init__(self, data: _Sent | None = None) -> None:
-        self.data, self.pending = data, 0
-        self.change: np.ndarray | None = None  # of an offer: what its answer differs by
-        self.heals = 0  # of its rank, when it was filled
-
-    def ready(self) -> bool:
-        return True
-
-
-class VectorModels:
-    """A rank's model as the driver's `Models`: a vector, without bytes; and what is known of its mixes from outside."""
-
-    def __init__(self, model: np.ndarray, network: VirtualNetwork) -> None:
-        self.model, self._network = model, network
-        self.ahead: np.ndarray | None = None  # as `look_ahead`; with the moves that are owed
-        self._acting = model  # what the model was then
-        self.mixes = 0
-        self.oldest_mixed_s = 0.0  # the greatest age of a model when it was mixed
-        self.faults: list[str] = []  # what must not be done with models
-        self.heals = 0
-        self.owed: dict[VectorPacket, np.ndarray] = {}  # offers that were answered -> the moves due to them
-        self.unmatched = np.zeros_like(model)  # by which this rank alone has moved, or its peers alone have
-        self._opened: tuple[np.ndarray, Message | None, float] = (model, None, 0.0)
-        self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(model), 0.0, False
-        self.inbox_from_s = float("inf")  # when the oldest model in it was sent
-
-    def new_snapshot(self) -> VectorPacket:
-        return VectorPacket()
-
-    def fill(self, snapshot: VectorPacket, message: Message, whole: bool) -> int:
-        snapshot.data = _Sent(message if whole else message._replace(format=Format.TOP_K), self._moving.copy())
-        snapshot.change, snapshot.heals = None, self.heals
-        self.owed.pop(snapshot, None)
-        return 0
-
-    def fill_answer(self, snapshot: VectorPacket, message: Message, peer: int) -> int:
-        return self.fill(snapshot, message, whole=True)
-
-    def control(self, message: Message) -> VectorPacket:
-        return VectorPacket(_Sent(message))
-
-    def open(self, received: Received, offer: VectorPacket | None = None) -> Opened:
-        message, model = received.data
-        if model is None:
-            return Opened(message)
-        assert self._network.delivering is not None
-        self._opened = model, message, self._network.delivering.time_s
-        return Opened(message, None if is_finite(model) else _NOT_FINITE)
-
-    def add(self, weight: float) -> None:
-        model, message, time_s = self._opened
-        self.inbox = self.inbox + weight * model
-        self.inbox_weight += weight
-        self.inbox_whole |= message is not None and message.format is not Format.TOP_K
-        self.inbox_from_s = min(self.inbox_from_s, time_s)
-
-    def clear(self) -> None:
-        self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(self.model), 0.0, False
-        self.inbox_from_s = float("inf")
-
-    def mix(self, own_weight: float, measure: bool) -> None:
-        fraction = self.inbox_weight / (own_weight + self.inbox_weight)
-        self._replace(self._moving + fraction * (self.inbox / self.inbox_weight - self._moving))
-
-    def pull(self, fraction: float, measure: bool) -> None:
-        self._replace(self._moving + fraction * (self.inbox - self.inbox_weight * self._moving))
-
-    def keep(self, offer: VectorPacket) -> None:
-        assert offer.data is not None and offer.data.model is not None
-        model, message, _ = self._opened
-        if message is None or message.round != offer.data.message.round:
-            self.faults.append("took the answer to another offer")
-        offer.change = model - offer.data.model
-
-    def move(self, offer: VectorPacket, fraction: float) -> None:
-        assert offer.change is not None, "an offer moves this rank's model only when it was answered"
-        if offer.heals < self.heals:
-            self.faults.append("moved by what its model was before it was healed")
-        self.owed.pop(offer, None)
-        self._become(self._moving + fraction * offer.change)
-
-    def heal(self) -> None:
-        if not self.inbox_whole:
-            self.faults.append("was healed by a part of a model")
-        if self.ahead is not None:
-            self.faults.append("was healed while moves were owed to it")
-        self.heals += 1
-        old, self.ahead = self.with_owed, None
-        self._replace(self.inbox / self.inbox_weight)
-        self.unmatched += self.model - old
-        for offer in list(self.owed):
-            self.take_for_lost(offer)
-
-    @property
-    def with_owed(self) -> np.ndarray:
-        """The model with the moves that are owed to it."""
-        return self.model if self.ahead is None else self.model + (self.ahead - self._acting)
-
-    @property
-    def _moving(self) -> np.ndarray:
-        return self.model if self.ahead is None else self.ahead
-
-    def look_ahead(self) -> None:
-        if self.ahead is None:
-            self.ahead, self._acting = self.model.copy(), self.model.copy()
-
-    def settle(self) -> None:
-        self.model, self.ahead = self.with_owed, None
-
-    def owe(self, offer: VectorPacket, move: np.ndarray) -> None:
-        """A peer has answered this rank's offer, and moved."""
-        self.owed[offer] = move
-        if offer.heals < self.heals:
-            self.take_for_lost(offer)
-
-    def take_for_lost(self, offer: VectorPacket | None) -> None:
-        """The move due to this offer, if there is one, will not be made."""
-        if offer in self.owed:
-            self.unmatched -= self.owed.pop(offer)
-
-    def memory_for(self, num_bytes: int) -> None:
-        return None
-
-    def give_up_memory(self) -> None:
-        pass
-
-    def _replace(self, model: np.ndarray) -> None:
-        self._become(model)
-        self.oldest_mixed_s = max(self.oldest_mixed_s, self._network.now - self.inbox_from_s)
-        self.clear()
-
-    def _become(self, model: np.ndarray) -> None:
-        self.mixes += 1
-        if self.ahead is None:
-            self.model = model
-        else:
-            self.ahead = model
 
 
 class Rank:
@@ -359,9 +144,9 @@ class VirtualCluster(VirtualNetwork):
 
     @property
     def sum_of_models(self) -> np.ndarray:
-        """Of all ranks, the dead as they were, with the moves that they owe to answers that were sent, and without what
-        only one rank of a pair may do: heal, and move when the other is dead or has healed. Paired exchanges do not
-        change it."""
+        """Over all ranks, the dead as they were, with the moves that they owe to answers that were sent, and without
+        what only one rank of a pair may do: heal, and move when the other is dead or has healed. Paired exchanges do
+        not change it."""
         all_models = [rank.models for rank in self.ranks]
         owed = [move for models in all_models for move in models.owed.values()]
         return np.add.reduce([models.with_owed - models.unmatched for models in all_models] + owed)
@@ -571,5 +356,5 @@ class VirtualCluster(VirtualNetwork):
 
 def _weight(on_its_way: OnItsWay) -> float:
     """The push-sum weight that a packet carries."""
-    sent: _Sent = on_its_way.data
+    sent: Sent = on_its_way.data
     return sent.message.weight if sent.model is not None else 0.0

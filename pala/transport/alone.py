@@ -18,7 +18,7 @@ class _Me(Living):
     members = (0,)
 
     def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
-        """Of one value."""
+        """One value is its own sum and maximum."""
 
     def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
         """To nobody."""
@@ -59,7 +59,7 @@ class Alone(Communicator):
         return lambda: True
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        """Of one value."""
+        """One value is its own sum and maximum."""
 
     def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         return action(_Me())

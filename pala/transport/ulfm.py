@@ -78,5 +78,5 @@ class Barrier:
 
     @property
     def everywhere(self) -> bool:
-        """Of a barrier that is done: whether nobody died and all who came said that it holds; the same on all ranks."""
+        """True if, when the barrier was done, nobody had died and all who came said that it holds; the same on all."""
         return bool(self._flag[0]) and not self._died

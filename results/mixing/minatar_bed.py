@@ -5,6 +5,8 @@ interrupted.
     python results/mixing/minatar_bed.py sweep          which rate is best for each method
     python results/mixing/minatar_bed.py momentum       and which momentum
     python results/mixing/minatar_bed.py exchanges      several paired exchanges an update, with 16 ranks
+    python results/mixing/minatar_bed.py larger         as many environments in all on fewer ranks
+    python results/mixing/minatar_bed.py longer         four times the steps, with 16 ranks
     python results/mixing/minatar_bed.py final          each method at its best setting, with fresh seeds
     python results/mixing/minatar_bed.py delays         gossip under delays, and with a slow rank
 
@@ -58,16 +60,23 @@ class Job(NamedTuple):
     delay: float = 0.05
     slow_ranks: int = 0
     exchanges: int = 1
+    envs: int = 16  # of a rank
+    total_steps: int = TOTAL_STEPS
+
+    @property
+    def is_usual(self) -> bool:
+        """True if nothing but setting, game, ranks and seed tells it from others."""
+        return self == Job(*self[:7], exchanges=self.exchanges)
 
     @property
     def setting(self) -> Setting:
-        """Of its method."""
+        """How its method is set."""
         return Setting(self.method, self.rate, self.momentum, self.smoothing, self.exchanges)
 
     @property
     def is_of_the_sweep(self) -> bool:
         """True if settings may be chosen by it."""
-        return self.seed < _FRESH and (self.delay, self.slow_ranks) == (0.05, 0)
+        return self.seed < _FRESH and self.is_usual
 
 
 def make_bed(env_config: Any, game: str) -> Any:
@@ -120,7 +129,8 @@ def train(job: Job) -> dict[str, Any]:
     from pala.simulate.learn import Conditions, learn
 
     torch.set_num_threads(1)
-    config = Config(total_steps=TOTAL_STEPS, seed=job.seed)
+    config = Config(total_steps=job.total_steps, seed=job.seed)
+    config = replace(config, env=replace(config.env, num_envs=job.envs))
     own = {"learning_rate": job.rate * BASE_RATE, "momentum": job.momentum, "momentum_smoothing": job.smoothing}
     exchange = replace(config.exchange, exchanges_per_update=job.exchanges)
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
@@ -131,8 +141,8 @@ def train(job: Job) -> dict[str, Any]:
         return job._asdict() | {"failed": str(error)}
     mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
     return job._asdict() | {
-        "mean_height": learned.mean_height(TOTAL_STEPS),
-        "curve": [round(height, 3) for height in learned.curve(50, TOTAL_STEPS)],
+        "mean_height": learned.mean_height(job.total_steps),
+        "curve": [round(height, 3) for height in learned.curve(50, job.total_steps)],
         "progress_kept": learned.progress_kept,
         "distance": mean(learned.distances),
         "divergence": mean(learned.divergences),
@@ -193,6 +203,12 @@ _EXCHANGES = (  # rate, momentum, smoothing, exchanges an update
 )  # fmt: skip
 
 
+_LARGER = (  # of 4 ranks of 64 environments
+    (2, 0.75, 0.8), (4, 0.0, 0.0), (4, 0.5, 0.8),
+)  # fmt: skip
+_LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8))  # each method's best of 16 ranks
+
+
 def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[Job]:
     """The trainings of a stage; those of the last two need the others."""
     trials = itertools.product(range(1, seeds + 1), ranks, games, METHODS)
@@ -210,6 +226,15 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
             Job(game, 16, "paired", rate, seed, momentum, smoothing, exchanges=exchanges)
             for (rate, momentum, smoothing, exchanges), seed, game in trials
         ]
+    if stage == "larger":
+        trials = itertools.product(range(1, seeds + 1), _LARGER, games)
+        return [
+            Job(game, 4, "paired", rate, seed, momentum, smoothing, envs=64)
+            for seed, (rate, momentum, smoothing), game in trials
+        ]
+    if stage == "longer":
+        trials = itertools.product(range(1, seeds + 1), games, _LONGER)
+        return [_job(game, 16, setting, seed)._replace(total_steps=4 * TOTAL_STEPS) for seed, game, setting in trials]
     fresh = range(_FRESH + 1, _FRESH + 1 + seeds)
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
     if stage == "final":
@@ -233,7 +258,7 @@ def _job(game: str, ranks: int, setting: Setting, seed: int, delay: float = 0.05
 
 
 def _commit() -> str:
-    """Of the code that trains, with a mark if it was changed since."""
+    """The commit of the code that trains, with a mark if it was changed since."""
     git = ["git", "-C", str(FOLDER)]
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":/pala", ":/results/mixing/*.py"])
@@ -243,7 +268,7 @@ def _commit() -> str:
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("sweep", "momentum", "exchanges", "final", "delays"))
+    parser.add_argument("stage", choices=("sweep", "momentum", "exchanges", "larger", "longer", "final", "delays"))
     parser.add_argument("--games", nargs="+", default=list(SWEPT), choices=GAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--seeds", type=int, default=2)

@@ -62,7 +62,7 @@ def fresh(results: Results) -> str:
     """Each method at its best settings, fresh seeds, beside the best of synchronous A2C."""
     cells: dict[tuple[str, int, Setting], list[dict]] = {}
     for job, line in results.items():
-        if not job.is_of_the_sweep and (job.delay, job.slow_ranks) == (0.05, 0) and "mean_height" in line:
+        if not job.is_of_the_sweep and job.is_usual and "mean_height" in line:
             cells.setdefault((job.game, job.ranks, job.setting), []).append(line)
     best, rows = best_settings(results), []
     for game, ranks, setting in sorted(cells, key=lambda key: (key[0], key[1], METHODS.index(key[2].method), key[2])):
@@ -83,7 +83,7 @@ def disturbed(results: Results) -> str:
     """Under delays and with a slow rank, beside the same undisturbed."""
     cells: dict[tuple[str, int, Setting, float, int], list[float]] = {}
     for job, line in results.items():
-        if not job.is_of_the_sweep and "mean_height" in line:
+        if job._replace(delay=0.05, slow_ranks=0).is_usual and not job.is_of_the_sweep and "mean_height" in line:
             key = (job.game, job.ranks, job.setting, job.delay, job.slow_ranks)
             cells.setdefault(key, []).append(line["mean_height"])
     rows = []

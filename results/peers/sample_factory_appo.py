@@ -66,7 +66,7 @@ def train(arguments):
 
 
 def episodes_in(folder):
-    """Of all environments, in the order of time: [seconds, steps of all, return]."""
+    """The episodes of all environments, in the order of time: [seconds, steps of all, return]."""
     rows, begin_s = [], None
     for number, path in enumerate(sorted(folder.glob("*.csv"))):
         for line in path.read_text().splitlines(keepends=True):

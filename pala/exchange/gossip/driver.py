@@ -34,6 +34,7 @@ from pala.exchange.gossip.actions import (
     Pull,
     SendControl,
     SendModel,
+    Wait,
 )
 from pala.exchange.gossip.messages import NEWS, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
@@ -291,10 +292,12 @@ class GossipDriver(Receiver):
                 self._count_mix(action.num_models)
             elif isinstance(action, Clear):
                 self.models.clear()
+            else:
+                assert isinstance(action, (Wait, GoOn)), action  # `advance` returns them
 
     def _send_control(self, action: SendControl) -> None:
-        """Of replies so many as any peer can be owed: one that sends what has to be refused, and takes nothing, gets no
-        more."""
+        """Send as many replies as any peer can be owed: one that sends what has to be rejected, and takes nothing, gets
+        no more."""
         packet = self.models.control(action.message)
         if action.message.kind not in NEWS:
             self._replies = [reply for reply in self._replies if reply[1].pending]
@@ -377,6 +380,6 @@ class GossipDriver(Receiver):
         if source not in self._complained_of:
             self._complained_of.add(source)
             self._report(
-                f"[rank {self.protocol.rank}] refused a model from rank {source}: {refusal.reason}. "
+                f"[rank {self.protocol.rank}] rejected a model from rank {source}: {refusal.reason}. "
                 "Later ones are only counted."
             )

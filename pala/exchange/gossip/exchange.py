@@ -87,7 +87,7 @@ class Gossip(ModelExchange):
         return self._driver.heals
 
     def take_place(self) -> bool:
-        """Of a rank that has slept: train from now on, with a peer's model, which is waited for. False if training ends
+        """A rank that has slept trains from now on, with a peer's model, which is waited for. False if training ends
         before it comes. Raises PalaError if nobody has one any more. Not collective."""
         self._driver.take_place()
         with self._driver.lock:

@@ -18,10 +18,16 @@ rank's learning rate does not depend on how often it was sent to.
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
 
 class Mixing(abc.ABC):
     """The rule as one rank follows it. `weight`: of its own model."""
+
+    of_whole_models: ClassVar[bool] = False
+    """What models weigh belongs to whole models: no codec may send parts."""
+    by_pairs: ClassVar[bool] = False
+    """Ranks exchange two at a time: not with a topology that sends to several, but several times an update if asked."""
 
     def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
@@ -66,6 +72,8 @@ class Uniform(Mixing):
 class PushSum(Mixing):
     """A weight moves with every model, and none is lost: a rejected model's stays with the receiver."""
 
+    of_whole_models = True
+
     def send(self, copies: int) -> float:
         self.weight /= copies + 1
         return self.weight
@@ -80,4 +88,10 @@ class PushSum(Mixing):
         self.weight += received
 
 
-RULES: dict[str, type[Mixing]] = {"uniform": Uniform, "push_sum": PushSum, "paired": Uniform}
+class Paired(Uniform):
+    """No weights: both ranks of a pair move by the same amount."""
+
+    by_pairs = True
+
+
+RULES: dict[str, type[Mixing]] = {"uniform": Uniform, "push_sum": PushSum, "paired": Paired}

@@ -47,7 +47,7 @@ from pala.exchange.gossip.actions import Accept, Action, Clear, GoOn, Heal, Mix,
 from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
 from pala.exchange.gossip.mixing import Mixing
 from pala.exchange.gossip.process_lock import ProcessLock
-from pala.exchange.wire import Format, Message
+from pala.exchange.wire import Message
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Rules:
     patience_s: float = 5.0
     """How long others may keep a rank waiting; longer if its own updates take long."""
     exchanges_per_update: int = 1
-    """Of the paired exchange: offers that a rank may make in an update. With more than one, ranks offer, answer and
+    """Offers that a rank may make in an update of the paired exchange. With more than one, ranks offer, answer and
     move between two steps of a rollout, too."""
 
 
@@ -280,8 +280,8 @@ class GossipProtocol:
         return []
 
     def _ask(self) -> list[Action]:
-        """Of a rank that takes a place: tell log2 n peers that it is there and needs a whole model; after a while,
-        others. The rest hear of it by the steps that it makes."""
+        """A rank that takes a place tells log2 n peers that it is there and needs a whole model; after a while, others.
+        The rest hear of it by the steps that it makes."""
         if self._now_s < self._asks_again_s:
             return []
         n, place = len(self.living), self.living.index(self.rank)
@@ -331,14 +331,15 @@ class GossipProtocol:
         return whole
 
     def _model_came(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
-        sender, stale = message.sender, self._note_transfer(message.sender, took_s) or late
+        sender, stale = message.sender, self._is_stale(message.sender, took_s, late)
+        self._note_transfer(sender, took_s)
         if stale or rejected:  # it counts in its round; its weight stays with this rank
             self.counts["models_refused" if rejected else "models_stale"] += 1
             self._num_rejected += 1
             self.mixing.reject(message.weight)
             return self._return_credit(sender)
         self.counts["models_received"] += 1
-        self._whole_came |= message.format is not Format.TOP_K
+        self._whole_came |= message.format.is_whole
         self._gave_up = False
         self._inbox[sender] = self.mixing.receive(message.weight)
         return [Accept(self._inbox[sender])]
@@ -350,13 +351,15 @@ class GossipProtocol:
         self.mixing.reject(message.weight)
         return []
 
-    def _note_transfer(self, sender: int, took_s: float) -> bool:
+    def _is_stale(self, sender: int, took_s: float, late: bool) -> bool:
         """True if the model that has come from `sender`, in so many seconds, is too old to be received: its sender
         stopped while it sent it, or this rank stopped (and is returning) before it could take it in."""
-        stale = took_s > self.transfer_patience_s or sender in self._stale
+        return late or took_s > self.transfer_patience_s or sender in self._stale
+
+    def _note_transfer(self, sender: int, took_s: float) -> None:
+        """A model has come from `sender`, in so many seconds; its next one is as young as any."""
         self._transfer_s = 0.8 * self._transfer_s + 0.2 * min(took_s, 2 * self.transfer_patience_s)
         self._stale.discard(sender)
-        return stale
 
     def _credit_came(self, peer: int, wants_whole: bool) -> None:
         """`peer` has taken in (or rejected) the last model sent to it, or waits to heal and asks for a whole one."""

@@ -1,0 +1,38 @@
+"""What a rank is asked to do. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pala.config import Config
+from pala.run.hooks import NO_HOOKS, Hooks
+from pala.run.result import Conclude
+
+if TYPE_CHECKING:
+    from pala.envs import MakeEnv
+
+
+@dataclass(frozen=True)
+class Request:
+    """One training, as it is asked for: the same on all ranks but for `facts`."""
+
+    config: Config
+    make_env: MakeEnv | None = None
+    """In place of the environment that the configuration names."""
+    hooks: Hooks = NO_HOOKS
+    """What the user gives beside it."""
+    resume: Path | None = None
+    """Folder of the run that goes on."""
+    preset: str = ""
+    """What the name of a new run begins with; by default, the environment's."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """For run.json, from the first rank."""
+    trust_run: bool = False
+    """Run the code that a resumed run names though it came from elsewhere (`user_code.py`)."""
+    on_update: Callable[[int], None] | None = None
+    """Called with the number of updates of this rank, after each."""
+    conclude: Conclude | None = None
+    """What the first rank that lives does at the very end, alone."""

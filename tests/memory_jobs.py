@@ -1,0 +1,209 @@
+"""What the tests of whole trainings on threads share: configurations, jobs and what came of them, faults by script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import SIGUSR1
+from typing import Any
+
+import gymnasium
+import torch
+from conftest import record_of
+from torch import Tensor
+
+from pala.config import (
+    A2CConfig,
+    Config,
+    EnvConfig,
+    EvaluationConfig,
+    ExchangeConfig,
+    GorilaConfig,
+    NetworkConfig,
+    RunConfig,
+)
+from pala.exchange.kinds import KINDS
+from pala.run import checkpoint
+from pala.run.checkpoint import RankState, load_policy
+from pala.run.metrics import read_run
+from pala.run.rank import run_rank
+from pala.run.result import Result
+from pala.system.errors import EndError
+from pala.transport.faults import (
+    Fault,
+)
+from pala.transport.memory import MemoryCommunicator, run_ranks
+
+ENVS, ROLLOUT = 5, 2  # in this form a batch of ten costs least
+BATCH = ENVS * ROLLOUT
+COUPLED = [kind.name for kind in KINDS.values() if not kind.independent]
+OUTLIVING = [kind.name for kind in KINDS.values() if kind.outlives_ranks]
+NEEDING_ALL = [kind.name for kind in KINDS.values() if not kind.outlives_ranks]
+ENDLESS = 10**9
+GORILA = GorilaConfig(
+    replay_capacity_steps=1000, min_replay_steps=60, minibatch_size=8, target_period_updates=20, num_shards=2
+)
+SEPARATE = replace(GORILA, roles="separate", num_actors=2, num_learners=2)  # shards 0 and 1, learners, actors
+
+OnUpdate = Callable[[MemoryCommunicator, int], None]
+
+
+class Paced(gymnasium.Wrapper):
+    """Takes its time, so that a job lasts."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.002)
+        return super().step(action)
+
+
+gymnasium.register("Paced-v0", lambda: Paced(gymnasium.make("CartPole-v1")))
+
+
+def configure(folder: Path, kind: str = "gossip", steps: int = 600, **settings: Any) -> Config:
+    """CartPole and a network so small that a rank makes a hundred updates in a blink."""
+    envs, rollout = (2, 5) if "exchanges_per_update" in settings else (ENVS, ROLLOUT)
+    return Config(
+        total_steps=steps, env=EnvConfig("CartPole-v1", num_envs=envs), network=NetworkConfig(mlp_hidden=(4,)),
+        a2c=A2CConfig(rollout_steps=rollout),
+        exchange=ExchangeConfig(kind, **settings), evaluation=EvaluationConfig(episodes=0),  # type: ignore[arg-type]
+        run=RunConfig(str(folder), "r", console="none", tensorboard=False, log_interval_s=0.1, threads=1),
+    )  # fmt: skip
+
+
+def gorila(folder: Path, config: GorilaConfig = GORILA, steps: int = 400) -> Config:
+    plain = configure(folder, steps=steps)
+    env = replace(plain.env, id="Paced-v0") if config.roles == "separate" else plain.env  # actors wait for no learner
+    return replace(plain, algorithm="gorila", gorila=config, env=env)
+
+
+@dataclass
+class Trained:
+    """A job that has ended."""
+
+    config: Config
+    results: list[Any]  # of each rank, what it returned or raised
+
+    @property
+    def run(self) -> Path:
+        return Path(self.config.run.dir) / self.config.run.name
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return record_of(self.run)
+
+    @property
+    def segment(self) -> dict[str, Any]:
+        return self.record["segments"][-1]
+
+    @property
+    def policy(self) -> dict[str, Tensor]:
+        return load_policy(self.run / "policy.safetensors")[0]
+
+    def states(self, first: bool = False, ranks: int | None = None) -> list[RankState]:
+        """The ranks' newest checkpoints, or those that they began with."""
+        folder = checkpoint.newest_segment(self.run)
+        return [
+            checkpoint._read_rank(checkpoint._rank_path(folder, rank, previous=first))
+            for rank in range(ranks or len(self.results))
+        ]
+
+    def total(self, key: str, rank: int | None = None) -> float:
+        """Sum of a metric over all records, of one rank or of all."""
+        ranks = read_run(self.run)
+        kept = ranks if rank is None else [ranks[rank]]
+        return sum(r.get(key) or 0 for records in kept for r in records if r["type"] == "interval")
+
+    def fields(self) -> set[str]:
+        """The sum over all records of all ranks."""
+        return {key for records in read_run(self.run) for record in records for key in record}
+
+    def ended_well(self, but_for: Iterable[int] = ()) -> bool:
+        """Raise what a rank raised that should have completed."""
+        for rank, result in enumerate(self.results):
+            if rank not in but_for:
+                if isinstance(result, BaseException):
+                    raise result
+                assert result.status == "completed"
+        return self.record["completed"]
+
+    def resume(self, ranks: int, steps: int) -> Trained:
+        return train(ranks, replace(self.config, total_steps=steps), resume=self.run)
+
+
+def train(
+    ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None,
+    on_update: OnUpdate = MemoryCommunicator.on_update,
+) -> Trained:  # fmt: skip
+    def main(comm: MemoryCommunicator) -> Result:
+        with asking_as_abort_does(comm):
+            return run_rank(
+                comm, config, resume=resume, on_update=lambda updates: on_update(comm, updates),
+                interrupt=comm.interrupt,
+            )  # fmt: skip
+
+    return Trained(config, run_ranks(ranks, main, faults))
+
+
+@contextmanager
+def asking_as_abort_does(comm: MemoryCommunicator) -> Iterator[None]:
+    """Who ends the job asks first who else lives: then no transport's thread may still be in MPI."""
+    try:
+        yield
+    except EndError:
+        comm.is_alone()  # refuses while a transport is open
+        raise
+
+
+def own_steps(states: Iterable[RankState]) -> list[int]:
+    return [state.counters["own_steps"] for state in states]
+
+
+def leave_at(*ranks: int, update: int) -> OnUpdate:
+    """These ranks get SIGUSR2 when they have made so many updates."""
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_update(updates)
+        if comm.rank in ranks and updates == update:
+            comm.interrupt.is_told_to_leave = True
+
+    return on_update
+
+
+def parameters(states: Iterable[RankState]) -> Tensor:
+    return torch.stack([state.tensors["parameters"] for state in states])
+
+
+def with_spares(folder: Path, spares: int, steps: int = ENDLESS, **settings: Any) -> Config:
+    config = configure(folder, steps=steps, **{"max_staleness": 2} | settings)
+    return replace(config, env=replace(config.env, id="Paced-v0"), run=replace(config.run, spares=spares))
+
+
+def stop_when(*ranks: int, updates: int, also: OnUpdate = MemoryCommunicator.on_update) -> OnUpdate:
+    """The job gets SIGUSR1 when these ranks have all made so many updates."""
+    have_come: set[int] = set()
+
+    def on_update(comm: MemoryCommunicator, made: int) -> None:
+        also(comm, made)
+        if comm.rank in ranks and made >= updates:
+            have_come.add(comm.rank)
+            if len(have_come) == len(ranks):
+                comm.interrupt.signal = SIGUSR1
+
+    return on_update
+
+
+def ranks_in(job: Trained, key: str) -> list[int]:
+    return [entry["rank"] for entry in job.segment.get(key, [])]
+
+
+def stopped_well(job: Trained, but_for: Iterable[int]) -> bool:
+    """Raise what a rank raised that should have stopped."""
+    for rank, result in enumerate(job.results):
+        if rank not in but_for:
+            if isinstance(result, BaseException):
+                raise result
+            assert result.status in ("stopped", "spared")
+    return job.segment["status"] == "stopped"

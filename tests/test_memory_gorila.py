@@ -1,0 +1,101 @@
+"""Whole trainings of Gorila on threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import slow_among
+from memory_jobs import (
+    ENDLESS,
+    GORILA,
+    SEPARATE,
+    gorila,
+    own_steps,
+    train,
+)
+
+from pala.config import (
+    GorilaConfig,
+)
+from pala.gorila.shard import assemble
+from pala.run.metric_table import METRICS
+from pala.system.errors import CollectiveError, EndError
+from pala.transport.faults import (
+    Fault,
+    fail_at,
+    fail_at_message,
+    signal_at,
+)
+from pala.transport.memory import Killed
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, replace(GORILA, num_shards=1)), (3, GORILA), (6, SEPARATE)])
+def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
+    trained = train(ranks, gorila(tmp_path, config))
+    assert trained.ended_well() and 400 <= trained.results[0].global_steps < 500
+    assert trained.fields() == {metric.name for metric in METRICS if metric.algorithm != "a2c"}
+    states = trained.states()
+    assert sum(own_steps(states)) == trained.results[0].global_steps
+    assert assemble(states).version > 20 and trained.total("messages_refused") == 0
+    assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "fault"),
+    [
+        (3, GORILA, fail_at(2, 10)),
+        pytest.param(6, SEPARATE, fail_at(3, 10), marks=pytest.mark.slow),
+        pytest.param(6, SEPARATE, fail_at_message(5, 30), marks=pytest.mark.slow),
+    ],
+    ids=["bundle", "learner", "actor"],
+)
+def test_gorila_outlives_what_others_can_do_as_well(
+    ranks: int, config: GorilaConfig, fault: Fault, tmp_path: Path
+) -> None:
+    trained = train(ranks, gorila(tmp_path, config, steps=800), [fault])
+    assert isinstance(trained.results[fault.rank], Killed)  # type: ignore[union-attr]
+    assert trained.ended_well(but_for=[fault.rank])  # type: ignore[union-attr]
+    assert trained.results[0].global_steps >= 800
+
+
+@pytest.mark.parametrize(("ranks", "config"), slow_among([(3, GORILA), (6, SEPARATE)], 6))
+def test_the_death_of_a_shard_ends_gorila_with_a_sentence(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
+    trained = train(ranks, gorila(tmp_path, config, ENDLESS), [fail_at_message(1, 20)])
+    sentence = "Rank 1 has died, which served shard 1 of the parameters; nothing can be learned without it"
+    for rank in {*range(ranks)} - {1}:
+        assert isinstance(trained.results[rank], EndError) and sentence in str(trained.results[rank])
+    assert not trained.record["completed"]
+    resumed = trained.resume(ranks, 400)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= 400
+
+
+def test_a_signal_to_one_rank_stops_gorila_and_its_replay_is_kept(tmp_path: Path) -> None:
+    config = replace(GORILA, save_replay=True)
+    trained = train(3, gorila(tmp_path, config, ENDLESS), [signal_at(2, update=10)])
+    assert {result.status for result in trained.results} == {"stopped"}
+    begin, made = assemble(trained.states()), trained.results[0].global_steps
+    resumed = trained.resume(3, made + 200)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
+    assert assemble(resumed.states(first=True)).parameters.equal(begin.parameters)
+    assert assemble(resumed.states()).version > begin.version
+    assert len(list((resumed.run / "checkpoints/segment-001").glob("*.replay"))) == 3
+    assert not list((resumed.run / "checkpoints/segment-000").glob("*.replay"))
+
+
+def test_other_ranks_and_roles_go_on_with_gorilas_parameters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    trained = train(3, gorila(tmp_path))
+    begin, made = assemble(trained.states()), trained.results[0].global_steps
+    config = gorila(tmp_path, SEPARATE, made + 300)
+    resumed = train(6, config, resume=trained.run)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= made + 300
+    assert "The run had 3 ranks and now has 6: the shards' parameters are shared out" in capsys.readouterr().err
+    begun = assemble(resumed.states(first=True))
+    assert begun.parameters.equal(begin.parameters) and begun.version == begin.version
+
+
+def test_roles_that_do_not_fit_are_a_mistake_of_all(tmp_path: Path) -> None:
+    errors = train(3, gorila(tmp_path, SEPARATE)).results
+    assert all(isinstance(error, CollectiveError) and "but the job has 3" in str(error) for error in errors)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,187 @@
+"""Spares on threads: which take places, when, and what becomes of those that nobody needs."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import pytest
+from conftest import slow_but_for
+from memory_jobs import (
+    BATCH,
+    NEEDING_ALL,
+    leave_at,
+    own_steps,
+    ranks_in,
+    stop_when,
+    stopped_well,
+    train,
+    with_spares,
+)
+
+from pala.config import (
+    EnvConfig,
+    ExchangeConfig,
+    check,
+)
+from pala.run.job import Job
+from pala.run.rank import run_rank
+from pala.run.result import Result
+from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.transport.faults import (
+    fail_at,
+    fail_at_message,
+    stop_at_message,
+)
+from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+
+
+def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
+    job = train(5, with_spares(tmp_path, spares=2, steps=200))
+    assert job.ended_well(but_for=[3, 4]) and [result.status for result in job.results[3:]] == ["spared"] * 2
+    assert job.segment["ranks"] == 3 and not {"lost_ranks", "joined_ranks"} & job.segment.keys()
+    assert len(list(job.run.glob("metrics/*"))) == len(list(job.run.glob("checkpoints/*/rank-000?.safetensors"))) == 3
+    before = [own_steps(job.states(ranks=3)), job.segment["global_steps"]]
+    resumed = train(4, replace(job.config, total_steps=400, run=replace(job.config.run, spares=1)), resume=job.run)
+    assert resumed.ended_well(but_for=[3]) and before[1] == sum(before[0])
+    # The same ranks train, so each goes on from its own checkpoint, however many spares there are.
+    assert all(now > then for now, then in zip(own_steps(resumed.states(ranks=3)), before[0], strict=True))
+
+
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "push_sum", "paired"], "uniform"))
+@pytest.mark.parametrize("dead", slow_but_for([0, 2], 0))
+def test_a_spare_takes_the_place_of_a_rank_that_dies(
+    dead: int, mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = with_spares(tmp_path, spares=1, mixing=mixing)
+    job = train(4, config, [fail_at(dead, update=5)], on_update=stop_when(3, updates=20))
+    assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
+    assert ranks_in(job, "lost_ranks") == [dead] and ranks_in(job, "joined_ranks") == [3]
+    own, others = job.states()[3], [rank for rank in (0, 1, 2) if rank != dead]
+    assert own.counters["own_steps"] >= 20 * BATCH and own.counters["lost"] == [dead]
+    assert job.total("models_refused") == 0 and all(job.total("models_mixed", rank) > 0 for rank in (*others, 3))
+    assert "rank 3, a spare, on" in (said := capsys.readouterr().err) and said.count("has joined; 3 train") == 1
+    steps = job.segment["global_steps"] + 200
+    resumed = train(4, replace(job.config, total_steps=steps), resume=job.run)
+    assert resumed.ended_well(but_for=[3]) and "joined_ranks" not in resumed.segment
+    assert "had lost 1 rank" in capsys.readouterr().err and resumed.segment["global_steps"] >= steps
+
+
+@pytest.mark.parametrize("topology", slow_but_for(["ring", "exponential", "complete"], "ring"))
+def test_a_spare_takes_a_place_in_any_topology(topology: str, tmp_path: Path) -> None:
+    config = with_spares(tmp_path, spares=1, topology=topology, compression="top_k")
+    job = train(5, config, [fail_at(1, update=5)], on_update=stop_when(4, updates=10))
+    assert stopped_well(job, but_for=[1]) and ranks_in(job, "joined_ranks") == [4]
+    assert job.total("models_mixed", rank=4) > 0
+
+
+def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
+    job = train(3, with_spares(tmp_path, spares=1, steps=1000), [fail_at(0, update=5)])
+    assert job.ended_well(but_for=[0]) and job.segment["global_steps"] >= 1000
+
+
+@pytest.mark.parametrize("dead", slow_but_for([(0, 1), (1, 2)], (0, 1)))
+def test_two_that_die_one_after_the_other_are_both_replaced(dead: tuple[int, int], tmp_path: Path) -> None:
+    faults = [fail_at(dead[0], update=5), fail_at(dead[1], update=6)]
+    job = train(5, with_spares(tmp_path, spares=2), faults, on_update=stop_when(3, 4, updates=5))
+    assert stopped_well(job, but_for=dead)
+    assert ranks_in(job, "lost_ranks") == list(dead) and ranks_in(job, "joined_ranks") == [3, 4]
+
+
+@pytest.mark.slow
+def test_a_spare_that_dies_is_replaced_by_the_next_and_then_the_others_go_on(tmp_path: Path) -> None:
+    job = train(5, with_spares(tmp_path, spares=2, steps=2000), [fail_at(rank, update=5) for rank in (1, 3, 4)])
+    assert job.ended_well(but_for=[1, 3, 4]) and 1 in ranks_in(job, "lost_ranks")
+
+
+@pytest.mark.parametrize("n", slow_but_for([1, 2, 3, 5], 2))
+def test_a_spare_may_die_with_any_of_its_messages(n: int, tmp_path: Path) -> None:
+    faults = [fail_at(0, update=5), fail_at_message(3, n)]
+    job = train(5, with_spares(tmp_path, spares=2), faults, on_update=stop_when(4, updates=5))
+    assert stopped_well(job, but_for=[0, 3]) and 4 in ranks_in(job, "joined_ranks")
+
+
+def test_a_spare_that_is_stopped_as_it_takes_a_place_ends_the_job_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not dead, so the next sleeps on; the others meet the budget, and wait for it in vain."""
+    monkeypatch.setattr(Job, "patience_s", 2.0)
+    config = with_spares(tmp_path, spares=2, steps=1000, patience_s=0.5)
+    job = train(5, config, [fail_at(0, update=5), stop_at_message(3, 1)])
+    for rank in (1, 2, 4):
+        assert isinstance(job.results[rank], EndError) and "did not answer within 2 s" in str(job.results[rank])
+    assert job.segment["status"] == "failed" and "did not answer" in job.segment["error"]
+    assert ranks_in(job, "lost_ranks") == [0] and 4 not in ranks_in(job, "joined_ranks")
+    resumed = train(4, replace(job.config, run=replace(job.config.run, spares=1)), resume=job.run)
+    assert resumed.ended_well(but_for=[3])
+
+
+def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:
+    on_update = stop_when(3, updates=5, also=leave_at(1, update=5))
+    job = train(4, with_spares(tmp_path, spares=1), on_update=on_update)
+    assert stopped_well(job, but_for=[1]) and job.results[1].status == "left"
+    assert ranks_in(job, "left_ranks") == [1] and ranks_in(job, "joined_ranks") == [3]
+
+
+def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path) -> None:
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        if comm.rank == 0 and updates >= 5:
+            with comm.world.changed:  # both in one moment: the other must not answer the spare
+                comm.world.dead.update({0, 1})
+            comm.die()
+
+    job = train(3, with_spares(tmp_path, spares=1), on_update=on_update)
+    assert isinstance(job.results[2], PalaError) and "no rank is left that has a model" in str(job.results[2])
+    assert job.segment["status"] == "failed" and "no rank is left that has a model" in job.segment["error"]
+    assert train(3, replace(job.config, total_steps=200), resume=job.run).ended_well(but_for=[2])
+
+
+def test_a_signal_ends_ranks_that_have_joined_and_ranks_that_sleep(tmp_path: Path) -> None:
+    job = train(4, with_spares(tmp_path, spares=2), [fail_at(0, update=5)], on_update=stop_when(2, updates=5))
+    assert [result.status for result in job.results[1:]] == ["stopped", "stopped", "spared"]
+    assert ranks_in(job, "joined_ranks") == [2]
+
+
+@pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
+def test_where_no_rank_can_be_replaced_spares_are_a_mistake(kind: str, tmp_path: Path) -> None:
+    config = with_spares(tmp_path, spares=1)
+    with pytest.raises(PalaError, match="no rank can take another's place"):
+        check(replace(config, exchange=ExchangeConfig(kind)), "A preset")  # type: ignore[arg-type]
+    check(replace(config, algorithm="gorila"), "A preset")
+
+
+def test_spares_need_others_and_a_job_that_outlives_its_ranks(tmp_path: Path) -> None:
+    for result in train(2, with_spares(tmp_path, spares=2)).results:
+        assert isinstance(result, CollectiveError) and "'run.spares' is 2, but the job has 2 ranks" in str(result)
+
+    def main(comm: MemoryCommunicator) -> Result:
+        comm.outlives_ranks = False
+        return run_rank(comm, with_spares(tmp_path, spares=1))
+
+    for result in run_ranks(3, main):
+        assert isinstance(result, CollectiveError) and "mpirun --with-ft ulfm" in str(result)
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_rank_or_a_spare_that_dies_in_the_start_ends_the_job(dead: int, tmp_path: Path) -> None:
+    def make_env() -> gymnasium.Env:
+        if threading.current_thread().name == "rank-1" and dead == 1:
+            raise Killed
+        return gymnasium.make("CartPole-v1")
+
+    def main(comm: MemoryCommunicator) -> Result:
+        if comm.rank == dead == 2:
+            comm.first = lambda size: comm.die()  # type: ignore[method-assign]
+        return run_rank(comm, with_spares(tmp_path, spares=1), make_env)
+
+    for rank, result in enumerate(run_ranks(3, main)):
+        assert isinstance(result, Killed if rank == dead else EndError), result
+
+
+def test_when_the_others_do_not_start_spares_end_too(tmp_path: Path) -> None:
+    config = with_spares(tmp_path, spares=1)
+    for result in train(3, replace(config, env=EnvConfig("NoSuchGame-v0"))).results:
+        assert isinstance(result, CollectiveError)
+    assert not (tmp_path / "r").exists()
