@@ -148,15 +148,14 @@ class Explorer:
         return len(successors)
 
     def _add(self, state: State, parent: int, label: int, states: list[State]) -> int:
-        index = self._index
-        if state not in index:
-            index[state] = len(states)
+        known = self._index.setdefault(state, len(states))
+        if known == len(states):
             states.append(state)
             self._parents.append(parent)
             self._by.append(label)
             for fault in self.world.faults_of(state):
-                self._note(fault, index[state])
-        return index[state]
+                self._note(fault, known)
+        return known
 
     def _label(self, label: Label) -> int:
         return self._labels.setdefault(label, len(self._labels))

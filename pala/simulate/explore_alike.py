@@ -51,17 +51,20 @@ def simplest(frozen: Frozen, case: Case) -> Frozen:
         p["_wants_whole"] = "set", _NOBODY
         if frozen.mode is Mode.UPDATES and case.mixing != "paired":
             p["healthy"] = True  # what it replies does not matter, and it looks at its model after the update
-    alone = len(budget["living"][1]) == 1
+    alone = len(budget["living"][1]) <= 1
     if alone or frozen.mode >= Mode.ENDED:
         changed |= _waits_for_nobody(p)
     if frozen.mode >= Mode.ENDED:
-        changed |= _has_ended(p, case)
-    if alone and case.mixing != "push_sum" and p["healthy"] and not p["_returning"]:
-        changed |= _forgets_what_came(p) | {"old": False}  # the dead's models: it mixes them at the close, if ever
-    elif alone:  # no model is fresher
-        changed |= {"old": False, "inbox": _as_old(frozen.inbox)}
-    elif "inbox" not in changed:
-        changed |= _drops_what_it_has(p, frozen, case)
+        changed |= _has_ended(p, frozen, case)
+    if alone and _mixes_no_more(p, case):
+        changed |= _forgets_what_came(p)
+    if "inbox" not in changed:
+        changed |= {"inbox": _as_old(frozen.inbox)} if alone else _drops_what_it_has(p, frozen, case)
+    if not alone and case.mixing != "paired" and "patience" not in case.faults:
+        if p["_returning"] or (p["_now_s"] < 0 and _only_whole(case)):  # it can do nothing but heal
+            p["healthy"], changed["finite"] = True, True
+    if alone:  # no model is fresher
+        changed["old"] = False
     if alone or budget["stop"] is not Stop.NONE:  # so the next look at the clock makes it
         p["_waits_since_s"] = p["_sent_again_s"] = math.inf
     else:
@@ -81,21 +84,25 @@ def _waits_for_nobody(p: dict[str, Any]) -> dict[str, Any]:
     return {"since_mix": 0, "excused": False}
 
 
-def _has_ended(p: dict[str, Any], case: Case) -> dict[str, Any]:
+def _has_ended(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any]:
     """A rank that has ended refuses nobody, and at the close forgets what was offered."""
     if case.mixing != "paired":
         p["healthy"] = True
         return {}
-    p["_refusing"] = "set", _NOBODY
-    if not p["healthy"] or p["_returning"]:
+    if frozen.mode is Mode.LEFT or not p["healthy"] or p["_returning"]:
         return {}
     return _forgets_what_came(p)
 
 
+def _mixes_no_more(p: dict[str, Any], case: Case) -> bool:
+    """Once it is alone: the dead's models are no fresher than its own. Who has left may still get a reply to one."""
+    return p["healthy"] and not p["_returning"] and case.mixing != "push_sum" and "leave" not in case.faults
+
+
 def _forgets_what_came(p: dict[str, Any]) -> dict[str, Any]:
-    p["_inbox"], p["_whole_came"] = ("dict", _NOBODY), False
+    p["_inbox"], p["_whole_came"], p["_stale"] = ("dict", _NOBODY), False, ("set", _NOBODY)
     if "_numbers" in p:
-        p["_numbers"] = "dict", _NOBODY
+        p["_numbers"], p["_refusing"] = ("dict", _NOBODY), ("set", _NOBODY)
     return {"inbox": ()}
 
 
@@ -103,20 +110,19 @@ def _counts_anew(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any
     """A rank that takes in a model before it can be too stale counts anew then; so does one whose own is of no use."""
     waits, away, changed = frozen.mode is Mode.WAITS, p["_now_s"] < 0, dict[str, Any]()
     is_back = p["_returning"] or away
-    can_mix = len(p["_inbox"][1]) > 0 and case.topology != "complete"
+    one_will_do = case.topology != "complete"
+    can_mix, gave_up = len(p["_inbox"][1]) > 0 and one_will_do, p["_gave_up"] and one_will_do
     will_move = len(p.get("_answers", (0, _NOBODY))[1]) > 0
     for_good = "patience" not in case.faults  # it can do nothing but heal
-    if is_back and for_good and case.mixing != "paired":
-        p["healthy"] = True
-        changed["finite"] = True
     if (not p["healthy"] or (is_back and for_good)) and case.max_staleness > 0 and case.mixing != "paired":
         p["_owed"] = "list", _NOBODY
     has_model = p["healthy"] and not is_back
-    if not has_model or p["_gave_up"] or can_mix or (will_move and not waits):
+    heals = not p["healthy"] or (is_back and (for_good or one_will_do))
+    if heals or gave_up or can_mix or (will_move and not waits):
         p["staleness"] = 0
-    if not has_model or can_mix or will_move:
+    if heals or can_mix or will_move:
         changed |= {"since_mix": 0, "excused": False}
-    if waits and (can_mix or p["_gave_up"]) and has_model:
+    if waits and (can_mix or gave_up) and has_model:
         p["_waits_since_s"] = p["_sent_again_s"] = math.inf
     if away and waits:
         p["_waits_since_s"] = p["_sent_again_s"] = 0.0
@@ -126,8 +132,8 @@ def _counts_anew(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any
 def _drops_what_it_has(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any]:
     """A rank that was away drops all that had come."""
     away = p["_now_s"] < 0
-    stays = not case.faults.isdisjoint({"death", "leave", "false-death"})  # unless it finds itself alone
-    if away and stays and not (p["healthy"] and not p["_returning"]):
+    may_be_alone = not case.faults.isdisjoint({"death", "leave", "false-death"})
+    if away and may_be_alone and not _mixes_no_more(p, case):
         return {}
     if away:  # as the next look at the clock makes it
         p["_whole_came"] = False

@@ -140,7 +140,8 @@ class World:
 
     def canonical(self, state: State) -> State:
         """The one that stands for all that differ only by what does not matter, or by the ranks' numbers."""
-        state = self._tidy(state)
+        if self._alike:
+            state = self._tidy(state)
         if not self._permutations:
             return state
         return min(state, *(permuted(state) for permuted in self._permutations))
@@ -357,7 +358,7 @@ class World:
     def _tidy_lanes(self, sender: int, receiver: Frozen, lanes: tuple[int, ...]) -> tuple[int, ...]:
         """What is on its way from the sender: the news of the end are none to who knows; what comes too late is
         thrown away; and so is the next model of this sender, if its receiver was away."""
-        if receiver.mode is Mode.DEAD or not self._alike:
+        if receiver.mode is Mode.DEAD:
             return lanes
         budget, stale = dict(receiver.budget), dict(receiver.protocol)["_stale"][1]
         letters = [[self.letters[k] for k in self.lanes[lane]] for lane in lanes]
@@ -434,13 +435,11 @@ class World:
         for outcome in self._live[frozen.number].play(frozen, event):
             all_live = "false-death" in self._faults  # else what it sends to who is dead, as it knows, is lost
             present = range(self.n) if all_live else dict(outcome.rank.budget)["present"][1]
-            letters = [
-                (peer, _BULK if x.bulk else _SMALL, x) for peer, x in outcome.letters if x.bulk or peer in present
-            ]
-            numbers = tuple((peer, lane, self._letter_id(x)) for peer, lane, x in letters)
-            steps.append(
-                _Step(self._rank_id(outcome.rank), numbers, outcome.closed, outcome.faults, outcome.failed)
-            )  # fmt: skip
+            letters = [(peer, x) for peer, x in outcome.letters if x.bulk or peer in present]
+            letters.sort(key=itemgetter(0))  # only the order of those to one peer matters
+            numbers = tuple((peer, _BULK if x.bulk else _SMALL, self._letter_id(x)) for peer, x in letters)
+            rank = self._rank_id(outcome.rank)
+            steps.append(_Step(rank, numbers, outcome.closed, outcome.faults, outcome.failed))
         return list(dict.fromkeys(steps))
 
     def _rank_id(self, frozen: Frozen) -> int:
