@@ -59,6 +59,8 @@ class Command:
     """Give a case up after so many seconds."""
     liveness: bool = True
     """Look for endless waits among the states; if not, states that differ only by ranks' numbers are one."""
+    alike: bool = True
+    """Take states for one whose ranks and messages differ only in what can influence nothing any more, and prove it."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,8 @@ def run(arguments: list[str]) -> None:
         return
     rows, violations = [], 0
     for case in cases(command):
-        explored = Explorer(case, not command.liveness, command.liveness).run(command.most_states, command.most_s)
+        explorer = Explorer(case, not command.liveness, command.liveness, command.alike)
+        explored = explorer.run(command.most_states, command.most_s)
         rows.append(row(case, explored))
         print(*rows[-1], sep=", ", flush=True)
         for violation in explored.violations:

@@ -63,6 +63,8 @@ def simplest(frozen: Frozen, case: Case) -> Frozen:
     if not alone and case.mixing != "paired" and "patience" not in case.faults:
         if p["_returning"] or (p["_now_s"] < 0 and _only_whole(case)):  # it can do nothing but heal
             p["healthy"], changed["finite"] = True, True
+    if frozen.mode is Mode.LEFT:  # nobody gets its model
+        changed["finite"] = True
     if alone:  # no model is fresher
         changed["old"] = False
     if alone or budget["stop"] is not Stop.NONE:  # so the next look at the clock makes it
