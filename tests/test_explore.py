@@ -265,6 +265,20 @@ def test_a_wrong_claim_stops_the_search(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(explore_world, "simplest", without_locks)
     with pytest.raises(NotAlikeError, match=r"lock \(\(1, 0.0\),\) and \(\)"):
         explored()
+    command = ["--mixings", "uniform", "--staleness", "1", "--faults", "stop"]
+    with pytest.raises(PalaError, match=r"^The case of 2 ranks, ring, uniform, staleness 1, stop .* of the explorer"):
+        explore.run(command)
+    explore.run([*command, "--no-alike"])
+
+
+def test_a_wrong_claim_of_what_is_on_its_way_stops_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_finite(self: World, sender: int, receiver: Frozen, lanes: tuple[int, ...]) -> tuple[int, ...]:
+        letters = ([self.letters[k]._replace(finite=True) for k in self.lanes[lane]] for lane in lanes)
+        return tuple(self._lane_id(tuple(map(self._letter_id, lane))) for lane in letters)
+
+    monkeypatch.setattr(World, "_tidy_lanes", as_finite)
+    with pytest.raises(NotAlikeError, match="on its way: unlike after"):
+        explored("nan")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.report.text import table
+from pala.simulate.explore_alike import NotAlikeError
 from pala.simulate.explore_rank import Case, Mode
 from pala.simulate.explore_world import FAULTS, UNFAIR, Label, State, World
 from pala.system.command_line import read_command
@@ -271,8 +272,7 @@ def run(arguments: list[str]) -> None:
         return
     rows, violations = [], 0
     for case in cases(command):
-        explorer = Explorer(case, not command.liveness, command.liveness, command.alike)
-        explored = explorer.run(command.most_states, command.most_s)
+        explored = _explored(case, command)
         rows.append(row(case, explored))
         print(*rows[-1], sep=", ", flush=True)
         for violation in explored.violations:
@@ -281,6 +281,19 @@ def run(arguments: list[str]) -> None:
     print(table(HEADER, rows))
     if violations:
         raise PalaError(f"{violations} things do not hold; their traces are above.")
+
+
+def _explored(case: Case, command: Command) -> Explored:
+    """What came of one case. Raises PalaError if the explorer itself is wrong."""
+    explorer = Explorer(case, not command.liveness, command.liveness, command.alike)
+    try:
+        return explorer.run(command.most_states, command.most_s)
+    except NotAlikeError as error:
+        name = f"{case.ranks} ranks, {case.topology}, {case.mixing}, staleness {case.max_staleness}, {_faults(case)}"
+        raise PalaError(
+            f"The case of {name} was not explored: states were taken to be alike that are not ({error}). This is a "
+            "fault of the explorer and says nothing of the protocol: please report it, and use `--no-alike` meanwhile."
+        ) from error
 
 
 def cases(command: Command) -> list[Case]:
@@ -326,10 +339,13 @@ HEADER = (
 
 
 def row(case: Case, explored: Explored) -> tuple[str, ...]:
-    """Of the table."""
-    faults = " + ".join(fault for fault in FAULTS if fault in case.faults) or "none"
+    """A case's row of the table."""
     return (
-        str(case.ranks), case.topology, case.mixing, str(case.max_staleness), faults, f"{explored.states:,}",
+        str(case.ranks), case.topology, case.mixing, str(case.max_staleness), _faults(case), f"{explored.states:,}",
         f"{explored.transitions:,}", "yes" if explored.finished else "no", f"{explored.seconds:.0f}",
         str(len(explored.violations)),
     )  # fmt: skip
+
+
+def _faults(case: Case) -> str:
+    return " + ".join(fault for fault in FAULTS if fault in case.faults) or "none"

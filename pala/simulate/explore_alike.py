@@ -4,8 +4,10 @@
 search proves it while it runs (`World.check_alike`): whatever happens to the simplest is tried with all that were taken
 for it, too, and has to send the same, do the same wrong, and lead to ranks that are alike again. So they are bisimilar,
 and what can be seen in a search of all states (what the ranks do, what goes wrong, who waits and what goes on) can be
-seen in the search of the simplest. A claim that is wrong stops the search; it can hide nothing. What the checks of
-whole states read (budgets, weights, updates made, the inbox of a rank that is not alone) is left as it is.
+seen in the search of the simplest. A claim that is wrong stops the search; it can hide nothing. What is on its way is
+made alike by its receiver's state (`World._tidy`), and each such change is tried in the first state in which it comes.
+What the checks of whole states read (budgets, weights, updates made, the inbox of a rank that is not alone) is left as
+it is.
 """
 
 from __future__ import annotations
@@ -39,6 +41,31 @@ def simplest(frozen: Frozen, case: Case) -> Frozen:
         return frozen
     p, budget = dict(frozen.protocol), dict(frozen.budget)
     changed: dict[str, Any] = {}
+    _never_looked_at(p, frozen, case)
+    alone = len(budget["living"][1]) <= 1
+    if alone or frozen.mode >= Mode.ENDED:
+        changed |= _waits_for_nobody(p)
+    if frozen.mode >= Mode.ENDED:
+        changed |= _has_ended(p, frozen, case)
+    if alone and _mixes_no_more(p, case):
+        changed |= _forgets_what_came(p)
+    if "inbox" not in changed:
+        changed |= {"inbox": _as_old(frozen.inbox)} if alone else _drops_what_it_has(p, frozen, case)
+    is_back = p["_returning"] or (p["_now_s"] < 0 and _only_whole(case))
+    if is_back and not alone and case.mixing != "paired" and "patience" not in case.faults:
+        p["healthy"], changed["finite"] = True, True  # it can do nothing but heal
+    if frozen.mode is Mode.LEFT:  # nobody gets its model
+        changed["finite"] = True
+    if alone:  # no model is fresher
+        changed["old"] = False
+    if alone or budget["stop"] is not Stop.NONE:  # so the next look at the clock makes it
+        p["_waits_since_s"] = p["_sent_again_s"] = math.inf
+    else:
+        changed |= _counts_anew(p, frozen, case)
+    return frozen._replace(protocol=tuple(sorted(p.items())), **changed)
+
+
+def _never_looked_at(p: dict[str, Any], frozen: Frozen, case: Case) -> None:
     p["_stale"] = "set", tuple(peer for peer in p["_stale"][1] if peer != frozen.number)  # it sends itself nothing
     if "_refusing" in p:  # only asked of peers with higher numbers
         p["_refusing"] = "set", tuple(peer for peer in p["_refusing"][1] if peer > frozen.number)
@@ -51,27 +78,6 @@ def simplest(frozen: Frozen, case: Case) -> Frozen:
         p["_wants_whole"] = "set", _NOBODY
         if frozen.mode is Mode.UPDATES and case.mixing != "paired":
             p["healthy"] = True  # what it replies does not matter, and it looks at its model after the update
-    alone = len(budget["living"][1]) <= 1
-    if alone or frozen.mode >= Mode.ENDED:
-        changed |= _waits_for_nobody(p)
-    if frozen.mode >= Mode.ENDED:
-        changed |= _has_ended(p, frozen, case)
-    if alone and _mixes_no_more(p, case):
-        changed |= _forgets_what_came(p)
-    if "inbox" not in changed:
-        changed |= {"inbox": _as_old(frozen.inbox)} if alone else _drops_what_it_has(p, frozen, case)
-    if not alone and case.mixing != "paired" and "patience" not in case.faults:
-        if p["_returning"] or (p["_now_s"] < 0 and _only_whole(case)):  # it can do nothing but heal
-            p["healthy"], changed["finite"] = True, True
-    if frozen.mode is Mode.LEFT:  # nobody gets its model
-        changed["finite"] = True
-    if alone:  # no model is fresher
-        changed["old"] = False
-    if alone or budget["stop"] is not Stop.NONE:  # so the next look at the clock makes it
-        p["_waits_since_s"] = p["_sent_again_s"] = math.inf
-    else:
-        changed |= _counts_anew(p, frozen, case)
-    return frozen._replace(protocol=tuple(sorted(p.items())), **changed)
 
 
 def _only_whole(case: Case) -> bool:

@@ -84,8 +84,8 @@ class Case:
 
     @property
     def first_rounds(self) -> list[int]:
-        """Of the random graph: rounds of which one has each possible set of offsets. The explorer takes any of them at
-        each step: whatever the seed, what a run can do is among that."""
+        """Rounds of the random graph, one for each possible set of offsets. The explorer takes any of them at each
+        step: whatever the seed, what a run can do is among that."""
         if self.topology != "random" or self.ranks == 2:
             return []
         found: dict[tuple[int, ...], int] = {}
@@ -448,7 +448,7 @@ class LocalRank:
         self.driver.finish()
 
     def _open_packets(self) -> dict[int, _Packet]:
-        """Of the offers that are open or answered."""
+        """The packets of the offers that are open or answered."""
         return {peer: cast(_Packet, offer.packet) for peer, offer in self.driver._offers.items()}
 
     def _is_still_open(self, peer: int) -> bool:
@@ -475,7 +475,8 @@ class LocalRank:
         return Outcome(self.save(), letters, closed, tuple(faults), False)
 
     def _numbered(self, peer: int, letter: Letter) -> Letter:
-        """Of an offer: whether it is the open one. The numbers of one-way models and their credits are never read."""
+        """The letter with what matters of its number: whether its offer is the open one. The numbers of one-way models
+        and their credits are never read."""
         offers = getattr(self.protocol, "_offers", None)
         if offers is None:
             return letter._replace(number=ANY)

@@ -105,6 +105,7 @@ class World:
         self._like: list[list[Letter]] = []  # of each letter: those that it stands for
         self._events: list[list[Any]] = []  # of each rank state: what happened to it
         self._unchecked: list[tuple[Frozen, int, Any]] = []
+        self._tidied: list[tuple[State, State]] = []  # states and what was made of them, to be checked
         self._memo: dict[Any, Any] = {}
         pairs = list(itertools.permutations(range(self.n), 2))
         self._pairs = {pair: self.n + 3 * k for k, pair in enumerate(pairs)}  # where a pair's lanes begin
@@ -341,8 +342,8 @@ class World:
         return tuple(after)
 
     def _tidy(self, state: State) -> State:
-        """What is on its way as its receiver will take it."""
-        after = None
+        """What is on its way as its receiver will take it: a claim, which `check_alike` proves."""
+        after, is_new = None, False
         for (sender, receiver), at in self._pairs.items():
             lanes = state[at : at + 3]
             if lanes == _EMPTY:
@@ -350,10 +351,16 @@ class World:
             key = "tidy", sender, state[receiver], lanes
             if key not in self._memo:
                 self._memo[key] = self._tidy_lanes(sender, self.ranks[state[receiver]], lanes)
+                is_new |= self._memo[key] != lanes
             if self._memo[key] != lanes:
                 after = after or list(state)
                 after[at : at + 3] = self._memo[key]
-        return tuple(after) if after else state
+        if not after:
+            return state
+        tidy = tuple(after)
+        if is_new:
+            self._tidied.append((state, tidy))
+        return tidy
 
     def _tidy_lanes(self, sender: int, receiver: Frozen, lanes: tuple[int, ...]) -> tuple[int, ...]:
         """What is on its way from the sender: the news of the end are none to who knows; what comes too late is
@@ -461,21 +468,37 @@ class World:
         return number
 
     def _happened(self, rank: int, event: tuple[Any, ...]) -> None:
-        """Of all that are like that rank it is to be seen that the same comes of it."""
+        """Notes that the same has to come of it for all that are like that rank."""
         self._events[rank].append(event)
         self._unchecked += [(frozen, rank, event) for frozen in self._same[rank]]
         if event[0] == "deliver" and self._like[event[2]]:
             self._unchecked.append((self.ranks[rank], rank, event))
 
     def check_alike(self) -> None:
-        """Whether ranks and messages that were taken to be alike are. Raises NotAlikeError."""
-        while self._unchecked:
-            frozen, rank, event = self._unchecked.pop()
-            if not self._comes_the_same(frozen, rank, event):
-                raise NotAlikeError(f"{_differences(frozen, self.ranks[rank])}: unlike after {event}")
+        """Whether ranks and messages that were taken to be alike are; what is on its way, with the first state of the
+        others in which it was. Raises NotAlikeError."""
+        while self._unchecked or self._tidied:
+            if self._unchecked:
+                frozen, rank, event = self._unchecked.pop()
+                if not self._comes_the_same(frozen, rank, event):
+                    raise NotAlikeError(f"{_differences(frozen, self.ranks[rank])}: unlike after {event}")
+                continue
+            state, tidy = self._tidied.pop()
+            if unlike := self._follows(state) ^ self._follows(tidy):
+                raise NotAlikeError(f"what is on its way: unlike after {min(str(label) for label, *_ in unlike)}")
+
+    def _follows(self, state: State) -> set[tuple[Any, ...]]:
+        """What is wrong with a state, and all that can come next and is not alike."""
+        begin = self.canonical(state)
+        found: set[tuple[Any, ...]] = {(fault,) for fault in self.faults_of(state)}
+        for label, after, faults in self.successors(state):
+            end = None if after is None else self.canonical(after)
+            if end != begin or faults:
+                found.add((label, end, faults))
+        return found
 
     def _comes_the_same(self, frozen: Frozen, rank: int, event: Any) -> bool:
-        """Of the event, to a rank like that one. What comes of closing is never looked at."""
+        """Whether the same comes of the event to a rank like that one. What comes of closing is never looked at."""
         if event[0] in _CHANGES:
             word, *rest = event
             key = word, rank, *rest
