@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.report.text import table
+from pala.simulate.explore_alike import NotAlikeError
 from pala.simulate.explore_rank import Case, Mode
 from pala.simulate.explore_world import FAULTS, UNFAIR, Label, State, World
 from pala.system.command_line import read_command
@@ -59,6 +60,8 @@ class Command:
     """Give a case up after so many seconds."""
     liveness: bool = True
     """Look for endless waits among the states; if not, states that differ only by ranks' numbers are one."""
+    alike: bool = True
+    """Take states for one whose ranks and messages differ only in what can influence nothing any more, and prove it."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,11 @@ class Explored:
 class Explorer:
     """One search."""
 
-    def __init__(self, case: Case, symmetry: bool = False, liveness: bool = True) -> None:
-        """`symmetry`: states that differ by the ranks' numbers are one; not with `liveness`, which follows a rank."""
+    def __init__(self, case: Case, symmetry: bool = False, liveness: bool = True, alike: bool = True) -> None:
+        """`symmetry`: states that differ by the ranks' numbers are one; not with `liveness`, which follows a rank.
+        `alike`: so are states whose ranks and messages are alike (`explore_alike.py`)."""
         assert not (symmetry and liveness)
-        self.world = World(case, symmetry)
+        self.world = World(case, symmetry, alike)
         self._liveness = liveness
         self._index: dict[State, int] = {}
         self._parents, self._by = array("l"), array("l")  # of each state: from where, and by which label
@@ -100,7 +104,8 @@ class Explorer:
         self._found: dict[str, Violation] = {}
 
     def run(self, most_states: int = 10**9, most_s: float = 1e9, first_only: bool = False) -> Explored:
-        """Until all states are known, or a limit is reached; `first_only`: or something does not hold."""
+        """Until all states are known, or a limit is reached; `first_only`: or something does not hold. Raises
+        NotAlikeError if ranks or messages that were taken to be alike are not: then nothing is found out."""
         begin_s, transitions, finished, k = time.perf_counter(), 0, True, 0
         states: list[State] = []
         for state in self.world.initial():
@@ -113,6 +118,7 @@ class Explorer:
                 finished = False
                 break
             transitions += self._expand(k, states)
+            self.world.check_alike()
             k += 1
         if self._liveness and finished:
             self._begins.append(len(self._targets))
@@ -145,15 +151,14 @@ class Explorer:
         return len(successors)
 
     def _add(self, state: State, parent: int, label: int, states: list[State]) -> int:
-        index = self._index
-        if state not in index:
-            index[state] = len(states)
+        known = self._index.setdefault(state, len(states))
+        if known == len(states):
             states.append(state)
             self._parents.append(parent)
             self._by.append(label)
             for fault in self.world.faults_of(state):
-                self._note(fault, index[state])
-        return index[state]
+                self._note(fault, known)
+        return known
 
     def _label(self, label: Label) -> int:
         return self._labels.setdefault(label, len(self._labels))
@@ -267,7 +272,7 @@ def run(arguments: list[str]) -> None:
         return
     rows, violations = [], 0
     for case in cases(command):
-        explored = Explorer(case, not command.liveness, command.liveness).run(command.most_states, command.most_s)
+        explored = _explored(case, command)
         rows.append(row(case, explored))
         print(*rows[-1], sep=", ", flush=True)
         for violation in explored.violations:
@@ -276,6 +281,19 @@ def run(arguments: list[str]) -> None:
     print(table(HEADER, rows))
     if violations:
         raise PalaError(f"{violations} things do not hold; their traces are above.")
+
+
+def _explored(case: Case, command: Command) -> Explored:
+    """What came of one case. Raises PalaError if the explorer itself is wrong."""
+    explorer = Explorer(case, not command.liveness, command.liveness, command.alike)
+    try:
+        return explorer.run(command.most_states, command.most_s)
+    except NotAlikeError as error:
+        name = f"{case.ranks} ranks, {case.topology}, {case.mixing}, staleness {case.max_staleness}, {_faults(case)}"
+        raise PalaError(
+            f"The case of {name} was not explored: states were taken to be alike that are not ({error}). This is a "
+            "fault of the explorer and says nothing of the protocol: please report it, and use `--no-alike` meanwhile."
+        ) from error
 
 
 def cases(command: Command) -> list[Case]:
@@ -321,10 +339,13 @@ HEADER = (
 
 
 def row(case: Case, explored: Explored) -> tuple[str, ...]:
-    """Of the table."""
-    faults = " + ".join(fault for fault in FAULTS if fault in case.faults) or "none"
+    """A case's row of the table."""
     return (
-        str(case.ranks), case.topology, case.mixing, str(case.max_staleness), faults, f"{explored.states:,}",
+        str(case.ranks), case.topology, case.mixing, str(case.max_staleness), _faults(case), f"{explored.states:,}",
         f"{explored.transitions:,}", "yes" if explored.finished else "no", f"{explored.seconds:.0f}",
         str(len(explored.violations)),
     )  # fmt: skip
+
+
+def _faults(case: Case) -> str:
+    return " + ".join(fault for fault in FAULTS if fault in case.faults) or "none"

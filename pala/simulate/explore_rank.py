@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -33,6 +34,8 @@ ANY, CURRENT, STALE = 0, 1, 2
 later offer never gets the number of an earlier one, so what is stale stays stale. Rounds begin above these."""
 _FIRST_ROUND = 3
 _MANY_STEPS = 1 << 62
+_PLAIN = (bool, int, float, Stop)
+"""Types of attributes that are frozen as they are."""
 _OF_PEERS = {"silent", "present", "living", "left", "_asleep", "_owed", "_inbox", "_stale", "_wants_whole"}
 """Attributes of protocol and budget that hold ranks' numbers."""
 
@@ -81,8 +84,8 @@ class Case:
 
     @property
     def first_rounds(self) -> list[int]:
-        """Of the random graph: rounds of which one has each possible set of offsets. The explorer takes any of them at
-        each step: whatever the seed, what a run can do is among that."""
+        """Rounds of the random graph, one for each possible set of offsets. The explorer takes any of them at each
+        step: whatever the seed, what a run can do is among that."""
         if self.topology != "random" or self.ranks == 2:
             return []
         found: dict[tuple[int, ...], int] = {}
@@ -445,7 +448,7 @@ class LocalRank:
         self.driver.finish()
 
     def _open_packets(self) -> dict[int, _Packet]:
-        """Of the offers that are open or answered."""
+        """The packets of the offers that are open or answered."""
         return {peer: cast(_Packet, offer.packet) for peer, offer in self.driver._offers.items()}
 
     def _is_still_open(self, peer: int) -> bool:
@@ -472,7 +475,8 @@ class LocalRank:
         return Outcome(self.save(), letters, closed, tuple(faults), False)
 
     def _numbered(self, peer: int, letter: Letter) -> Letter:
-        """Of an offer: whether it is the open one. The numbers of one-way models and their credits are never read."""
+        """The letter with what matters of its number: whether its offer is the open one. The numbers of one-way models
+        and their credits are never read."""
         offers = getattr(self.protocol, "_offers", None)
         if offers is None:
             return letter._replace(number=ANY)
@@ -610,15 +614,21 @@ def _letter(message: Message) -> Letter:
     return Letter(Kind(message.kind), message.round, message.weight, message.stop, steps if any(steps) else ())
 
 
+_NAME = itemgetter(0)
+
+
 def _freeze_fields(object_: Any, without: set[str]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((name, _freeze(value)) for name, value in vars(object_).items() if name not in without))
+    fields = sorted([item for item in vars(object_).items() if item[0] not in without], key=_NAME)
+    return tuple([(name, value if type(value) in _PLAIN else _freeze(value)) for name, value in fields])
 
 
 def _thaw_fields(object_: Any, fields: tuple[tuple[str, Any], ...], without: set[str]) -> None:
-    for name in set(vars(object_)).difference(without, (name for name, _ in fields)):
-        delattr(object_, name)
+    attributes = vars(object_)
+    if len(attributes) > len(fields) + len(without):
+        for name in set(attributes).difference(without, (name for name, _ in fields)):
+            del attributes[name]
     for name, value in fields:
-        setattr(object_, name, _thaw(value))
+        attributes[name] = _thaw(value) if type(value) is tuple else value
 
 
 def _freeze(value: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.messages import Kind
+from pala.simulate.explore_alike import NotAlikeError, simplest, simplest_letter
 from pala.simulate.explore_rank import CURRENT, STALE, Case, Frozen, Letter, LocalRank, Mode, relabelled
 
 State = tuple[int, ...]
@@ -51,6 +52,7 @@ RARE = ("garbled", "refused", "duplicate")
 """Labels that come at most `Case.most_rare` times in a run: each may leave one more model on its way."""
 _REPLIES = (Kind.CREDIT, Kind.ASK_WHOLE, Kind.ANSWER)
 _SMALL, _BULK, _LATE = range(3)
+_EMPTY = (0, 0, 0)
 _LANES = ("message", "model", "late model")
 
 
@@ -87,7 +89,7 @@ class Successor(NamedTuple):
 class World:
     """The states of a case."""
 
-    def __init__(self, case: Case, symmetry: bool = False) -> None:
+    def __init__(self, case: Case, symmetry: bool = False, alike: bool = True) -> None:
         self.case, self.n = case, case.ranks
         self._live = [LocalRank(case, number) for number in range(self.n)]
         self.ranks: list[Frozen] = []
@@ -98,7 +100,13 @@ class World:
         self._letter_ids: dict[Letter, int] = {}
         self._lane_ids: dict[tuple[int, ...], int] = {(): 0}
         self._steps: dict[Any, list[_Step]] = {}
-        self._memo: dict[Any, int] = {}
+        self._alike = alike
+        self._same: list[list[Frozen]] = []  # of each rank state: those that it stands for
+        self._like: list[list[Letter]] = []  # of each letter: those that it stands for
+        self._events: list[list[Any]] = []  # of each rank state: what happened to it
+        self._unchecked: list[tuple[Frozen, int, Any]] = []
+        self._tidied: list[tuple[State, State]] = []  # states and what was made of them, to be checked
+        self._memo: dict[Any, Any] = {}
         pairs = list(itertools.permutations(range(self.n), 2))
         self._pairs = {pair: self.n + 3 * k for k, pair in enumerate(pairs)}  # where a pair's lanes begin
         self._touching = [[at for pair, at in self._pairs.items() if r in pair] for r in range(self.n)]
@@ -132,7 +140,9 @@ class World:
         return all(self.mode(state, r) >= Mode.ENDED for r in range(self.n))
 
     def canonical(self, state: State) -> State:
-        """The least of all states that differ only by the ranks' numbers."""
+        """The one that stands for all that differ only by what does not matter, or by the ranks' numbers."""
+        if self._alike:
+            state = self._tidy(state)
         if not self._permutations:
             return state
         return min(state, *(permuted(state) for permuted in self._permutations))
@@ -331,6 +341,49 @@ class World:
                     after[self._pairs[peer, r]] = self._without(after[self._pairs[peer, r]], deaf_to)
         return tuple(after)
 
+    def _tidy(self, state: State) -> State:
+        """What is on its way as its receiver will take it: a claim, which `check_alike` proves."""
+        after, is_new = None, False
+        for (sender, receiver), at in self._pairs.items():
+            lanes = state[at : at + 3]
+            if lanes == _EMPTY:
+                continue
+            key = "tidy", sender, state[receiver], lanes
+            if key not in self._memo:
+                self._memo[key] = self._tidy_lanes(sender, self.ranks[state[receiver]], lanes)
+                is_new |= self._memo[key] != lanes
+            if self._memo[key] != lanes:
+                after = after or list(state)
+                after[at : at + 3] = self._memo[key]
+        if not after:
+            return state
+        tidy = tuple(after)
+        if is_new:
+            self._tidied.append((state, tidy))
+        return tidy
+
+    def _tidy_lanes(self, sender: int, receiver: Frozen, lanes: tuple[int, ...]) -> tuple[int, ...]:
+        """What is on its way from the sender: the news of the end are none to who knows; what comes too late is
+        thrown away; and so is the next model of this sender, if its receiver was away."""
+        if receiver.mode is Mode.DEAD:
+            return lanes
+        budget, stale = dict(receiver.budget), dict(receiver.protocol)["_stale"][1]
+        letters = [[self.letters[k] for k in self.lanes[lane]] for lane in lanes]
+        if budget["stop"] is not Stop.NONE:
+            letters = [[x._replace(stop=Stop.NONE) if x.kind is not Kind.STOP else x for x in lane] for lane in letters]
+        letters[_LATE] = [x._replace(old=True, finite=True, whole=True) for x in letters[_LATE]]
+        if sender in stale and all(x.kind is Kind.ANSWER for x in letters[_LATE]):
+            first = next((k for k, x in enumerate(letters[_BULK]) if x.kind is not Kind.ANSWER), None)
+            if first is not None:
+                letters[_BULK][first] = self._as_stale(letters[_BULK][first])
+        return tuple(self._lane_id(tuple(map(self._letter_id, lane))) for lane in letters)
+
+    def _as_stale(self, letter: Letter) -> Letter:
+        """Unless the receiver's patience ends before, nothing in it matters."""
+        if "patience" in self._faults:
+            return letter._replace(old=True)
+        return letter._replace(old=True, finite=True, whole=True)
+
     def _without(self, lane: int, kinds: tuple[Kind, ...]) -> int:
         letters = self.lanes[lane]
         left = (letter for letter in letters if self.letters[letter].kind not in kinds)
@@ -361,7 +414,7 @@ class World:
 
     def _close_offer(self, after: list[int], r: int, peer: int) -> None:
         """What is known or on its way of the offer that r had made to this peer is of no offer any more."""
-        after[peer] = self._recall(("stale", after[peer], r), lambda: self._rank_id(_stale(self.ranks[after[peer]], r)))
+        after[peer] = self._changed(after[peer], ("stale", r))
         there, back = self._pairs[r, peer], self._pairs[peer, r]
         for at, kinds in ((there, (Kind.OFFER,)), (back, (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE))):
             for lane in range(at, at + 3):
@@ -378,25 +431,85 @@ class World:
         """What comes of it, by the code that trains."""
         key = rank, event
         if key not in self._steps:
-            frozen = self.ranks[rank]
-            if event[0] == "deliver":
-                event = (*event[:2], self.letters[event[2]], event[3])
-            self._steps[key] = [
-                _Step(
-                    self._rank_id(outcome.rank),
-                    tuple((peer, _BULK if x.bulk else _SMALL, self._letter_id(x)) for peer, x in outcome.letters),
-                    outcome.closed, outcome.faults, outcome.failed,
-                )
-                for outcome in self._live[frozen.number].play(frozen, event)
-            ]  # fmt: skip
+            self._happened(rank, event)
+            self._steps[key] = self._played(self.ranks[rank], event)
         return self._steps[key]
 
+    def _played(self, frozen: Frozen, event: tuple[Any, ...]) -> list[_Step]:
+        if event[0] == "deliver" and isinstance(event[2], int):
+            event = (*event[:2], self.letters[event[2]], event[3])
+        steps = []
+        for outcome in self._live[frozen.number].play(frozen, event):
+            all_live = "false-death" in self._faults  # else what it sends to who is dead, as it knows, is lost
+            present = range(self.n) if all_live else dict(outcome.rank.budget)["present"][1]
+            letters = [(peer, x) for peer, x in outcome.letters if x.bulk or peer in present]
+            letters.sort(key=itemgetter(0))  # only the order of those to one peer matters
+            numbers = tuple((peer, _BULK if x.bulk else _SMALL, self._letter_id(x)) for peer, x in letters)
+            rank = self._rank_id(outcome.rank)
+            steps.append(_Step(rank, numbers, outcome.closed, outcome.faults, outcome.failed))
+        return list(dict.fromkeys(steps))
+
     def _rank_id(self, frozen: Frozen) -> int:
-        if frozen not in self._rank_ids:
-            self._rank_ids[frozen] = len(self.ranks)
-            self.ranks.append(frozen)
-            self._about.append(self._look_at(frozen))
-        return self._rank_ids[frozen]
+        if frozen in self._rank_ids:
+            return self._rank_ids[frozen]
+        kept = simplest(frozen, self.case) if self._alike else frozen
+        if kept != frozen:
+            number = self._rank_ids[frozen] = self._rank_id(kept)
+            if self._look_at(frozen) != self._about[number]:
+                raise NotAlikeError(f"{_differences(frozen, kept)}: they are not asked the same")
+            self._same[number].append(frozen)
+            self._unchecked += [(frozen, number, event) for event in self._events[number]]
+            return number
+        number = self._rank_ids[frozen] = len(self.ranks)
+        self.ranks.append(frozen)
+        self._same.append([])
+        self._events.append([])
+        self._about.append(self._look_at(frozen))
+        return number
+
+    def _happened(self, rank: int, event: tuple[Any, ...]) -> None:
+        """Notes that the same has to come of it for all that are like that rank."""
+        self._events[rank].append(event)
+        self._unchecked += [(frozen, rank, event) for frozen in self._same[rank]]
+        if event[0] == "deliver" and self._like[event[2]]:
+            self._unchecked.append((self.ranks[rank], rank, event))
+
+    def check_alike(self) -> None:
+        """Whether ranks and messages that were taken to be alike are; what is on its way, with the first state of the
+        others in which it was. Raises NotAlikeError."""
+        while self._unchecked or self._tidied:
+            if self._unchecked:
+                frozen, rank, event = self._unchecked.pop()
+                if not self._comes_the_same(frozen, rank, event):
+                    raise NotAlikeError(f"{_differences(frozen, self.ranks[rank])}: unlike after {event}")
+                continue
+            state, tidy = self._tidied.pop()
+            if unlike := self._follows(state) ^ self._follows(tidy):
+                raise NotAlikeError(f"what is on its way: unlike after {min(str(label) for label, *_ in unlike)}")
+
+    def _follows(self, state: State) -> set[tuple[Any, ...]]:
+        """What is wrong with a state, and all that can come next and is not alike."""
+        begin = self.canonical(state)
+        found: set[tuple[Any, ...]] = {(fault,) for fault in self.faults_of(state)}
+        for label, after, faults in self.successors(state):
+            end = None if after is None else self.canonical(after)
+            if end != begin or faults:
+                found.add((label, end, faults))
+        return found
+
+    def _comes_the_same(self, frozen: Frozen, rank: int, event: Any) -> bool:
+        """Whether the same comes of the event to a rank like that one. What comes of closing is never looked at."""
+        if event[0] in _CHANGES:
+            word, *rest = event
+            key = word, rank, *rest
+            return self._rank_id(_CHANGES[word](frozen, *rest)) == self._memo[key]
+        expected = self._steps[rank, event]
+        if event[0] == "close":
+            return [step.faults for step in self._played(frozen, event)] == [step.faults for step in expected]
+        if event[0] == "deliver":
+            letters = (self.letters[event[2]], *self._like[event[2]])
+            return all(self._played(frozen, (*event[:2], x, event[3])) == expected for x in letters)
+        return self._played(frozen, event) == expected
 
     def _look_at(self, frozen: Frozen) -> _About:
         if frozen.mode is Mode.DEAD:
@@ -424,7 +537,7 @@ class World:
                     events.append(("absence", ("absence",)))
         is_old = (away or p["_returning"]) and "patience" not in f
         useful = frozen.mode is not Mode.LEFT and frozen.finite and not is_old
-        gives_up = frozen.mode is Mode.WAITS and p["healthy"]
+        gives_up = frozen.mode is Mode.WAITS and p["healthy"] and "patience" in f
         deaf_to = self._deaf_to(frozen.mode, budget["stop"])
         present, living = budget["present"][1], budget["living"][1]
         return _About(frozen.mode, present, living, useful, gives_up, deaf_to, tuple(events))
@@ -442,13 +555,34 @@ class World:
         """A model has left that rank: its snapshot may be filled anew."""
         if self._about[rank].mode is Mode.DEAD:
             return rank
-        return self._recall(("left", rank, peer, kind), lambda: self._rank_id(_left(self.ranks[rank], peer, kind)))
+        return self._changed(rank, ("left", peer, kind))
+
+    def _changed(self, rank: int, event: tuple[Any, ...]) -> int:
+        """By what happens to others."""
+        key = event[0], rank, *event[1:]
+        if key not in self._memo:
+            self._happened(rank, event)
+            self._memo[key] = self._rank_id(_CHANGES[event[0]](self.ranks[rank], *event[1:]))
+        return self._memo[key]
 
     def _letter_id(self, letter: Letter) -> int:
-        if letter not in self._letter_ids:
-            self._letter_ids[letter] = len(self.letters)
-            self.letters.append(letter)
-        return self._letter_ids[letter]
+        if letter in self._letter_ids:
+            return self._letter_ids[letter]
+        kept = simplest_letter(letter, self.case) if self._alike else letter
+        if kept != letter:
+            number = self._letter_ids[letter] = self._letter_id(kept)
+            self._like[number].append(letter)
+            self._unchecked += [
+                (x, rank, e)
+                for rank, e in self._steps
+                if e[0] == "deliver" and e[2] == number
+                for x in (self.ranks[rank], *self._same[rank])
+            ]
+            return number
+        number = self._letter_ids[letter] = len(self.letters)
+        self.letters.append(letter)
+        self._like.append([])
+        return number
 
     def _lane_id(self, letters: tuple[int, ...]) -> int:
         if letters not in self._lane_ids:
@@ -517,3 +651,14 @@ def _stale(frozen: Frozen, sender: int) -> Frozen:
             value = "dict", tuple(numbers)
         fields.append((name, value))
     return frozen._replace(protocol=tuple(fields))
+
+
+_CHANGES: dict[str, Callable[..., Frozen]] = {"left": _left, "stale": _stale}
+"""What happens to others and changes a rank."""
+
+
+def _differences(one: Frozen, other: Frozen) -> str:
+    """In words."""
+    a, b = ({**x._asdict(), **dict(x.protocol), **dict(x.budget)} for x in (one, other))
+    names = (name for name in a if name not in ("protocol", "budget") and a[name] != b[name])
+    return f"rank {one.number}, " + ", ".join(f"{name} {a[name]} and {b[name]}" for name in names)
