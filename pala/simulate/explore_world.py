@@ -42,7 +42,7 @@ FAULTS = {
 }
 """What may happen besides updates and messages."""
 NORMAL = frozenset({"stop", "signal", "timer", "resume"})
-"""Of these, what costs no model: with nothing else, nobody should need to send again."""
+"""What costs no model: with nothing else, nobody should need to send again."""
 UNFAIR = frozenset(
     {"stop", "signal", "death", "leave", "nan", "absence", "late", "garbled", "refused", "duplicate", "false death"}
     | {"lose", "depart"}

@@ -191,7 +191,7 @@ class PairedProtocol(GossipProtocol):
         return [Keep(sender)]
 
     def _refused(self, peer: int) -> list[Action]:
-        """Of this offer nothing came. A rank that waits makes the next one."""
+        """Nothing came of the offer to this peer. A rank that waits makes the next one."""
         closed = self._close(peer)
         if self._between_updates and not self._owed and not self._waits_for_reply:
             self._owed += self._next_peers()
