@@ -119,9 +119,8 @@ def take_place(
     config, hooks = request.config, request.hooks
     segment = Segment(briefing.run, briefing.segment, briefing.previous)
     try:
-        code = user_code.load(
-            segment.run, UserCode(request.make_env, hooks.make_network)
-        )  # this job has kept or judged it
+        # This job has kept or judged it.
+        code = user_code.load(segment.run, UserCode(request.make_env, hooks.make_network))
         envs = build_envs(alone, config, job.threads, code.make_env)
         config = _with_name(config, code, envs)
         parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)

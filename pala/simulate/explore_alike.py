@@ -4,8 +4,9 @@
 search proves it while it runs (`World.check_alike`): whatever happens to the simplest is tried with all that were taken
 for it, too, and has to send the same, do the same wrong, and lead to ranks that are alike again. So they are bisimilar,
 and what can be seen in a search of all states (what the ranks do, what goes wrong, who waits and what goes on) can be
-seen in the search of the simplest. A claim that is wrong stops the search; it can hide nothing. What is on its way is
-made alike by its receiver's state (`World._tidy`), and each such change is tried in the first state in which it comes.
+seen in the search of the simplest. A claim that is wrong stops the search. What is on its way is made alike by its
+receiver's state (`World._tidy`), and each such change is tried in the first state in which it comes only; tests compare
+small cases with a search of all states.
 What the checks of whole states read (budgets, weights, updates made, the inbox of a rank that is not alone) is left as
 it is.
 """
