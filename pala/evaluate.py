@@ -73,12 +73,12 @@ def main() -> None:
         from pala.evaluation.video import record_video
 
     common = command.greedy, command.seed, command.threads, command.trust_run
+    if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
+        print(record_video(command.run, command.video, *common), flush=True)
     if command.episodes != 0 or command.video is None:
         evaluation = evaluate(command.run, command.episodes, command.num_envs, *common)
         print(evaluation, flush=True)
         record.save(command.run, evaluation)
-    if command.video is not None:
-        print(record_video(command.run, command.video, *common))
 
 
 if __name__ == "__main__":

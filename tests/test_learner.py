@@ -232,6 +232,17 @@ def test_an_update_that_is_not_finite_is_left_out_and_said(capsys):
     assert run.flat.data.isfinite().all()
 
 
+def test_many_updates_that_are_not_finite_do_not_fill_the_console(capsys):
+    """It is said of the 1st, 2nd, 4th and 8th, not of each."""
+    run = Run(configured(10 * BATCH), poisoned(range(STEPS + 1, 7 * STEPS + 1)))
+    run.go()
+    left_out = [record["updates_skipped"] for record in run.of_type("interval")]
+    bad, said = [k + 1 for k, count in enumerate(left_out) if count], capsys.readouterr().err
+    assert len(bad) >= 5
+    assert [f"update {k}: the loss" in said for k in bad[:5]] == [True, True, False, True, False]
+    assert "4 were so far" in said
+
+
 def test_rewards_that_are_never_finite_end_the_run():
     with pytest.raises(PalaError, match=r"\[rank 0\] update 100: no finite gradient for 100 updates"):
         Run(configured(10**6), poisoned(range(10**6))).go()

@@ -270,6 +270,8 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     for words in ("runs/r", "3 ranks on 2 hosts (node1, node2)", "gossip", "866,439 parameters, float32, on cpu"):
         assert words in text
     assert "40,000,000 steps over all ranks, 1,000 of them made before" in text
+    done = header(load_preset("pong"), Path("runs/r"), hosts, 2, "cpu", 866_439, steps_made=40_000_160)
+    assert "and 40,000,160 were made before: none is left to train (a larger `--total-steps` goes on)" in done
     assert "learning begins after 50,000" in header(load_preset("gorila/pong"), Path("r"), hosts, 1, "cpu", 9, 0)
 
 

@@ -32,6 +32,8 @@ def header(
     if config.algorithm == "gorila":
         learns = f"; learning begins after {config.gorila.min_replay_steps:,}"
     made = f", {steps_made:,} of them made before" * (steps_made > 0)
+    if steps_made >= config.total_steps:
+        made = f", and {steps_made:,} were made before: none is left to train (a larger `--total-steps` goes on)"
     lines = [
         f"PALA  {run}",
         f"      {algorithm}; {counted(len(hosts), 'rank')} {where}, {counted(threads, 'thread')} and "
