@@ -105,7 +105,7 @@ class ConvTape(Tape):
         for (weight, bias), stride in zip(convolutions, self._strides, strict=True):
             images = functional.conv2d(images, weight, bias, stride).relu_()
             activations.append(images)
-        activations.append(_linear(_rows(images), *linear).relu_())
+        activations.append(fast_linear(_rows(images), *linear).relu_())
         outputs = functional.linear(activations[-1].float(), *heads)
         return activations, list(outputs.split(self._head_sizes, 1))
 
@@ -119,9 +119,9 @@ class ConvTape(Tape):
         for head, *parts in zip(self._heads, *(by.split(self._head_sizes) for by in (by_weight, by_bias)), strict=True):
             _write(head, *parts)
         gradient = _through_relu_((gradient @ heads).to(self._dtype), hidden)
-        _write(self._linear, _linear(gradient.t(), _rows(images[-1]).t()), gradient.sum(0))
+        _write(self._linear, fast_linear(gradient.t(), _rows(images[-1]).t()), gradient.sum(0))
         shape = images[-1].shape
-        gradient = _linear(gradient, linear.t()).unflatten(1, (*shape[2:], shape[1])).permute(0, 3, 1, 2)
+        gradient = fast_linear(gradient, linear.t()).unflatten(1, (*shape[2:], shape[1])).permute(0, 3, 1, 2)
         for i in reversed(range(len(convolutions))):
             gradient = _through_relu_(gradient, images[i + 1])
             layer, weight, stride = self._convolutions[i], convolutions[i][0], self._strides[i]
@@ -187,7 +187,7 @@ def _rows(images: Tensor) -> Tensor:
     return images.permute(0, 2, 3, 1).flatten(1)
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fast_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """inputs [M, K] times weight [N, K] transposed, plus bias [N]: [M, N].
 
     In float32 on a CPU by oneDNN, whose operation torch has for its compiler. `functional.linear` takes MKL, which
