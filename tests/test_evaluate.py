@@ -276,6 +276,7 @@ def test_the_program_writes_json_and_keeps_earlier_results(
         (["{run}", "--episodes", "0"], "'episodes' is 0 but must be at least 1."),
         (["{run}", "--seed", "-1"], "'seed' is -1 but must be at least 0."),
         (["{run}", "--episodes", "0", "--video", "film.avi"], "must have a name that ends in '.mp4'"),
+        (["{run}", "--video", "film.avi"], "must have a name that ends in '.mp4'"),
     ],
 )
 def test_errors_are_sentences(
@@ -291,6 +292,7 @@ def test_errors_are_sentences(
     assert captured.err.startswith("pala: error: ")
     assert sentence in captured.err
     assert "Traceback" not in captured.err
+    assert not captured.out, "nothing is played before it is known that all can be done"
 
 
 @pytest.mark.parametrize("game", ["Sparkle", pytest.param("Pong", marks=pytest.mark.slow)])
