@@ -8,6 +8,7 @@ interrupted.
     python results/mixing/minatar_bed.py larger         as many environments in all on fewer ranks
     python results/mixing/minatar_bed.py longer         four times the steps, with 16 ranks
     python results/mixing/minatar_bed.py final          each method at its best setting, with fresh seeds
+    python results/mixing/minatar_bed.py stability      how often a training of 4 ranks with momentum does not get on
     python results/mixing/minatar_bed.py delays         gossip under delays, and with a slow rank
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the page of it.
@@ -34,7 +35,8 @@ GAMES = (*SWEPT, "asterix")
 METHODS = ("allreduce", "uniform", "paired")
 BASE_RATE = 7e-4
 TOTAL_STEPS = 500_000
-_FRESH = 100  # seeds from here on have not been looked at when settings are chosen
+_FRESH = 100  # seeds from here on have not been looked at when settings are chosen,
+_STABILITY = 200  # and from here on not when it was asked how often trainings stand still
 
 
 class Setting(NamedTuple):
@@ -77,6 +79,11 @@ class Job(NamedTuple):
     def is_of_the_sweep(self) -> bool:
         """True if settings may be chosen by it."""
         return self.seed < _FRESH and self.is_usual
+
+    @property
+    def is_of_stability(self) -> bool:
+        """True if it was made to see how often trainings stand still."""
+        return self.seed > _STABILITY and self.is_usual
 
 
 def make_bed(env_config: Any, game: str) -> Any:
@@ -206,6 +213,9 @@ _EXCHANGES = (  # rate, momentum, smoothing, exchanges an update
 _LARGER = (  # of 4 ranks of 64 environments
     (2, 0.75, 0.8), (4, 0.0, 0.0), (4, 0.5, 0.8),
 )  # fmt: skip
+_EQUAL_STEPS = (  # of 4 ranks' mean: gossip's is shorter by the root of the ranks at the same rate
+    Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8), Setting("allreduce", 2), Setting("paired", 4),
+)  # fmt: skip
 _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8))  # each method's best of 16 ranks
 
 
@@ -235,6 +245,9 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
     if stage == "longer":
         trials = itertools.product(range(1, seeds + 1), games, _LONGER)
         return [_job(game, 16, setting, seed)._replace(total_steps=4 * TOTAL_STEPS) for seed, game, setting in trials]
+    if stage == "stability":
+        trials = itertools.product(range(_STABILITY + 1, _STABILITY + 1 + seeds), games, _EQUAL_STEPS)
+        return [_job(game, 4, setting, seed) for seed, game, setting in trials]
     fresh = range(_FRESH + 1, _FRESH + 1 + seeds)
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
     if stage == "final":
@@ -268,7 +281,8 @@ def _commit() -> str:
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("sweep", "momentum", "exchanges", "larger", "longer", "final", "delays"))
+    stages = ("sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays")
+    parser.add_argument("stage", choices=stages)
     parser.add_argument("--games", nargs="+", default=list(SWEPT), choices=GAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--seeds", type=int, default=2)

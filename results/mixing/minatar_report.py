@@ -62,7 +62,7 @@ def fresh(results: Results) -> str:
     """Each method at its best settings, fresh seeds, beside the best of synchronous A2C."""
     cells: dict[tuple[str, int, Setting], list[dict]] = {}
     for job, line in results.items():
-        if not job.is_of_the_sweep and job.is_usual and "mean_height" in line:
+        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual and "mean_height" in line:
             cells.setdefault((job.game, job.ranks, job.setting), []).append(line)
     best, rows = best_settings(results), []
     for game, ranks, setting in sorted(cells, key=lambda key: (key[0], key[1], METHODS.index(key[2].method), key[2])):
@@ -96,6 +96,31 @@ def disturbed(results: Results) -> str:
             ))  # fmt: skip
     header = ("game", "ranks", "method", *_SETTING, "delay, updates", "slow ranks", "seeds", "IQM of mean height",
               "of the same undisturbed")  # fmt: skip
+    return table(header, rows) if rows else "Not run yet."
+
+
+def stability(results: Results) -> str:
+    """How often trainings did not get on, at an equal step of the mean."""
+    cells: dict[tuple[str, Setting], list[dict]] = {}
+    for job, line in results.items():
+        if job.is_of_stability and "curve" in line:
+            cells.setdefault((job.game, job.setting), []).append(line)
+    rows = []
+    for (game, setting), lines in sorted(cells.items()):
+        usual = statistics.median(
+            line["curve"][-1] for (other, _), all_ in cells.items() for line in all_ if other == game
+        )
+        still = sum(line["curve"][len(line["curve"]) // 2] < usual / 2 for line in lines)
+        to_the_end = sum(line["curve"][-1] < usual / 2 for line in lines)
+        smooth = [[statistics.fmean(line["curve"][k : k + 5]) for k in range(len(line["curve"]) - 4)] for line in lines]
+        fell = sum(curve[-1] < max(curve) / 2 for curve in smooth)
+        heights = sorted(line["mean_height"] for line in lines)
+        rows.append((
+            game, setting.method, *_texts(setting), str(len(lines)), str(still), str(to_the_end), str(fell),
+            f"{heights[0]:.2f}", f"{statistics.median(heights):.2f}", f"{heights[-1]:.2f}",
+        ))  # fmt: skip
+    header = ("game", "method", *_SETTING, "seeds", "stood still to the half", "to the end", "fell", "least height",
+              "median", "greatest")  # fmt: skip
     return table(header, rows) if rows else "Not run yet."
 
 
@@ -139,6 +164,12 @@ def main() -> None:
     print("\n## With fresh seeds\n\nEach method at its best settings, with and without momentum. Ratios with 95 %")
     print("bootstrap intervals over seeds. Settings were chosen on Breakout and Space Invaders only.\n")
     print(fresh(results))
+    print(
+        "\n## Stability\n\n4 ranks at an equal step of the mean, with seeds that nobody had seen when this was asked."
+    )
+    print("Stood still: at half of the steps (or at the end) below half of the median of all final heights of the")
+    print("game. Fell: at the end below half of its own best mean over a tenth of the steps.\n")
+    print(stability(results))
     print("\n## Fewer, larger ranks\n\nAs many environments in all as 16 ranks of 16.\n")
     print(larger(results))
     print(f"\n## Longer\n\n16 ranks, {4 * TOTAL_STEPS:,} steps, at the best settings of {TOTAL_STEPS:,}.\n")
