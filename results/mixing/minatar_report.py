@@ -115,12 +115,17 @@ def stability(results: Results) -> str:
         smooth = [[statistics.fmean(line["curve"][k : k + 5]) for k in range(len(line["curve"]) - 4)] for line in lines]
         fell = sum(curve[-1] < max(curve) / 2 for curve in smooth)
         heights = sorted(line["mean_height"] for line in lines)
+        rivals = [
+            line["mean_height"] for (other, theirs), all_ in cells.items() for line in all_
+            if (other, theirs.method, theirs.momentum) == (game, "allreduce", setting.momentum) and theirs != setting
+        ]  # fmt: skip
         rows.append((
             game, setting.method, *_texts(setting), str(len(lines)), str(still), str(to_the_end), str(fell),
             f"{heights[0]:.2f}", f"{statistics.median(heights):.2f}", f"{heights[-1]:.2f}",
+            ratio(heights, rivals) if rivals else "",
         ))  # fmt: skip
     header = ("game", "method", *_SETTING, "seeds", "stood still to the half", "to the end", "fell", "least height",
-              "median", "greatest")  # fmt: skip
+              "median", "greatest", "IQM of allreduce's")  # fmt: skip
     return table(header, rows) if rows else "Not run yet."
 
 
@@ -168,7 +173,10 @@ def main() -> None:
         "\n## Stability\n\n4 ranks at an equal step of the mean, with seeds that nobody had seen when this was asked."
     )
     print("Stood still: at half of the steps (or at the end) below half of the median of all final heights of the")
-    print("game. Fell: at the end below half of its own best mean over a tenth of the steps.\n")
+    print(
+        "game. Fell: at the end below half of its own best mean over a tenth of the steps. The ratio is to synchronous"
+    )
+    print("A2C with the same momentum.\n")
     print(stability(results))
     print("\n## Fewer, larger ranks\n\nAs many environments in all as 16 ranks of 16.\n")
     print(larger(results))
