@@ -117,7 +117,8 @@ class A2CConfig:
     momentum: float = 0.0
     """Quasi-global momentum (arXiv 2102.04761): beside its own step a rank moves by so many times the running mean of
     how its model moves, exchange and all. The mean of the models goes 1 / (1 - momentum) times as far; the noise of a
-    rank's own step grows hardly at all. 0 turns it off. Ours (results/mixing/)."""
+    rank's own step grows hardly at all. 0 turns it off. With models that are under way for several updates 0.75 learns
+    badly, or nothing. Ours (results/mixing/)."""
     momentum_smoothing: float = 0.8
     """Decay of that running mean an update. Ours."""
     rmsprop_alpha: float = 0.99
