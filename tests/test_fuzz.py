@@ -1,7 +1,7 @@
 """Hostile bytes from both sources: messages from peers, and files. They are taken as what they are, or refused cleanly.
 
-`PALA_FUZZ_EXAMPLES=100000 python -m pytest --timeout 0 tests/test_fuzz.py` tries so many a test, new ones each time;
-without it each test tries the same ones every time.
+`PALA_FUZZ_TIMES=30 python -m pytest -m "" --timeout 0 -k "fuzz or any_messages or any_bytes_are" tests` tries so many times as
+many, about 95,000, new ones each time; without it each test tries the same ones every time.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from pala.run.metrics import RunView, metrics_path
 from pala.system.errors import PalaError
 from pala.transport.base import Packet, Received, Receiver, Transport
 
-EXAMPLES = int(os.environ.get("PALA_FUZZ_EXAMPLES", "0"))
-MOST_GROWTH_KIB = (3000 if EXAMPLES else 300) << 10  # inputs have a few hundred kilobytes; Hypothesis keeps much of all
+TIMES = int(os.environ.get("PALA_FUZZ_TIMES", "0"))
+MOST_GROWTH_KIB = (3000 if TIMES else 300) << 10  # inputs have a few hundred kilobytes; Hypothesis keeps much of all
 
 
 def fuzz(examples: int) -> settings:
     return settings(
-        max_examples=EXAMPLES or examples, derandomize=not EXAMPLES, deadline=None, database=None,
+        max_examples=examples * (TIMES or 1), derandomize=not TIMES, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 

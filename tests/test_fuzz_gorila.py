@@ -1,8 +1,4 @@
-"""Gorila after hostile messages: nothing that was not played is joined, and the ranks learn on.
-
-`PALA_FUZZ_EXAMPLES=10000 python -m pytest --timeout 0 tests/test_fuzz_gorila.py` tries so many a test, new ones each
-time.
-"""
+"""Gorila after hostile messages: nothing that was not played is joined, and the ranks learn on."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -241,6 +242,19 @@ def test_many_updates_that_are_not_finite_do_not_fill_the_console(capsys):
     assert len(bad) >= 5
     assert [f"update {k}: the loss" in said for k in bad[:5]] == [True, True, False, True, False]
     assert "4 were so far" in said
+
+
+def test_what_others_are_to_blame_for_does_not_hide_the_first_of_a_rank_s_own(capsys):
+    class Blaming(NoExchange):
+        def after_update(self, steps, healthy):
+            self.culprits = (1,) if next(updates) <= 3 else ()
+            return super().after_update(steps, healthy)
+
+    updates = itertools.count(1)
+    Run(configured(5 * BATCH), poisoned(range(10**6)), exchange_class=Blaming).go()
+    said = capsys.readouterr().err
+    assert [f"update {k}: the loss" in said for k in range(1, 6)] == [False, False, False, True, True]
+    assert "2 were so far" in said
 
 
 def test_rewards_that_are_never_finite_end_the_run():

@@ -40,6 +40,7 @@ class Learner(Loop):
         self._tape, self._flat = a2c.tape, a2c.flat
         self._means, self._updates, self._skipped = Means(), 0, 0  # of the interval
         self._skipped_in_a_row = 0
+        self._own_left_out = 0  # updates that no other rank is to blame for
         self._movement = Movement(a2c.learned)
 
     def reset(self, env_seeds: np.ndarray) -> None:
@@ -139,10 +140,12 @@ class Learner(Loop):
         where the others cannot go on without this rank, if there is no way on."""
         where, fault = f"[rank {self._rank}] update {self.counters.updates}", ""
         culprits = ", ".join(map(str, self._exchange.culprits))
-        left_out = self.num_tried - self.num_applied
-        if not culprits and left_out.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
-            so_far = f" {left_out:,} were so far; the next line comes after as many more." * (left_out > 1)
-            say(f"{where}: the loss or its gradient is not finite; the update is left out.{so_far}")
+        if not culprits:
+            self._own_left_out += 1
+            if self._own_left_out.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
+                so_far = f" {self._own_left_out:,} were so far; the next line comes after as many more."
+                so_far *= self._own_left_out > 1
+                say(f"{where}: the loss or its gradient is not finite; the update is left out.{so_far}")
         if not healthy and finite:
             self._a2c.mean_square.zero_()
             say(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
