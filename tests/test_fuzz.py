@@ -1,7 +1,7 @@
 """Hostile bytes from both sources: messages from peers, and files. They are taken as what they are, or refused cleanly.
 
-`PALA_FUZZ_TIMES=30 python -m pytest -m "" --timeout 0 -k "fuzz or any_messages or any_bytes_are" tests` tries so many times as
-many, about 95,000, new ones each time; without it each test tries the same ones every time.
+`PALA_FUZZ_TIMES=30 python -m pytest -m "" --timeout 0 -k "fuzz or any_messages or any_bytes_are" tests` tries so many
+times as many, about 95,000, new ones each time; without it each test tries the same ones every time.
 """
 
 from __future__ import annotations
