@@ -1,17 +1,24 @@
 #!/usr/bin/env bash
-# `python -m pala.simulate check` with protocol, driver and virtual cluster compiled by mypyc, 2.5 times as fast:
-#   ./tests/compiled.sh --schedules 1000000
+# `python -m pala.simulate check` or `explore` with what takes most of their time compiled by mypyc:
+#   ./tests/compiled.sh check --schedules 1000000     protocol, driver and virtual cluster: 2.5 times as fast
+#   ./tests/compiled.sh explore --faults stop nan     the search, but not the ranks, whose attributes it copies
 # In a copy, so that no compiled file outlives its source. Needs a C compiler, mypy and
 # setuptools: those of the environment that ./launch/test.sh made, or the `python` that comes first in PATH.
 set -euo pipefail
+case ${1-} in
+check)
+    modules=(pala/exchange/{budget,wire}.py pala/transport/{base,virtual}.py
+        pala/exchange/gossip/{actions,driver,messages,mixing,paired,process_lock,protocol,protocols,topology}.py
+        pala/simulate/{costs,scenario,schedules,vector_models,virtual_cluster}.py) ;;
+explore) modules=(pala/simulate/explore_{alike,world}.py) ;;
+*) echo "usage: $0 check|explore [OPTIONS]" >&2 && exit 2 ;;
+esac
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ ! -d "$repository/.venv" ] || export PATH="$repository/.venv/bin:$PATH"
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp -r "$repository/pala" "$copy"
+cp -r "$repository"/{pala,pyproject.toml} "$copy"
 cd "$copy"
-echo "compiles PALA's protocol and virtual cluster" >&2
-python -m mypyc pala/exchange/{budget,wire}.py pala/transport/{base,virtual}.py \
-    pala/exchange/gossip/{actions,driver,messages,mixing,paired,process_lock,protocol,protocols,topology}.py \
-    pala/simulate/{costs,scenario,schedules,vector_models,virtual_cluster}.py >build.log 2>&1 || { cat build.log >&2 && exit 1; }
-python -m pala.simulate check "$@"
+echo "compiles ${#modules[@]} modules of PALA" >&2
+python -m mypyc "${modules[@]}" >build.log 2>&1 || { cat build.log >&2 && exit 1; }
+python -m pala.simulate "$@"
