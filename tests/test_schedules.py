@@ -303,6 +303,12 @@ def test_a_lone_rank_whose_patience_had_ended_waits_for_a_spare_that_joins(numbe
     check(schedule(number))
 
 
+def test_a_rank_that_was_away_with_all_others_may_mix_a_model_as_old_as_its_own() -> None:
+    """All are stopped for 500 s, this one first; it waits for a fresh model in vain, and what comes then is old."""
+    cluster = check(schedule(324_448))
+    assert cluster.ranks[1].protocol.counts["waits_given_up"] == 1
+
+
 def test_a_spare_that_was_told_to_leave_in_its_sleep_is_replaced() -> None:
     """It goes after its first update, long after it was told; the check once expected the next spare before that."""
     cluster = check(schedule(142_370))

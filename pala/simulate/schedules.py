@@ -111,7 +111,7 @@ def check(
     - Staleness: at the end of an update a rank has made at most max_staleness + 1 updates since its last mix, while it
       has a living peer, or its patience has ended since then; some time after the last fault that is no excuse, if
       patience is long for the speed of ranks and network.
-    - Nobody waits much longer than its patience, and no model is mixed that is much older than it.
+    - Nobody waits much longer than its patience, and no model is mixed that is much older than it, and than its own.
     - As many ranks train as in the beginning, while there are spares and soon after a death, and never more.
     - Every living rank ends, and knows that the budget is met; a rank that lacked u steps of it when it was met, with B
       steps an update, makes no more than max(1, ceil(u / B)) updates after that.

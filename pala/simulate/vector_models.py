@@ -42,12 +42,13 @@ class VectorPacket:
 class VectorModels:
     """A rank's model as the driver's `Models`: a vector, without bytes; and what is known of its mixes from outside."""
 
-    def __init__(self, model: np.ndarray, network: VirtualNetwork) -> None:
-        self.model, self._network = model, network
+    def __init__(self, model: np.ndarray, network: VirtualNetwork, stopped: tuple[float, float] = (0.0, 0.0)) -> None:
+        """`stopped`: from when to when the rank is."""
+        self.model, self._network, self._stopped = model, network, stopped
         self.ahead: np.ndarray | None = None  # as `look_ahead`; with the moves that are owed
         self._acting = model  # what the model was then
         self.mixes = 0
-        self.oldest_mixed_s = 0.0  # the greatest age of a model when it was mixed
+        self.oldest_mixed_s = 0.0  # greatest age of a model when it was mixed, but for time in which its own aged, too
         self.faults: list[str] = []  # what must not be done with models
         self.heals = 0
         self.owed: dict[VectorPacket, np.ndarray] = {}  # offers that were answered -> the moves due to them
@@ -117,6 +118,8 @@ class VectorModels:
         if self.ahead is not None:
             self.faults.append("was healed while moves were owed to it")
         self.heals += 1
+        if self._network.now >= self._stopped[0]:
+            self._stopped = 0.0, 0.0  # its own model is no excuse
         old, self.ahead = self.with_owed, None
         self._replace(self.inbox / self.inbox_weight)
         self.unmatched += self.model - old
@@ -158,7 +161,11 @@ class VectorModels:
 
     def _replace(self, model: np.ndarray) -> None:
         self._become(model)
-        self.oldest_mixed_s = max(self.oldest_mixed_s, self._network.now - self.inbox_from_s)
+        age_s = self._network.now - self.inbox_from_s
+        begin_s, end_s = self._stopped
+        if self._network.now >= end_s > begin_s:  # the first since it goes on, with its own model of before
+            age_s, self._stopped = age_s - (end_s - begin_s), (0.0, 0.0)
+        self.oldest_mixed_s = max(self.oldest_mixed_s, age_s)
         self.clear()
 
     def _become(self, model: np.ndarray) -> None:

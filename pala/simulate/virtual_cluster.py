@@ -89,7 +89,7 @@ class VirtualCluster(VirtualNetwork):
         )
         budget = StepBudget(number, s.size, s.budget_steps, spares=s.spares)
         protocol = self._protocol(budget, RULES[s.mixing](float(number < s.size - s.spares)), rules)
-        models = VectorModels(model, self)
+        models = VectorModels(model, self, s.stops.get(number, (0.0, 0.0)))
         transport = VirtualTransport(self, number)
         driver = self._driver(protocol, transport, models, s.send_buffers, report=lambda sentence: None)
         return Rank(driver, models)
