@@ -18,7 +18,7 @@ from typing import Any
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.messages import Kind
-from pala.simulate.explore_rank import Case, Frozen, Letter, Mode
+from pala.simulate.explore_rank import NO_PATIENCE_S, Case, Frozen, Letter, Mode
 
 _NOBODY: tuple[Any, ...] = ()
 
@@ -75,6 +75,8 @@ def _never_looked_at(p: dict[str, Any], frozen: Frozen, case: Case) -> None:
     if case.max_staleness == 0:  # a mix is of one at least, and makes at most so many rounds due as there are ranks
         most = case.ranks * (case.ranks - 1 if case.topology == "complete" else 1) - 1
         p["_num_rejected"] = min(p["_num_rejected"], most)
+    if not case.has_clock:  # no patience ends, whatever a rank's pace
+        p["_update_s"], p["patience_s"] = 0.0, NO_PATIENCE_S
     if _only_whole(case):
         p["_wants_whole"] = "set", _NOBODY
         if frozen.mode is Mode.UPDATES and case.mixing != "paired":
