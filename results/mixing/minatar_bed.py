@@ -191,11 +191,17 @@ def chosen_settings(results: dict[Job, dict[str, Any]]) -> set[tuple[int, Settin
     return {(ranks, setting) for of in (results, plain) for (ranks, _), setting in best_settings(of).items()}
 
 
-_RATES = {2: (1, 2, 4, 8), 4: (1, 2, 4, 8), 8: (2, 4, 8, 16), 16: (1, 2, 4, 8, 16)}
+_RATES = {2: (1, 2, 4), 4: (1, 2, 4, 8), 8: (1, 2, 4), 16: (1, 2, 4, 8, 16)}
 _MOMENTA = {  # by ranks and method: rate, momentum, smoothing
+    (2, "allreduce"): ((1, 0.5, 0.8), (1, 0.75, 0.8)),
+    (2, "uniform"): ((1, 0.5, 0.8), (2, 0.5, 0.8)),
+    (2, "paired"): ((1, 0.5, 0.8), (2, 0.5, 0.8)),
     (4, "allreduce"): ((1, 0.5, 0.8), (1, 0.75, 0.8), (0.5, 0.75, 0.8)),
     (4, "uniform"): ((2, 0.5, 0.8), (2, 0.75, 0.8)),
     (4, "paired"): ((2, 0.5, 0.8), (4, 0.5, 0.8), (2, 0.75, 0.8)),
+    (8, "allreduce"): ((1, 0.5, 0.8), (1, 0.75, 0.8)),
+    (8, "uniform"): ((2, 0.5, 0.8), (2, 0.75, 0.8)),
+    (8, "paired"): ((2, 0.5, 0.8), (2, 0.75, 0.8)),
     (16, "allreduce"): ((0.5, 0.75, 0.8), (1, 0.75, 0.8), (0.5, 0.9, 0.8)),
     (16, "uniform"): ((2, 0.75, 0.8), (2, 0.9, 0.8)),
     (16, "paired"): (
