@@ -309,6 +309,11 @@ def test_a_rank_that_was_away_with_all_others_may_mix_a_model_as_old_as_its_own(
     assert cluster.ranks[1].protocol.counts["waits_given_up"] == 1
 
 
+def test_what_the_dead_have_sent_comes_before_a_rank_that_was_away_has_mixed() -> None:
+    """It came 7 s later, as if its sender, dead for long, had been stopped until then."""
+    check(schedule(420_533))
+
+
 def test_a_spare_that_was_told_to_leave_in_its_sleep_is_replaced() -> None:
     """It goes after its first update, long after it was told; the check once expected the next spare before that."""
     cluster = check(schedule(142_370))

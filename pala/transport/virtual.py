@@ -182,8 +182,8 @@ class VirtualNetwork:
             self.heard(rank)
 
     def is_stopped(self, rank: int, handler: Callable[..., None], *arguments: Any) -> bool:
-        """If the rank is stopped now, this happens when it goes on."""
-        if not self._conditions.stops:
+        """If the rank is stopped now, this happens when it goes on. Who is dead holds nothing up."""
+        if rank in self.dead or not self._conditions.stops:
             return False
         begin_s, end_s = self._conditions.stops.get(rank, (0.0, 0.0))
         if stopped := begin_s <= self.now < end_s:
