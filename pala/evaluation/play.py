@@ -69,7 +69,7 @@ def evaluate(
         global_steps=policy.global_steps,
         num_envs=envs.num_envs,
         greedy=greedy,
-        epsilon=(0.0 if greedy else config.evaluation.epsilon) if config.algorithm == "gorila" else None,
+        epsilon=0.0 if greedy and policy.epsilon is not None else policy.epsilon,
         seed=seed,
         steps_per_s=round(steps / seconds, 1),
         **_statistics(played),
