@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -42,9 +43,12 @@ class VectorPacket:
 class VectorModels:
     """A rank's model as the driver's `Models`: a vector, without bytes; and what is known of its mixes from outside."""
 
-    def __init__(self, model: np.ndarray, network: VirtualNetwork, stopped: tuple[float, float] = (0.0, 0.0)) -> None:
-        """`stopped`: from when to when the rank is."""
-        self.model, self._network, self._stopped = model, network, stopped
+    def __init__(
+        self, model: np.ndarray, network: VirtualNetwork, stopped: tuple[float, float], keeps_own: Callable[[], bool]
+    ) -> None:
+        """`stopped`: from when to when the rank is; `keeps_own`: whether it then goes on with its own model of before,
+        since there is no fresher one."""
+        self.model, self._network, self._stopped, self._keeps_own = model, network, stopped, keeps_own
         self.ahead: np.ndarray | None = None  # as `look_ahead`; with the moves that are owed
         self._acting = model  # what the model was then
         self.mixes = 0
@@ -163,8 +167,9 @@ class VectorModels:
         self._become(model)
         age_s = self._network.now - self.inbox_from_s
         begin_s, end_s = self._stopped
-        if self._network.now >= end_s > begin_s:  # the first since it goes on, with its own model of before
-            age_s, self._stopped = age_s - (end_s - begin_s), (0.0, 0.0)
+        if self._network.now >= end_s > begin_s:  # the first since it goes on
+            age_s -= (end_s - begin_s) if self._keeps_own() else 0.0
+            self._stopped = 0.0, 0.0
         self.oldest_mixed_s = max(self.oldest_mixed_s, age_s)
         self.clear()
 

@@ -89,7 +89,14 @@ class VirtualCluster(VirtualNetwork):
         )
         budget = StepBudget(number, s.size, s.budget_steps, spares=s.spares)
         protocol = self._protocol(budget, RULES[s.mixing](float(number < s.size - s.spares)), rules)
-        models = VectorModels(model, self, s.stops.get(number, (0.0, 0.0)))
+
+        def keeps_own() -> bool:
+            """It waited for a fresh model in vain, or who trained with it is dead."""
+            trained = range(s.size - s.spares)
+            alone = all(peer == number or peer not in trained for peer in protocol.living)
+            return alone or protocol.counts["waits_given_up"] > 0
+
+        models = VectorModels(model, self, s.stops.get(number, (0.0, 0.0)), keeps_own)
         transport = VirtualTransport(self, number)
         driver = self._driver(protocol, transport, models, s.send_buffers, report=lambda sentence: None)
         return Rank(driver, models)
