@@ -236,6 +236,27 @@ def test_who_leads_while_the_first_sleeps_writes_nothing_of_its_own_at_the_end(
     assert job.ended_well() and job.segment["saved"]
 
 
+def test_a_signal_to_the_job_is_named_even_by_a_rank_that_was_about_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, about_to_go = GossipDriver.leave, threading.Event()
+
+    def leave_at_the_end(driver: GossipDriver) -> None:
+        leave(driver)
+        about_to_go.set()
+        wait_for(lambda: driver.protocol.budget.stop is not Stop.NONE, 60, "the end")
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        leave_at(0, update=3)(comm, updates)
+        if comm.rank == 1 and about_to_go.is_set():
+            comm.interrupt.signal = SIGTERM
+
+    monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
+    job = train(2, configure(tmp_path, steps=ENDLESS), on_update=on_update)
+    assert [result.status for result in job.results] == ["stopped"] * 2
+    assert job.segment["signal"] == "SIGTERM" and {result.signal for result in job.results} == {SIGTERM}
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp_path: Path) -> None:
     job = train(ranks, configure(tmp_path, steps=ENDLESS), on_update=leave_at(*range(ranks), update=5))
@@ -246,10 +267,11 @@ def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp
     assert job.resume(ranks, steps=steps + 200).ended_well()
 
 
-@pytest.mark.parametrize("leavers", [[0], [0, 1]], ids=str)
+@pytest.mark.parametrize("leavers, hears_of_the_end", [([0], False), ([0, 1], False), ([0, 1], True)], ids=str)
 def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
-    leavers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    leavers: list[int], hears_of_the_end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each finds so itself, or rank 0 hears it of the other."""
     leave, about_to_go = Gossip.leave, threading.Barrier(len(leavers))
 
     def outlive(gossip: Gossip) -> bool:
@@ -257,6 +279,8 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
         about_to_go.wait(60)
         world.say_that(2, world.dead)
         wait_for(lambda: not gossip.living, 60, "the news of that")
+        if hears_of_the_end and gossip._comm.rank == 0:  # type: ignore[attr-defined]
+            wait_for(lambda: gossip.stop is not Stop.NONE, 60, "the end")
         return leaves
 
     monkeypatch.setattr(Gossip, "leave", outlive)

@@ -19,7 +19,8 @@ class Stop(enum.IntEnum):
     NONE = 0
     BUDGET = 1
     CALLBACK = 2  # of the user's: the policy is good enough, or will never be
-    SIGNAL = 3
+    ALL_LEAVE = 3  # nobody is left who was not told to leave
+    SIGNAL = 4  # that asks the whole job to end
 
     @property
     def completes(self) -> bool:

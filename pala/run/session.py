@@ -255,11 +255,11 @@ class Session:
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
         else:
-            self._record_stop(exchange)  # once more: now all know who lives, one leads, and the steps are exact
+            self._record_stop(exchange, end)  # once more: now all know who lives, one leads, and the steps are exact
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
         self._records.saved()
-        status, signal = ("completed", None) if end.completes else ("stopped", self._signal)
+        status, signal = ("completed", None) if end.completes else ("stopped", self._signal(end))
         exit_status = 0 if signal is None else 128 + signal
         return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status, early)
 
@@ -311,10 +311,9 @@ class Session:
     def _stay(self, exchange: Exchange) -> Stop:
         """A rank was about to leave, but those who were to go on have died or left: nobody but it, or others like it,
         can say how the run ended. Returns why it ends."""
-        exchange.stop_now(Stop.SIGNAL)
-        if exchange.stop is Stop.SIGNAL:
+        exchange.stop_now(Stop.ALL_LEAVE)
+        if exchange.stop is Stop.ALL_LEAVE:
             say(f"[rank {self._comm.rank}] was about to leave, but no other rank trains any more: the job ends.")
-            self._interrupt.signal = self._interrupt.signal or LEAVE
         return exchange.stop
 
     # ---- training: no collectives --------------------------------------------------------------------------------
@@ -340,8 +339,8 @@ class Session:
         else:
             self._save(exchange)
         self._lead_if_first(exchange)
-        if stop is Stop.SIGNAL:
-            self._record_stop(exchange)  # at once: after a signal the launcher may not give much time
+        if stop is not Stop.NONE and not stop.completes:
+            self._record_stop(exchange, stop)  # at once: after a signal the launcher may not give much time
         return stop
 
     def _call(
@@ -361,19 +360,20 @@ class Session:
     def _lead_if_first(self, exchange: Exchange) -> bool:
         return self._records.lead_if_first(exchange.living, self._progress.counters.time_s, exchange.left)
 
-    @property
-    def _signal(self) -> Signals:
-        return self._interrupt.signal or SIGTERM  # a peer's signal stops all
+    def _signal(self, stop: Stop) -> Signals:
+        """Which one ended training. Of a peer's nothing is known here but what it asks for."""
+        return self._interrupt.signal or (LEAVE if stop is Stop.ALL_LEAVE else SIGTERM)
 
-    def _record_stop(self, exchange: Exchange) -> None:
+    def _record_stop(self, exchange: Exchange, stop: Stop) -> None:
         self._leads = self._lead_if_first(exchange)
         if not self._leads:
             self._records.resign()
             return
+        signal = self._signal(stop).name
         if not self._has_said_stop:
             self._has_said_stop = True
-            say(f"[rank {self._comm.rank}] {self._signal.name}: checkpoint written to '{self._segment.path}'.")
-        self._records.end("stopped", global_steps=exchange.global_steps, signal=self._signal.name)
+            say(f"[rank {self._comm.rank}] {signal}: checkpoint written to '{self._segment.path}'.")
+        self._records.end("stopped", global_steps=exchange.global_steps, signal=signal)
 
     def _save(self, exchange: Exchange) -> None:
         save(self._job, self._parts, self._progress, self._segment, exchange)

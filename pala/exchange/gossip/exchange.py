@@ -116,9 +116,7 @@ class Gossip(ModelExchange):
             self._stays = True
         if budget.stop is Stop.NONE:
             say(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
-            self._driver.end(Stop.SIGNAL)
-        if budget.stop is Stop.SIGNAL:  # perhaps by a peer, that was told to leave at the same time
-            self._interrupt.signal = self._interrupt.signal or LEAVE
+            self._driver.end(Stop.ALL_LEAVE)
         return False
 
     def after_update(self, steps: int, healthy: bool) -> bool:
