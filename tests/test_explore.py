@@ -150,6 +150,15 @@ def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: 
     assert found and re.search(symptom, found[0].what) and found[0].trace, found
 
 
+def test_a_rare_fault_comes_so_often_and_no_more() -> None:
+    def states(most: int) -> int:
+        found = explored("stop nan", rare=frozenset({"nan"}), most_rare=most, driver=of_schedules.AcceptsPoison)
+        assert (most > 0) == any("poison" in violation.what for violation in found.violations)
+        return explored("stop nan", rare=frozenset({"nan"}), most_rare=most).states
+
+    assert states(0) < states(1) < states(2)
+
+
 def test_a_trace_is_the_shortest_and_told_in_words() -> None:
     (found, *_) = explored_with("protocol", of_schedules.IgnoresTheLock, {}).violations
     assert found.what == "process lock: rank 1 holds two models of rank 0" and found.trace == ("finish 0", "finish 0")
@@ -303,6 +312,8 @@ def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -
         (["--faults", "rain"], "'rain' is none of"), (["--mixings", "push_sum"], "without '--updates'"),
         (["--together", "2", "--faults", "stop"], "'--together' is 2, but '--faults' names 1"),
         (["--mixings", "paired", "--topologies", "complete"], "no case to explore"),
+        (["--faults", "death", "timer", "--rare-faults", "timer"], "'timer' is none of death"),
+        (["--rare-faults", "nan"], "'nan' is none of --faults"),
         (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
     ],
 )  # fmt: skip

@@ -53,7 +53,9 @@ class Command:
     exchanges_per_update: int = 1
     """Offers of a paired rank in an update; with more than 1, ranks exchange between two steps of a rollout, too."""
     rare: int = 2
-    """How many messages of a run may be damaged (faults `garbled`, `refused`) or come twice (`duplicate`)."""
+    """How many rare faults a run may have; `garbled`, `refused` and `duplicate` are rare."""
+    rare_faults: tuple[str, ...] = ()
+    """Which are rare as well. Of the others a run has any number."""
     most_states: int = 2_000_000
     """Give a case up when it has more (300 bytes each, twice as much with liveness)."""
     most_s: float = 600.0
@@ -307,12 +309,19 @@ def cases(command: Command) -> list[Case]:
         raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
     if "push_sum" in command.mixings and not command.updates:
         raise PalaError("'--mixings' has 'push_sum', whose weights have no end without '--updates'.")
+    for fault in command.rare_faults:  # the others are what ranks need to go on
+        if fault not in command.faults or fault.replace("-", " ") not in UNFAIR:
+            raise PalaError(
+                f"'--rare-faults': '{fault}' is none of "
+                f"{', '.join(word for word in command.faults if word.replace('-', ' ') in UNFAIR) or '--faults'}."
+            )
     together = command.together or len(command.faults)
     if together > len(command.faults):
         raise PalaError(f"'--together' is {together}, but '--faults' names {len(command.faults)}.")
+    rare = frozenset(command.rare_faults)
     found = [
         Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every,
-             command.exchanges_per_update if mixing == "paired" else 1, most_rare=command.rare)
+             command.exchanges_per_update if mixing == "paired" else 1, rare=rare & {*faults}, most_rare=command.rare)
         for ranks, topology, mixing, staleness, faults in itertools.product(
             command.ranks, command.topologies, command.mixings, command.staleness,
             itertools.combinations(command.faults, together),
@@ -348,4 +357,5 @@ def row(case: Case, explored: Explored) -> tuple[str, ...]:
 
 
 def _faults(case: Case) -> str:
-    return " + ".join(fault for fault in FAULTS if fault in case.faults) or "none"
+    named = " + ".join(fault for fault in FAULTS if fault in case.faults) or "none"
+    return f"{named}, at most {case.most_rare} of {' + '.join(sorted(case.rare))}" if case.rare else named

@@ -65,8 +65,9 @@ class Case:
     whole_every: int = 1
     exchanges_per_update: int = 1
     snapshots: int = 2
+    rare: frozenset[str] = frozenset()
+    """Of the faults, those that come at most `most_rare` times in a run, together; damage and doubles always do."""
     most_rare: int = 2
-    """How many messages of one run may be damaged or come twice."""
     protocol: type[GossipProtocol] | None = None
     driver: type[GossipDriver] = GossipDriver
 

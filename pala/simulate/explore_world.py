@@ -48,8 +48,8 @@ UNFAIR = frozenset(
     | {"lose", "depart"}
 )
 """Labels of what need not happen, ever."""
-RARE = ("garbled", "refused", "duplicate")
-"""Labels that come at most `Case.most_rare` times in a run: each may leave one more model on its way."""
+RARE = frozenset({"garbled", "refused", "duplicate"})
+"""Faults of which each may leave one more model on its way: without a limit there would be no end to the states."""
 _REPLIES = (Kind.CREDIT, Kind.ASK_WHOLE, Kind.ANSWER)
 _SMALL, _BULK, _LATE = range(3)
 _EMPTY = (0, 0, 0)
@@ -110,7 +110,7 @@ class World:
         pairs = list(itertools.permutations(range(self.n), 2))
         self._pairs = {pair: self.n + 3 * k for k, pair in enumerate(pairs)}  # where a pair's lanes begin
         self._touching = [[at for pair, at in self._pairs.items() if r in pair] for r in range(self.n)]
-        self._faults = case.faults
+        self._faults, self._rare = case.faults, (case.rare | RARE) & case.faults
         self._may_send_again = not case.faults <= NORMAL
         self._permutations = [self._permutation(p) for p in self._symmetries()] if symmetry else []
 
@@ -217,7 +217,17 @@ class World:
                 self._messages(found, state, about, sender, receiver, at)
         if not any(state[self.n : -1]) and self.has_ended(state):
             self._close(found, state)
-        return found
+        return self._rationed(found, state) if self._rare else found
+
+    def _rationed(self, found: list[Successor], state: State) -> list[Successor]:
+        """Rare faults come so many times in a run, and are counted."""
+        is_rare = [successor.label[0].replace(" ", "-") in self._rare for successor in found]
+        if state[-1] == self.case.most_rare:
+            return [successor for successor, rare in zip(found, is_rare, strict=True) if not rare]
+        return [
+            successor._replace(state=(*successor.state[:-1], state[-1] + 1)) if rare and successor.state else successor
+            for successor, rare in zip(found, is_rare, strict=True)
+        ]
 
     def _happens(
         self,
@@ -275,17 +285,14 @@ class World:
                 without[at + lane] = self._lane_id(tuple(rest))
                 without[at + _LATE] = self._pushed(state[at + _LATE], first)
                 found.append(Successor(("late", *where), tuple(without), ()))
-            if state[-1] == self.case.most_rare:
-                continue
             event = "deliver", sender, first, "garbled"
-            once_more = (*taken[:-1], state[-1] + 1)
             if lane == _BULK and "garbled" in self._faults:
-                self._happens(found, ("garbled", *where), state, receiver, event, once_more)
+                self._happens(found, ("garbled", *where), state, receiver, event, taken)
             if lane == _SMALL and "refused" in self._faults:
-                self._happens(found, ("refused", *where), state, receiver, event, once_more)
+                self._happens(found, ("refused", *where), state, receiver, event, taken)
             if lane == _SMALL and letter.kind is not Kind.STOP and "duplicate" in self._faults:
                 event = "deliver", sender, first, ""
-                self._happens(found, ("duplicate", *where), state, receiver, event, (*state[:-1], state[-1] + 1))
+                self._happens(found, ("duplicate", *where), state, receiver, event)
 
     def _close(self, found: list[Successor], state: State) -> None:
         """All have closed: what each then does on its own."""
