@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -191,6 +192,20 @@ def stop_when(*ranks: int, updates: int, also: OnUpdate = MemoryCommunicator.on_
             have_come.add(comm.rank)
             if len(have_come) == len(ranks):
                 comm.interrupt.signal = SIGUSR1
+
+    return on_update
+
+
+def slow_until_joined(spare: int) -> OnUpdate:
+    """The other ranks take their time until the spare has made an update: else it may come when all is over."""
+    has_joined = threading.Event()
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_update(updates)
+        if comm.rank == spare:
+            has_joined.set()
+        elif not has_joined.is_set():
+            time.sleep(0.05)
 
     return on_update
 

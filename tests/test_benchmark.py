@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import Launcher, processes_in
+from conftest import Launcher, assert_all_end, processes_in
 
 from pala.benchmark import __main__ as benchmark
 from pala.benchmark.analysis import far_off, parts_of, training_of
@@ -294,8 +294,7 @@ def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> Non
     with pytest.raises(PalaError, match=r"was not done after 1 s"):
         run_job(["sh", "-c", hang], tmp_path / "log", 1)
     assert time.monotonic() - begin < 60
-    time.sleep(0.2)
-    assert processes_in(tmp_path) == []
+    assert_all_end(tmp_path)
 
 
 def run_benchmark(launcher: Launcher, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ from memory_jobs import (
     leave_at,
     own_steps,
     ranks_in,
+    slow_until_joined,
     stop_when,
     stopped_well,
     train,
@@ -98,7 +99,7 @@ def test_a_spare_takes_the_only_role_of_a_rank(config: GorilaConfig, ranks: int,
 
 
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
-    job = train(4, with_spares(tmp_path, 1, steps=800), [fail_at(2, 5)])
+    job = train(4, with_spares(tmp_path, 1, steps=800), [fail_at(2, 5)], on_update=slow_until_joined(3))
     assert job.ended_well(but_for=[2]) and 800 <= job.segment["global_steps"] < 900
 
 
@@ -164,7 +165,15 @@ def test_when_the_last_learner_and_the_last_spare_die_the_job_ends_with_the_reas
 def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
     spares: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    on_update = stop_when(3 if spares else 1, updates=40, also=leave_at(2, update=5))
+    leave, since = leave_at(2, update=5), list[int]()
+
+    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+        leave(comm, updates)
+        if comm.rank == (3 if spares else 1) and 2 in comm.world.dead:
+            since.append(updates)
+            if len(since) == 40:
+                comm.interrupt.signal = SIGUSR1
+
     job = train(3 + spares, with_spares(tmp_path, spares), on_update=on_update)
     assert stopped_well(job, but_for=[2]) and job.results[2].status == "left"
     assert ranks_in(job, "left_ranks") == [2] and "lost_ranks" not in job.segment

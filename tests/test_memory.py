@@ -7,6 +7,7 @@ Gorila have files of their own.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from dataclasses import replace
@@ -30,6 +31,8 @@ from memory_jobs import (
     own_steps,
     parameters,
     ranks_in,
+    stop_when,
+    stopped_well,
     train,
 )
 from torch import Tensor
@@ -136,7 +139,7 @@ def test_the_living_make_the_rest(kind: str, dead: list[int], tmp_path: Path, ca
     living = [rank for rank in range(4) if rank not in dead]
     assert [rank for rank in living if trained.results[rank].leads] == living[:1]
     assert [lost["rank"] for lost in trained.segment["lost_ranks"]] == dead
-    assert f"[rank {living[0]}] rank {dead[-1]} on" in capsys.readouterr().err
+    assert re.search(rf"\[rank \d\] rank {dead[-1]} on", capsys.readouterr().err), "who led then says so"
     steps = own_steps(trained.states())
     if KINDS[kind].independent:
         assert all(steps[rank] == 200 for rank in living), "a dead rank takes its share along"
@@ -195,7 +198,10 @@ def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
 ) -> None:
     """Before the news of any of them has come. One of them says so in the record."""
 
+    together = threading.Barrier(3)
+
     def leave(gossip: Gossip) -> bool:
+        together.wait(60)
         gossip._driver.leave()
         return True
 
@@ -390,14 +396,13 @@ def test_a_lost_model_is_not_waited_for_for_ever(max_staleness: int, tmp_path: P
 
 def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     damaged = (2, 3, 4)
-    trained = train(3, configure(tmp_path, topology="ring", steps=1500), [corrupt(1, 2, n) for n in damaged])
-    assert trained.ended_well()
-    sent = trained.total("models_sent", rank=1)
+    config = configure(tmp_path, topology="ring", steps=ENDLESS)
+    # Every ten updates rank 2 has to take in a model of rank 1's, so that more than these three are sent.
+    trained = train(3, config, [corrupt(1, 2, n) for n in damaged], on_update=stop_when(1, 2, updates=60))
+    assert stopped_well(trained, but_for=[])
     said = [line for line in capsys.readouterr().err.splitlines() if "rejected" in line]
     assert len(said) == 1 and said[0].startswith("[rank 2] rejected a model from rank 1: it begins with")
-    expected = sum(n <= sent for n in damaged)  # on a busy machine one rank may do nearly all of the work
-    assert (trained.total("models_refused", rank=2), trained.total("models_refused")) == (expected, expected)
-    assert expected > 0
+    assert trained.total("models_refused", rank=2) == trained.total("models_refused") == len(damaged)
     assert bool(parameters(trained.states()).isfinite().all())
 
 
@@ -407,15 +412,15 @@ def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsy
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's parameters are not finite from update 5 to 29, and it believes itself healthy. The others are slow from
-    their update 60 on until it has healed, so as not to use up the budget before."""
+    their update 20 on until it has healed, so as not to use up the budget before."""
     share, healed = Learner._share, threading.Event()
 
     def poisoned(learner: Learner, result: Any) -> None:
         if learner._rank == 1 and learner.counters.updates in range(5, 30):
             learner._flat.data.fill_(math.nan)
             result = result._replace(applied=True)
-        if learner._rank != 1 and learner.counters.updates > 60 and not healed.is_set():
-            time.sleep(0.02)
+        if learner._rank != 1 and learner.counters.updates > 20 and not healed.is_set():
+            time.sleep(0.05)
         share(learner, result)
         if learner._rank == 1 and learner.counters.updates >= 30 and learner._flat.data.isfinite().all():
             healed.set()

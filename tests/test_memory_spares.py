@@ -15,6 +15,7 @@ from memory_jobs import (
     leave_at,
     own_steps,
     ranks_in,
+    slow_until_joined,
     stop_when,
     stopped_well,
     train,
@@ -78,7 +79,8 @@ def test_a_spare_takes_a_place_in_any_topology(topology: str, tmp_path: Path) ->
 
 
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
-    job = train(3, with_spares(tmp_path, spares=1, steps=1000), [fail_at(0, update=5)])
+    faults = [fail_at(0, update=5)]
+    job = train(3, with_spares(tmp_path, spares=1, steps=1000), faults, on_update=slow_until_joined(2))
     assert job.ended_well(but_for=[0]) and job.segment["global_steps"] >= 1000
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_BLOCK = 1 << 17  # numbers; of each of three vectors so many stay in the cache while four operations go over them
+
 
 class Momentum:
     """Momentum of one rank's flat parameters. Costs two vectors of memory and no message."""
@@ -18,21 +20,25 @@ class Momentum:
     def __init__(self, parameters: Tensor, momentum: float, smoothing: float, movement: Tensor | None = None) -> None:
         """`momentum`: the mean of the ranks' models goes 1 / (1 - momentum) times as far as by the own steps alone;
         `smoothing`: decay of the running mean an update; `movement`: where that mean is kept."""
-        self._parameters, self._momentum, self._smoothing = parameters, momentum, smoothing
+        self._momentum, self._smoothing = momentum, smoothing
         self.movement = torch.zeros_like(parameters) if movement is None else movement  # the running mean, an update
-        self._before: Tensor | None = None  # the parameters at the last call
+        before = torch.empty_like(parameters)  # the parameters at the last call
+        self._has_before = False
+        size = len(parameters) if parameters.is_cuda else _BLOCK  # a CPU reads and writes each vector once
+        self._blocks = [*zip(*(vector.split(size) for vector in (parameters, self.movement, before)), strict=True)]
 
     def push_(self) -> None:
         """Move the parameters by the momentum. Once an update, before or after the own step, not between the
         exchange's moves."""
-        if self._before is None:
-            self._before = self._parameters.clone()
-        else:
-            self.movement.mul_(self._smoothing).add_(self._parameters - self._before, alpha=1 - self._smoothing)
-            self._before.copy_(self._parameters)
-        self._parameters.add_(self.movement, alpha=self._momentum)
+        for parameters, movement, before in self._blocks:
+            if self._has_before:
+                torch.sub(parameters, before, out=before)
+                movement.mul_(self._smoothing).add_(before, alpha=1 - self._smoothing)
+            before.copy_(parameters)
+            parameters.add_(movement, alpha=self._momentum)
+        self._has_before = True
 
     def restart(self) -> None:
         """The model is another one: how it came here is forgotten."""
         self.movement.zero_()
-        self._before = None
+        self._has_before = False

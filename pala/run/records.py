@@ -31,6 +31,7 @@ class Records:
         self._metrics = MetricsWriter(metrics_path(segment.run, rank), rank)
         self._record: RunRecord | None = None  # of who leads
         self._reporter: Reporter | None = None
+        self._to_note: dict[str, Any] = {}
         self._metrics.write([start])
 
     def begin(self, comm: Communicator, description: dict[str, Any]) -> None:
@@ -55,6 +56,10 @@ class Records:
         if self._record is not None:
             self._record.note(**facts)
 
+    def note_later(self, **facts: Any) -> None:
+        """The same at the next report: a file system that is slow now would have this rank train after all others."""
+        self._to_note |= facts
+
     def write(self, records: list[Record]) -> None:
         """Append to this rank's metrics. Raises EndError if the run's folder is another job's by now."""
         self._segment.check_folder()
@@ -62,6 +67,9 @@ class Records:
 
     def report(self, global_steps: int) -> None:
         """Show what is new of all ranks, if this rank leads."""
+        if self._to_note:
+            self._note_or_say(**self._to_note)
+            self._to_note.clear()
         if self._reporter is not None:
             self._reporter.report(global_steps)
 
@@ -121,7 +129,7 @@ class Records:
         kept = [entry for rank, entry in noted.items() if rank not in ranks]
         if len(kept) < len(noted):
             assert self._record is not None
-            self._record.note(**{key: kept})
+            self._record.note(**{key: kept or None})
 
     def end(self, status: str, **facts: Any) -> None:
         """Close console and TensorBoard, and say in run.json how it ended: `completed`, or `stopped` by a signal. Who

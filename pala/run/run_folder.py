@@ -395,8 +395,10 @@ class RunRecord:
         self._write()
 
     def note(self, **facts: Any) -> None:
-        """Add facts to the segment while it runs."""
+        """Add facts to the segment while it runs; None takes one back."""
         self.segment |= facts
+        for key in [key for key, fact in facts.items() if fact is None]:
+            del self.segment[key]
         self._write()
 
     def _write(self) -> None:

@@ -238,7 +238,8 @@ class Session:
 
     def _train(self, exchange: Exchange, on_update: Callable[[int], None]) -> Result:
         loop = self._parts.make_loop(self._comm.rank, self._envs, exchange, self._progress, self._interrupt)
-        self._records.note(message_bytes=exchange.message_bytes, seconds_to_first_step=round(process_age_s(), 2))
+        first_step_s = round(process_age_s(), 2)
+        self._records.note_later(message_bytes=exchange.message_bytes, seconds_to_first_step=first_step_s)
         stop = self._loop(loop, exchange, on_update)
         if stop is Stop.NONE:  # it has left
             self._records.resign()
