@@ -386,8 +386,8 @@ class World:
         return tuple(self._lane_id(tuple(map(self._letter_id, lane))) for lane in letters)
 
     def _as_stale(self, letter: Letter) -> Letter:
-        """Unless the receiver's patience ends before, or it hears that the sender is dead, nothing in it matters."""
-        if not self._faults.isdisjoint({"patience", "death", "false-death", "leave"}):
+        """Unless the receiver's patience ends before, nothing in it matters."""
+        if "patience" in self._faults:
             return letter._replace(old=True)
         return letter._replace(old=True, finite=True, whole=True)
 
