@@ -201,7 +201,7 @@ _MOMENTA = {  # by ranks and method: rate, momentum, smoothing
     (4, "paired"): ((2, 0.5, 0.8), (4, 0.5, 0.8), (2, 0.75, 0.8), (1, 0.75, 0.8)),
     (8, "allreduce"): ((1, 0.5, 0.8), (1, 0.75, 0.8)),
     (8, "uniform"): ((2, 0.5, 0.8), (2, 0.75, 0.8)),
-    (8, "paired"): ((2, 0.5, 0.8), (2, 0.75, 0.8)),
+    (8, "paired"): ((2, 0.5, 0.8), (2, 0.75, 0.8), (1, 0.75, 0.8), (1, 0.875, 0.8)),
     (16, "allreduce"): ((0.5, 0.75, 0.8), (1, 0.75, 0.8), (0.5, 0.9, 0.8)),
     (16, "uniform"): ((2, 0.75, 0.8), (2, 0.9, 0.8)),
     (16, "paired"): (
@@ -222,7 +222,9 @@ _LARGER = (  # of 4 ranks of 64 environments
 _EQUAL_STEPS = (  # of 4 ranks' mean: gossip's is shorter by the root of the ranks at the same rate
     Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8), Setting("allreduce", 2), Setting("paired", 4),
 )  # fmt: skip
-_ASKED = ((4, Setting("paired", 1, 0.75, 0.8)),)  # that the sweep did not choose: hypothesis 19
+_ASKED = (  # that the sweep did not choose, or not by itself: hypotheses 19, 21
+    (4, Setting("paired", 1, 0.75, 0.8)), (8, Setting("paired", 1, 0.875, 0.8)),
+)  # fmt: skip
 _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8))  # each method's best of 16 ranks
 
 
