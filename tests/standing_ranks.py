@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # a rank starts MPI before it loads the rest
     from pala.transport.base import Communicator
 
 _START_S = 120.0
+_HOLD_S = 5.0
 _OTHERS_S = 5.0  # for the others, after a case has failed on one rank: then they are waiting for it
 
 
@@ -184,7 +185,11 @@ class StandingRanks:
 
 
 def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], Any] | None = None) -> int:
-    """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective."""
+    """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective.
+
+    No rank makes a second A2C update before each has made its first: one that begins late on a busy machine would find
+    the steps made by others.
+    """
     from pala.run.rank import run_rank
     from pala.system.errors import CollectiveError
     from pala.system.runtime import say
@@ -194,12 +199,33 @@ def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], A
     try:
         command = collectively(comm, lambda: parse(list(arguments)))
         preset = command.preset.stem if command.preset else ""
-        result = run_rank(comm, command.config, make_env, command.resume, preset)
+        config = command.config
+        trainers = comm.size - config.run.spares if config.algorithm == "a2c" else 1
+        together = comm.bcast(tempfile.mkdtemp(prefix="begun-") if comm.rank == 0 else None)
+        hold = _hold_until_all_begin(Path(together), comm.rank, trainers)
+        result = run_rank(comm, config, make_env, command.resume, preset, on_update=hold)
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")
         return 2
     return 0 if result.signal is None else 128 + result.signal
+
+
+def _hold_until_all_begin(folder: Path, rank: int, trainers: int) -> Callable[[int], None]:
+    """What a rank does after an update: after its first, wait until `trainers` ranks have made theirs, or for a while
+    (perhaps training has ended before, or a rank has died)."""
+    is_held = False
+
+    def hold(updates: int) -> None:
+        nonlocal is_held
+        if is_held:
+            return
+        is_held, deadline = True, time.monotonic() + _HOLD_S
+        (folder / str(rank)).touch()
+        while len(list(folder.iterdir())) < trainers and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    return hold
 
 
 @contextmanager
