@@ -81,6 +81,22 @@ class Ranks:
         return self.record["segments"][-1]
 
 
+def train_until_all_leave(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are told to leave after their fifth update, and each finds that all others do."""
+    leave, together = GossipDriver.leave, threading.Barrier(ranks.size)
+
+    def leave_together(driver: GossipDriver) -> None:
+        together.wait(60)
+        leave(driver)
+        wait_for(lambda: not driver.protocol.living, 60, "that all have left")
+
+    def told(comm: MemoryCommunicator, updates: int) -> None:
+        comm.interrupt.is_told_to_leave |= updates == 5
+
+    monkeypatch.setattr(GossipDriver, "leave", leave_together)
+    ranks.train(told)
+
+
 # ---- a rank that does not come, or does not come back ----------------------------------------------------------------
 
 
@@ -94,7 +110,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
     # Rank 0's own is long: if it waits in vain before, for a rank that is slow, another saves in its place.
     short = property(lambda job: 0.5 if how == "in time" and job.comm.rank else 300.0)
     monkeypatch.setattr(Job, "patience_s", short)
-    monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
+    monkeypatch.setattr(waiting, "PATIENCE_AFTER_SIGNAL_S", 0.2)
 
     def stopped(*arguments: Any) -> None:
         if how == "after a signal":
@@ -112,7 +128,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
 
 
 def test_who_waits_in_vain_leaves_a_run_complete_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
+    monkeypatch.setattr(waiting, "PATIENCE_AFTER_SIGNAL_S", 0.2)
 
     def never_ends(comm: MemoryCommunicator, *_: Any) -> Conclusion:
         ranks.signal(but_for=0)
@@ -123,6 +139,25 @@ def test_who_waits_in_vain_leaves_a_run_complete_that_is(tmp_path: Path, monkeyp
     ranks.train()
     assert all(isinstance(result, EndError) for result in ranks.results[1:])
     assert ranks.record["completed"] and ranks.segment["status"] == "completed" and "error" not in ranks.segment
+
+
+def test_ranks_that_all_leave_do_not_wait_long_for_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them has got a signal that ends the job."""
+    close = Gossip.close
+    ranks = Ranks(3, configure(tmp_path, steps=ENDLESS))
+    monkeypatch.setattr(waiting, "PATIENCE_AFTER_SIGNAL_S", 0.2)
+
+    def hangs(gossip: Gossip, timeout_s: float) -> Any:
+        if gossip._comm.rank == 2:  # type: ignore[attr-defined]
+            wait_for(lambda: ranks.comms[0].world.gone == {0, 1}, 30, "the others' end")
+        return close(gossip, timeout_s)
+
+    monkeypatch.setattr(Gossip, "close", hangs)
+    train_until_all_leave(ranks, monkeypatch)
+    assert [type(result) for result in ranks.results[:2]] == [EndError, EndError], ranks.results
+    assert "did not answer within 0 s" in str(ranks.results[0]) and ranks.segment["saved"]
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -278,23 +313,14 @@ def test_of_ranks_that_leave_in_the_same_moment_one_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Each finds that all others have left, and stays."""
-    leave, said, together = GossipDriver.leave, list[int](), threading.Barrier(3)
-
-    def leave_together(driver: GossipDriver) -> None:
-        together.wait(60)
-        leave(driver)
-        wait_for(lambda: not driver.protocol.living, 60, "that all have left")
+    said = list[int]()
 
     def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
         said.append(comm.rank)
         return Conclusion(0, {})
 
-    def leaves(comm: MemoryCommunicator, updates: int) -> None:
-        comm.interrupt.is_told_to_leave |= updates == 5
-
-    monkeypatch.setattr(GossipDriver, "leave", leave_together)
     ranks = Ranks(3, configure(tmp_path, steps=ENDLESS), conclude)
-    ranks.train(leaves)
+    train_until_all_leave(ranks, monkeypatch)
     assert said == [0] and [result.leads for result in ranks.results] == [True, False, False]
     assert {result.status for result in ranks.results} == {"stopped"}
     assert ranks.segment["status"] == "stopped" and ranks.segment["signal"] == "SIGUSR2" and ranks.segment["saved"]
