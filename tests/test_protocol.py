@@ -210,14 +210,15 @@ def test_an_unhealthy_rank_gives_parts_back_until_a_whole_model_comes() -> None:
     p = protocol(size=4, topology="complete", max_staleness=10)
     assert update(p, healthy=False) == [Wait()]
     model_came(p, 2, whole=False)
-    model_came(p, 1, whole=False)
+    assert told(model_came(p, 1, whole=False)) == [(Kind.ASK_WHOLE, 2)], "the next takes its place"
     actions = p.advance(0.0)
-    assert actions[0] == Clear() and told(actions) == [(Kind.ASK_WHOLE, 2), (Kind.ASK_WHOLE, 1)] and waits(actions)
+    assert actions[0] == Clear() and told(actions) == [(Kind.ASK_WHOLE, 1)] and waits(actions)
     assert p.advance(0.0) == [Wait()]
     model_came(p, 2, whole=False)
-    model_came(p, 3)
+    assert told(model_came(p, 3)) == [(Kind.ASK_WHOLE, 2)]
+    model_came(p, 1, whole=False)
     actions = p.advance(0.0)
-    assert mixed(actions) == Heal(2) and told(actions) == [(Kind.CREDIT, 2), (Kind.CREDIT, 3)]
+    assert mixed(actions) == Heal(2) and told(actions) == [(Kind.CREDIT, 3), (Kind.CREDIT, 1)]
     assert p.must_wait, "the whole model is used up"
 
 
@@ -358,6 +359,22 @@ def test_a_rank_that_was_away_takes_only_what_was_sent_after_its_return() -> Non
     credit_came(p, 1)
     credit_came(p, 2)
     assert sent_to(update(p, 61.0)) == (1, 2)
+
+
+@pytest.mark.parametrize("training_ends", [False, True])
+def test_what_takes_the_place_of_a_model_as_old_holds_no_model_as_old(training_ends: bool) -> None:
+    """Whether or not it looked at its inbox before: a whole model may come between its return and its update's end."""
+    p = protocol(size=3, topology="complete", max_staleness=3)
+    update(p, 1.0)
+    model_came(p, 1)
+    p.clock(60.0)  # it was away
+    if training_ends:
+        p.end(Stop.SIGNAL)
+    model_came(p, 2)  # sent before the return
+    actions = model_came(p, 2)
+    assert actions[0] == Clear() and isinstance(actions[-1], Accept)
+    assert told(actions) == ([] if training_ends else [(Kind.ASK_WHOLE, 1)])
+    assert mixed(p.finish() if training_ends else update(p, 61.0)) == Heal(1)
 
 
 def test_what_was_sent_while_a_rank_was_away_stays_stale_after_it_was_healed() -> None:

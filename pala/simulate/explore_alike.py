@@ -48,7 +48,7 @@ def simplest(frozen: Frozen, case: Case) -> Frozen:
         changed |= _waits_for_nobody(p)
     if frozen.mode >= Mode.ENDED:
         changed |= _has_ended(p, frozen, case)
-    if alone and _mixes_no_more(p, case):
+    if takes_no_model(frozen, case):
         changed |= _forgets_what_came(p)
     if "inbox" not in changed:
         changed |= {"inbox": _as_old(frozen.inbox)} if alone else _drops_what_it_has(p, frozen, case)
@@ -105,6 +105,12 @@ def _has_ended(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any]:
     return _forgets_what_came(p)
 
 
+def takes_no_model(frozen: Frozen, case: Case) -> bool:
+    """A rank that is alone, and mixes no more."""
+    alone = len(dict(frozen.budget)["living"][1]) <= 1
+    return alone and _mixes_no_more(dict(frozen.protocol), case)
+
+
 def _mixes_no_more(p: dict[str, Any], case: Case) -> bool:
     """Once it is alone: the dead's models are no fresher than its own. Who has left may still get a reply to one."""
     return p["healthy"] and not p["_returning"] and case.mixing != "push_sum" and "leave" not in case.faults
@@ -122,7 +128,8 @@ def _counts_anew(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any
     waits, away, changed = frozen.mode is Mode.WAITS, p["_now_s"] < 0, dict[str, Any]()
     is_back = p["_returning"] or away
     one_will_do = case.topology != "complete"
-    can_mix, gave_up = len(p["_inbox"][1]) > 0 and one_will_do, p["_gave_up"] and one_will_do
+    can_mix = len(p["_inbox"][1]) > 0 and one_will_do and not _may_lose_touch(p, case)
+    gave_up = p["_gave_up"] and one_will_do
     will_move = len(p.get("_answers", (0, _NOBODY))[1]) > 0
     for_good = "patience" not in case.faults  # it can do nothing but heal
     if (not p["healthy"] or (is_back and for_good)) and case.max_staleness > 0 and case.mixing != "paired":
@@ -140,11 +147,20 @@ def _counts_anew(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any
     return changed
 
 
+def _may_go(case: Case) -> bool:
+    """Peers, for good."""
+    return not case.faults.isdisjoint({"death", "leave", "false-death"})
+
+
+def _may_lose_touch(p: dict[str, Any], case: Case) -> bool:
+    """With all who live: whose model has come may die, and the others be silent. It then waits before it mixes."""
+    return case.ranks > 2 and _may_go(case) and (len(p["silent"][1]) > 0 or "patience" in case.faults)
+
+
 def _drops_what_it_has(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any]:
     """A rank that was away drops all that had come."""
     away = p["_now_s"] < 0
-    may_be_alone = not case.faults.isdisjoint({"death", "leave", "false-death"})
-    if away and may_be_alone and not _mixes_no_more(p, case):
+    if away and _may_go(case) and not _mixes_no_more(p, case):
         return {}
     if away:  # as the next look at the clock makes it
         p["_whole_came"] = False

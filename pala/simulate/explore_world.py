@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.messages import Kind
-from pala.simulate.explore_alike import NotAlikeError, simplest, simplest_letter
+from pala.simulate.explore_alike import NotAlikeError, simplest, simplest_letter, takes_no_model
 from pala.simulate.explore_rank import CURRENT, STALE, Case, Frozen, Letter, LocalRank, Mode, relabelled
 
 State = tuple[int, ...]
@@ -371,7 +371,8 @@ class World:
 
     def _tidy_lanes(self, sender: int, receiver: Frozen, lanes: tuple[int, ...]) -> tuple[int, ...]:
         """What is on its way from the sender: the news of the end are none to who knows; what comes too late is
-        thrown away; and so is the next model of this sender, if its receiver was away."""
+        thrown away; so is the next model of this sender, if its receiver was away; and no model matters to who is alone
+        and mixes no more."""
         if receiver.mode is Mode.DEAD:
             return lanes
         budget, stale = dict(receiver.budget), dict(receiver.protocol)["_stale"][1]
@@ -379,6 +380,8 @@ class World:
         if budget["stop"] is not Stop.NONE:
             letters = [[x._replace(stop=Stop.NONE) if x.kind is not Kind.STOP else x for x in lane] for lane in letters]
         letters[_LATE] = [x._replace(old=True, finite=True, whole=True) for x in letters[_LATE]]
+        if takes_no_model(receiver, self.case):
+            letters[_BULK] = [x._replace(old=True, finite=True, whole=True) for x in letters[_BULK]]
         if sender in stale and all(x.kind is Kind.ANSWER for x in letters[_LATE]):
             first = next((k for k, x in enumerate(letters[_BULK]) if x.kind is not Kind.ANSWER), None)
             if first is not None:

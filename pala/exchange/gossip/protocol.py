@@ -35,6 +35,7 @@ What models weigh is the mixing rule's (`mixing.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -338,11 +339,12 @@ class GossipProtocol:
             self._num_rejected += 1
             self.mixing.reject(message.weight)
             return self._return_credit(sender)
+        dropped = self._drop_parts()  # now, or they would be part of what takes the model's place
         self.counts["models_received"] += 1
         self._whole_came |= message.format.is_whole
         self._gave_up = False
         self._inbox[sender] = self.mixing.receive(message.weight)
-        return [Accept(self._inbox[sender])]
+        return [*dropped, Accept(self._inbox[sender])]
 
     def _second_model_came(self, message: Message) -> list[Action]:
         """Its sender had a credit too many, as from a message that was damaged on its way. The credit for the first
@@ -386,7 +388,7 @@ class GossipProtocol:
         for weight in self._inbox.values():
             self.mixing.reject(weight)
         self._inbox.clear()
-        return [Clear(), *(SendControl(self._reply(Kind.ASK_WHOLE, sender), sender) for sender in senders)]
+        return [Clear(), *itertools.chain.from_iterable(map(self._return_credit, senders))]
 
     def _mix(self, give_credit: bool) -> list[Action]:
         """Take the inbox into the model, or in its place if that is of no use."""
