@@ -284,15 +284,19 @@ def slow_but_for(values: Iterable[object], *often: object) -> list:
 # ---- environments ----------------------------------------------------------------------------------------------------
 
 
-def write_disturbed(folder: Path, disturbance: str, *arguments: str) -> str:
+SLOW_UNTIL_FREE = "os.path.exists('free') or time.sleep(0.005)"
+"""A disturbance that ends when a test has done what it has to do in time, and touches the file."""
+
+
+def write_disturbed(folder: Path, disturbance: str, *arguments: str, patience_s: float = 300.0) -> str:
     """Write a script that trains with environments that first do something else at each step: it knows `rank` and
-    `steps`. Returns its name."""
+    `steps`. `patience_s`: how long ranks wait for one another at the end. Returns its name."""
     (folder / "disturbed.py").write_text(f"""
 import os, signal, sys, time
 import gymnasium
 import pala.train as cli
 from pala.run.job import Job
-Job.patience_s = 4.0  # instead of 300
+Job.patience_s = {patience_s}
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 class Disturbed(gymnasium.Wrapper):
     steps = 0

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import cloudpickle
 
@@ -184,12 +185,16 @@ class StandingRanks:
 # ---- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], Any] | None = None) -> int:
+def train(
+    comm: Communicator, arguments: Sequence[str], make_env: Callable[[], Any] | None = None, hooks: Any = None
+) -> int:
     """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective.
 
-    No rank makes a second A2C update before each has made its first: one that begins late on a busy machine would find
-    the steps made by others.
+    No rank makes a second A2C update before each has made its first, or, by Gorila, begins before all are there: one
+    that begins late on a busy machine would find the steps made by others.
     """
+    from pala.run.hooks import NO_HOOKS
+    from pala.run.loop import Loop
     from pala.run.rank import run_rank
     from pala.system.errors import CollectiveError
     from pala.system.runtime import say
@@ -200,10 +205,20 @@ def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], A
         command = collectively(comm, lambda: parse(list(arguments)))
         preset = command.preset.stem if command.preset else ""
         config = command.config
-        trainers = comm.size - config.run.spares if config.algorithm == "a2c" else 1
         together = comm.bcast(tempfile.mkdtemp(prefix="begun-") if comm.rank == 0 else None)
-        hold = _hold_until_all_begin(Path(together), comm.rank, trainers)
-        result = run_rank(comm, config, make_env, command.resume, preset, on_update=hold)
+        hold = _hold_until_all_begin(Path(together), comm.rank, comm.size - config.run.spares)
+        run, is_a2c = Loop.run, config.algorithm == "a2c"
+
+        def run_together(loop: Loop, *given: Any) -> Any:
+            if not is_a2c:
+                hold(0)
+            return run(loop, *given)
+
+        with mock.patch.object(Loop, "run", run_together):
+            result = run_rank(
+                comm, config, make_env, command.resume, preset, on_update=hold if is_a2c else None,
+                hooks=hooks or NO_HOOKS,
+            )  # fmt: skip
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")
@@ -212,8 +227,8 @@ def train(comm: Communicator, arguments: Sequence[str], make_env: Callable[[], A
 
 
 def _hold_until_all_begin(folder: Path, rank: int, trainers: int) -> Callable[[int], None]:
-    """What a rank does after an update: after its first, wait until `trainers` ranks have made theirs, or for a while
-    (perhaps training has ended before, or a rank has died)."""
+    """What a rank calls with the number of its updates: the first time it waits until `trainers` ranks have called it,
+    or for a while (perhaps training has ended before, or a rank has died)."""
     is_held = False
 
     def hold(updates: int) -> None:

@@ -9,12 +9,14 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from conftest import (
     CARTPOLE,
     REPOSITORY,
+    SLOW_UNTIL_FREE,
     Job,
     Launcher,
     assert_all_end,
@@ -35,9 +37,10 @@ pytestmark = pytest.mark.mpi
 ENDLESS = ["--total-steps", "100000000"]
 
 
-def state_of(pid: int) -> str:
-    """`T` if it is stopped."""
-    return _stat_of(pid)[0]
+def is_stopped(pid: int) -> bool:
+    with suppress(OSError):  # a process that a rank had started, and that has ended
+        return _stat_of(pid)[0] == "T"
+    return False
 
 
 def processor_seconds(pid: int) -> float:
@@ -56,9 +59,11 @@ def start(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
     return launcher.start("--with-ft", "ulfm", "-np", str(ranks), *train, cwd=cwd)
 
 
-def start_disturbed(launcher: Launcher, ranks: int, disturbance: str, *arguments: str, cwd: Path) -> Job:
+def start_disturbed(
+    launcher: Launcher, ranks: int, disturbance: str, *arguments: str, cwd: Path, patience_s: float = 300.0
+) -> Job:
     """The same with environments that first do something else at each step."""
-    script = write_disturbed(cwd, disturbance, *arguments)
+    script = write_disturbed(cwd, disturbance, *arguments, patience_s=patience_s)
     return launcher.start("--with-ft", "ulfm", "-np", str(ranks), str(launcher.folder / "python"), script, cwd=cwd)
 
 
@@ -73,10 +78,12 @@ def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, standing:
     """The first, which keeps run.json, and one more."""
     killed = (0, 2)
     patience = ["--exchange.patience-s", "60"]  # longer than the whole run takes
-    job = start(any_mpi, 4, "--total-steps", "20000", "--evaluation.episodes", "2", *patience, cwd=tmp_path)
+    arguments = ["--total-steps", "20000", "--evaluation.episodes", "2", *patience]
+    job = start_disturbed(any_mpi, 4, SLOW_UNTIL_FREE, *arguments, cwd=tmp_path)
     run, pids = tmp_path / "runs/r", wait_until_all_train(tmp_path, 4)
     for rank in killed:
         os.kill(pids[rank], signal.SIGKILL)
+    (tmp_path / "free").touch()
     job.wait()
     assert job.status == 0, job.output
     record, (segment,) = record_of(run), record_of(run)["segments"]
@@ -116,8 +123,10 @@ def assert_resumed_without_old_checkpoints(standing: StandingRanks, cwd: Path, l
 def test_a_rank_of_a_paired_exchange_may_be_killed(any_mpi: Launcher, tmp_path: Path) -> None:
     """Whatever it had offered, or was about to answer."""
     paired = ["--exchange.mixing", "paired", "--exchange.max-staleness", "2"]
-    job, run = start(any_mpi, 3, "--total-steps", "9000", *paired, cwd=tmp_path), tmp_path / "runs/r"
+    job = start_disturbed(any_mpi, 3, SLOW_UNTIL_FREE, "--total-steps", "9000", *paired, cwd=tmp_path)
+    run = tmp_path / "runs/r"
     os.kill(wait_until_all_train(tmp_path, 3)[1], signal.SIGKILL)
+    (tmp_path / "free").touch()
     assert job.wait().status == 0, job.output
     segment = record_of(run)["segments"][0]
     assert record_of(run)["completed"] and [lost["rank"] for lost in segment["lost_ranks"]] == [1]
@@ -137,6 +146,8 @@ def test_a_rank_told_to_leave_goes_and_the_others_go_on(mpi: Launcher, tmp_path:
     wait_for(lambda: "left_ranks" in record_of(run)["segments"][0], what="the news that rank 0 has left")
     if mpi.name == "openmpi":
         wait_for(lambda: pids[0] not in processes_in(tmp_path), 60, "the end of rank 0")
+    else:
+        job.wait_for_output("[rank 0] trains no more")  # after its last record
     left_at, number = local_steps(run)[0], len(intervals(run, 1))
     wait_for(lambda: len(intervals(run, 1)) > number + 3, what="more records of rank 1")
     os.kill(pids[1], signal.SIGUSR1)
@@ -189,11 +200,12 @@ def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, tmp_path: P
     began_s = time.monotonic() - killed_s
     wait_for(lambda: has_joined(run, 4), what="training of the spare")
     living = {0, 1, 2, 3, 4} - {killed}
+    wait_for(lambda: total(run, "models_mixed", 4) > 10, what="mixes of the spare")
     before = {rank: local_steps(run)[rank] for rank in living}
     wait_for(lambda: all(local_steps(run)[rank] > before[rank] for rank in living), what="training of all four")
     segment = assert_ends_well_by_usr1(job, tmp_path)
     assert [lost["rank"] for lost in segment["lost_ranks"]] == [killed] and segment["ranks"] == 4
-    assert "rank 4, a spare" in job.output and total(run, "models_mixed", 4) > 10 and total(run, "models_refused") == 0
+    assert "rank 4, a spare" in job.output and total(run, "models_refused") == 0
     steps_per_s = {rank: intervals(run, rank)[-1]["local_steps_per_s"] for rank in sorted(living)}
     print(f"\nasleep {memory[0]:.0f} MiB (a rank that trains {memory[1]:.0f}), {slept_s / took_s:.2%} of a core")
     print(f"the spare's first record {began_s:.1f} s after the death; steps/s then: {steps_per_s}")
@@ -248,8 +260,10 @@ pala.train.main()
 
 @pytest.mark.slow
 def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: Path) -> None:
-    job, run = start(any_mpi, 3, "--total-steps", "9000", "--exchange.kind", "none", cwd=tmp_path), tmp_path / "runs/r"
+    alone = ["--total-steps", "9000", "--exchange.kind", "none"]
+    job, run = start_disturbed(any_mpi, 3, SLOW_UNTIL_FREE, *alone, cwd=tmp_path), tmp_path / "runs/r"
     os.kill(wait_until_all_train(tmp_path, 3)[0], signal.SIGKILL)
+    (tmp_path / "free").touch()
     assert job.wait().status == 0, job.output
     assert record_of(run)["completed"] and (run / "policy.safetensors").exists()
     assert local_steps(run)[1:] == [3000, 3000]
@@ -257,7 +271,12 @@ def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: P
 
 @pytest.mark.slow
 def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
-    disturbance = "assert steps < 100 or rank != 1, 'the planted fault'"
+    disturbance = """
+        if rank == 1 and steps == 20:
+            open("fails", "w").close()
+            raise RuntimeError("the planted fault")
+        while steps == 100 and not os.path.exists("fails"):
+            time.sleep(0.01)"""
     job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "5000", cwd=tmp_path).wait()
     record = record_of(tmp_path / "runs/r")
     assert "pala: rank 1 failed; the others go on." in job.output and "the planted fault" in job.output, job.output
@@ -267,12 +286,14 @@ def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_when_all_ranks_fail_the_run_is_not_complete(any_mpi: Launcher, tmp_path: Path) -> None:
-    """One after the other, each two seconds after the one before; the last one knows that it is alone."""
+    """One after the other, each when it is known that the one before is gone; the last one knows that it is alone."""
     disturbance = """
-        before = f"failed-{rank - 1}"
-        if steps > 500 and (rank == 0 or os.path.exists(before) and time.time() > os.path.getmtime(before) + 2):
-            open(f"failed-{rank}", "w").close()
-            raise RuntimeError("the planted fault")"""
+        if steps > 500 and steps % 20 == 0:
+            import json
+            with open("runs/r/run.json") as file:
+                lost = json.load(file)["segments"][0].get("lost_ranks", [])
+            if len(lost) == rank:
+                raise RuntimeError("the planted fault")"""
     job = start_disturbed(any_mpi, 3, disturbance, *ENDLESS, cwd=tmp_path).wait()
     for rank, what in enumerate(("the others go on", "the others go on", "the job ends")):
         assert f"pala: rank {rank} failed; {what}." in job.output, job.output
@@ -328,8 +349,13 @@ def test_a_rank_that_never_comes_to_the_end_ends_the_job(
     any_mpi: Launcher, standing: StandingRanks, tmp_path: Path
 ) -> None:
     """The others have met the budget without it; they wait for it, here for 4 s, and end with their checkpoints."""
-    disturbance = "rank == 1 and steps == 300 and os.kill(os.getpid(), signal.SIGSTOP)"
-    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "12000", cwd=tmp_path).wait()
+    disturbance = """
+        if rank == 1 and steps == 20:
+            open("stops", "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while steps == 100 and not os.path.exists("stops"):
+            time.sleep(0.01)"""
+    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "6000", cwd=tmp_path, patience_s=4.0).wait()
     assert job.status != 0 and "The other ranks did not answer within 4 s" in job.output, job.output
     assert "Traceback" not in job.output
     record = record_of(tmp_path / "runs/r")
@@ -346,11 +372,10 @@ def test_nobody_spins_or_is_deaf_while_a_rank_is_stopped_as_it_saves_the_policy(
     disturbance = """
         if steps == 1:
             from pala.run import checkpoint
-            Job.patience_s = 300.0
             checkpoint.save_policy = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)"""
     job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "3000", cwd=tmp_path)
-    wait_for(lambda: any(state_of(pid) == "T" for pid in pids_of_ranks(tmp_path).values()), what="a stopped rank")
-    others = [pid for pid in pids_of_ranks(tmp_path).values() if state_of(pid) != "T"]
+    wait_for(lambda: any(map(is_stopped, pids_of_ranks(tmp_path).values())), what="a stopped rank")
+    others = [pid for pid in pids_of_ranks(tmp_path).values() if not is_stopped(pid)]
     began_s, used_s = time.monotonic(), sum(map(processor_seconds, others))
     time.sleep(2)
     share = (sum(map(processor_seconds, others)) - used_s) / (time.monotonic() - began_s) / len(others)
@@ -391,7 +416,8 @@ def test_allreduce_ends_with_the_name_of_the_rank_whose_observations_are_not_fin
     if guilty == "True":
         assert set(sentences.values()) == {""}, job.output
     else:
-        assert sentences.pop("1") == "" and set(sentences.values()) == {"rank 1 has given "}, job.output
+        assert sentences, job.output  # who ends the job may do so before another has said it
+        assert all(said == ("" if rank == "1" else "rank 1 has given ") for rank, said in sentences.items()), job.output
     (segment,) = record_of(tmp_path / "runs/r")["segments"]
     assert segment["status"] == "failed" and "no finite gradient" in segment["error"]
     assert_all_end(tmp_path)
@@ -434,7 +460,9 @@ def has_begun(folder: Path) -> bool:
 
 
 def loads_torch(folder: Path) -> bool:
-    return any("libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text() for pid in pids_of_ranks(folder).values())
+    with suppress(OSError):  # a process that a rank had started, and that has ended
+        return any("libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text() for pid in pids_of_ranks(folder).values())
+    return False
 
 
 def has_a_folder(folder: Path) -> bool:
@@ -454,8 +482,8 @@ def test_a_signal_during_the_start(
     wait_for(lambda: stage(tmp_path), what=stage.__name__)
     end_by(job, number, tmp_path)
     assert "Traceback" not in job.output, job.output
-    if stage is not has_a_folder:
-        assert not run.exists()
+    if not run.exists():  # also if the test was slower than the ranks
+        assert stage is not has_a_folder
     elif number == signal.SIGUSR1:
         assert job.status != 0 and "[rank 0] SIGUSR1: checkpoint written to" in job.output, job.output
         assert record_of(run)["segments"][0]["status"] == "stopped"

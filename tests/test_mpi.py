@@ -6,7 +6,6 @@ import contextlib
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +44,8 @@ def test_many_more_ranks_than_cores(any_mpi: Launcher, tmp_path: Path) -> None:
     segment = record_of(run)["segments"][0]
     assert segment["ranks"] == ranks and segment["threads_per_rank"] == 1
     assert sum(local_steps(run)) == segment["global_steps"] >= 3000
-    assert all(total(run, "models_mixed", rank) > 0 for rank in range(ranks))
+    for rank, steps in enumerate(local_steps(run)):  # after twelve updates of ten steps
+        assert steps <= 120 or total(run, "models_mixed", rank) > 0
     assert total(run, "models_refused") == 0
     assert_all_end(tmp_path)
 
@@ -199,11 +199,12 @@ def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(
     checkpoint = run / "checkpoints/segment-000/rank-0001.previous.safetensors"
     wait_for(checkpoint.exists, what="the second checkpoint")
     fill(small_disk)
-    time.sleep(1)  # three checkpoints that cannot be written
+    job.wait_for_output("no checkpoint could be written")
     job.process.send_signal(signal.SIGTERM)
     job.wait(60)
     assert job.status != 0 and "Traceback" not in job.output, job.output
     assert "no checkpoint could be written" in job.output and "No space left on device" in job.output
+    assert_all_end(tmp_path)
     (small_disk / "filler").unlink()
     assert standing.train(2, "--resume", str(run), "--total-steps", "1000", cwd=tmp_path).status == 0
 
@@ -221,6 +222,7 @@ def test_a_disk_that_is_full_at_the_end(
     job.wait()
     assert job.status != 0 and "Traceback" not in job.output and not record_of(run)["completed"], job.output
     assert re.search(r"pala: error: rank 0: .*No space left on device.*make room, then `--resume`", job.output)
+    assert_all_end(tmp_path)
     (small_disk / "filler").unlink()
     assert standing.train(2, "--resume", str(run), cwd=tmp_path).status == 0
     assert record_of(run)["completed"] and load_policy(run / "policy.safetensors")[1]["global_steps"] >= 30000

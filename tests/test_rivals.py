@@ -100,9 +100,11 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
     parameters = torch.full((200_000,), float(comm.rank))
     config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=3)
     exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+    made = 0
     for update in range(300):
         if exchange.stop is not Stop.NONE:
             break
+        made += 1
         time.sleep(rng.exponential(0.002 if comm.rank == 2 else 0.0005))
         parameters += rng.normal()
         sick = update == 50 and comm.rank == 1
@@ -110,7 +112,7 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
             parameters.fill_(float("nan"))
         assert exchange.after_update(1, healthy=not sick) and bool((parameters == parameters[0]).all())
     figures = exchange.metrics()
-    assert figures["mixes"] > 50 and figures["staleness_updates"] <= 4, figures
+    assert figures["mixes"] >= made // 4 - 1 and figures["staleness_updates"] <= 4, figures
     exchange.stop_now(Stop.BUDGET)
     exchange.close(10)
     assert bool(exchange.final_parameters(10).isfinite().all())

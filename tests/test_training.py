@@ -17,6 +17,7 @@ from standing_ranks import StandingRanks, train
 
 from pala.evaluation.play import evaluate
 from pala.run.checkpoint import load_policy
+from pala.run.hooks import Hooks
 from pala.run.metrics import read_run
 from pala.transport.base import Communicator
 
@@ -85,7 +86,8 @@ def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
 ) -> None:
     done = each_standing.train(
         3, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--exchange.compression", compression,
-        "--exchange.top-k-fraction", "0.1", "--exchange.max-staleness", "2", cwd=tmp_path,
+        "--exchange.top-k-fraction", "0.1", "--exchange.max-staleness", "2", "--exchange.topology", "ring",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.status == 0, done.output
     run = tmp_path / "runs" / "r"
@@ -170,7 +172,8 @@ def test_a_factory_of_environments_and_the_evaluation_of_its_policy(standing: St
 
 
 def train_poisoned(comm: Communicator, arguments: list[str]) -> int:
-    """Train; during its updates 40 to 79, rank 1's parameters are NaN, and it believes itself healthy."""
+    """Train until rank 1 has made 200 updates; during those from 40 to 79 its parameters are NaN, and it believes
+    itself healthy."""
     from pala.a2c.learner import Learner
 
     share: Callable[..., None] = Learner._share
@@ -183,14 +186,15 @@ def train_poisoned(comm: Communicator, arguments: list[str]) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "_share", poisoned)
-        return train(comm, arguments)
+        end = Hooks(on_update=lambda moment: moment.rank != 1 or moment.updates < 200)
+        return train(comm, arguments, hooks=end)
 
 
 @pytest.mark.parametrize("compression", ["none", "top_k"])
 def test_nan_on_one_rank_is_refused_reported_and_healed(
     each_standing: StandingRanks, compression: str, tmp_path: Path
 ) -> None:
-    arguments = [*CARTPOLE, "--total-steps", "12000", "--run.name", "r", "--exchange.compression", compression]
+    arguments = [*CARTPOLE, "--total-steps", "100000000", "--run.name", "r", "--exchange.compression", compression]
     done = each_standing.run(3, train_poisoned, arguments, cwd=tmp_path)
     assert done.status == 0, done.output
     assert re.search(r"\[rank [02]\] rejected a model from rank 1: it holds NaN", done.output)
