@@ -33,9 +33,7 @@ from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.result import Result
 from pala.system.errors import EndError
-from pala.transport.faults import (
-    Fault,
-)
+from pala.transport.faults import AtUpdate, Fault
 from pala.transport.memory import MemoryCommunicator, run_ranks
 
 ENVS, ROLLOUT = 5, 2  # in this form a batch of ten costs least
@@ -138,6 +136,10 @@ def train(
     ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None,
     on_update: OnUpdate = MemoryCommunicator.on_update,
 ) -> Trained:  # fmt: skip
+    faults = list(faults)
+    if config.algorithm == "a2c":
+        on_update = _kept_together(ranks - config.run.spares, faults, on_update)
+
     def main(comm: MemoryCommunicator) -> Result:
         with asking_as_abort_does(comm):
             return run_rank(
@@ -146,6 +148,24 @@ def train(
             )  # fmt: skip
 
     return Trained(config, run_ranks(ranks, main, faults))
+
+
+def _kept_together(trainers: int, faults: list[Fault], on_update: OnUpdate) -> OnUpdate:
+    """The same, but that nobody makes a second update before all have made their first, and that ranks which are ahead
+    of what is planned to happen to another take their time: a thread that gets no processor for a while would find the
+    steps of a small budget made by others."""
+    made, planned = dict[int, int](), [fault for fault in faults if isinstance(fault, AtUpdate)]
+
+    def keep(comm: MemoryCommunicator, updates: int) -> None:
+        is_first, made[comm.rank] = comm.rank not in made, updates
+        deadline = time.monotonic() + 5.0  # perhaps training has ended before
+        while is_first and len(made.keys() | comm.world.gone) < trainers and time.monotonic() < deadline:
+            time.sleep(0.001)
+        on_update(comm, updates)
+        if any(made.get(fault.rank, 0) < fault.update <= updates for fault in planned):
+            time.sleep(0.02)
+
+    return keep
 
 
 @contextmanager
