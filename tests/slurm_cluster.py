@@ -132,7 +132,11 @@ class Slurm:
 
     def states(self, job: str) -> list[str]:
         """As COMPLETED or RUNNING; of a job array, of each of its jobs."""
-        return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").output.split()
+        for _ in range(10):
+            said = self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+            if said.status == 0:  # else the controller was away for a moment, and squeue has said that in words
+                return said.output.split()
+        raise AssertionError(f"squeue: {said.output}")
 
     @property
     def _environment(self) -> dict[str, str]:

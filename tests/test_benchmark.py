@@ -161,6 +161,8 @@ def test_warm_up_and_the_time_after_the_first_rank_is_done_are_left_out() -> Non
     assert [figures["update_quantiles_s"][i] for i in (0, 10, 20)] == pytest.approx([2, 3.5, 5])  # of 2, 3, 4, 5
     assert figures["models_mixed"] == pytest.approx(8 / 14) and figures["staleness_updates"] == 15
     assert figures_of(records[:2], until_s=5.0, threads=2)["steps_per_s"] == pytest.approx(80), "a run of one interval"
+    at_the_end = [*records[:2], record(1, 1, 0.9) | {"time_s": 1.001}]
+    assert figures_of(at_the_end, until_s=5.0, threads=2)["steps_per_s"] == pytest.approx(80, rel=0.01)
 
 
 def test_updates_are_timed_by_the_steps_of_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,9 +342,9 @@ def test_a_benchmark_of_gorila(any_mpi: Launcher, tmp_path: Path) -> None:
     for round_ in job["rounds"]:
         for rank in round_["training"][0]["ranks"]:
             steps, updates = rank["steps_per_s"] * rank["seconds"], rank["updates"]
-            # Nothing but learning was measured; on a busy machine a round may be only a few steps, of which the last
-            # have no update yet.
-            assert steps == pytest.approx(4 * updates, rel=0.3, abs=16)
+            # Nothing but learning was measured. Of few updates that cannot be seen: on a busy machine a rank has no
+            # record between filling and its last, and what it filled since the one before counts.
+            assert updates < 40 or steps == pytest.approx(4 * updates, rel=0.3, abs=16)
 
 
 @pytest.mark.mpi

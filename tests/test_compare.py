@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Job, Launcher, ranks_in, record_of, slow_among, wait_for
+from conftest import Job, Launcher, ranks_in, record_of, slow_among, wait_for, write_paced
 
 from pala.compare import __main__ as compare_program
 from pala.compare import measures, pictures, scaling
@@ -609,7 +609,7 @@ total_steps = 3000
 [variants.none]
 exchange.kind = "none"
 [variants.gossip]
-total_steps = 20_000
+total_steps = 8_000
 [variants.broken]
 env.num_envs = 1
 launcher = "mpirun -np {ranks} no-such-program"
@@ -623,15 +623,17 @@ def test_a_comparison_that_is_interrupted_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     Path("preset.toml").write_text(REAL)
+    Path("game.toml").write_text(GAME.replace("CartPole-v1", "Paced-v0"))
+    paced = write_paced(there, step_s=0.002)  # the second run takes eight seconds: it is not over before it is stopped
 
     def start(*arguments: str) -> Job:
         python = str(any_mpi.folder / "python")
-        return any_mpi.start_command([python, "-m", "pala.compare", "preset.toml", *arguments], cwd=there)
+        return any_mpi.start_command([python, "-m", "pala.compare", "preset.toml", *arguments], cwd=there, env=paced)
 
     stopped, run = start("--only", "none", "gossip"), there / "runs" / "tiny" / "gossip-Pole-2-1"
     metrics = metrics_path(run, 1)
     try:
-        wait_for(lambda: metrics.exists() and "interval" in metrics.read_text(), what="training")
+        wait_for(lambda: metrics.exists() and "interval" in metrics.read_text(), 120, what="training")
     except AssertionError as error:
         stopped.process.terminate()  # its output is complete when it has ended
         raise AssertionError(f"{error}\n{stopped.wait().output}") from None

@@ -107,8 +107,18 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
     """They end with a sentence, and one of them says in the record how it ended, since who keeps that does not."""
     ranks = Ranks(3, configure(tmp_path))
     save_policy, seen = checkpoint.save_policy, []
-    # Rank 0's own is long: if it waits in vain before, for a rank that is slow, another saves in its place.
-    short = property(lambda job: 0.5 if how == "in time" and job.comm.rank else 300.0)
+    # Rank 0's own is long: if it waits in vain before, for a rank that is slow, another saves in its place. The others'
+    # is short only when all have come to the end.
+    final, together, all_there = Gossip.final_parameters, threading.Barrier(3), threading.Event()
+
+    def final_together(gossip: Gossip, timeout_s: float) -> Any:
+        parameters = final(gossip, timeout_s)
+        together.wait(60)
+        all_there.set()
+        return parameters
+
+    monkeypatch.setattr(Gossip, "final_parameters", final_together)
+    short = property(lambda job: 0.5 if how == "in time" and job.comm.rank and all_there.is_set() else 300.0)
     monkeypatch.setattr(Job, "patience_s", short)
     monkeypatch.setattr(waiting, "PATIENCE_AFTER_SIGNAL_S", 0.2)
 

@@ -116,6 +116,7 @@ def test_a_spare_that_is_stopped_as_it_takes_a_place_ends_the_job_at_the_end(
         assert isinstance(job.results[rank], EndError) and "did not answer within 2 s" in str(job.results[rank])
     assert job.segment["status"] == "failed" and "did not answer" in job.segment["error"]
     assert ranks_in(job, "lost_ranks") == [0] and 4 not in ranks_in(job, "joined_ranks")
+    monkeypatch.setattr(Job, "patience_s", 300.0)
     resumed = train(4, replace(job.config, run=replace(job.config.run, spares=1)), resume=job.run)
     assert resumed.ended_well(but_for=[3])
 

@@ -50,7 +50,7 @@ class Submitted:
     def __init__(self, slurm: Slurm, script: str, *train: str, options: list[str], folder: Path) -> None:
         self.slurm, self.runs, self._logs = slurm, folder / "runs", folder
         environment = {k: v for k, v in LAUNCHERS[0].environment().items() if not k.startswith(("OMPI_", "PRTE_"))}
-        environment |= write_paced(folder, step_s=0.001)  # no job ends before it is told to, on any machine
+        environment |= write_paced(folder, step_s=0.001)  # no job ends before it is told to
         said = slurm.run(
             "sbatch", *options, f"--output={folder}/%j.log", f"launch/slurm/{script}.sbatch", *train, *CARTPOLE,
             "--env.id", "Paced-v0", "--run.dir", str(self.runs), cwd=REPOSITORY, env=environment,
@@ -88,7 +88,7 @@ def test_one_node(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_preemptible_job_goes_on_to_the_end(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
     """Told to end and requeued by hand; then as if its time were over; then preempted by a job that needs all cores."""
-    train = ["configs/pong.toml", *OFTEN, "--total-steps", "16000"]
+    train = ["configs/pong.toml", *OFTEN, "--total-steps", "24000"]
     job = Submitted(slurm, "preemptible", *train, options=["--ntasks=2"], folder=tmp_path)
     run = f"slurm-{job.id}"
     job.wait_for_checkpoints(run)

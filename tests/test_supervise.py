@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -200,18 +201,20 @@ def test_of_many_supervisors_one_at_a_time_has_a_run(there: Path) -> None:
     turns = []
 
     def try_often(_: int) -> None:
-        for _ in range(300):
+        mine = 0
+        while mine < 50:
             try:
                 with run_folder.supervised(Path("runs/r")):
                     (there / "owner").touch(exist_ok=False)
                     (there / "owner").unlink()
                     turns.append(threading.current_thread())
+                    mine += 1
             except PalaError:
                 continue
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(try_often, range(4)))  # raises what they raise
-    assert len(turns) > 100
+    assert len(turns) == 4 * 50
 
 
 def test_a_job_that_outlived_its_supervisor_is_not_doubled(
@@ -462,7 +465,9 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
     job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
     job.wait()
     assert job.status == 0 and re.search(r"is complete after \d restart", job.output), job.output
-    assert "after 15 s ('run.start_timeout_s') rank 1 did not begin; the job is ended" in job.output, job.output
+    # Rank 0, too, may be slow.
+    said = r"after 15 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
+    assert re.search(said, job.output), job.output
     assert "pala-announcement" not in job.output
 
 
@@ -492,7 +497,8 @@ def test_a_scheduler_signals_every_process(any_mpi: Launcher, tmp_path: Path) ->
     wait_for_checkpoints(job, run)
     for _ in range(2):
         for pid in processes_in(tmp_path):
-            os.kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
     job.wait(60)
     assert job.status != 0 and "checkpoint written to" in job.output and "restart" not in job.output, job.output

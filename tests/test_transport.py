@@ -273,6 +273,7 @@ def test_a_stopped_rank_neither_works_nor_answers() -> None:
         transport.start(listener)
         comm.on_update(1)
         if comm.rank == 0:
+            wait_for(lambda: comm.world.stopped_until_s[1] > 0)
             time.sleep(0.15)
             transport.send(1, mine)
             wait_for(lambda: mine.pending == 0)

@@ -111,12 +111,22 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
         of_none=_ratio(speeds, none) if none is not None and exchange != BASELINE else None,
         of_bound=_ratio(speeds, [_bound_steps_per_s(round_, precision, flops) for round_ in rounds]),
         of_environments=_ratio(speeds, [sum(1e6 / us for us in round_["environment_us"]) for round_ in rounds]),
-        split_us={s: median(lambda rank, s=s: 1e6 * rank["time"][s] / rank["steps_per_s"]) for s in SECTIONS},  # type: ignore[misc]
+        split_us={s: _median_us(s, ranks) for s in SECTIONS},
         cpu_per_core=median(lambda rank: rank["cpu_per_core"]),
         exchange_thread_share=median(lambda rank: rank["exchange_thread_share"]),
         figures={key: statistics.median(rank[key] for rank in everything if key in rank) for key in keys}
         | ({"progress_kept": statistics.median(kept)} if kept else {}),
     )  # fmt: skip
+
+
+def _median_us(section: str, ranks: list[list[dict[str, Any]]]) -> float:
+    """Time a step that a section takes: the median over rounds of the mean over ranks, without ranks that made none."""
+    taken_us = (
+        [1e6 * rank["time"][section] / rank["steps_per_s"] for rank in of_round if rank["steps_per_s"] > 0]
+        for of_round in ranks
+    )
+    means = [statistics.fmean(of_round) for of_round in taken_us if of_round]
+    return statistics.median(means) if means else math.nan
 
 
 def _progress_kept(ranks: list[dict[str, Any]]) -> float:

@@ -302,12 +302,15 @@ def _process_figures() -> dict[str, float]:
     }
 
 
+def _made_steps(records: list[Record]) -> bool:
+    return len(records) > 1 and records[-1]["local_steps"] > records[0]["local_steps"]
+
+
 def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str, Any]:
     """What a rank's records say of the time after the first interval, which is warm-up, and up to `until_s`, when the
     first rank was done: until then all ranks trained. Of a very short run what is after the first interval, or all."""
-    kept = [record for record in records[1:] if record["time_s"] <= until_s]
-    if len(kept) < 2:
-        kept = records[1:] if len(records) > 2 else records
+    choices = ([record for record in records[1:] if record["time_s"] <= until_s], records[1:])
+    kept = next((choice for choice in choices if _made_steps(choice)), records)
     first, last, intervals = kept[0], kept[-1], kept[1:]
     seconds = [max(1e-3, after["time_s"] - before["time_s"]) for before, after in zip(kept, intervals, strict=False)]
     wall_s, updates = sum(seconds), max(1, last["updates"] - first["updates"])
