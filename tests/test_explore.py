@@ -321,8 +321,8 @@ def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -
         (["--faults", "rain"], "'rain' is none of"), (["--mixings", "push_sum"], "without '--updates'"),
         (["--together", "2", "--faults", "stop"], "'--together' is 2, but '--faults' names 1"),
         (["--mixings", "paired", "--topologies", "complete"], "no case to explore"),
-        (["--faults", "death", "timer", "--rare-faults", "timer"], "'timer' is none of death"),
-        (["--rare-faults", "nan"], "'nan' is none of --faults"),
+        (["--faults", "death", "timer", "--rare-faults", "timer"], "'timer' cannot be rare"),
+        (["--rare-faults", "nan"], "'nan' is none of '--faults'"),
         (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
     ],
 )  # fmt: skip

@@ -309,12 +309,11 @@ def cases(command: Command) -> list[Case]:
         raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
     if "push_sum" in command.mixings and not command.updates:
         raise PalaError("'--mixings' has 'push_sum', whose weights have no end without '--updates'.")
-    for fault in command.rare_faults:  # the others are what ranks need to go on
-        if fault not in command.faults or fault.replace("-", " ") not in UNFAIR:
-            raise PalaError(
-                f"'--rare-faults': '{fault}' is none of "
-                f"{', '.join(word for word in command.faults if word.replace('-', ' ') in UNFAIR) or '--faults'}."
-            )
+    for fault in command.rare_faults:
+        if fault not in command.faults:
+            raise PalaError(f"'--rare-faults': '{fault}' is none of '--faults' ({', '.join(command.faults)}).")
+        if fault.replace("-", " ") not in UNFAIR:
+            raise PalaError(f"'--rare-faults': '{fault}' cannot be rare: ranks need it to go on.")
     together = command.together or len(command.faults)
     if together > len(command.faults):
         raise PalaError(f"'--together' is {together}, but '--faults' names {len(command.faults)}.")
