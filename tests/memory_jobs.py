@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGUSR1
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import torch
@@ -29,6 +30,7 @@ from pala.config import (
 from pala.exchange.kinds import KINDS
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
+from pala.run.loop import Loop
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.result import Result
@@ -136,36 +138,50 @@ def train(
     ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None,
     on_update: OnUpdate = MemoryCommunicator.on_update,
 ) -> Trained:  # fmt: skip
-    faults = list(faults)
-    if config.algorithm == "a2c":
-        on_update = _kept_together(ranks - config.run.spares, faults, on_update)
+    faults, run, together = list(faults), Loop.run, _Together(ranks - config.run.spares)
+
+    def run_together(loop: Loop, *given: Any) -> Any:
+        together.meet()
+        return run(loop, *given)
+
+    patient = _slow_before(faults, on_update)
 
     def main(comm: MemoryCommunicator) -> Result:
         with asking_as_abort_does(comm):
             return run_rank(
-                comm, config, resume=resume, on_update=lambda updates: on_update(comm, updates),
-                interrupt=comm.interrupt,
-            )  # fmt: skip
+                comm, config, resume=resume, on_update=lambda updates: patient(comm, updates), interrupt=comm.interrupt
+            )
 
-    return Trained(config, run_ranks(ranks, main, faults))
+    with mock.patch.object(Loop, "run", run_together):
+        return Trained(config, run_ranks(ranks, main, faults))
 
 
-def _kept_together(trainers: int, faults: list[Fault], on_update: OnUpdate) -> OnUpdate:
-    """The same, but that nobody makes a second update before all have made their first, and that ranks which are ahead
-    of what is planned to happen to another take their time: a thread that gets no processor for a while would find the
-    steps of a small budget made by others."""
+class _Together:
+    """Ranks begin when all are there: a thread that gets no processor for a while would find the steps of a small
+    budget made by others."""
+
+    def __init__(self, ranks: int) -> None:
+        self._missing, self._changed = ranks, threading.Condition()
+
+    def meet(self) -> None:
+        """Wait for the others, or for a while: perhaps one has died."""
+        with self._changed:
+            self._missing -= 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._missing <= 0, 5.0)
+
+
+def _slow_before(faults: list[Fault], on_update: OnUpdate) -> OnUpdate:
+    """The same, but that ranks which are ahead of what is planned to happen to another take their time."""
     made, planned = dict[int, int](), [fault for fault in faults if isinstance(fault, AtUpdate)]
 
-    def keep(comm: MemoryCommunicator, updates: int) -> None:
-        is_first, made[comm.rank] = comm.rank not in made, updates
-        deadline = time.monotonic() + 5.0  # perhaps training has ended before
-        while is_first and len(made.keys() | comm.world.gone) < trainers and time.monotonic() < deadline:
-            time.sleep(0.001)
+    def slow(comm: MemoryCommunicator, updates: int) -> None:
+        made[comm.rank] = updates
         on_update(comm, updates)
         if any(made.get(fault.rank, 0) < fault.update <= updates for fault in planned):
             time.sleep(0.02)
 
-    return keep
+    return slow
 
 
 @contextmanager

@@ -136,6 +136,7 @@ class Slurm:
             said = self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
             if said.status == 0:  # else the controller was away for a moment, and squeue has said that in words
                 return said.output.split()
+            time.sleep(0.5)
         raise AssertionError(f"squeue: {said.output}")
 
     @property

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a rank starts MPI before it loads the rest
     from pala.transport.base import Communicator
 
 _START_S = 120.0
-_HOLD_S = 5.0
+_MEET_S = 5.0
 _OTHERS_S = 5.0  # for the others, after a case has failed on one rank: then they are waiting for it
 
 
@@ -190,8 +190,7 @@ def train(
 ) -> int:
     """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective.
 
-    No rank makes a second A2C update before each has made its first, or, by Gorila, begins before all are there: one
-    that begins late on a busy machine would find the steps made by others.
+    No rank begins before all are there: one that begins late on a busy machine would find the steps made by others.
     """
     from pala.run.hooks import NO_HOOKS
     from pala.run.loop import Loop
@@ -206,19 +205,14 @@ def train(
         preset = command.preset.stem if command.preset else ""
         config = command.config
         together = comm.bcast(tempfile.mkdtemp(prefix="begun-") if comm.rank == 0 else None)
-        hold = _hold_until_all_begin(Path(together), comm.rank, comm.size - config.run.spares)
-        run, is_a2c = Loop.run, config.algorithm == "a2c"
+        run, trainers = Loop.run, comm.size - config.run.spares
 
         def run_together(loop: Loop, *given: Any) -> Any:
-            if not is_a2c:
-                hold(0)
+            _meet(Path(together), comm.rank, trainers)
             return run(loop, *given)
 
         with mock.patch.object(Loop, "run", run_together):
-            result = run_rank(
-                comm, config, make_env, command.resume, preset, on_update=hold if is_a2c else None,
-                hooks=hooks or NO_HOOKS,
-            )  # fmt: skip
+            result = run_rank(comm, config, make_env, command.resume, preset, hooks=hooks or NO_HOOKS)
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")
@@ -226,21 +220,12 @@ def train(
     return 0 if result.signal is None else 128 + result.signal
 
 
-def _hold_until_all_begin(folder: Path, rank: int, trainers: int) -> Callable[[int], None]:
-    """What a rank calls with the number of its updates: the first time it waits until `trainers` ranks have called it,
-    or for a while (perhaps training has ended before, or a rank has died)."""
-    is_held = False
-
-    def hold(updates: int) -> None:
-        nonlocal is_held
-        if is_held:
-            return
-        is_held, deadline = True, time.monotonic() + _HOLD_S
-        (folder / str(rank)).touch()
-        while len(list(folder.iterdir())) < trainers and time.monotonic() < deadline:
-            time.sleep(0.005)
-
-    return hold
+def _meet(folder: Path, rank: int, ranks: int) -> None:
+    """Wait until so many ranks are here, or for a while: perhaps one has died."""
+    deadline = time.monotonic() + _MEET_S
+    (folder / str(rank)).touch()
+    while len(list(folder.iterdir())) < ranks and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
     monkeypatch.setattr(Gossip, "final_parameters", final_together)
     short = property(lambda job: 0.5 if how == "in time" and job.comm.rank and all_there.is_set() else 300.0)
     monkeypatch.setattr(Job, "patience_s", short)
-    monkeypatch.setattr(waiting, "PATIENCE_AFTER_SIGNAL_S", 0.2)
+    monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
 
     def stopped(*arguments: Any) -> None:
         if how == "after a signal":
@@ -138,7 +138,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
 
 
 def test_who_waits_in_vain_leaves_a_run_complete_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "PATIENCE_AFTER_SIGNAL_S", 0.2)
+    monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
 
     def never_ends(comm: MemoryCommunicator, *_: Any) -> Conclusion:
         ranks.signal(but_for=0)
@@ -157,7 +157,7 @@ def test_ranks_that_all_leave_do_not_wait_long_for_one_that_hangs(
     """None of them has got a signal that ends the job."""
     close = Gossip.close
     ranks = Ranks(3, configure(tmp_path, steps=ENDLESS))
-    monkeypatch.setattr(waiting, "PATIENCE_AFTER_SIGNAL_S", 0.2)
+    monkeypatch.setattr(Job, "stop_patience_s", 0.2)
 
     def hangs(gossip: Gossip, timeout_s: float) -> Any:
         if gossip._comm.rank == 2:  # type: ignore[attr-defined]

@@ -198,7 +198,7 @@ def test_three_ranks_hold(max_staleness: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
 def test_whose_peers_die_while_it_was_away_is_taken_for_alike_rightly(mixing: str) -> None:
-    """The first of the states in which it was wrong; all are 90,000 to 800,000."""
+    """The first of the states in which it was wrong; all are more than 700,000."""
     rare = frozenset({"absence"})
     case = Case(3, "ring", mixing, 0, frozenset({"death", "absence"}), rare=rare, most_rare=1)
     assert not Explorer(case, symmetry=True, liveness=False).run(most_states=35_000).violations

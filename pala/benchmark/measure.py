@@ -302,15 +302,17 @@ def _process_figures() -> dict[str, float]:
     }
 
 
-def _made_steps(records: list[Record]) -> bool:
-    return len(records) > 1 and records[-1]["local_steps"] > records[0]["local_steps"]
+def _seconds(records: list[Record]) -> float:
+    """From the first to the last."""
+    return float(records[-1]["time_s"] - records[0]["time_s"]) if records else 0.0
 
 
 def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str, Any]:
     """What a rank's records say of the time after the first interval, which is warm-up, and up to `until_s`, when the
-    first rank was done: until then all ranks trained. Of a very short run what is after the first interval, or all."""
+    first rank was done: until then all ranks trained. Where that is less than a tenth of all, as of a very short run,
+    what is after the first interval, or all."""
     choices = ([record for record in records[1:] if record["time_s"] <= until_s], records[1:])
-    kept = next((choice for choice in choices if _made_steps(choice)), records)
+    kept = next((choice for choice in choices if _seconds(choice) > 0.1 * _seconds(records)), records)
     first, last, intervals = kept[0], kept[-1], kept[1:]
     seconds = [max(1e-3, after["time_s"] - before["time_s"]) for before, after in zip(kept, intervals, strict=False)]
     wall_s, updates = sum(seconds), max(1, last["updates"] - first["updates"])

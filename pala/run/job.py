@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pala.config import Config
+from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
 from pala.system.errors import CollectiveError
 from pala.transport.agreement import check_agreement, check_spares, cores_of_hosts, cores_per_rank
@@ -31,6 +32,9 @@ class Job:
 
     patience_s = 300.0
     """For the slowest rank, at the end."""
+    stop_patience_s = 60.0
+    """The same where a run is stopped, for a rank that got no signal itself: after one it waits less (`waiting.py`).
+    Others may have to save, or be spares that were about to take a place."""
 
     def __init__(self, comm: Communicator, config: Config) -> None:
         """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
@@ -45,6 +49,10 @@ class Job:
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use
         self.trainers = comm.first(self.num_trainers)  # None on a spare
         self._briefed = self.spares == 0
+
+    def patience_after(self, stop: Stop) -> float:
+        """How long to wait for the others once training has ended so."""
+        return self.patience_s if stop.completes else min(self.patience_s, self.stop_patience_s)
 
     def brief(self, briefing: Briefing | None) -> Briefing | None:
         """What rank 0 gives is told to all; None: it could not start. A spare waits for it asleep. Collective."""

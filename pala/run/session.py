@@ -41,7 +41,6 @@ from pala.run.request import Request
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment, joined, open_segment
 from pala.run.user_code import UserCode
-from pala.system import waiting
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
 from pala.transport.agreement import collectively
@@ -248,10 +247,7 @@ class Session:
                 self._comm.depart()
                 return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
             stop = self._stay(exchange) if self._comm.outlives_ranks else self._sit_out(exchange)
-        patience_s = self._job.patience_s
-        if not stop.completes:  # as short for who hears of the signal as for who gets it
-            patience_s = min(patience_s, waiting.PATIENCE_AFTER_SIGNAL_S)
-        end, early = exchange.close(patience_s), ""
+        end, early = exchange.close(self._job.patience_after(stop)), ""
         if end.completes:
             early = self._who_stopped() if end is Stop.CALLBACK else ""
             self._check_learned(loop)

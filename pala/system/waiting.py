@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pala.system.errors import EndError
 from pala.system.runtime import Interrupt, say
 
-PATIENCE_AFTER_SIGNAL_S = 10.0
+_PATIENCE_AFTER_SIGNAL_S = 10.0
 _COMPLAIN_AFTER_S = 60.0
 
 
@@ -37,7 +37,7 @@ def wait_quietly(
                 f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here. This rank's checkpoint "
                 "is written: a run that is not complete goes on by `--resume`."
             )
-        if signalled_at is not None and now > signalled_at + PATIENCE_AFTER_SIGNAL_S:
+        if signalled_at is not None and now > signalled_at + _PATIENCE_AFTER_SIGNAL_S:
             raise EndError(
                 "The other ranks did not end within 10 s of the signal; a run that is not complete goes on from the "
                 "last checkpoint by `--resume`."
