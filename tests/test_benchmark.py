@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import time
@@ -17,7 +18,7 @@ import torch
 from conftest import Launcher, assert_all_end, processes_in
 
 from pala.benchmark import __main__ as benchmark
-from pala.benchmark.analysis import far_off, parts_of, training_of
+from pala.benchmark.analysis import _median_us, far_off, parts_of, training_of
 from pala.benchmark.gorila import flops_per_step as gorila_flops
 from pala.benchmark.measure import ContinuedEnvs, figures_of, flops_per_step, model_us
 from pala.benchmark.pictures import _is_beyond_cores, draw
@@ -163,6 +164,15 @@ def test_warm_up_and_the_time_after_the_first_rank_is_done_are_left_out() -> Non
     assert figures_of(records[:2], until_s=5.0, threads=2)["steps_per_s"] == pytest.approx(80), "a run of one interval"
     at_the_end = [*records[:2], record(1, 1, 0.9) | {"time_s": 1.001}]
     assert figures_of(at_the_end, until_s=5.0, threads=2)["steps_per_s"] == pytest.approx(80, rel=0.01)
+
+
+def test_ranks_that_made_no_step_are_left_out_of_the_times_a_step() -> None:
+    def rank(steps_per_s: float, share: float) -> dict[str, Any]:
+        return {"steps_per_s": steps_per_s, "time": {"update": share}}
+
+    rounds = [[rank(0, 1.0), rank(100, 0.5)], [rank(0, 1.0)], [rank(50, 0.5), rank(100, 0.8)]]
+    assert _median_us("update", rounds) == pytest.approx(7000)  # of 5000 and (10000 + 8000) / 2
+    assert math.isnan(_median_us("update", [[rank(0, 1.0)]]))
 
 
 def test_updates_are_timed_by_the_steps_of_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
