@@ -108,6 +108,10 @@ class A2CConfig:
     """Step size of RMSprop [GALA: 7e-4]."""
     learning_rate_decay: Literal["none", "linear"] = "none"
     """`linear`: falls to 0 at the end of the budget of global steps [GALA: none]."""
+    learning_rate_warmup_updates: int = 0
+    """A rank's first updates, over which the rate rises in equal steps. RMSprop's mean squares begin at 0, so that
+    without it the first step is 10 times as long as the rate says, 1 / sqrt(1 - alpha), and can ruin the network. A
+    spare that takes a place and a rank that was poisoned begin so, too. 0: none [GALA]. Ours (results/mixing/)."""
     learning_rate_scaling: Literal["none", "ranks"] = "none"
     """`none`: every rank steps by `learning_rate`. `ranks`: `learning_rate` is that of one learner alone; N ranks step
     by so many times that as their exchange needs for a step of the same length: `allreduce` √N [GALA], gossip and
@@ -365,7 +369,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "env.repeat_action_probability": (0, 1), "env.max_episode_frames": (1, 1e9),
     "network.conv_hidden": (1, 1e6),
     "a2c.rollout_steps": (1, 1e6), "a2c.gamma": (0, 1), "a2c.gae_lambda": (0, 1), "a2c.learning_rate": (0, 1e6),
-    "a2c.learning_rate_most_scaling": (1, 1e6), "a2c.momentum": (0, 0.999), "a2c.momentum_smoothing": (0, 0.999),
+    "a2c.learning_rate_warmup_updates": (0, 1e9), "a2c.learning_rate_most_scaling": (1, 1e6),
+    "a2c.momentum": (0, 0.999), "a2c.momentum_smoothing": (0, 0.999),
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
     "exchange.exchanges_per_update": (1, 1000),

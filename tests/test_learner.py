@@ -306,6 +306,28 @@ def test_learning_rate_falls_to_zero_at_the_end_of_the_budget(decay, expected):
     assert run.records[-1]["learning_rate"] == (0 if decay == "linear" else 8)
 
 
+def test_the_learning_rate_rises_in_the_first_updates_and_again_when_the_mean_squares_were_lost():
+    class Breaking(NoExchange):
+        updates = itertools.count(1)
+
+        def after_update(self, steps, healthy):
+            super().after_update(steps, True)
+            self._parameters.fill_(math.nan if next(self.updates) == 5 else 0.0)
+            return True
+
+    run = Run(configured(9 * BATCH, learning_rate=8.0, learning_rate_warmup_updates=4), exchange_class=Breaking)
+    run.go()
+    assert [rate for *_, rate in run.updates] == pytest.approx([2, 4, 6, 8, 8, 8, 2, 4, 6])
+    assert run.learner.num_applied == 8  # all but the sixth
+
+
+def test_a_resumed_rank_does_not_warm_up_again():
+    config = configured(12 * BATCH, learning_rate=8.0, learning_rate_warmup_updates=4)
+    run = Run(config, counters=Counters(10, 10 * BATCH))
+    run.go()
+    assert [rate for *_, rate in run.updates] == [8, 8]
+
+
 class NineRanks(NoExchange):
     living = range(9)
 

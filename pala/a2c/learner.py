@@ -41,6 +41,7 @@ class Learner(Loop):
         self._means, self._updates, self._skipped = Means(), 0, 0  # of the interval
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
+        self._warms_up_from = 0  # the update after which the mean squares were 0
         self._movement = Movement(a2c.learned)
 
     def reset(self, env_seeds: np.ndarray) -> None:
@@ -148,6 +149,7 @@ class Learner(Loop):
                 say(f"{where}: the loss or its gradient is not finite; the update is left out.{so_far}")
         if not healthy and finite:
             self._a2c.mean_square.zero_()
+            self._warms_up_from = self.counters.updates
             say(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
         elif not finite and self._exchange.stop is Stop.NONE:
             fault = f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}"
@@ -163,6 +165,8 @@ class Learner(Loop):
         if config.a2c.learning_rate_scaling == "ranks":
             factor = learning_rate_factor(config.exchange, len(self._exchange.living))
             rate *= min(factor, config.a2c.learning_rate_most_scaling)
+        if warmup := config.a2c.learning_rate_warmup_updates:
+            rate *= min(1.0, (self.counters.updates - self._warms_up_from + 1) / warmup)
         if config.a2c.learning_rate_decay == "linear":
             rate *= max(0.0, 1 - self._exchange.global_steps / config.total_steps)
         return rate
