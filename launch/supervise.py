@@ -224,13 +224,13 @@ class Supervisor:
 
     def _end_if_it_does_not_end(self, job: subprocess.Popen[bytes], segments: int, ended: threading.Event) -> None:
         """Open MPI's mpirun (5.0.11) was seen to wait for itself for ever when all its ranks had ended."""
-        over_s = 0.0
+        over_s, was_locked = 0.0, False
         while not ended.wait(_LOOK_S):
-            over_s = over_s + _LOOK_S if run_folder.is_over(self.run, segments) else 0.0
+            if self._num_segments() > segments:  # not before: who looks at a lock that nobody has yet, has it
+                was_locked = was_locked or run_folder.who_trains(self.run) is not None
+            over_s = over_s + _LOOK_S if run_folder.is_over(self.run, segments, was_locked) else 0.0
             if over_s >= _LINGER_S:
-                self._say(
-                    f"the job was over {_LINGER_S:g} s ago, by its record, but mpirun has not ended: it is ended."
-                )
+                self._say(f"no rank has lived for {_LINGER_S:g} s, but mpirun has not ended: it is ended.")
                 self._end(job)
                 return
 

@@ -157,11 +157,11 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended(
         record.note(conclusion={})
     is_over, looks, ended = run_folder.is_over, itertools.count(), threading.Event()
 
-    def look(run: Path, segments: int) -> bool:
+    def look(run: Path, segments: int, was_locked: bool) -> bool:
         if next(looks) == 30:
             ended.set()
-        assert not is_over(run, segments + 1), "an earlier job's entry says nothing of this one"
-        return is_over(run, segments)
+        assert not is_over(run, segments + 1, was_locked), "an earlier job's entry says nothing of this one"
+        return is_over(run, segments, was_locked)
 
     monkeypatch.setattr(run_folder, "is_over", look)
     monkeypatch.setattr(supervise, "_LOOK_S", 0.01)
@@ -174,6 +174,36 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended(
         ended.clear()
         supervisor._end_if_it_does_not_end(job, 0, ended)
         assert (job.poll() is not None) == over
+        job.kill()
+
+
+@pytest.mark.parametrize("status", ["running", "completed", "stopped"])
+def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
+    there: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """Then nobody is left to write how the job ended."""
+    supervisor = Scripted(["--run.name", "r"], [])
+    attempt(100, 0)(supervisor)
+    if status != "running":
+        run_folder.RunRecord.take_over(supervisor.run).end(status)
+    monkeypatch.setattr(supervise, "_LOOK_S", 0.01)
+    monkeypatch.setattr(supervise, "_LINGER_S", 0.1)
+    rank, looked = run_folder.lock(supervisor.run), threading.Event()
+    is_over = run_folder.is_over
+
+    def look(run: Path, segments: int, was_locked: bool) -> bool:
+        looked.set()
+        return is_over(run, segments, was_locked)
+
+    monkeypatch.setattr(run_folder, "is_over", look)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
+        arguments = [job, 0, threading.Event()]
+        watch = threading.Thread(target=supervisor._end_if_it_does_not_end, args=arguments)
+        watch.start()
+        assert looked.wait(60) and job.poll() is None and rank is not None
+        rank.close()
+        watch.join(60)
+        assert job.poll() is not None
         job.kill()
 
 

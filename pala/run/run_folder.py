@@ -261,22 +261,24 @@ def _tells_who_lives(run: Path) -> bool:
     return True
 
 
-def is_over(run: Path, earlier_segments: int) -> bool:
+def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     """Whether a job that came after so many segments has done all that it does, by its record, and no rank of it lives,
     as far as the folder's lock tells. Where there are no locks, a job that was stopped must have said that all is
-    saved: Gorila's replay takes long."""
+    saved: Gorila's replay takes long. `was_locked`: it was seen to hold the lock. Then it is over when nobody holds it,
+    whatever its record says: all its ranks may have been killed."""
     try:
         segments = read(run)["segments"]
     except PalaError:
         return False
-    if len(segments) <= earlier_segments or segments[-1]["status"] == "running":
+    if len(segments) <= earlier_segments:
         return False
     last = segments[-1]
-    if last["status"] == "completed" and "conclusion" not in last:
-        return False
-    if last["status"] == "stopped" and "saved" not in last and not _tells_who_lives(run):
-        return False
-    return who_trains(run) is None
+    says_so = last["status"] != "running"
+    if last["status"] == "completed":
+        says_so = "conclusion" in last
+    elif last["status"] == "stopped":
+        says_so = "saved" in last or _tells_who_lives(run)
+    return (says_so or was_locked) and who_trains(run) is None
 
 
 def read(path: str | Path) -> dict[str, Any]:
