@@ -120,7 +120,8 @@ def nothing_missing(results: Path) -> str:
     """What to say if there is no task."""
     return (
         f"Nothing is missing: all runs are complete, here or in '{results}'. To make them anew, give the results "
-        "another folder, as in `--output results/mine`; `--report-only` makes the report of those that are there."
+        "another folder, as in `--output results/mine`, and move those in `runs/` away; `--report-only` makes the "
+        "report of those that are there."
     )
 
 

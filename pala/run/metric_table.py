@@ -39,7 +39,7 @@ METRICS = (
     Metric("local_steps_per_s", "interval", "both", "", "one rank", "steps/s",
         "speed of this rank; the sum over ranks is the speed of the job",
     ),
-    Metric("updates", "interval", "a2c", "", "one rank", "", "optimiser steps of this rank since the run began"),
+    Metric("updates", "interval", "a2c", "", "one rank", "", "of this rank since the run began, skipped ones included"),
     Metric("updates_skipped", "interval", "a2c", "", "one rank", "",
         "left out in this interval because the gradient was not finite",
     ),
