@@ -9,25 +9,43 @@ fail() {
     exit 2
 }
 
-# $1: folder, then what pip installs. The name of a file that says so, as long as nothing changes.
-stamp_of() {
-    echo "$1/.pala-$(cat "$repository/constraints.txt" "$repository/pyproject.toml" <(echo "${@:2}") | sha256sum | cut -c1-16)"
+# $1: an interpreter. Its version, as far as packages depend on it; nothing if it does not run.
+version_of() {
+    "$1" -c 'import sys; print("{}.{}".format(*sys.version_info))' 2>/dev/null || true
 }
 
-# The same arguments. Does nothing if this was installed before and nothing changed.
+# $1: folder, then what pip installs. The name of a file that says so, as long as nothing changes.
+stamp_of() {
+    echo "$1/.pala-$({ cat "$repository/constraints.txt" "$repository/pyproject.toml"; echo "${@:2}"
+        version_of "$1/bin/python"; } | sha256sum | cut -c1-16)"
+}
+
+# $1: folder. Makes an environment with pip there, if there is none. Deletes nothing that it has not made.
+make_venv() {
+    local venv=$1 mark=$1/.pala-made
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
+    if [ -e "$venv" ] && [ ! -e "$mark" ] && [ -n "$(ls -A "$venv")" ]; then
+        fail "$venv is no Python environment with pip, and holds files that are not PALA's. Set PALA_VENV to another folder," \
+            "or empty this one."
+    fi
+    mkdir -p "$venv" && touch "$mark" && find "$venv" -mindepth 1 -maxdepth 1 ! -name .pala-made -exec rm -rf {} + ||
+        fail "The folder $venv cannot be made anew. Set PALA_VENV to another one."
+    "${PYTHON:-python3}" -m venv "$venv" ||
+        fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
+}
+
+# The same arguments as those of stamp_of. Does nothing if this was installed before and nothing changed.
 install_once() {
-    local venv=$1 stamp
-    stamp=$(stamp_of "$@")
-    shift
-    [ -e "$stamp" ] && return
+    local venv=$1
+    [ -e "$(stamp_of "$@")" ] && return
     echo "Installing into $venv (once; a minute or two) ..." >&2
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "${PYTHON:-python3}" -m venv --clear "$venv" ||
-        fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$repository/constraints.txt" "$@" ||
+    make_venv "$venv"
+    rm -f "$venv"/.pala-[0-9a-f]* # of what was installed before
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$repository/constraints.txt" "${@:2}" ||
         fail "pip could not install PALA's packages into $venv; see its message above."
-    touch "$stamp"
+    touch "$(stamp_of "$@")"
 }
 
 # $1: folder, $2: extras. One at a time: several jobs may start on a fresh checkout.
@@ -36,7 +54,9 @@ install_into() {
         fail "PALA is not installed in $repository, which you may not write to. Set PALA_VENV to a folder of your own."
     fi
     mkdir -p "$(dirname "$1")" && exec 9>"$1.lock" || fail "The folder $1 cannot be made. Set PALA_VENV to another one."
-    if command -v flock >/dev/null; then flock 9; fi
+    if command -v flock >/dev/null; then
+        flock 9 || echo "pala: $1.lock cannot be locked: see to it that no other job installs there now." >&2
+    fi
     if [ -w "$repository" ]; then
         install_once "$1" --editable "$repository[$2]"
         touch "$(stamp_of "$1" --editable "$repository[${2%%,*}]")" # the first of the extras is there as well
@@ -49,8 +69,9 @@ install_into() {
 # The same arguments. From a checkout that may not be written to, which pip does for --editable; again when it changes.
 install_copy() {
     local parts=(pala configs pyproject.toml setup.cfg README.md LICENSE) copy stamp
-    stamp=$1/.pala-$(cd "$repository" && { echo "$2"; find "${parts[@]}" constraints.txt -type f ! -name '*.pyc' -print0 |
-        sort -z | xargs -0 sha256sum; } | sha256sum | cut -c1-16)
+    stamp=$1/.pala-$(cd "$repository" && { echo "$2"; version_of "$1/bin/python"
+        find "${parts[@]}" constraints.txt -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } |
+        sha256sum | cut -c1-16)
     [ -e "$stamp" ] && return
     copy=$(mktemp -d)
     (cd "$repository" && cp -R "${parts[@]}" "$copy")
@@ -61,7 +82,12 @@ install_copy() {
 }
 
 use_environment() {
-    local venv=${PALA_VENV:-$repository/.venv}
+    local venv=${PALA_VENV:-$repository/.venv} has wants
+    venv=${venv%/}
+    has=$(version_of "$venv/bin/python") wants=$(version_of "${PYTHON:-$venv/bin/python}")
+    if [ -n "${PYTHON:-}" ] && [ -n "$has" ] && [ "$has" != "$wants" ]; then
+        fail "$venv has Python $has, and PYTHON is '$PYTHON' (${wants:-which does not run}). Set PALA_VENV to another folder."
+    fi
     [ -e "$(stamp_of "$venv" --editable "$repository[$1]")" ] || install_into "$venv" "$1"
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
     # Open MPI: allow containers that run as root, and more ranks than cores. MPICH needs neither.

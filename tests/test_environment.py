@@ -1,0 +1,114 @@
+"""`launch/environment.sh`: what it installs and when, with a Python that only notes what it is asked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FILES = ("launch/environment.sh", "constraints.txt", "pyproject.toml")
+
+# Its version is in the file STUB_VERSION; an environment with a file `broken` has no pip.
+STUB = r"""#!/bin/bash
+here=$(cd "$(dirname "$0")/.." && pwd)
+case "$*" in
+    *"-m pip --version"*) [ ! -e "$here/broken" ] ;;
+    *"-m pip install"*) echo "install ${*: -1}" >>"$STUB_LOG" ;;
+    *"-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" && echo venv >>"$STUB_LOG" ;;
+    *version_info\)*) cat "$STUB_VERSION" ;;
+esac
+"""
+
+
+class Machine:
+    """A checkout of its own, and a stub for Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkout, self.venv = folder / "checkout", folder / "checkout" / ".venv"
+        for file in FILES:
+            (self.checkout / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / file, self.checkout / file)
+        self.log, self.version, self.python = folder / "log", folder / "version", folder / "bin" / "python3"
+        self.python.parent.mkdir()
+        self.python.write_text(STUB)
+        self.python.chmod(0o755)
+        self.version.write_text("3.11")
+
+    def use(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        """What a launch script does first. `done`: what was asked of Python since the last time."""
+        self.log.write_text("")
+        script = f"set -euo pipefail; source {self.checkout}/launch/environment.sh; use_environment openmpi; echo ready"
+        environment = os.environ | {"STUB_LOG": str(self.log), "STUB_VERSION": str(self.version)}
+        environment |= {"PATH": f"{self.python.parent}:{os.environ['PATH']}"} | variables
+        for name in {"PALA_VENV", "PYTHON"} - set(variables):
+            environment.pop(name, None)
+        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+
+    @property
+    def done(self) -> list[str]:
+        return [line.split()[0] for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_it_installs_once_and_again_when_something_changed(machine: Machine) -> None:
+    assert machine.use().stdout == "ready\n" and machine.done == ["venv", "install"]
+    assert machine.use().stdout == "ready\n" and machine.done == []
+    constraints = machine.checkout / "constraints.txt"
+    before = constraints.read_text()
+    for text in (before + "\n", before):  # what was there before has not stayed
+        constraints.write_text(text)
+        assert machine.use().returncode == 0 and machine.done == ["install"]
+
+
+def test_two_checkouts_that_share_an_environment_take_turns(tmp_path: Path) -> None:
+    one, other = Machine(tmp_path / "one"), Machine(tmp_path / "other")
+    shared = str(tmp_path / "shared")
+    for machine, does in ((one, ["venv", "install"]), (other, ["install"]), (one, ["install"]), (one, [])):
+        assert machine.use(PALA_VENV=shared).returncode == 0 and machine.done == does
+
+
+def test_another_python_makes_it_anew(machine: Machine) -> None:
+    machine.use()
+    machine.version.write_text("3.12")  # as after an upgrade, whose Python finds no packages
+    (machine.venv / "broken").touch()
+    assert machine.use().stdout == "ready\n" and machine.done == ["venv", "install"]
+    assert not (machine.venv / "broken").exists()
+
+
+def test_a_wish_for_another_python_is_not_passed_over(machine: Machine, tmp_path: Path) -> None:
+    machine.use()
+    other = tmp_path / "python3.13"
+    other.write_text("#!/bin/bash\necho 3.13\n")
+    other.chmod(0o755)
+    refused = machine.use(PYTHON=str(other))
+    assert refused.returncode == 2 and "has Python 3.11, and PYTHON is" in refused.stderr and "3.13" in refused.stderr
+    assert machine.use(PYTHON=str(machine.python)).returncode == 0 and machine.done == []
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_what_others_have_put_into_a_folder_stays(machine: Machine, tmp_path: Path, slash: str) -> None:
+    theirs = tmp_path / "thesis"
+    theirs.mkdir()
+    (theirs / "chapter").write_text("1")
+    refused = machine.use(PALA_VENV=f"{theirs}{slash}")
+    assert refused.returncode == 2 and "not PALA's" in refused.stderr and machine.done == []
+    assert [path.name for path in theirs.iterdir()] == ["chapter"]
+    (theirs / "chapter").unlink()
+    assert machine.use(PALA_VENV=f"{theirs}{slash}").stdout == "ready\n"
+    assert machine.use(PALA_VENV=str(theirs)).stdout == "ready\n" and machine.done == []
+
+
+def test_a_file_system_without_locks_is_told(machine: Machine, tmp_path: Path) -> None:
+    flock = machine.python.parent / "flock"
+    flock.write_text("#!/bin/bash\necho 'flock: 9: Function not implemented' >&2\nexit 1\n")
+    flock.chmod(0o755)
+    result = machine.use()
+    assert result.stdout == "ready\n" and "cannot be locked" in result.stderr and machine.done == ["venv", "install"]
