@@ -10,10 +10,10 @@ explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's deat
 
 Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
 does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
-of the user's, after SIGTERM, SIGUSR1 or ^C (the job is told to write its checkpoint and end; a second ^C goes on to
-mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks outlive mpirun
-is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its ranks by three
-minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder.
+of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told to write its checkpoint and end; a second
+^C goes on to mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks
+outlive mpirun is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its ranks
+by three minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import IO, NamedTuple, NoReturn
 from pala.run import run_folder
 from pala.system.errors import PalaError, reason
 from pala.system.jobs import clear_after
-from pala.system.runtime import ANNOUNCEMENT, SUPERVISED, say
+from pala.system.runtime import ANNOUNCEMENT, SUPERVISED, hangup, say
 from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
@@ -345,7 +345,10 @@ class Supervisor:
 
 def survivable(mpirun: str) -> list[str]:
     """The command, with the option by which the job outlives its ranks (ULFM) where there is one."""
-    command = shlex.split(mpirun)
+    try:
+        command = shlex.split(mpirun)
+    except ValueError as error:
+        raise PalaError(f"'--mpirun {mpirun}' cannot be read: {error}.") from None
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     ulfm = [] if "--with-ft" in command or "(Open MPI) 5" not in version else ["--with-ft", "ulfm"]
     return [*command, *ulfm]
@@ -430,13 +433,15 @@ def main() -> NoReturn:
     """Supervise one run; the exit status is 0 only if it is complete."""
     try:
         supervisor = Supervisor(*read_options(sys.argv[1:]))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup()):
             signal.signal(number, supervisor.on_signal)
         sys.exit(supervisor.supervise())
     except PalaError as error:
         say(f"supervise: error: {error}")
-    except FileNotFoundError as error:
-        say(f"supervise: error: '{error.filename}' is not installed or not in PATH; `--mpirun` names another one.")
+    except (FileNotFoundError, PermissionError) as error:
+        say(
+            f"supervise: error: '{error.filename}' is not installed, not in PATH or no program; `--mpirun` names another."
+        )
     sys.exit(2)
 
 

@@ -69,6 +69,17 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_ends_training_but_not_under_nohup(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with Interrupt().installed() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert interrupt.signal is (None if ignored else signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_come_back_after_an_error():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ZeroDivisionError), Interrupt().installed():

@@ -29,7 +29,7 @@ from conftest import (
     wait_for,
     write_paced,
 )
-from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, without_preset
+from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
 from test_checkpoint import make_state
 from test_hosts import possible  # noqa: F401 - a fixture
 from virtual_hosts import VirtualHosts
@@ -96,6 +96,17 @@ def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
 
     assert Scripted(["--run.name", "r"], [told_to_end]).supervise() == (0 if trained else 128 + number)
     assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
+
+
+def test_an_mpirun_that_is_no_command_is_told(there: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    with pytest.raises(PalaError, match="cannot be read: No closing quotation"):
+        survivable("mpirun --mca a 'b")
+    (there / "mpirun").touch()  # no program
+    monkeypatch.setattr(sys, "argv", ["supervise", "--mpirun", "./mpirun"])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit, match="2"):
+        supervise.main()
+    assert "'./mpirun' is not there" in capsys.readouterr().err
 
 
 def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytest.MonkeyPatch, there: Path) -> None:
@@ -504,7 +515,7 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])  # SIGTERM: test_faults, by launch/train.sh
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])  # SIGTERM: test_faults
 def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     job = start(any_mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "100000000", cwd=tmp_path)

@@ -39,7 +39,7 @@ from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, nearest
 from pala.system.files import json_text, make_output_folder, write_atomically
 from pala.system.jobs import launcher_of, run_job, tail
-from pala.system.runtime import say
+from pala.system.runtime import hangup, say
 
 _PROGRAM = "pala.benchmark"
 _PRECISIONS = ("float32", "bfloat16")
@@ -202,7 +202,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
 @exit_on_mistake()
 def main() -> None:
     """What `python -m pala.benchmark` runs."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the job is ended, too
+    for number in (signal.SIGTERM, *hangup()):  # so that the job is ended, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = parse(sys.argv[1:])
     output, result = benchmark(command)

@@ -31,7 +31,7 @@ from pala.run.run_folder import runs_in
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
-from pala.system.runtime import say
+from pala.system.runtime import hangup, say
 
 _PROGRAM = "pala.compare"
 
@@ -134,7 +134,7 @@ def _stop(number: int, frame: object) -> NoReturn:
 @exit_on_mistake(OSError)
 def main() -> None:
     """What `python -m pala.compare` runs."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup()):
         signal.signal(number, _stop)
     command = read_command(_PROGRAM, sys.argv[1:], Command())
     failures = compare(command)

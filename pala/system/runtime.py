@@ -224,9 +224,14 @@ def process_age_s() -> float:
 LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
 
 
+def hangup() -> tuple[signal.Signals, ...]:
+    """SIGHUP, which a terminal sends when it is closed; nothing where it is ignored, as under nohup."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+
+
 class Interrupt:
-    """Set by SIGTERM, SIGINT or SIGUSR1; training looks at it every step and ends with a checkpoint. SIGUSR2 asks this
-    rank alone to leave; training looks at that after every update.
+    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP; training looks at it every step and ends with a checkpoint. SIGUSR2 asks
+    this rank alone to leave; training looks at that after every update.
 
     Open MPI's mpirun kills its ranks 0.2 s after it passed on the first two. SIGUSR1 it passes on, and no more.
     """
@@ -263,7 +268,7 @@ class Interrupt:
         if not _in_main_thread():
             yield self
             return
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, LEAVE)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
         previous = [signal.signal(number, self._on_signal) for number in numbers]
         try:
             yield self
