@@ -10,7 +10,7 @@ explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's deat
 
 Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
 does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
-of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told to write its checkpoint and end; a second
+of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told to write its checkpoint and end; another
 ^C goes on to mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks
 outlive mpirun is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its ranks
 by three minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder.
@@ -439,9 +439,7 @@ def main() -> NoReturn:
     except PalaError as error:
         say(f"supervise: error: {error}")
     except (FileNotFoundError, PermissionError) as error:
-        say(
-            f"supervise: error: '{error.filename}' is not installed, not in PATH or no program; `--mpirun` names another."
-        )
+        say(f"supervise: error: '{error.filename}' is not there, not in PATH or no program; `--mpirun` names another.")
     sys.exit(2)
 
 

@@ -230,8 +230,8 @@ def hangup() -> tuple[signal.Signals, ...]:
 
 
 class Interrupt:
-    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP; training looks at it every step and ends with a checkpoint. SIGUSR2 asks
-    this rank alone to leave; training looks at that after every update.
+    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP; training looks at it every step and ends with a checkpoint. SIGUSR2
+    asks this rank alone to leave; training looks at that after every update.
 
     Open MPI's mpirun kills its ranks 0.2 s after it passed on the first two. SIGUSR1 it passes on, and no more.
     """
