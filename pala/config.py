@@ -371,7 +371,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "a2c.rollout_steps": (1, 1e6), "a2c.gamma": (0, 1), "a2c.gae_lambda": (0, 1), "a2c.learning_rate": (0, 1e6),
     "a2c.learning_rate_warmup_updates": (0, 1e9), "a2c.learning_rate_most_scaling": (1, 1e6),
     "a2c.momentum": (0, 0.999), "a2c.momentum_smoothing": (0, 0.999),
-    "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (0, 1), "a2c.value_coefficient": (0, 1e6),
+    "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (1e-15, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
     "exchange.exchanges_per_update": (1, 1000),
     "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.1, 1e6), "exchange.top_k_fraction": (1e-9, 1),

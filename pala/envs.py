@@ -183,7 +183,10 @@ def make_envs(
         return AtariEnvs(atari_rom(config.id), config, num_threads)
 
     def by_id() -> gymnasium.Env:
-        return gymnasium.make(checked_id(config.id))
+        try:
+            return gymnasium.make(checked_id(config.id))
+        except ImportError as error:  # registered, but a package that it needs is not there
+            raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
 
     factory = _Factory(wrapped(make_env or by_id, config.wrappers), config.image_layout, max_episode_steps)
     try:

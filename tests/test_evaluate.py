@@ -18,7 +18,7 @@ import torch
 from pala import evaluate as program
 from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, to_table
 from pala.envs import Envs, Episode, Step, make_envs
-from pala.evaluation.play import evaluate, play
+from pala.evaluation.play import _statistics, evaluate, play
 from pala.evaluation.policy import load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import human_normalised, reference_scores
@@ -158,6 +158,12 @@ def test_statistics_and_repeatability(cartpole_run: Path) -> None:
     assert first.standard_error == pytest.approx(np.std(first.returns, ddof=1) / math.sqrt(6))
     assert first.mean_length_steps == first.mean_return  # CartPole's reward is 1 a step
     assert (first.policy, first.global_steps, first.human_normalised_score) == ("final", 1234, None)
+
+
+@pytest.mark.parametrize("returns", [[math.nan], [1.0, math.inf, 2.0]])
+def test_returns_that_are_not_finite_are_told(returns: list[float]) -> None:
+    with pytest.raises(PalaError, match=rf"1 of {len(returns)} returns? is not finite: the environment gave"):
+        _statistics([Episode(value, 1, 0) for value in returns])
 
 
 def test_greedy_actions_need_no_random_stream(cartpole_run: Path) -> None:

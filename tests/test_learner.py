@@ -319,6 +319,7 @@ def test_the_learning_rate_rises_in_the_first_updates_and_again_when_the_mean_sq
     run.go()
     assert [rate for *_, rate in run.updates] == pytest.approx([2, 4, 6, 8, 8, 8, 2, 4, 6])
     assert run.learner.num_applied == 8  # all but the sixth
+    assert run.a2c.warms_up_from == 6
 
 
 def test_a_resumed_rank_does_not_warm_up_again():
@@ -330,6 +331,17 @@ def test_a_resumed_rank_does_not_warm_up_again():
 
 class NineRanks(NoExchange):
     living = range(9)
+
+
+class NobodyStays(NoExchange):
+    living = ()
+
+
+def test_a_rank_that_leaves_as_all_do_has_the_rate_of_one():
+    config = configured(4 * BATCH, learning_rate=1e-3, learning_rate_scaling="ranks")
+    run = Run(dataclasses.replace(config, exchange=ExchangeConfig("gossip")), exchange_class=NobodyStays)
+    run.go()
+    assert [rate for *_, rate in run.updates] == [1e-3] * 4
 
 
 @pytest.mark.parametrize(

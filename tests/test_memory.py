@@ -47,6 +47,7 @@ from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Hooks, Moment
 from pala.run.metric_table import METRICS
+from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.result import Result
@@ -346,6 +347,22 @@ def test_who_needs_all_ranks_ends_with_a_sentence_and_goes_on_later(kind: str, t
     assert not trained.record["completed"]
     resumed = trained.resume(3, 300)
     assert resumed.ended_well() and resumed.results[0].global_steps >= 300
+
+
+def test_a_resumed_rank_goes_on_with_its_warm_up(tmp_path: Path) -> None:
+    """Of one whose mean squares had been lost after update 15: its rate begins anew there."""
+    config = configure(tmp_path, steps=20 * BATCH)
+    config = replace(config, a2c=replace(config.a2c, learning_rate=1.0, learning_rate_warmup_updates=1000))
+    job = train(1, config)
+    assert job.ended_well()
+    (state,) = job.states()
+    assert (state.counters["updates"], state.counters["warms_up_from"]) == (20, 0)
+    state.counters["warms_up_from"] = 15
+    checkpoint.save_rank(checkpoint.newest_segment(job.run), state)
+    resumed = job.resume(1, steps=40 * BATCH)
+    assert resumed.ended_well() and resumed.states()[0].counters["warms_up_from"] == 15
+    (records,) = read_run(job.run)
+    assert [r["learning_rate"] for r in records if r["type"] == "interval"][-1] == pytest.approx((40 - 15 + 1) / 1000)
 
 
 def test_a_resumed_run_leaves_out_what_the_dead_had(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

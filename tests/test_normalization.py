@@ -150,6 +150,19 @@ def test_what_is_not_finite_is_not_learned() -> None:
     assert flat.data.equal(before)
 
 
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("ends", [False, True])
+def test_one_reward_that_is_not_finite_costs_one_rollout(reward: float, ends: bool) -> None:
+    _, flat = make(replace(BOTH, normalize_observations=False))
+    normalization, judged = Normalization(flat, 0.9), []
+    for value in (1.0, reward, 1.0, 2.0):
+        normalization.rewards(torch.tensor([value, 1.0]), torch.tensor([float(ends), 0.0]))
+        normalization.gather()
+        judged.append(normalization.is_finite())
+        normalization.learn(judged[-1])
+    assert judged == [True, False, True, True] and flat.data.isfinite().all()
+
+
 def test_where_there_is_nothing_to_normalise() -> None:
     with pytest.raises(PalaError, match=r"'env.normalize_observations' is for vectors"):
         ActorCritic(Box(0, 255, (3, 20, 20), np.uint8), Discrete(2), NetworkConfig(), BOTH)

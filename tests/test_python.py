@@ -268,6 +268,38 @@ def test_a_network_of_ones_own_trains_and_is_kept(algorithm: str, tmp_path: Path
     assert [result.status for result in resumed] == ["completed"] * 2
 
 
+class TwoNames(MyNetwork):
+    """Its heads have names of their own as well, and so the same parameters twice."""
+
+    def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+        super().__init__(space, num_outputs)
+        self.policy, self.value = self.heads
+
+
+def test_a_network_whose_parameters_have_two_names(tmp_path: Path) -> None:
+    results = train(2, configure(tmp_path, steps=200), Hooks(make_network=TwoNames))
+    assert [result.status for result in results] == ["completed"] * 2
+    own = policy_of(results[0].run).network.own
+    assert own.policy.weight.equal(own.heads[0].weight)
+
+
+def test_a_resume_that_is_refused_leaves_the_network_that_the_run_was_made_with(tmp_path: Path) -> None:
+    (result,) = train(1, configure(tmp_path, steps=200), Hooks(make_network=MyNetwork))
+    files = {file: file.read_bytes() for file in result.run.iterdir() if file.is_file()}
+    other = Hooks(make_network=lambda space, num_outputs: nn.Sequential(OneLayer(space, num_outputs))[0])
+    (refused,) = train(1, configure(tmp_path, steps=400), other, resume=result.run)
+    assert isinstance(refused, CollectiveError) and "is of another network" in str(refused)
+    assert {file: file.read_bytes() for file in result.run.iterdir() if file.is_file()} == files
+    assert isinstance(policy_of(result.run).network.own, MyNetwork)
+
+
+class OneLayer(MyNetwork):
+    def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+        super().__init__(space, num_outputs)
+        self.trunk = nn.Sequential(nn.Flatten(), nn.Linear(4, 8))
+        self.trunk[1].bias = None
+
+
 def test_training_says_that_images_go_through_autograd(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     env = EnvConfig("ALE/Pong-v5", num_envs=1, max_episode_frames=40)
     config = replace(configure(tmp_path, steps=10), env=env)
@@ -376,6 +408,15 @@ def test_an_id_names_the_module_that_registers_it(tmp_path: Path, monkeypatch: p
         make_envs(EnvConfig("no_such:Corridor-v0"))
     monkeypatch.delitem(sys.modules, "own_environment")
     gymnasium.registry.pop("Corridor-v0")
+
+
+def test_an_id_whose_package_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gymnasium.register("Missing-v0", entry_point="no_such_package.envs:Missing")
+    try:
+        with pytest.raises(PalaError, match="'Missing-v0' cannot be made: No module named 'no_such_package'"):
+            make_envs(EnvConfig("Missing-v0", num_envs=1))
+    finally:
+        gymnasium.registry.pop("Missing-v0")
 
 
 # ---- the window ------------------------------------------------------------------------------------------------------

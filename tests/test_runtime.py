@@ -12,7 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from pala.system.device import choose_device
+from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, Launch, say, share_of_cores
 from pala.system.seeding import derive, stream
 
@@ -67,6 +70,27 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
         signal.raise_signal(number)
         assert interrupt.signal is number
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("mps", "on 'cpu' and 'cuda' alone"), ("meta", "alone"), ("gpu", "'gpu'"), ("cuda:2", "last of this machine's 2")],
+)
+def test_a_device_that_is_not_there_is_told(name, says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(PalaError, match=says):
+        choose_device(name)
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"])
+def test_ranks_of_a_node_take_its_gpus_in_turn(variable, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "3")
+    assert choose_device("cuda") == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize("ignored", [False, True])

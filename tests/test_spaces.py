@@ -186,6 +186,15 @@ def test_several_choices_are_independent_ones(space: Any) -> None:
         torch.testing.assert_close(frequencies, choice.probs[0], rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.uint8])
+def test_actions_of_a_box_have_its_dtype(dtype: Any) -> None:
+    space = Box(0, 10, (2, 3), dtype)
+    actions = distribution_of(space).to_env(torch.tensor([[-4.0, 0.2, 3.7, 9.6, 99.0, float("nan")]])).numpy()
+    assert space.contains(actions[0])
+    near = [0, 0.2, 3.7, 9.6, 10, 0] if np.issubdtype(dtype, np.floating) else [0, 0, 4, 10, 10, 0]
+    assert actions.reshape(-1) == pytest.approx(near)
+
+
 # ---- whole trainings, and what they are called -----------------------------------------------------------------------
 
 

@@ -41,7 +41,6 @@ class Learner(Loop):
         self._means, self._updates, self._skipped = Means(), 0, 0  # of the interval
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
-        self._warms_up_from = 0  # the update after which the mean squares were 0
         self._movement = Movement(a2c.learned)
 
     def reset(self, env_seeds: np.ndarray) -> None:
@@ -148,8 +147,7 @@ class Learner(Loop):
                 so_far *= self._own_left_out > 1
                 say(f"{where}: the loss or its gradient is not finite; the update is left out.{so_far}")
         if not healthy and finite:
-            self._a2c.mean_square.zero_()
-            self._warms_up_from = self.counters.updates
+            self._a2c.restart_mean_square(self.counters.updates)
             say(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
         elif not finite and self._exchange.stop is Stop.NONE:
             fault = f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}"
@@ -163,10 +161,10 @@ class Learner(Loop):
         """The rate of this update. Ranks that died do not count."""
         config, rate = self._config, self._config.a2c.learning_rate
         if config.a2c.learning_rate_scaling == "ranks":
-            factor = learning_rate_factor(config.exchange, len(self._exchange.living))
+            factor = learning_rate_factor(config.exchange, max(1, len(self._exchange.living)))  # 0: all are leaving
             rate *= min(factor, config.a2c.learning_rate_most_scaling)
         if warmup := config.a2c.learning_rate_warmup_updates:
-            rate *= min(1.0, (self.counters.updates - self._warms_up_from + 1) / warmup)
+            rate *= min(1.0, (self.counters.updates - self._a2c.warms_up_from + 1) / warmup)
         if config.a2c.learning_rate_decay == "linear":
             rate *= max(0.0, 1 - self._exchange.global_steps / config.total_steps)
         return rate

@@ -41,7 +41,7 @@ class Normalization:
         before = torch.zeros_like(rewards_B) if self._returns_B is None else self._returns_B
         returns_B = before * self._gamma + rewards_B
         self._samples[RETURNS].append(returns_B.unsqueeze(-1))
-        self._returns_B = returns_B * (1 - ended_B)
+        self._returns_B = torch.where(ended_B > 0, 0.0, returns_B)  # also of one that is not finite
         return self._of[RETURNS].scaled(rewards_B)
 
     def gather(self) -> None:
@@ -54,7 +54,10 @@ class Normalization:
         return not self._of or bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
 
     def learn(self, healthy: bool) -> None:
-        """The moments take that in, if it is `healthy`. The next rollout may begin."""
+        """The moments take that in, if it is `healthy`. The next rollout may begin: one reward that was not finite does
+        not stay in the returns."""
+        if not healthy and self._returns_B is not None:
+            self._returns_B = self._returns_B.nan_to_num(0.0, 0.0, 0.0)
         for what, samples in self._samples.items():
             if healthy:
                 self._of[what].learn(sum(map(len, samples)))

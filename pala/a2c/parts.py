@@ -58,10 +58,12 @@ class A2CParts(Parts[ModelExchange]):
                 tensor.copy_(state.tensors[name])
         if kind_of(self.config.exchange).one_model and saved.own is not None:
             self._begin_alike(comm, state)
+        if saved.own is not None:
+            self.a2c.warms_up_from = state.counters.get("warms_up_from", 0)
         return state
 
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self.a2c.tensors, {}
+        return self.a2c.tensors, {"warms_up_from": self.a2c.warms_up_from}
 
     def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> ModelExchange:
         return make_exchange(
@@ -99,6 +101,7 @@ class A2CParts(Parts[ModelExchange]):
         share(comm, self, root)
         newest = comm.bcast(state.counters, root)
         state.counters |= {"updates": newest["updates"], "own_steps": newest["local_steps"][comm.rank]}
+        state.counters["warms_up_from"] = newest.get("warms_up_from", 0)
 
 
 def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> A2CParts:

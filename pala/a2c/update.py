@@ -102,6 +102,7 @@ class A2C:
         self.distribution, self.tape, self.flat, self._config = distribution, tape, flat, config
         self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
+        self.warms_up_from = 0  # the update after which the mean squares were 0
         self._momentum: Momentum | None = None
         if config.momentum:
             self._movement = torch.zeros_like(flat.data)
@@ -120,6 +121,11 @@ class A2C:
     def learned(self) -> Tensor:
         """The part of the flat parameters that the optimiser moves."""
         return self.flat.data[: self.flat.num_learned]
+
+    def restart_mean_square(self, updates: int) -> None:
+        """Forget them after so many updates: those of parameters that were not finite are not either."""
+        self.mean_square.zero_()
+        self.warms_up_from = updates
 
     def restart_momentum(self) -> None:
         """The exchange has put another model in the place of this one."""

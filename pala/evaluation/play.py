@@ -19,6 +19,7 @@ from pala.envs import AtariEnvs, Envs, Episode, atari_rom, make_envs
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
+from pala.report.text import counted
 from pala.run import run_folder, user_code
 from pala.system.errors import PalaError
 from pala.system.runtime import say
@@ -102,6 +103,11 @@ def check_numbers(**values: tuple[int, int]) -> None:
 
 def _statistics(played: list[Episode]) -> dict[str, Any]:
     returns = [episode.episode_return for episode in played]
+    if bad := sum(not math.isfinite(value) for value in returns):
+        raise PalaError(
+            f"{bad} of {counted(len(returns), 'return')} {'are' if bad > 1 else 'is'} not finite: the environment gave "
+            "rewards that are NaN or infinite, and there is no score."
+        )
     error = statistics.stdev(returns) / len(returns) ** 0.5 if len(returns) > 1 else None
     return {
         "episodes": len(returns),

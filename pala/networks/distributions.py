@@ -63,8 +63,9 @@ class Gaussian(nn.Module):
         return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
 
     def to_env(self, actions: Tensor) -> Tensor:
-        """Clipped to the box and in its shape; finite whatever the network says."""
-        return actions.nan_to_num(0.0).reshape(-1, *self.low.shape).clamp(self.low, self.high)
+        """Clipped to the box, in its shape and dtype (whole numbers: rounded); finite whatever the network says."""
+        inside = actions.nan_to_num(0.0).reshape(-1, *self.low.shape).clamp(self.low, self.high)
+        return (inside if self.low.dtype.is_floating_point else inside.round()).to(self.low.dtype)
 
 
 class MultiCategorical:

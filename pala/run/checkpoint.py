@@ -221,8 +221,10 @@ def new_segment(run: Path) -> Path:
 
 
 def save_policy(path: Path, named: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Export named parameters (ordinary layout, as `state_dict`) with a JSON header."""
-    write_atomically(path, _pack({k: v.detach().cpu().contiguous() for k, v in named.items()}, header))
+    """Export named parameters (ordinary layout, as `state_dict`) with a JSON header. Those that share their memory, as
+    of a module with two names, are written once for each name."""
+    copies = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in named.items()}
+    write_atomically(path, _pack(copies, header))
 
 
 def load_policy(path: Path, wanted: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -371,6 +373,7 @@ def _are_counters(state: RankState) -> bool:
         and spares < state.ranks
         and all(type(number) in (int, float) and math.isfinite(number) for number in (weight, counters["time_s"]))
         and weight > 0
+        and type(counters.get("warms_up_from", 0)) is int
         and isinstance(lost, list)
         and all(type(rank) is int and 0 <= rank < state.ranks and rank != state.rank for rank in lost)
     )

@@ -12,7 +12,6 @@ from typing import BinaryIO
 
 from pala.config import Config
 from pala.run import checkpoint, run_folder, user_code
-from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
@@ -57,12 +56,10 @@ def joined(segment: Segment, is_locked: bool) -> Iterator[Segment]:
 
 
 @contextmanager
-def open_segment(
-    comm: Communicator, config: Config, resume: Path | None, preset: str, code: UserCode
-) -> Iterator[Segment]:
+def open_segment(comm: Communicator, config: Config, resume: Path | None, preset: str) -> Iterator[Segment]:
     """Make the folders and lock the run's, on every rank, until the block ends. Collective.
 
-    A new run's is named after `preset`, unless the configuration says how. `code` is kept in it.
+    A new run's is named after `preset`, unless the configuration says how.
     """
     lock: BinaryIO | None = None  # held on every rank, so that the folder stays locked while any of them lives
 
@@ -78,7 +75,6 @@ def open_segment(
             user_code.forget(run)  # of a job that never began
         previous = checkpoint.newest_segment(run) if resume is not None else None
         segment = Segment(run, checkpoint.new_segment(run), previous)
-        user_code.keep(run, config, code)
         return segment, lock is not None
 
     def join() -> None:

@@ -77,11 +77,13 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
             if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
                 say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
-            with open_segment(comm, config, request.resume, request.preset or config.env.short_id, code) as segment:
+            with open_segment(comm, config, request.resume, request.preset or config.env.short_id) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = begin(comm, config.seed, parts, segment, job.spares)
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: save(job, parts, progress, segment, exchange=None))
+                    # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
+                    collectively(comm, lambda: user_code.keep(segment.run, config, code) if comm.rank == 0 else None)
                     records = _open_records(job, config, parts, progress, segment)
                     records.begin(comm, _described(job, config, parts, segment, description))
                 if comm.rank == 0 and config.run.console != "none":

@@ -9,6 +9,8 @@ import torch
 
 from pala.system.errors import PalaError
 
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # of Open MPI, Hydra, srun
+
 
 def choose_device(name: str) -> torch.device:
     """`auto`: CUDA if there is any; `cuda`: the ranks of a node take its GPUs in turn. Raises PalaError."""
@@ -17,12 +19,18 @@ def choose_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise PalaError(f"'run.device' is '{name}', but torch {torch.__version__} sees no CUDA device here.")
     if name == "cuda":
-        local_rank = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or os.environ.get("MPI_LOCALRANKID") or 0)
+        local_rank = next((int(os.environ[key]) for key in _LOCAL_RANKS if os.environ.get(key)), 0)
         name = f"cuda:{local_rank % torch.cuda.device_count()}"
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise PalaError(f"'run.device' is '{name}': {error}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise PalaError(f"'run.device' is '{name}', but PALA computes on 'cpu' and 'cuda' alone.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise PalaError(f"'run.device' is '{name}', but the last of this machine's {there} is 'cuda:{there - 1}'.")
+    return device
 
 
 def has_bfloat16(device: torch.device) -> bool:
