@@ -24,7 +24,7 @@ import tyro
 from pala.config import EvaluationConfig
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.runtime import loading, prepare
+from pala.system.runtime import loading, prepare, tell
 
 _PROGRAM = "pala.evaluate"
 
@@ -74,11 +74,11 @@ def main() -> None:
 
     common = command.greedy, command.seed, command.threads, command.trust_run
     if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
-        print(record_video(command.run, command.video, *common), flush=True)
+        tell(record_video(command.run, command.video, *common))
     if command.episodes != 0 or command.video is None:
         evaluation = evaluate(command.run, command.episodes, command.num_envs, *common)
-        print(evaluation, flush=True)
         record.save(command.run, evaluation)
+        tell(str(evaluation))
 
 
 if __name__ == "__main__":

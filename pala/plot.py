@@ -125,6 +125,7 @@ def read(path: Path) -> Run:
     segment = record["segments"][-1]
     facts = flatten(to_table(run_folder.config_of(path))) | {
         "ranks": segment.get("ranks", 1), "python_environment": segment.get("python_environment", False),
+        "python_network": segment.get("python_network", False),
     }  # fmt: skip
     if facts["python_environment"]:
         facts["env.id"] = segment.get("environment", "environment made in Python")  # early runs kept no name

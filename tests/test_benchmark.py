@@ -365,6 +365,11 @@ def test_a_worker_that_fails_ends_the_benchmark(any_mpi: Launcher, tmp_path: Pat
     assert "no environment 'CartPol-v1' is registered" in done.stderr
     again = run_benchmark(any_mpi, tmp_path, "--ranks", "2")
     assert again.returncode == 2 and "'out' exists already" in again.stderr
+    left = tmp_path / "left"
+    left.mkdir()
+    done = run_benchmark(any_mpi, left, "--ranks", "2", "--exchanges", "allreduce", "--exchange.mixing", "paired")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "No exchange is left to be measured. With '--exchanges allreduce'" in done.stderr
 
 
 @pytest.mark.mpi

@@ -6,6 +6,8 @@ import csv
 import importlib.resources
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -273,6 +275,14 @@ def test_the_program_writes_json_and_keeps_earlier_results(
     output = capsys.readouterr().out.splitlines()
     assert len(output) == 2
     assert output[1].startswith("CartPole-v1: mean return ")
+
+
+def test_an_evaluation_is_kept_although_nobody_reads_what_is_said(cartpole_run: Path) -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "pala.evaluate", str(cartpole_run), "--episodes", "1", "--threads", "1"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((cartpole_run / "evaluation.json").read_text())["episodes"] == 1
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,7 @@ def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -
         (["--faults", "death", "timer", "--rare-faults", "timer"], "'timer' cannot be rare"),
         (["--rare-faults", "nan"], "'nan' is none of '--faults'"),
         (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
+        (["--ranks"], "'--ranks' names nothing"), (["--staleness"], "'--staleness' names nothing"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(arguments: list[str], sentence: str) -> None:

@@ -190,6 +190,13 @@ def test_the_number_of_ranks_tells_runs_apart(tmp_path: Path) -> None:
     assert list(_grouped(runs, "preset")) == ["1 rank", "4 ranks"]
 
 
+def test_a_network_from_python_tells_runs_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("ours", "own")]
+    record = run_folder.RunRecord.take_over(runs[1])
+    record.note(python_network=True)
+    assert len(_grouped([read(run) for run in runs], "preset")) == 2
+
+
 def test_errors_are_sentences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

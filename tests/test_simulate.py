@@ -280,6 +280,10 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         (["--benchmark", "cut.json.gz"], "'cut.json.gz' is damaged"),
         (["--benchmark", "old.json"], "'old.json' lacks the times of single updates and models"),
         (["--benchmark", "top_k.json"], "'top_k.json' was measured with top_k"),
+        (["--benchmark", "slow.json"], "'slow.json' was measured with '--slowdown 4'"),
+        (["--benchmark", "good.json", "--compare", "slow.json"], "'slow.json' was measured with '--slowdown 4'"),
+        (["--methods", "shared_memory", "--ranks", "64"], "nothing to simulate: not possible above 16 ranks"),
+        (["--methods", "complete", "--ranks", "500"], "nothing to simulate: not simulated above"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -292,6 +296,9 @@ def test_a_mistake_is_one_sentence(
     top_k = measured(host="h")
     top_k["config"]["exchange"]["compression"] = "top_k"
     Path("top_k.json").write_text(json.dumps(top_k))
+    good = measured(host="h")
+    Path("good.json").write_text(json.dumps(good))
+    Path("slow.json").write_text(json.dumps(good | {"options": good["options"] | {"slowdown": 4.0}}))
     with pytest.raises(PalaError) as caught:
         predict.run(arguments)
     assert sentence in str(caught.value)

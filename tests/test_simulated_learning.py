@@ -97,6 +97,7 @@ def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, caps
         ("--a2c.gamma 3", "'a2c.gamma' is 3"), ("missing.toml", "'missing.toml' does not exist"),
         ("--ranks 3 --deaths 1 --methods allreduce --seeds 1", "'--deaths' is for gossip"),
         ("--exchange.topology complete", "'--methods' has 'paired'"), ("--algorithm gorila", "A2C only"),
+        ("--output /no_such_folder/x.json", "nothing can be written into '/no_such_folder'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(arguments: str, sentence: str) -> None:
@@ -113,7 +114,12 @@ def test_progress_says_what_each_rule_keeps(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [("--mixings best", "'best' is none of"), ("--topology complete", "one open offer"), ("--ranks 1", "at least 2")],
+    [
+        ("--mixings best", "'best' is none of"),
+        ("--topology complete", "one open offer"),
+        ("--ranks 1", "at least 2"),
+        ("--delays", "names nothing"),
+    ],
 )
 def test_mistakes_in_progress_are_one_sentence(arguments: str, sentence: str) -> None:
     with pytest.raises(PalaError, match=sentence):

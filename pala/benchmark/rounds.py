@@ -30,7 +30,7 @@ from pala.gorila.parts import GorilaParts
 from pala.gorila.parts import build as build_gorila
 from pala.run.parts import build_envs
 from pala.system.device import has_bfloat16
-from pala.system.errors import PalaError
+from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import process_age_s
 from pala.system.seeding import derive
 from pala.transport.agreement import check_agreement
@@ -57,6 +57,8 @@ class Rounds:
         self.left_out: dict[str, str] = {}
         self.is_gorila = config.algorithm == GORILA
         self.exchanges = [GORILA] if self.is_gorila else [kind for kind in request.exchanges if self._is_possible(kind)]
+        if not self.exchanges:
+            raise CollectiveError(f"No exchange is left to be measured. {' '.join(self.left_out.values())}")
         first = self._build(config)
         self.device, self.first_weights = first.device, first.flat.data.clone()
         both = first.network.is_image and has_bfloat16(self.device)

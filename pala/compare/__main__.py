@@ -31,7 +31,7 @@ from pala.run.run_folder import runs_in
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
-from pala.system.runtime import hangup, say
+from pala.system.runtime import hangup, say, tell
 
 _PROGRAM = "pala.compare"
 
@@ -85,7 +85,7 @@ def compare(command: Command) -> list[Planned]:
             print("\n".join(shlex.join(task.words) for task in executor.tasks) or nothing_missing(results))
             return []
         if executor.is_published and not added:
-            print(nothing_missing(results), flush=True)
+            tell(nothing_missing(results))
             return []
         failures = executor.run()
     _report(plan, added, results)
@@ -105,7 +105,7 @@ def _unfinished(plan: Plan, results: Path) -> list[Planned]:
     """What the jobs of a cluster have not finished, said one by one."""
     found = unfinished(plan, results)
     for run, why in found:
-        print(f"      {run}: FAILED. {why}", flush=True)
+        tell(f"      {run}: FAILED. {why}")
     return [run for run, _ in found]
 
 
@@ -122,7 +122,7 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
         raise PalaError(f"There is no run of '{plan.preset.name}' to report, neither here nor in '{copies}'.")
     if plan.file.resolve() != (results / "preset.toml").resolve():
         write_atomically(results / "preset.toml", plan.file.read_bytes())
-    print("\n".join(f"      {path}" for path in write(plan, runs, results)), flush=True)
+    tell("\n".join(f"      {path}" for path in write(plan, runs, results)))
 
 
 def _stop(number: int, frame: object) -> NoReturn:

@@ -85,15 +85,15 @@ def load(folder: Path, plan: Plan) -> Run:
     )
     time_s, steps, returns = np.array(episodes, np.float64).reshape(-1, 3).T
     return Run(
-        folder.name, _cell_of(config, record["segments"][-1].get("ranks", 1), plan, folder), config, record,
+        folder.name, _cell_of(config, record["segments"][-1], plan, folder), config, record,
         final_evaluation(folder, record), reference_of(config.env.id), ranks, steps, time_s, returns,
     )  # fmt: skip
 
 
-def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:
+def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) -> Cell:
     """The variant is the one with the fewest other settings among those with the same method, and the same budget where
     several have as few; settings that differ even so are named, so that runs which are not alike are not mixed."""
-    game, method = plan.game_of(config, source), method_of(config)
+    game, method, ranks = plan.game_of(config, source), method_of(config), segment.get("ranks", 1)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
     alike = {variant: settings for variant, settings in wanted.items() if method_of(settings) == method}
     if not alike:
@@ -102,5 +102,7 @@ def _cell_of(config: Config, ranks: int, plan: Plan, source: Path) -> Cell:
         alike = {method: replace(other, algorithm=config.algorithm, exchange=exchange, gorila=config.gorila)}
     differing = {variant: differences(config, settings) for variant, settings in alike.items()}
     variant = min(differing, key=lambda v: (len(differing[v]), alike[v].total_steps != config.total_steps))
-    phrases = ", ".join(phrase(key, found) for key, (found, _) in differing[variant].items())
-    return Cell(f"{variant} ({phrases})" if phrases else variant, game, ranks)
+    phrases = [phrase(key, found) for key, (found, _) in differing[variant].items()]
+    if segment.get("python_network"):
+        phrases.append("network from Python")
+    return Cell(f"{variant} ({', '.join(phrases)})" if phrases else variant, game, ranks)

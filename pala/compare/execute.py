@@ -20,6 +20,7 @@ from pala.report.text import duration, short_number
 from pala.run import run_folder
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
+from pala.system.runtime import tell
 
 _PATIENCE_S = 60.0  # for a job to write its checkpoints and end, after SIGUSR1
 _VERBS = {"train": "starts", "resume": "goes on", "evaluate": "is evaluated"}
@@ -151,23 +152,23 @@ class Executor:
 
     def _run(self) -> list[Planned]:
         done = self._num_runs - len(self.tasks)
-        print(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete", flush=True)
+        tell(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete")
         if not self.tasks:
-            print(f"      {nothing_missing(self._results)}", flush=True)
+            tell(f"      {nothing_missing(self._results)}")
         failures: list[Planned] = []
         for number, task in enumerate(self.tasks):
             place = f"      {done + number + 1}/{self._num_runs}  {task.run}"
-            print(f"{place}: {_VERBS[task.what]}", flush=True)
+            tell(f"{place}: {_VERBS[task.what]}")
             begin = time.monotonic()
             fault = self._do(task)
             if fault is not None:
                 failures.append(task.run)
-                print(f"{place}: FAILED. {fault}", flush=True)
+                tell(f"{place}: FAILED. {fault}")
                 continue
             seconds = time.monotonic() - begin
             if task.what == "train":
                 self._seconds, self._steps = self._seconds + seconds, self._steps + task.run.config.total_steps
-            print(f"{place}: {self._became(task)}, {duration(seconds)}{self._rest(number)}", flush=True)
+            tell(f"{place}: {self._became(task)}, {duration(seconds)}{self._rest(number)}")
         return failures
 
     def _do(self, task: Task) -> str | None:

@@ -70,6 +70,8 @@ def read(folder: Path) -> Run | str:
     rom = atari_rom(config.env.id) if is_atari else ""
     if rom not in score_table(PUBLISHED):
         return "plays none of the 49 games"
+    if record["segments"][-1].get("python_network"):
+        return "has a network of its own, from Python"
     if not record["completed"]:
         return "has not completed"
     evaluation = final_evaluation(folder, record)

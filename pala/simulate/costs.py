@@ -94,6 +94,7 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
     host share its memory. `path` is for the message. Raises PalaError."""
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         raise PalaError(f"'{path}' was measured with top_k, whose messages differ in length; that is not simulated.")
+    check_alike(benchmark, path)
     precision, cores = benchmark["config"]["network"]["precision"], benchmark["machine"]["cores"]
     fitting = [job for job in benchmark["jobs"] if job["ranks"] * job["of_ranks"][0]["threads"] <= cores]
     if not fitting:
@@ -105,6 +106,16 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
             f"'{path}' lacks the times of single updates and models, or training without exchange in {precision}; "
             "measure again by `python -m pala.benchmark` with exchange 'none'."
         ) from None
+
+
+def check_alike(benchmark: dict[str, Any], path: Path) -> None:
+    """Raise PalaError if one of the ranks that were measured was made slow."""
+    slowdown = benchmark["options"].get("slowdown", 1)
+    if slowdown > 1:
+        raise PalaError(
+            f"'{path}' was measured with '--slowdown {slowdown:g}', one rank slower than the others, but costs and "
+            "comparisons need ranks that are alike. Measure without it; `--straggler` simulates a slow rank."
+        )
 
 
 def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Costs:

@@ -305,6 +305,9 @@ def cases(command: Command) -> list[Case]:
         for value in getattr(command, option):
             if value not in known:
                 raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
+    for option in ("ranks", "topologies", "mixings", "staleness"):
+        if not getattr(command, option):
+            raise PalaError(f"'--{option}' names nothing.")
     if min(command.ranks) < 2 or min(*command.staleness, command.updates, command.together, command.rare) < 0:
         raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
     if "push_sum" in command.mixings and not command.updates:

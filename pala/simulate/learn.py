@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ from pala.simulate.alone import Alone
 from pala.simulate.scenario import Scenario
 from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import read_command
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import json_text, write_atomically
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive, torch_weights
@@ -325,6 +326,12 @@ def parse(arguments: list[str]) -> Command:
         raise PalaError("'--methods' has 'paired', where a rank has one open offer: not with the complete topology.")
     if not command.seeds or not command.methods:
         raise PalaError("Name at least one of '--seeds' and one of '--methods'.")
+    if command.output is not None:
+        folder = command.output.absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):  # trainings may take hours
+            raise PalaError(
+                f"'--output': nothing can be written into '{folder}'; name a file in a folder that is there."
+            )
     return command
 
 
@@ -346,7 +353,10 @@ def run(arguments: list[str]) -> None:
     print("\n" + table(header, rows))
     if command.output is not None:
         facts: dict[str, Any] = provenance() | {"options": _plain(asdict(command)), "trainings": results}
-        write_atomically(command.output, (json_text(facts) + "\n").encode())
+        try:
+            write_atomically(command.output, (json_text(facts) + "\n").encode())
+        except OSError as error:
+            raise PalaError(f"'--output': '{command.output}' cannot be written ({reason(error)}).") from None
 
 
 def _row(method: str, trainings: list[Learned], total_steps: int) -> list[str]:

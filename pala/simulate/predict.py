@@ -21,7 +21,7 @@ from pala.run.run_folder import provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.compare import compare
-from pala.simulate.costs import Costs, costs_of, read_benchmark
+from pala.simulate.costs import Costs, check_alike, costs_of, read_benchmark
 from pala.simulate.gossip import predict_gossip, predict_shared_memory
 from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
@@ -84,6 +84,9 @@ def parse(arguments: list[str]) -> Command:
             raise PalaError(f"'--{option}' is {value:g} but must be at least {least}.")
     if not command.bandwidth_gbit > 0:
         raise PalaError(f"'--bandwidth-gbit' is {command.bandwidth_gbit:g} but must lie above 0.")
+    reasons = [_reason_against(command, method, ranks) for method in command.methods for ranks in command.ranks]
+    if all(reasons):
+        raise PalaError(f"There is nothing to simulate: {'; '.join(dict.fromkeys(reasons))}.")
     if command.benchmark is None:
         raise PalaError("Name the measured costs: `--benchmark FILE`, a benchmark.json of `python -m pala.benchmark`.")
     return command
@@ -166,6 +169,8 @@ def run(arguments: list[str]) -> None:
     command = parse(arguments)
     assert command.benchmark is not None
     costs_of(read_benchmark(command.benchmark), command.benchmark)  # a mistake should be told before anything is made
+    for path in command.compare:
+        check_alike(read_benchmark(path), path)
     output = make_output_folder(command.output, "simulation")
     result = predict(command, output)
     print(f"\n{markdown(result)}\n{output}/simulation.md, simulation.json, simulation.png", flush=True)

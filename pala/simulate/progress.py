@@ -86,6 +86,9 @@ def run(arguments: list[str]) -> None:
                 raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
     if "paired" in command.mixings and command.topology == "complete":
         raise PalaError("'--mixings' has 'paired', where a rank has one open offer: not with '--topology complete'.")
+    for option in ("mixings", "ranks", "delays", "slowness"):
+        if not getattr(command, option):
+            raise PalaError(f"'--{option}' names nothing.")
     if min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
         raise PalaError("'--ranks' must be at least 2, '--delays' 0 and '--slowness' 1.")
     if min(command.updates, command.exchanges_per_update) < 1:
