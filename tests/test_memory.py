@@ -38,6 +38,7 @@ from memory_jobs import (
 from torch import Tensor
 
 from pala.a2c.learner import Learner
+from pala.config import ExchangeConfig
 from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import GossipDriver
@@ -517,6 +518,22 @@ def test_other_ranks_go_on_from_the_runs_policy(
     for state in resumed.states(first=True):
         torch.testing.assert_close(state.tensors["parameters"], expected)
         assert (state.counters["own_steps"], state.counters["base_steps"]) == (0, made)
+
+
+@pytest.mark.parametrize("kind", ["gossip", "none"])
+def test_a_run_of_many_models_goes_on_with_one(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    trained = train(2, configure(tmp_path, kind))
+    before, made = trained.states(), sum(own_steps(trained.states()))
+    config = replace(trained.config, exchange=ExchangeConfig("allreduce"), total_steps=made + 300)
+    resumed = train(2, config, resume=trained.run)
+    assert resumed.ended_well() and made + 300 <= resumed.results[0].global_steps
+    assert "The run had a model for each rank and now has one for all: every rank starts" in capsys.readouterr().err
+    expected = parameters(before)[0] if kind == "none" else parameters(before).mean(0)
+    for state in resumed.states(first=True):
+        torch.testing.assert_close(state.tensors["parameters"], expected)
+        assert state.counters["base_steps"] == made
+    capsys.readouterr()
+    assert resumed.resume(2, made + 600).ended_well() and "The run had" not in capsys.readouterr().err
 
 
 def test_ranks_of_one_model_begin_alike_when_they_saved_at_unlike_times(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ class A2CParts(Parts[ModelExchange]):
     a2c: A2C
 
     @property
+    def one_model(self) -> bool:
+        return kind_of(self.config.exchange).one_model
+
+    @property
     def shared_tensors(self) -> list[Tensor]:
         return list(self.a2c.tensors.values())
 
@@ -56,7 +60,7 @@ class A2CParts(Parts[ModelExchange]):
         for name, tensor in self.a2c.tensors.items():
             if name in state.tensors:  # the run may have begun without momentum
                 tensor.copy_(state.tensors[name])
-        if kind_of(self.config.exchange).one_model and saved.own is not None:
+        if self.one_model and saved.own is not None:
             self._begin_alike(comm, state)
         if saved.own is not None:
             self.a2c.warms_up_from = state.counters.get("warms_up_from", 0)
@@ -86,7 +90,7 @@ class A2CParts(Parts[ModelExchange]):
             "every rank starts from the average of the ranks' parameters and of RMSprop's mean squares (independent "
             "learners: from the first's)",
         )
-        independent = kind_of(self.config.exchange).policy == "first"
+        independent = kind_of(saved.exchange).policy == "first"
 
         def average() -> RankState:
             states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))

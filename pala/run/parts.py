@@ -10,12 +10,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pala.config import Config
+from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, MakeEnv, make_envs
 from pala.exchange.base import Exchange, ExchangeState
+from pala.exchange.kinds import kind_of
 from pala.networks.network import FlatParameters
 from pala.report.text import counted
-from pala.run import checkpoint
+from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress
 from pala.system.device import choose_device, has_bfloat16
@@ -31,28 +32,37 @@ class Saved:
     """What a run goes on from."""
 
     segment: Path  # folder of the ranks' checkpoints
-    own: RankState | None  # this rank's, if the job has all its old ranks again
+    own: RankState | None  # this rank's, if the job has all its old ranks again, and need not hold one model for all
     first: RankState  # rank 0's
     num_lost: int  # ranks that had died
+    exchange: ExchangeConfig  # that the run had
 
     @classmethod
-    def find(cls, comm: Communicator, segment: Path, flat: FlatParameters) -> Saved:
-        """Read the checkpoints of such a network. Collective."""
+    def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, one_model: bool) -> Saved:
+        """Read the checkpoints of such a network. `one_model`: all ranks are to hold the same. Collective."""
+
+        def earlier() -> ExchangeConfig | None:
+            return run_folder.config_of(segment.parents[1]).exchange if comm.rank == 0 else None
+
+        exchange = comm.bcast(collectively(comm, earlier))
+        assert exchange is not None
 
         def load(rank: int, ranks: int | None = None) -> RankState:
             return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
 
         first = collectively(comm, lambda: load(0))
-        if first.trainers != comm.size:
-            return cls(segment, None, first, 0)
+        if first.trainers != comm.size or (one_model and not kind_of(exchange).one_model):
+            return cls(segment, None, first, 0, exchange)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
         num_lost = max(comm.allgather(len(own.counters.get("lost", []))))
-        return cls(segment, own if num_lost == 0 else None, first, num_lost)
+        return cls(segment, own if num_lost == 0 else None, first, num_lost, exchange)
 
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
         """Rank 0 says what the ranks begin with when they are not those of before."""
         if comm.rank == 0:
             had = f"had {counted(self.first.trainers, 'rank')} and now has {comm.size}"
+            if self.first.trainers == comm.size:
+                had = "had a model for each rank and now has one for all"
             text = f"had lost {counted(self.num_lost, 'rank')}" if self.num_lost else had
             say(f"The run {text}: {what}; the steps made count; random streams are new.")
 
@@ -63,6 +73,11 @@ class Parts(abc.ABC, Generic[ExchangeT]):
     device: torch.device
     network: nn.Module
     flat: FlatParameters
+
+    @property
+    def one_model(self) -> bool:
+        """All ranks hold the same parameters."""
+        return False
 
     @property
     @abc.abstractmethod
