@@ -34,6 +34,8 @@ def train(trial: optuna.Trial, total_steps: int) -> float:
         return not trial.should_prune()
 
     result = pala.fit(config, on_interval=report)
+    if result.signal is not None:
+        raise KeyboardInterrupt
     if result.stopped_early:
         raise optuna.TrialPruned
     assert result.evaluation is not None, "see what the console says"

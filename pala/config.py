@@ -413,6 +413,10 @@ def check(config: Config, source: str) -> None:
             f"{source}: 'total_steps' is {config.total_steps}, but learning begins after 'gorila.min_replay_steps' "
             f"({least}), so nothing would be learned; raise the one or lower the other."
         )
+    if config.run.dir.startswith("~"):
+        raise PalaError(f"{source}: 'run.dir' is {_shown.repr(config.run.dir)}: write out what '~' stands for.")
+    if "\0" in config.run.dir + config.run.name:
+        raise PalaError(f"{source}: 'run.dir' or 'run.name' holds a zero byte, which no name of a folder may.")
     name = config.run.name
     if name in (".", "..") or "/" in name:
         raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
@@ -463,7 +467,7 @@ def check_normalization(config: Config, source: str) -> None:
         if config.algorithm == "gorila" and getattr(config.env, key):
             raise PalaError(
                 f"{source}: 'env.{key}' is true, but 'algorithm' is 'gorila', whose replay holds what was seen before; "
-                "leave it out, or wrap the environment."
+                "leave it out, or wrap the environment with a fixed scale, as RescaleObservation or TransformReward."
             )
 
 

@@ -154,12 +154,20 @@ class _Factory:
         self._make_env, self._layout, self._max_episode_steps = make_env, layout, max_episode_steps
         self.name = ""
         self.inputs: Inputs | None = None
+        self._made: list[gymnasium.Env] = []  # in this process
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which makes its own."""
+        return self.__dict__ | {"_made": []}
 
     def __call__(self) -> gymnasium.Env:
         env = self._make_env()
         if not isinstance(env, gymnasium.Env):
             raise PalaError(f"'make_env' returns {env!r}, but must return a gymnasium.Env.")
         bare = env.unwrapped
+        if any(bare is other for other in self._made):
+            raise PalaError("'make_env' returns the same environment again, but must make a new one each time.")
+        self._made.append(bare)
         self.name = bare.spec.id if bare.spec is not None else type(bare).__name__
         self.inputs = inputs = inputs_of(env.observation_space, self._layout)
         if not inputs.is_identity:
@@ -203,7 +211,7 @@ def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorE
 
     def in_worker() -> gymnasium.Env:
         if multiprocessing.parent_process() is not None:  # the rank itself deals with signals and closes its workers
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
         return factory()
 

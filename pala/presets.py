@@ -65,5 +65,7 @@ def read(preset: str | Path, folder: str = "") -> dict[str, Any]:
     path = find(preset, folder)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a byte order mark
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except RecursionError:
+        raise PalaError(f"Preset '{preset}' cannot be read: its tables or lists are nested too deep.") from None
+    except (OSError, ValueError) as error:  # also what tomllib and UTF-8 say
         raise PalaError(f"Preset '{preset}' cannot be read: {reason(error)}.") from None

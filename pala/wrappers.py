@@ -21,6 +21,7 @@ from pala.system.names import import_named
 
 Wrap = Callable[[gymnasium.Env], gymnasium.Env]
 _SOURCE = "'env.wrappers'"
+_FORGETFUL = {"NormalizeObservation": "normalize_observations", "NormalizeReward": "normalize_rewards"}
 
 
 def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Callable[[], gymnasium.Env]:
@@ -68,4 +69,12 @@ def _of_gymnasium(name: str) -> Any:
     if name not in known:
         hint = nearest(name, known) or "; one of your own is written 'module:Name'."
         raise PalaError(f"{_SOURCE}: gymnasium.wrappers has no '{name}'{hint}")
-    return getattr(gymnasium.wrappers, name)
+    if name in _FORGETFUL:
+        raise PalaError(
+            f"{_SOURCE}: '{name}' keeps its statistics in each environment, and no run saves them: an evaluation would "
+            f"begin with others. Use 'env.{_FORGETFUL[name]}' (A2C), or a fixed scale, as RescaleObservation."
+        )
+    try:
+        return getattr(gymnasium.wrappers, name)
+    except (ImportError, gymnasium.error.Error) as error:
+        raise PalaError(f"{_SOURCE}: '{name}' cannot be loaded ({error}).") from None

@@ -194,6 +194,8 @@ def _is_section(field: ast.AnnAssign) -> bool:
         (Config(total_steps=-1), "'total_steps' is -1"),
         (Config(seed=-1), "'seed' is -1"),
         (Config(run=RunConfig(name="../../x")), "'run.name' is '../../x' but must be a plain folder name"),
+        (Config(run=RunConfig(dir="~/runs")), "'run.dir' is '~/runs': write out what '~' stands for"),
+        (Config(run=RunConfig(name="a\0b")), "holds a zero byte"),
         ({"seed": 1}, "is of type 'dict' but must be a pala.Config"),
     ],
 )
@@ -208,6 +210,13 @@ def test_what_is_right_in_python_stays_as_it_is():
     assert checked(config) == Config(
         total_steps=1000, a2c=A2CConfig(gamma=1.0), network=NetworkConfig(mlp_hidden=(8, 8))
     )
+
+
+@pytest.mark.parametrize("text", [f"seed = {'9' * 5000}", f"a = {'[' * 5000}{']' * 5000}"])
+def test_a_preset_that_python_cannot_take_is_told(text, tmp_path):
+    (tmp_path / "odd.toml").write_text(text)
+    with pytest.raises(PalaError, match=r"Preset '.*odd.toml' cannot be read"):
+        load_preset(tmp_path / "odd.toml")
 
 
 def test_a_preset_may_begin_with_a_byte_order_mark(tmp_path):

@@ -163,6 +163,17 @@ def test_the_mean_is_over_the_last_100_episodes_of_all_ranks(run):
         assert view.num_episodes == end
 
 
+def test_the_view_leaves_out_what_was_lost_with_a_crash(run):
+    """The other rank had saved later."""
+    for rank, saved_s in enumerate((10.0, 20.0)):
+        mine = [episode(n, float(n), 7.0) for n in range(30)]
+        write(run, *mine, interval(entropy=9.0), start(0) | {"time_s": saved_s}, episode(40, 40.0, 1.0), rank=rank)
+    view = RunView(run, ranks=2)
+    view.refresh()
+    assert view.num_episodes == 11 + 1 + 21 + 1 and view.mean("entropy") is None
+    assert view.mean_return == pytest.approx((32 * 7 + 2) / 34)
+
+
 def test_the_view_keeps_each_ranks_last_interval(run):
     view = RunView(run, ranks=3)
     assert view.mean("entropy") is None
@@ -375,6 +386,38 @@ def test_the_reporter_feeds_both(run, capsys):
     assert EventAccumulator(str(run / "tensorboard")).Reload().Scalars("loss/policy")[0].step == 400_000
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), SystemExit(1)])
+def test_without_its_terminal_training_goes_on(run, monkeypatch, error):
+    """One that is gone gives EIO; rich ends the program when a pipe's reader is gone."""
+
+    def broken(*_):
+        raise error
+
+    monkeypatch.setattr(Panel, "show", broken)
+    monkeypatch.setattr(Panel, "close", broken)
+    for close_at_once in (True, False):
+        reporter = Reporter(run, ranks=2, budget_steps=4_000_000, console="panel", tensorboard=False)
+        if not close_at_once:
+            assert reporter.report(400_000)["steps"].startswith("400,000")
+            assert reporter.report(500_000)
+        reporter.close()
+    monkeypatch.setattr(Panel, "__init__", broken)
+    Reporter(run, ranks=2, budget_steps=4_000_000, console="panel", tensorboard=False).report(400_000)
+
+
+def test_tensorboard_forgets_what_was_lost(run):
+    figures(run)
+    view = RunView(run, ranks=2)
+    view.refresh()
+    for begin, steps in ((0, (1000, 2000, 3000)), (2000, (2500, 3500))):
+        board = TensorBoard(run / "tensorboard", begin)
+        for step in steps:
+            board.add(view, step)
+        board.close()
+    events = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("loss/policy")
+    assert [event.step for event in events] == [1000, 2000, 2500, 3500]
+
+
 # ---- the terminal ----------------------------------------------------------------------------------------------------
 
 ASK = "import sys; from pala.system.runtime import terminal_size; sys.stderr.write(str(terminal_size()))"
@@ -412,6 +455,11 @@ def test_a_terminal_is_seen_and_a_pipe_or_file_is_none(terminal, tmp_path):
     assert terminal_seen(subprocess.PIPE) == "None"
     with (tmp_path / "log").open("w") as file:
         assert terminal_seen(file.fileno()) == "None"
+
+
+def test_a_terminal_without_a_size_is_none(terminal):
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    assert terminal_seen(terminal) == "None"
 
 
 def test_the_launchers_output_decides(terminal, tmp_path):

@@ -3,10 +3,12 @@ the blocks of docs/python.md as written, but for fewer steps."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import runpy
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +29,10 @@ from pala import play as play_program
 from pala.config import Config, EnvConfig, EvaluationConfig, checked
 from pala.envs import make_envs
 from pala.evaluation.policy import policy_of
+from pala.evaluation.video import _rendered_env
 from pala.exchange.kinds import KINDS
 from pala.networks.own import OwnNetwork, actor_critic
+from pala.run import user_code
 from pala.run.conclusion import conclude
 from pala.run.hooks import Hooks, Moment, asks_to_stop
 from pala.run.rank import run_rank
@@ -82,6 +86,8 @@ def test_a_callback_that_returns_false_stops_all_ranks(kind: str, callback: str,
     assert record["segments"][0]["global_steps"] == results[0].global_steps < 10**8
     intervals = [moment.records[-1]["type"] for moment in moments if moment.records]
     assert intervals == (["interval"] * len(moments) if callback == "on_interval" else [])
+    if callback == "on_interval" and kind != "gorila":  # and no empty one after that
+        assert all(moment.records[-1]["loss_value"] is not None for moment in moments if moment.rank == 1)
 
 
 def test_one_rank_alone_may_have_a_callback(tmp_path: Path) -> None:
@@ -314,6 +320,44 @@ class Pixels(MyNetwork):
         super().__init__(space, num_outputs, inputs=4 * 84 * 84)
 
 
+class PlainList(MyNetwork):
+    """With heads that torch does not know of."""
+
+    def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+        super().__init__(space, num_outputs)
+        heads = list(self.heads)
+        del self.heads
+        self.heads = heads  # type: ignore[assignment]
+
+
+class Pairs(MyNetwork):
+    """Its trunk gives no tensor."""
+
+    def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+        super().__init__(space, num_outputs)
+        self.trunk, layers = Twice(), self.heads
+        self.heads = nn.ModuleList(OfPair(layer) for layer in layers)
+
+
+class Twice(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+
+class OfPair(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.first = layer, nn.Linear(4, 8)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.layer(self.first(pair[0] + pair[1]))
+
+
+def test_a_trunk_may_give_anything(tmp_path: Path) -> None:
+    (result,) = train(1, configure(tmp_path, steps=100), Hooks(make_network=Pairs))
+    assert result.status == "completed"
+
+
 def _without(part: str) -> Callable[..., nn.Module]:
     def make(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
         made = MyNetwork(space, num_outputs)
@@ -334,6 +378,7 @@ def _without(part: str) -> Callable[..., nn.Module]:
         (lambda space, num_outputs: MyNetwork(space, num_outputs, inputs=5), "fails .RuntimeError"),
         (lambda space, num_outputs: MyNetwork(space, num_outputs).double(), "'trunk.1.weight' is not float32"),
         (lambda space, num_outputs: nn.Sequential(), "with a 'trunk' and 'heads'"),
+        (lambda space, num_outputs: PlainList(space, num_outputs), "not registered with the module"),
     ],
 )
 def test_a_network_that_cannot_be_is_told(make: Any, says: str) -> None:
@@ -394,6 +439,57 @@ def test_a_wrapper_that_cannot_be_is_told(name: str, says: str) -> None:
         make_envs(wrapped(name)).close()
 
 
+@pytest.mark.parametrize("name", ["NormalizeObservation", "NormalizeReward(gamma=0.9)"])
+def test_wrappers_whose_statistics_nobody_saves_are_refused(name: str) -> None:
+    with pytest.raises(PalaError, match=r"no run saves them.*Use 'env.normalize_(observations|rewards)'"):
+        make_envs(wrapped(name))
+
+
+def test_a_factory_that_gives_one_environment_twice_is_told() -> None:
+    env = gymnasium.make("CartPole-v1")
+    with pytest.raises(PalaError, match="returns the same environment again"):
+        make_envs(EnvConfig("CartPole-v1", num_envs=2, vectorization="sync"), make_env=lambda: env)
+    make_envs(EnvConfig("CartPole-v1", num_envs=1, vectorization="sync"), make_env=lambda: env).close()
+    locked = make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=Locked)  # cannot be pickled, and need not
+    locked.close()
+
+
+class Locked(gymnasium.Wrapper):
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.lock = threading.Lock()
+
+
+def test_a_factory_that_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+    with pytest.raises(PalaError, match=r"'make_env' cannot be kept .*pickle.*: define it in a module"):
+        keep(tmp_path, Config(), UserCode(lambda: lock))  # type: ignore[arg-type]
+    monkeypatch.setattr(user_code, "_MOST_PICKLE_BYTES", 100)
+    large = "x" * 1000
+    with pytest.raises(PalaError, match=r"'make_env' takes [\d,]+ bytes .* define it in a module"):
+        keep(tmp_path, Config(), UserCode(lambda: large))  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_environment_that_takes_no_render_mode_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(PalaError, match="'own_environment:Corridor-v0' cannot be drawn for a video"):
+        _rendered_env(EnvConfig("own_environment:Corridor-v0"), None)
+    sys.modules.pop("own_environment")  # for good: it registers only when it is imported
+    gymnasium.registry.pop("Corridor-v0")
+
+
+def test_an_exception_in_training_closes_the_environments(tmp_path: Path) -> None:
+    config = configure(tmp_path, steps=10**9)
+    config = replace(config, env=replace(config.env, vectorization="async"))
+
+    def fail(moment: Moment) -> None:
+        raise ZeroDivisionError
+
+    (error,) = train(1, config, Hooks(on_update=fail))
+    assert isinstance(error, ZeroDivisionError) and not multiprocessing.active_children()
+
+
 def test_ale_ids_take_no_wrappers() -> None:
     with pytest.raises(PalaError, match=r"'ALE/Pong-v5' is played by ale-py's own vector environment.*make_env"):
         make_envs(EnvConfig("ALE/Pong-v5", wrappers=("FlattenObservation",)))
@@ -406,7 +502,7 @@ def test_an_id_names_the_module_that_registers_it(tmp_path: Path, monkeypatch: p
     envs.close()
     with pytest.raises(PalaError, match="names the module 'no_such', which cannot be loaded"):
         make_envs(EnvConfig("no_such:Corridor-v0"))
-    monkeypatch.delitem(sys.modules, "own_environment")
+    sys.modules.pop("own_environment")  # for good: it registers only when it is imported
     gymnasium.registry.pop("Corridor-v0")
 
 

@@ -38,6 +38,14 @@ def test_another_seed_gives_another_training() -> None:
     assert first.episodes != other.episodes
 
 
+@pytest.mark.parametrize("method", ["paired", "allreduce"])
+def test_the_learning_rate_may_fall(method: str) -> None:
+    """Down to a hundredth in the last updates, which move the model as much less."""
+    falling = dataclasses.replace(CONFIG, a2c=dataclasses.replace(CONFIG.a2c, learning_rate_decay="linear"))
+    constant, fell = (learn(method, config, Conditions(2)) for config in (CONFIG, falling))
+    assert constant.episodes != fell.episodes
+
+
 @pytest.mark.parametrize("delay", [0.05, 3.0])
 def test_paired_keeps_all_progress_and_uniform_does_not(delay: float) -> None:
     kept = {method: learn(method, CONFIG, Conditions(4, delay)).progress_kept for method in ("uniform", "paired")}
@@ -97,6 +105,8 @@ def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, caps
         ("--a2c.gamma 3", "'a2c.gamma' is 3"), ("missing.toml", "'missing.toml' does not exist"),
         ("--ranks 3 --deaths 1 --methods allreduce --seeds 1", "'--deaths' is for gossip"),
         ("--exchange.topology complete", "'--methods' has 'paired'"), ("--algorithm gorila", "A2C only"),
+        ("--seeds -1", "'--seeds' must be"), ("--delay-updates nan", "'--delay-updates' must be"),
+        ("--exchange.compression bfloat16", "simulated models travel as they are"),
         ("--output /no_such_folder/x.json", "nothing can be written into '/no_such_folder'"),
     ],
 )  # fmt: skip

@@ -186,6 +186,16 @@ def test_several_choices_are_independent_ones(space: Any) -> None:
         torch.testing.assert_close(frequencies, choice.probs[0], rtol=0, atol=0.02)
 
 
+def test_actions_that_a_network_rules_out_have_no_part_in_the_entropy() -> None:
+    logits = torch.tensor([[0.5, -torch.inf, 1.5]], requires_grad=True)
+    log_prob, entropy = distribution_of(Discrete(3)).log_prob_and_entropy(logits, torch.tensor([2]))
+    expected = torch.distributions.Categorical(logits=torch.tensor([[0.5, 1.5]]))
+    torch.testing.assert_close(entropy, expected.entropy())
+    torch.testing.assert_close(log_prob, expected.log_prob(torch.tensor([1])))
+    (log_prob + entropy).sum().backward()
+    assert logits.grad is not None and logits.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.uint8])
 def test_actions_of_a_box_have_its_dtype(dtype: Any) -> None:
     space = Box(0, 10, (2, 3), dtype)

@@ -135,7 +135,7 @@ def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
     if make_env is None:
         try:
             return gymnasium.make(checked_id(env.id), render_mode="rgb_array")
-        except (gymnasium.error.Error, ImportError) as error:
+        except (gymnasium.error.Error, ImportError, TypeError) as error:  # TypeError: it takes no `render_mode`
             raise PalaError(f"'{env.id}' cannot be drawn for a video: {error}.") from None
     made = make_env()
     if getattr(made, "render_mode", None) != "rgb_array":

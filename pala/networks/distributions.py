@@ -31,7 +31,8 @@ class Categorical:
     def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of `actions` and entropy, both [...]."""
         log_p = logits.log_softmax(-1)
-        return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+        finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)  # 0 x -inf, of an action that a network rules out, is 0
+        return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * finite).sum(-1)
 
     def to_env(self, actions: Tensor) -> Tensor:
         """As the environment wants them."""

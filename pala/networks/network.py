@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import gymnasium
 import torch
@@ -69,7 +69,7 @@ class Network(nn.Module, abc.ABC):
         """Each head's [B, O] float32, for observations [B, ...]."""
         features = self._features(self._inputs(observations))
         with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
-            return [head(x.float()) for head, x in zip(self.heads, features, strict=True)]
+            return [head(_as_float32(x)) for head, x in zip(self.heads, features, strict=True)]
 
     def _inputs(self, observations: Tensor) -> Tensor:
         """What a trunk takes of observations [B, ...]: float32; images scaled and channels-last."""
@@ -113,6 +113,12 @@ class ActorCritic(Network):
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
         return super()._features(inputs) if self.is_image else [self.trunk(inputs), self.value_trunk(inputs)]
+
+
+def _as_float32(features: Any) -> Any:
+    """Those of a network of one's own may be anything."""
+    is_floating = isinstance(features, Tensor) and features.is_floating_point()
+    return features.float() if is_floating else features
 
 
 def channels_last(images: Tensor) -> Tensor:

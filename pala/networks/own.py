@@ -86,6 +86,14 @@ def _check_parts(own: object, num_heads: int) -> None:
         )
     if len(heads) != num_heads:
         raise PalaError(f"'make_network' gives {len(heads)} heads, but {num_heads} are needed, as in 'num_outputs'.")
+    registered = set(map(id, own.modules()))
+    if any(isinstance(part, nn.Module) and id(part) not in registered for part in (own.trunk, *heads)):
+        raise PalaError(
+            "'make_network': its trunk or one of its heads is not registered with the module, and would never learn: "
+            "make 'heads' a torch.nn.ModuleList."
+        )
+    if not any(True for _ in own.parameters()):
+        raise PalaError("'make_network' gives a network without parameters, which cannot learn.")
     other = next((name for name, p in own.named_parameters() if p.dtype != torch.float32), None)
     if other is not None:
         raise PalaError(f"'make_network': the parameter '{other}' is not float32, as all that ranks exchange must be.")

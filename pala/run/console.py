@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,33 +132,52 @@ class Reporter:
 
     def __init__(
         self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool, spares: int = 0,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None, begin_steps: int = 0,
     ) -> None:  # fmt: skip
-        """`spares`: ranks that may join those; `settings`: of the run, with dotted keys, for TensorBoard."""
+        """`spares`: ranks that may join those; `settings`: of the run, with dotted keys, for TensorBoard;
+        `begin_steps`: of all ranks, after which what earlier jobs have told TensorBoard does not count."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
         self._progress, self._estimated = Progress(self.view, budget_steps), False
-        self._console = make_console(console, f"PALA  {run}  {ranks} rank{'s' if ranks > 1 else ''}")
-        self._tensorboard = TensorBoard(run / FOLDER) if tensorboard else None
+        title = f"PALA  {run}  {ranks} rank{'s' if ranks > 1 else ''}"
+        self._console: Display | None = None
+        with self._losing_the_console():
+            self._console = make_console(console, title)
+        self._tensorboard = TensorBoard(run / FOLDER, begin_steps) if tensorboard else None
         self._to_tensorboard(lambda board: board.describe({"ranks": ranks, **(settings or {})}))
 
     def report(self, global_steps: int) -> dict[str, Any]:
         """Read what is new and show it."""
         self._progress.refresh(global_steps)
         figures = self._progress.figures()
-        if self._console is not None:
-            self._console.show(figures)
-            if not self._estimated and (estimate := self._progress.estimate()):
-                self._estimated = True
-                self._console.note(estimate)
+        with self._losing_the_console():
+            self._show(figures)
         self._to_tensorboard(lambda board: board.add(self.view, global_steps))
         return figures
 
     def close(self) -> None:
         """Give the terminal back and flush."""
-        if self._console is not None:
-            self._console.close()
+        with self._losing_the_console():
+            if self._console is not None:
+                self._console.close()
         self._to_tensorboard(lambda board: board.close())
+
+    def _show(self, figures: dict[str, str]) -> None:
+        if self._console is None:
+            return
+        self._console.show(figures)
+        if not self._estimated and (estimate := self._progress.estimate()):
+            self._estimated = True
+            self._console.note(estimate)
+
+    @contextmanager
+    def _losing_the_console(self) -> Iterator[None]:
+        """Where it cannot be written (its terminal is gone; where a pipe's reader is, rich ends the program), training
+        goes on without it."""
+        try:
+            yield
+        except (OSError, SystemExit):
+            self._console = None
 
     def _to_tensorboard(self, action: Callable[[TensorBoard], None]) -> None:
         """Its files are a copy of the metrics: if they cannot be written, training goes on without them."""

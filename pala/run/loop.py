@@ -74,8 +74,10 @@ class Loop(abc.ABC):
         self._watch.split()
         now = time.perf_counter()
         next_log, next_save = now + self._run.log_interval_s, now + self._run.checkpoint_interval_s
+        is_logged = False
         while self._exchange.stop is Stop.NONE:
             self._advance()
+            is_logged = False
             if self._interrupt.signal is not None:
                 self._exchange.stop_now(Stop.SIGNAL)
                 break
@@ -86,11 +88,13 @@ class Loop(abc.ABC):
             now = time.perf_counter()
             if now >= next_log:
                 on_interval(self.take_records())
+                is_logged = True
                 next_log = now + self._run.log_interval_s
             if now >= next_save:
                 save()
                 next_save = now + self._run.checkpoint_interval_s
-        on_interval(self.take_records())
+        if not is_logged:
+            on_interval(self.take_records())
         return self._exchange.stop
 
     @abc.abstractmethod

@@ -234,16 +234,21 @@ class RunView:
         """Read what is new."""
         fresh: list[tuple[float, float, float | None]] = []
         for rank, tail in enumerate(self._tails):
+            mine: list[tuple[float, float, float | None]] = []
             try:
                 for record in tail.stream():
                     if record["type"] == "episode":
-                        fresh.append((record["time_s"], record["return"], record.get("length_steps")))
+                        mine.append((record["time_s"], record["return"], record.get("length_steps")))
+                    elif record["type"] == "start":  # what was made after the checkpoint before it was lost
+                        mine = [episode for episode in mine if episode[0] <= record["time_s"]]
+                        self._before[rank], self.last[rank] = {}, {}
                     elif record["type"] == "interval":
                         self._before[rank], self.last[rank] = self.last[rank], record
             except PalaError as error:  # training does not depend on what is shown of it
                 if rank not in self._unreadable:
                     say(f"{error} Training goes on.")
                 self._unreadable.add(rank)
+            fresh += mine
         self.num_episodes += len(fresh)
         self._episodes.extend(sorted(fresh, key=lambda episode: episode[:2]))
 

@@ -32,6 +32,7 @@ class Records:
         self._record: RunRecord | None = None  # of who leads
         self._reporter: Reporter | None = None
         self._to_note: dict[str, Any] = {}
+        self._begin_steps: int = start["global_steps"]
         self._metrics.write([start])
 
     def begin(self, comm: Communicator, description: dict[str, Any]) -> None:
@@ -49,7 +50,7 @@ class Records:
     def open_reporter(self) -> None:
         """Begin what the console and TensorBoard show, if this rank leads. Raises OSError, PalaError."""
         if self._record is not None:
-            self._reporter = self._make_reporter()
+            self._reporter = self._make_reporter(self._begin_steps)
 
     def note(self, **facts: Any) -> None:
         """Add to run.json, if this rank leads."""
@@ -172,12 +173,13 @@ class Records:
             self._reporter.close()
             self._reporter = None
 
-    def _make_reporter(self) -> Reporter:
+    def _make_reporter(self, begin_steps: int = 0) -> Reporter:
+        """`begin_steps`: 0 for one that goes on with what another rank's has told."""
         run = self._config.run
         steps = self._config.total_steps
         settings = settings_that_matter(flatten(to_table(self._config)))
         folder, ranks = self._segment.run, self._num_trainers
-        return Reporter(folder, ranks, steps, run.console, run.tensorboard, run.spares, settings)
+        return Reporter(folder, ranks, steps, run.console, run.tensorboard, run.spares, settings, begin_steps)
 
 
 def note_failure(segment: Segment, rank: int, error: BaseException, record: RunRecord | None = None) -> None:

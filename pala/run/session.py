@@ -9,6 +9,7 @@ outlive it (`pala/transport/mpi_process.py`, `abort`).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,8 +91,9 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     tell(_header(job, config, parts, progress, segment))
                 session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
                 return session.run(session.begin, request.on_update or nothing_on_update, request.conclude)
-        except CollectiveError:
-            envs.close()
+        except Exception:
+            with contextlib.suppress(Exception):  # the real fault is another
+                envs.close()
             raise
 
 

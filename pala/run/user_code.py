@@ -118,7 +118,14 @@ def _keep_one(run: Path, what: str, factory: Any) -> None:
         write_atomically(name, imported_by.encode())
         pickle.unlink(missing_ok=True)
     else:
-        write_atomically(pickle, cloudpickle.dumps(factory))
+        advice = "define it in a module that can be imported, so that its name is enough."
+        try:
+            data = cloudpickle.dumps(factory)
+        except Exception as error:  # it is the user's code: anything may happen
+            raise PalaError(f"'{what}' cannot be kept with the run ({error}): {advice}") from error
+        if len(data) > _MOST_PICKLE_BYTES:
+            raise PalaError(f"'{what}' takes {len(data):,} bytes to be kept with the run, more than it may: {advice}")
+        write_atomically(pickle, data)
         name.unlink(missing_ok=True)
 
 

@@ -14,7 +14,7 @@ from pala.exchange.budget import Stop
 class Alone(ModelExchange):
     """Tells nobody anything, and never ends."""
 
-    global_steps = 0
+    global_steps = 0  # whoever passes models on counts
     living: Sequence[int] = ()
     stop = Stop.NONE
 

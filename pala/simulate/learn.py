@@ -137,9 +137,11 @@ class Learners:
         self._num_learned = self.ranks[0].flat.num_learned
         self._next_look = 0.0
 
-    def update(self, number: int, parameters: Tensor) -> None:
-        """A rollout and an update of a rank, whose model is changed in place. Raises PalaError if it is not finite."""
+    def update(self, number: int, parameters: Tensor, global_steps: int) -> None:
+        """A rollout and an update of a rank, whose model is changed in place, after so many steps of all ranks. Raises
+        PalaError if it is not finite."""
         rank = self.ranks[number]
+        rank.exchange.global_steps = global_steps
         rank.flat.data.copy_(parameters)
         loss = rank.learner.differentiate()
         assert loss is not None
@@ -198,7 +200,8 @@ class _Rank:
         generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
         a2c = A2C(self.network.distribution, tape, self.flat, config.a2c)
         progress = Progress(Counters(), generator, ExchangeState([0], 0, 0, 1.0))
-        self.learner = Learner(config, rank, envs, a2c, Alone(ranks), progress, Interrupt())
+        self.exchange = Alone(ranks)
+        self.learner = Learner(config, rank, envs, a2c, self.exchange, progress, Interrupt())
         self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
 
 
@@ -234,7 +237,7 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     updates = [0] * n
 
     def update(number: int, model: np.ndarray) -> None:
-        learners.update(number, torch.from_numpy(model))
+        learners.update(number, torch.from_numpy(model), cluster.global_steps)
         updates[number] += 1
         learners.note(number, cluster.global_steps + config.steps_per_update, cluster.now)
 
@@ -269,6 +272,7 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
             if averaged:
                 rank.flat.gradient.copy_(mean)
             before = rank.flat.data.clone()
+            rank.exchange.global_steps = steps
             if not rank.learner.step(loss).applied:
                 raise PalaError("The gradient is not finite: lower 'a2c.learning_rate'.")
             learners.own_steps += rank.flat.data - before
@@ -320,6 +324,11 @@ def parse(arguments: list[str]) -> Command:
     for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
         if value >= conditions.ranks:
             raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
+    for option, numbers in (("seeds", command.seeds), ("delay-updates", (conditions.delay_updates,))):
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise PalaError(f"'--{option}' must be a number of at least 0.")
+    if exchange.compression != "none":
+        raise PalaError(f"'exchange.compression' is '{exchange.compression}', but simulated models travel as they are.")
     if command.config.algorithm != "a2c":
         raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
     if "paired" in command.methods and exchange.graph == "complete":

@@ -205,7 +205,8 @@ def terminal_size() -> tuple[int, int] | None:
     except (OSError, ValueError):
         return None
     try:
-        return tuple(os.get_terminal_size(descriptor)) if os.isatty(descriptor) else None  # type: ignore[return-value]
+        size = os.get_terminal_size(descriptor) if os.isatty(descriptor) else (0, 0)
+        return (size[0], size[1]) if all(size) else None  # a terminal may not know its size
     except OSError:
         return None
     finally:
