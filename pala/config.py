@@ -374,7 +374,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "a2c.rmsprop_alpha": (0, 1), "a2c.rmsprop_epsilon": (1e-15, 1), "a2c.value_coefficient": (0, 1e6),
     "a2c.entropy_coefficient": (0, 1e6), "a2c.max_gradient_norm": (0, 1e9),
     "exchange.exchanges_per_update": (1, 1000),
-    "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.1, 1e6), "exchange.top_k_fraction": (1e-9, 1),
+    "exchange.max_staleness": (0, 1e9), "exchange.patience_s": (0.5, 1e6), "exchange.top_k_fraction": (1e-9, 1),
     "gorila.num_actors": (0, 1e6), "gorila.num_learners": (0, 1e6), "gorila.num_replays": (0, 1e6),
     "gorila.num_shards": (1, 1e6), "gorila.replay_capacity_steps": (1, 1e12), "gorila.min_replay_steps": (1, 1e12),
     "gorila.minibatch_size": (1, 1e6), "gorila.update_period_steps": (1, 1e9),

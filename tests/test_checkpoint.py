@@ -337,6 +337,16 @@ def test_vectors_of_another_length_are_refused_with_momentum_too(length, tmp_pat
         load_rank(tmp_path, 0, SIGNATURE, parameters=6)
 
 
+def test_a_rank_that_never_saved_what_it_learned_is_left_out():
+    """It was killed before its first checkpoint; the other was not."""
+    states = [make_state(0, 2), make_state(1, 2)]
+    states[0].counters["updates"] = 0
+    states[0].tensors = {name: torch.full((6,), 99.0) for name in states[0].tensors}
+    assert average(states).tensors["parameters"].equal(states[1].tensors["parameters"])
+    states[1].counters["updates"] = 0
+    assert not average(states).tensors["parameters"].equal(states[1].tensors["parameters"])
+
+
 def test_states_with_and_without_momentum_are_not_averaged():
     states = [make_state(0, 2), make_state(1, 2)]
     states[0].tensors["movement"] = torch.zeros(6)

@@ -157,10 +157,9 @@ def test_steps_updates_and_episodes_are_counted():
     run = Run(configured(total_steps=4 * BATCH + 1))
     assert run.go() is Stop.BUDGET
     assert (run.counters.updates, run.counters.local_steps, run.exchange.global_steps) == (5, 5 * BATCH, 5 * BATCH)
-    *after_updates, last = run.of_type("interval")
+    after_updates = run.of_type("interval")
     assert [record["updates"] for record in after_updates] == [1, 2, 3, 4, 5]
     assert [record["local_steps"] for record in after_updates] == [BATCH * n for n in range(1, 6)]
-    assert last["updates"] == 5
     assert run.saves == 5
     episodes = run.of_type("episode")
     assert [record["local_steps"] for record in episodes] == [ENVS * 3 * (n // ENVS + 1) for n in range(len(episodes))]
@@ -178,6 +177,23 @@ def test_messages_are_moved_on_after_every_step():
     run = Run(configured(3 * BATCH), exchange_class=Counting)
     run.go()
     assert run.exchange.polls == 3 * STEPS
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("gossip", 3), ("none", 3), ("allreduce", STEPS)])
+def test_a_rollout_hears_that_training_has_ended(kind, steps):
+    """But for synchronous ranks, which end together."""
+
+    class Ending(NoExchange):
+        polls = 0
+
+        def between_steps(self) -> None:
+            self.polls += 1
+            if self.polls == 3:
+                self.stop_now(Stop.SIGNAL)
+
+    run = Run(dataclasses.replace(configured(9 * BATCH), exchange=ExchangeConfig(kind)), exchange_class=Ending)
+    assert run.go() is Stop.SIGNAL
+    assert run.exchange.polls == steps and run.counters.updates == (1 if kind == "allreduce" else 0)
 
 
 def test_a_resumed_rank_goes_on_counting():
@@ -227,7 +243,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_said(capsys):
     run.save = lambda: snapshots.append(run.flat.data.clone())
     run.go()
     assert capsys.readouterr().err.count("[rank 0] update 2: the loss or its gradient is not finite") == 1
-    assert [record["updates_skipped"] for record in run.of_type("interval")] == [0, 1, 0, 0, 0, 0]
+    assert [record["updates_skipped"] for record in run.of_type("interval")] == [0, 1, 0, 0, 0]
     changed = [not a.equal(b) for a, b in zip([start, *snapshots], snapshots, strict=False)]
     assert changed == [True, False, True, True, True]
     assert run.flat.data.isfinite().all()

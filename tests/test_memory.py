@@ -15,6 +15,7 @@ from pathlib import Path
 from signal import SIGTERM, SIGUSR1
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 from conftest import slow_among, slow_but_for, wait_for
@@ -41,6 +42,7 @@ from pala.a2c.learner import Learner
 from pala.config import ExchangeConfig
 from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import Stop
+from pala.exchange.gossip import exchange as exchange_module
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.kinds import KINDS
@@ -518,6 +520,36 @@ def test_other_ranks_go_on_from_the_runs_policy(
     for state in resumed.states(first=True):
         torch.testing.assert_close(state.tensors["parameters"], expected)
         assert (state.counters["own_steps"], state.counters["base_steps"]) == (0, made)
+
+
+def test_environments_that_cannot_be_closed_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    class Stuck(gymnasium.Wrapper):
+        def close(self) -> None:
+            raise RuntimeError("the viewer is gone")
+
+    def main(comm: MemoryCommunicator) -> Result:
+        return run_rank(comm, config, make_env=lambda: Stuck(gymnasium.make("CartPole-v1")), interrupt=comm.interrupt)
+
+    config = configure(tmp_path)
+    assert [result.status for result in run_ranks(2, main)] == ["completed"] * 2
+    assert "its environments cannot be closed (RuntimeError: the viewer is gone)" in capsys.readouterr().err
+    assert (tmp_path / "r" / "policy.safetensors").exists()
+
+
+def test_ranks_of_unlike_networks_are_told(tmp_path: Path) -> None:
+    def main(comm: MemoryCommunicator) -> Result:
+        game = "CartPole-v1" if comm.rank < 2 else "Acrobot-v1"
+        return run_rank(comm, config, make_env=lambda: gymnasium.make(game), interrupt=comm.interrupt)
+
+    config = configure(tmp_path)
+    for result in run_ranks(3, main):
+        assert isinstance(result, CollectiveError) and "network of rank 2 is not that of rank 0" in str(result)
+
+
+def test_a_model_that_mpi_cannot_send_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "_MOST_BYTES", 100)
+    for result in train(2, configure(tmp_path)).results:
+        assert isinstance(result, CollectiveError) and "cannot be sent at once" in str(result)
 
 
 @pytest.mark.parametrize("kind", ["gossip", "none"])

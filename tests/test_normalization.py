@@ -150,6 +150,24 @@ def test_what_is_not_finite_is_not_learned() -> None:
     assert flat.data.equal(before)
 
 
+def test_new_moments_take_in_what_is_finite_of_a_rollout_that_is_left_out() -> None:
+    """The model goes out after the update all the same, and one that has seen nothing would spoil its peers'."""
+    network, flat = make()
+    normalization = Normalization(flat, 0.9)
+    teach(normalization, np.array([[1000.0, 0, 1], [1002, 0, 3], [np.nan, 0, 2]]))
+    normalization.rewards(torch.tensor([1.0, 3.0, np.nan]), torch.zeros(3))
+    normalization.gather()
+    normalization.learn(healthy=False)
+    assert network.observation_moments.mean.tolist() == [1001, 0, 2] and not network.observation_moments.is_new
+    assert network.return_moments.mean.tolist() == [2] and flat.data.isfinite().all()
+    before = flat.data.clone()
+    teach(normalization, np.full((3, 3), np.nan))
+    normalization.rewards(torch.ones(3), torch.zeros(3))
+    normalization.gather()
+    normalization.learn(healthy=False)
+    assert flat.data.equal(before)
+
+
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("ends", [False, True])
 def test_one_reward_that_is_not_finite_costs_one_rollout(reward: float, ends: bool) -> None:

@@ -117,7 +117,7 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
     exchange.close(10)
     assert bool(exchange.final_parameters(10).isfinite().all())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_HEALING_S", 0.3)  # instead of 60
+        patch.setattr(module, "_HEALING_S", 0.3)  # instead of 300
         exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
         with pytest.raises(PalaError, match="no peer has sent finite ones"):
             exchange.after_update(1, healthy=False)

@@ -17,7 +17,7 @@ from pala.config import Config
 from pala.envs import Envs, Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
-from pala.exchange.kinds import learning_rate_factor
+from pala.exchange.kinds import kind_of, learning_rate_factor
 from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
@@ -42,6 +42,7 @@ class Learner(Loop):
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
         self._movement = Movement(a2c.learned)
+        self._ends_alone = not kind_of(config.exchange).one_model
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))
@@ -59,12 +60,18 @@ class Learner(Loop):
             self._on_update(self.counters.updates)
 
     def differentiate(self) -> Loss | None:
-        """A rollout, and the gradient of its loss; None if a signal came."""
+        """A rollout, and the gradient of its loss; None if training ends meanwhile."""
         rollout, bootstrap_B = self._play()
-        if self._interrupt.signal is not None:
+        if self._is_to_end:
             return None
         with self._watch.section("update"):
             return self._a2c.differentiate(rollout, bootstrap_B)
+
+    @property
+    def _is_to_end(self) -> bool:
+        """A signal came, or training has ended elsewhere: a long rollout must not make the others wait. Synchronous
+        ranks end together, after an update."""
+        return self._interrupt.signal is not None or (self._ends_alone and self._exchange.stop is not Stop.NONE)
 
     def step(self, loss: Loss) -> UpdateResult:
         """One step along the gradient."""
@@ -100,7 +107,7 @@ class Learner(Loop):
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | what)
             with self._watch.section("exchange"):
                 self._exchange.between_steps()
-            if self._interrupt.signal is not None:
+            if self._is_to_end:
                 break
         with self._watch.section("inference"):
             return rollout, self._value(self.observations)

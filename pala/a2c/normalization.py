@@ -47,18 +47,23 @@ class Normalization:
     def gather(self) -> None:
         """What the rollout saw goes behind the flat gradient, where the ranks' may be averaged."""
         for what, samples in self._samples.items():
-            self._of[what].see(torch.cat(samples))
+            seen = torch.cat(samples)
+            if self._of[what].is_new:  # a model with new moments would spoil those of peers that mix it in
+                finite = seen[seen.isfinite().all(-1)]
+                seen = finite if len(finite) else seen
+            self._of[what].see(seen)
 
     def is_finite(self) -> bool:
         """Whether what was gathered is."""
         return not self._of or bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
 
     def learn(self, healthy: bool) -> None:
-        """The moments take that in, if it is `healthy`. The next rollout may begin: one reward that was not finite does
-        not stay in the returns."""
+        """The moments take that in, if it is `healthy`; new ones as far as they can. The next rollout may begin: one
+        reward that was not finite does not stay in the returns."""
         if not healthy and self._returns_B is not None:
             self._returns_B = self._returns_B.nan_to_num(0.0, 0.0, 0.0)
         for what, samples in self._samples.items():
-            if healthy:
-                self._of[what].learn(sum(map(len, samples)))
+            moments = self._of[what]
+            if healthy or (moments.is_new and all(bool(seen.isfinite().all()) for seen in moments.seen.values())):
+                moments.learn(sum(map(len, samples)))
             samples.clear()

@@ -57,9 +57,7 @@ class A2CParts(Parts[ModelExchange]):
         if own is not None:
             collectively(comm, lambda: checkpoint.check_actor_critic(own))
         state = own or self._average(comm, saved)
-        for name, tensor in self.a2c.tensors.items():
-            if name in state.tensors:  # the run may have begun without momentum
-                tensor.copy_(state.tensors[name])
+        self._take(state)
         if self.one_model and saved.own is not None:
             self._begin_alike(comm, state)
         if saved.own is not None:
@@ -84,6 +82,11 @@ class A2CParts(Parts[ModelExchange]):
     ) -> Learner:
         return Learner(self.config, rank, envs, self.a2c, exchange, progress, interrupt)
 
+    def _take(self, state: RankState) -> None:
+        for name, tensor in self.a2c.tensors.items():
+            if name in state.tensors:  # the run may have begun without momentum
+                tensor.copy_(state.tensors[name])
+
     def _average(self, comm: Communicator, saved: Saved) -> RankState:
         saved.say_ranks_changed(
             comm,
@@ -92,11 +95,19 @@ class A2CParts(Parts[ModelExchange]):
         )
         independent = kind_of(saved.exchange).policy == "first"
 
-        def average() -> RankState:
+        def average() -> RankState | None:
+            if comm.rank != 0:  # which alone reads all files, and has room for them
+                return None
             states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
             return checkpoint.average(states, independent)
 
-        return collectively(comm, average)
+        made = collectively(comm, average)
+        counters = comm.bcast(made.counters if made is not None else None)
+        assert counters is not None
+        if made is not None:
+            self._take(made)
+        share(comm, self, root=0)
+        return RankState(0, 1, self.flat.signature, {}, {}, counters)
 
     def _begin_alike(self, comm: Communicator, state: RankState) -> None:
         """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Collective."""

@@ -47,8 +47,10 @@ class NoExchange(ModelExchange):
 
     @property
     def stop(self) -> Stop:
-        if self._bell is not None and self._bell.has_rung:
-            self.stop_now(Stop.CALLBACK)
+        if self._bell is not None:
+            self._bell.transport.raise_failure()
+            if self._bell.has_rung:
+                self.stop_now(Stop.CALLBACK)
         return self._stop
 
     def stop_now(self, reason: Stop) -> None:

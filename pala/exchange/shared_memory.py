@@ -33,7 +33,7 @@ from pala.system.waiting import wait_quietly
 from pala.transport.base import Communicator
 
 _LONGEST_SLEEP_S = 5e-4
-_HEALING_S = 60.0
+_HEALING_S = 300.0  # peers write when their updates end
 _MIXES_A_MEASUREMENT = 8  # as gossip
 
 

@@ -119,7 +119,7 @@ class GorilaExchange(Exchange, Receiver):
                 return False
             members.leave()
             others = len(self.living)
-        self._transport.wait_until_sent(members.watch.patience_s)
+        self._transport.wait_until_sent(members.watch.patience_s, self._interrupt)
         say(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
         return True
 

@@ -53,14 +53,14 @@ class Moments(nn.Module):
         first ones' variance instead: their mean may lie far off.) So the figures of ranks can be averaged."""
         z = (values - self.mean) / self._deviation
         self.seen["mean"].copy_(z.mean(0))
-        self.seen["variance"].copy_(z.var(0, correction=0) if self._is_new else z.square().mean(0))
+        self.seen["variance"].copy_(z.var(0, correction=0) if self.is_new else z.square().mean(0))
 
     @torch.no_grad()
     def learn(self, samples: int) -> None:
         """Take in what is noted, of so many samples, and forget the note."""
         deviation = self._deviation
         shift, spread = self.seen["mean"] * deviation, self.seen["variance"] * deviation.square()
-        if self._is_new:
+        if self.is_new:
             self.mean += shift
             self.variance.copy_(spread)
             self.count.fill_(samples)
@@ -79,5 +79,6 @@ class Moments(nn.Module):
         return (self.variance.clamp(min=0) + _EPSILON).sqrt()
 
     @property
-    def _is_new(self) -> bool:
+    def is_new(self) -> bool:
+        """Nothing has been seen."""
         return float(self.count) < 1

@@ -22,6 +22,12 @@ from pala.transport.base import Communicator
 def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, spares: int = 0) -> Progress:
     """Give the parts what they begin with; how far this rank is. `spares`: that follow the ranks of `comm`.
     Collective."""
+    signatures = comm.allgather(parts.flat.signature)
+    if unlike := [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]:
+        raise CollectiveError(
+            f"The network of rank {unlike[0]} is not that of rank 0, with which it would exchange parameters: give all "
+            "ranks the same 'make_network', and environments with the same spaces."
+        )
     generator = make_generator(seed, comm.rank, parts, segment)
     if segment.previous is None:
         share(comm, parts, root=0)

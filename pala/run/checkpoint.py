@@ -160,6 +160,8 @@ def average(states: list[RankState], independent: bool = False) -> RankState:
     if any(state.tensors.keys() != states[0].tensors.keys() for state in states):
         raise PalaError("The checkpoints of the ranks are of unlike settings: some are with momentum, some without.")
     counters = joint_counters(states)
+    # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
+    states = [state for state in states if state.counters["updates"]] or states
     states = [
         state for state in states[: 1 if independent else None] if bool(state.tensors["parameters"].isfinite().all())
     ]

@@ -338,7 +338,6 @@ class Session:
 
         seeds: np.ndarray = env_seeds(self._config.seed, self._comm.rank, self._segment, self._envs.num_envs)
         stop = loop.run(seeds, on_interval, lambda: self._save_or_say(exchange), updated)
-        self._envs.close()
         if stop.completes:  # a full disk should not keep the ranks from the smaller file, the final policy
             self._save_or_say(exchange)
         else:
@@ -346,6 +345,10 @@ class Session:
         self._lead_if_first(exchange)
         if stop is not Stop.NONE and not stop.completes:
             self._record_stop(exchange, stop)  # at once: after a signal the launcher may not give much time
+        try:
+            self._envs.close()
+        except Exception as error:  # it is the user's code, and all is saved
+            say(f"[rank {self._comm.rank}] its environments cannot be closed ({type(error).__name__}: {error}).")
         return stop
 
     def _call(

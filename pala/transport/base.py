@@ -118,12 +118,12 @@ class Transport(abc.ABC):
         """True if everything that was to be sent has left. Any thread."""
         return True
 
-    def wait_until_sent(self, patience_s: float) -> None:
-        """Until everything that was to be sent has left, but for peers that are stopped not longer than so. The
-        learner's thread, without any lock held."""
+    def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:
+        """Until everything that was to be sent has left, or a signal comes, but for peers that are stopped not longer
+        than so. The learner's thread, without any lock held."""
         deadline = time.monotonic() + patience_s
         self.hurry(True)
-        while not self.has_sent() and time.monotonic() < deadline:
+        while not self.has_sent() and time.monotonic() < deadline and interrupt.signal is None:
             self.raise_failure()
             self.poll()
             time.sleep(0.001)

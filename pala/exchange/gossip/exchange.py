@@ -20,12 +20,14 @@ from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.protocols import PROTOCOLS, make_protocol
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.wire import Wire
-from pala.system.errors import PalaError
+from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import LEAVE, Interrupt, say
 from pala.transport.base import Communicator
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
+_MOST_BYTES = 2**31 - 1  # of a message; Open MPI 5.0 has no MPI_Issend_c
 _COMPLAIN_AFTER_S = 60.0
+_GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
 
 
 class Gossip(ModelExchange):
@@ -48,6 +50,11 @@ class Gossip(ModelExchange):
         wire = Wire(comm.size, parameters.numel(), signature, sizes)
         models = TensorModels(parameters, codec, wire)
         self.message_bytes = wire.most_bytes
+        if wire.most_bytes > _MOST_BYTES:
+            raise CollectiveError(
+                f"A model of {parameters.numel():,} parameters takes {wire.most_bytes:,} bytes, and 2 GiB cannot be sent "
+                "at once. 'exchange.compression' 'bfloat16' halves it; 'exchange.kind' 'allreduce' has no such limit."
+            )
         if slept is not None:
             self._driver, self._transport, self._protocol = slept.driver, slept.transport, slept.driver.protocol
             self._driver.wake(models, codec.whole_every)
@@ -105,9 +112,9 @@ class Gossip(ModelExchange):
     def leave(self) -> bool:
         rank, budget = self._comm.rank, self._protocol.budget
         if budget.stop is Stop.NONE and list(self.living) != [rank]:
-            self._transport.wait_until_sent(self._protocol.rules.patience_s)
+            self._transport.wait_until_sent(self._protocol.rules.patience_s, self._interrupt)
             self._driver.leave()
-            self._transport.wait_until_sent(self._protocol.rules.patience_s)
+            self._transport.wait_until_sent(self._protocol.rules.patience_s, self._interrupt)
             if self.living and budget.stop is Stop.NONE:
                 say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
@@ -175,24 +182,28 @@ class Gossip(ModelExchange):
     def _wait(self) -> None:
         """Until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the lock
         held, which is given up meanwhile."""
-        begin = time.perf_counter()
-        complain = begin + _COMPLAIN_AFTER_S
+        begin = before = time.perf_counter()
+        complain, give_up = begin + _COMPLAIN_AFTER_S, begin + _GIVE_UP_AFTER_S
         self._transport.hurry(True)
         while True:
             self._driver.wait(_LOOK_S)
             self._transport.raise_failure()
             if self._interrupt.signal is not None:
                 self._driver.end(Stop.SIGNAL)
-            if (now := time.perf_counter()) >= complain:
-                say(f"[rank {self._comm.rank}] has waited {now - begin:.0f} s for a model from a peer")
-                complain = now + _COMPLAIN_AFTER_S
-                if not self._protocol.healthy:
-                    raise PalaError(
-                        f"[rank {self._comm.rank}] has no parameters that are finite, and no peer has sent any for "
-                        f"{_COMPLAIN_AFTER_S:.0f} s. Resume from the last checkpoint, with a smaller learning rate."
-                    )
             if self._driver.advance():
                 break
+            now = time.perf_counter()
+            if now - before > self._protocol.rules.patience_s:  # this rank was stopped: that is not its peers' fault
+                give_up += now - before
+            before = now
+            if now >= complain:
+                say(f"[rank {self._comm.rank}] has waited {now - begin:.0f} s for a model from a peer")
+                complain = now + _COMPLAIN_AFTER_S
+            if now >= give_up and not self._protocol.healthy:
+                raise PalaError(
+                    f"[rank {self._comm.rank}] has no model of its own that is finite, and no peer has sent one for "
+                    f"{_GIVE_UP_AFTER_S:.0f} s. Resume from the last checkpoint, perhaps with a smaller learning rate."
+                )
         self._transport.hurry(False)
         self.waited_s += time.perf_counter() - begin
 
