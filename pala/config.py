@@ -232,7 +232,8 @@ class GorilaConfig:
     averaged, so 0.01 / 32²]."""
     max_staleness_updates: int = 100
     """A shard discards gradients computed with parameters more than so many of its updates old [Gorila]. The number is
-    ours; as many as learners, times `parameters_period_updates`, is usual."""
+    ours; up to twice the learners, times `parameters_period_updates`, times the minibatches that one step of all
+    environments pays for, is usual."""
     loss_filter_deviations: float = 5.0
     """A learner discards gradients whose mean absolute error is more than so many standard deviations above the running
     mean ("several" [Gorila]); 0 discards none. 5 is ours."""
@@ -408,10 +409,11 @@ def check(config: Config, source: str) -> None:
     check_normalization(config, source)
     check_spares(config, source)
     least = config.gorila.min_replay_steps
-    if config.algorithm == "gorila" and config.total_steps <= least:
+    if config.algorithm == "gorila" and config.total_steps < least + config.gorila.update_period_steps:
         raise PalaError(
             f"{source}: 'total_steps' is {config.total_steps}, but learning begins after 'gorila.min_replay_steps' "
-            f"({least}), so nothing would be learned; raise the one or lower the other."
+            f"({least}) and the first 'gorila.update_period_steps' ({config.gorila.update_period_steps}), so nothing "
+            "would be learned; raise the one or lower the others."
         )
     if config.run.dir.startswith("~"):
         raise PalaError(f"{source}: 'run.dir' is {_shown.repr(config.run.dir)}: write out what '~' stands for.")

@@ -215,7 +215,7 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
 
     done = resume(3, made, "--gorila.num-shards", "3")
     assert "had 2 ranks and now has 3: the shards' parameters are shared out anew" in done.output
-    assert "No replay was saved to go on with: it is filled anew" in done.output
+    assert "The replay that was saved is not used, and deleted (its ranks or roles are not" in done.output
     resumed = states_of(run, 3)
     assert [state.counters["gorila"]["num_shards"] for state in resumed] == [3] * 3
     assert all(map(torch.equal, assemble(resumed)[:3], begin[:3]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from memory_jobs import (
 from pala.config import (
     GorilaConfig,
 )
+from pala.envs import Envs
+from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
 from pala.run.metric_table import METRICS
 from pala.system.errors import CollectiveError, EndError
@@ -93,6 +96,37 @@ def test_other_ranks_and_roles_go_on_with_gorilas_parameters(tmp_path: Path, cap
     assert "The run had 3 ranks and now has 6: the shards' parameters are shared out" in capsys.readouterr().err
     begun = assemble(resumed.states(first=True))
     assert begun.parameters.equal(begin.parameters) and begun.version == begin.version
+
+
+def test_another_optimiser_begins_new_squares(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """AdaGrad's are sums, RMSprop's means: its first steps would be a hundred times too long."""
+    trained = train(2, gorila(tmp_path, replace(GORILA, optimiser="rmsprop")))
+    assert assemble(trained.states()).squares.any()
+    resumed = train(2, gorila(tmp_path, replace(GORILA, optimiser="adagrad"), 800), resume=trained.run)
+    assert resumed.ended_well() and "squares are not those of the new one" in capsys.readouterr().err
+    assert not assemble(resumed.states(first=True)).squares.any()
+
+
+def test_a_resume_that_cannot_learn_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    trained = train(2, gorila(tmp_path))
+    made = trained.results[0].global_steps
+    config = replace(trained.config, gorila=replace(GORILA, min_replay_steps=300), total_steps=made + 100)
+    assert train(2, config, resume=trained.run).ended_well()
+    assert "100 steps are left, and learning begins again after" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_act_keep_no_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, close = [], Envs.close
+    monkeypatch.setattr(Envs, "close", lambda envs: (closed.append(threading.current_thread().name), close(envs)))
+    job = train(6, gorila(tmp_path, SEPARATE, 300))
+    assert job.ended_well()
+    actors = assign(SEPARATE, 6, 0).actors
+    assert [closed.count(f"rank-{rank}") for rank in range(6)] == [1 if rank in actors else 2 for rank in range(6)]
+
+
+def test_a_staleness_that_discards_many_gradients_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(2, gorila(tmp_path, replace(GORILA, max_staleness_updates=1), 100)).ended_well()
+    assert "many will be discarded (`gradients_stale`)" in capsys.readouterr().err
 
 
 def test_roles_that_do_not_fit_are_a_mistake_of_all(tmp_path: Path) -> None:

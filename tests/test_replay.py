@@ -135,6 +135,14 @@ def play(game: Game, history: History, ends: list[str]) -> None:
     history.add(np.arange(len(ends)) + game.num_frames, game.step(ends))
 
 
+@pytest.mark.parametrize("frame_stack", [255, 256, 257])
+def test_stacks_may_be_longer_than_a_byte_counts(frame_stack):
+    game, history = planted(1, 300, frame_stack)
+    for _ in range(290):
+        play(game, history, [""])
+    history.check(np.random.default_rng(0), draws=40)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_what_is_drawn_was_played(data):

@@ -163,6 +163,15 @@ def test_what_does_not_count_is_told(rom: str, facts: dict[str, Any], why: str, 
     assert [name for name, row in games.items() if row["ours"]] == ["alien"]
 
 
+def test_another_protocol_is_told(tmp_path: Path) -> None:
+    for name, facts in (("usual", {"epsilon": 0.05}), ("greedy", {"greedy": True, "epsilon": 0.0})):
+        make_run(tmp_path / name, "pong", 5.0)
+        file = tmp_path / name / "evaluation.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"greedy": False, "noop_max": 30} | facts))
+    page, _ = written(tmp_path / "usual", tmp_path / "greedy", output=tmp_path / "tables")
+    assert "Not evaluated as DQN was, but with greedy actions: `greedy`." in page and page.count("Not evaluated") == 1
+
+
 def test_other_settings_are_told(tmp_path: Path) -> None:
     make_run(tmp_path / "runs/a", "alien", 5.0)
     make_run(tmp_path / "runs/b", "pong", 5.0, steps=200_000, gorila=GorilaConfig(adagrad_learning_rate=0.5))

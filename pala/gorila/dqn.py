@@ -102,8 +102,8 @@ class LossFilter:
         mean <- mean + w (x - mean)        variance <- (1 - w) (variance + w (x - mean)²)
 
     A discarded loss enters as the limit that it passed, mean + deviations x standard deviation: one outlier hardly
-    moves the limit, and losses that stay high are accepted after a while. A loss that is not finite does not enter. All
-    but the rule is ours. The fields are the state, for checkpoints.
+    moves the limit, and losses that stay high are accepted after a while, if more than one in deviations². A loss that
+    is not finite does not enter. All but the rule is ours. The fields are the state, for checkpoints.
     """
 
     deviations: float  # 0 discards nothing that is finite

@@ -28,7 +28,7 @@ from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork
 from pala.networks.tape import Tape
-from pala.run import checkpoint
+from pala.run import checkpoint, run_folder
 from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
@@ -75,7 +75,13 @@ class GorilaParts(Parts[GorilaExchange]):
         if saved.own is not None:
             limits = {"deviations": self.filter.deviations, "horizon": self.filter.horizon}  # they may have changed
             self.filter = LossFilter(**saved.own.counters["gorila"].get("filter", {}) | limits)
-        self._restore_replay(comm, saved)
+        has_replay = self._restore_replay(comm, saved)
+        gorila, left = self.config.gorila, self.config.total_steps - joint.counters["base_steps"]
+        if comm.rank == 0 and not has_replay and 0 < left < gorila.min_replay_steps + gorila.update_period_steps:
+            say(
+                f"{left:,} steps are left, and learning begins again after 'gorila.min_replay_steps' "
+                f"({gorila.min_replay_steps:,}): nothing more will be learned. Raise 'total_steps' to go on learning."
+            )
         return saved.own or joint
 
     def _restore_shards(self, comm: Communicator, saved: Saved) -> RankState:
@@ -89,6 +95,10 @@ class GorilaParts(Parts[GorilaExchange]):
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
                 mine.copy_(of_all)
             self.version = begin.version
+            before = run_folder.config_of(saved.segment.parents[1]).gorila.optimiser
+            if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
+                self.squares.zero_()
+                say(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
             return RankState(0, 1, self.flat.signature, {}, {}, checkpoint.joint_counters(states))
 
         joint = collectively(comm, read)
@@ -97,14 +107,21 @@ class GorilaParts(Parts[GorilaExchange]):
         assert joint is not None
         return joint
 
-    def _restore_replay(self, comm: Communicator, saved: Saved) -> None:
-        """What was saved of it, if anything was and the job has its old ranks. Collective."""
+    def _restore_replay(self, comm: Communicator, saved: Saved) -> bool:
+        """What was saved of it, if anything was and the job has its old ranks; whether it is there. Collective."""
         prefix = self._replay_prefix(saved.segment)
         found = self.store is None or self.store.is_saved(prefix)
-        if self.config.gorila.save_replay and saved.own is not None and all(comm.allgather(found)):
+        if all(comm.allgather(found)) and saved.own is not None and self.config.gorila.save_replay:
             collectively(comm, lambda: self.store.load(prefix) if self.store is not None else None)
-        elif self.rank == 0:
-            say("No replay was saved to go on with: it is filled anew before learning goes on.")
+            return True
+        if self.rank == 0:
+            what = "No replay was saved to go on with"
+            if any(saved.segment.glob("*.replay")):
+                why = "its ranks or roles are not this job's, or a file is missing"
+                why = why if self.config.gorila.save_replay else "'gorila.save_replay' is off"
+                what = f"The replay that was saved is not used, and deleted ({why})"
+            say(f"{what}: it is filled anew before learning goes on.")
+        return False
 
     def state(self, exchange: GorilaExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         index = self._shard_index
@@ -221,14 +238,30 @@ def _build(
         return Rules.of(config.gorila, roles, len(roles.everybody) + config.run.spares, flat, formats)
 
     rules = collectively(comm, make_rules)
+    _warn_of_staleness(comm, config, len(roles.learners))
     store = collectively(comm, lambda: _make_store(rank, place, config, roles, envs, frame_stack))
     _check_memory(comm, config, store)
+    if place not in roles.actors:  # it needed their spaces alone
+        envs.close()
     gorila = config.gorila
     loss_filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
     return GorilaParts(
         config, rank, rules, frame_stack, device, network, flat, tape, target, target_tape,
         torch.zeros_like(flat.data), store, loss_filter,
     )  # fmt: skip
+
+
+def _warn_of_staleness(comm: Communicator, config: Config, num_learners: int) -> None:
+    """A learner computes a gradient while its last one is under way, and environments that step together pay for
+    several minibatches at once: in so many updates most gradients come. Rank 0 says if they will be discarded."""
+    gorila = config.gorila
+    at_once = max(1, config.env.num_envs // gorila.update_period_steps)
+    usual = 2 * num_learners * gorila.parameters_period_updates * at_once
+    if comm.rank == 0 and num_learners > 1 and gorila.max_staleness_updates < usual:
+        say(
+            f"'gorila.max_staleness_updates' is {gorila.max_staleness_updates}, but with {num_learners} learners "
+            f"gradients may be about {usual} updates old: many will be discarded (`gradients_stale`). Raise it to that."
+        )
 
 
 def _make_store(

@@ -28,6 +28,7 @@ from pala.system.errors import PalaError
 from pala.system.files import open_atomically
 
 _FILE = "PALA replay memory 1"  # the number is the format's
+_LEAVE_OUT = "`--gorila.no-save-replay` leaves it out, and the replay is filled anew."
 _SLAB_BYTES = 16 << 20  # of one read or write
 
 
@@ -132,7 +133,8 @@ class Replay:
         ring = (num_envs, self._ring_rows)
         try:
             self._frames = np.zeros((*ring, *frame), dtype)
-            self._past_frames = np.zeros(ring, np.uint8)  # of the same episode, at most `frame_stack` - 1
+            # Of the same episode, at most `frame_stack` - 1.
+            self._past_frames = np.zeros(ring, np.min_scalar_type(frame_stack))
             self._is_transition = np.zeros(ring, bool)
             self._actions = np.zeros(ring, np.int64)
             self._rewards = np.zeros(ring, np.float32)
@@ -284,18 +286,19 @@ class Replay:
                 for slab in self._slabs():
                     data = file.read(slab.nbytes)
                     if len(data) < slab.nbytes:
-                        raise PalaError(f"Replay memory '{path}' is damaged: it ends too early.")
+                        raise PalaError(f"Replay memory '{path}' is damaged: it ends too early. {_LEAVE_OUT}")
                     crc = zlib.crc32(data, crc)
                     slab[:] = np.frombuffer(data, slab.dtype).reshape(slab.shape)
                 if file.read(5) != crc.to_bytes(4, "little"):
-                    raise PalaError(f"Replay memory '{path}' is damaged: its checksum does not fit.")
+                    raise PalaError(f"Replay memory '{path}' is damaged: its checksum does not fit. {_LEAVE_OUT}")
         except OSError as error:
             raise PalaError(f"Replay memory '{path}' cannot be read ({error}).") from None
 
     def _refusal(self, path: Path, header: str) -> PalaError:
         if not header.startswith(f"{_FILE}: "):
-            return PalaError(f"'{path}' is damaged, or no replay memory that this version of PALA reads.")
+            return PalaError(f"'{path}' is damaged, or no replay memory that this version of PALA reads. {_LEAVE_OUT}")
         theirs, ours = (text.removeprefix(f"{_FILE}: ").strip() for text in (header, self._file_header))
         return PalaError(
-            f"Replay memory '{path}' is of {theirs}, this run's of {ours}: resume with the settings it was made with."
+            f"Replay memory '{path}' is of {theirs}, this run's of {ours}: resume with the settings it was made with. "
+            f"{_LEAVE_OUT}"
         )

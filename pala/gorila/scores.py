@@ -24,7 +24,7 @@ import tyro
 
 from pala.config import Config
 from pala.envs import atari_rom
-from pala.evaluation.record import final_evaluation
+from pala.evaluation.record import action_words, final_evaluation
 from pala.evaluation.scores import human_normalised, score_table
 from pala.report.settings import differences, phrase
 from pala.report.text import counted, csv_text, short_number, table
@@ -34,6 +34,7 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"
+_EPSILON, _NOOPS = 0.05, 30  # of DQN's evaluations (Mnih et al. 2015)
 _AGENTS = {"dqn": "DQN", "gorila": "Gorila", "ours": "ours"}
 Row = dict[str, Any]
 
@@ -51,12 +52,26 @@ class Run:
     last: dict[str, Any]  # the newest start, in run.json
     evaluation: dict[str, Any]  # of the final policy
 
+    @property
+    def actions(self) -> str:
+        """How the evaluation chose them, in words."""
+        return action_words(self.evaluation.get("greedy", False), self.evaluation.get("epsilon"))
+
+    @property
+    def protocol(self) -> str:
+        """In what the evaluation differs from DQN's, in words."""
+        found = self.evaluation
+        alike = not found.get("greedy", False) and found.get("epsilon", _EPSILON) == _EPSILON
+        noops = found.get("noop_max", _NOOPS)
+        return ", ".join([self.actions] * (not alike) + [f"{noops} no-ops at most"] * (noops != _NOOPS))
+
     def row(self) -> Row:
         """Its line in runs.csv."""
         return {
             "game": self.rom, "run": self.name, "seed": self.config.seed, "ranks": self.last.get("ranks"),
             "steps": self.evaluation["global_steps"], "mean_return": self.evaluation["mean_return"],
             "standard_error": self.evaluation["standard_error"], "episodes": self.evaluation["episodes"],
+            "actions": self.actions, "noop_max": self.evaluation.get("noop_max"),
             "git_commit": self.last.get("git_commit"), "git_dirty": self.last.get("git_dirty"),
         }  # fmt: skip
 
@@ -161,11 +176,14 @@ def _summary_table(rows: Sequence[Row], played: Sequence[Row]) -> str:
 def _notes(rows: Sequence[Row], runs: Sequence[Run], left_out: Sequence[str]) -> list[str]:
     missing = [row["game"] for row in rows if not row["runs"]]
     differing: dict[str, list[str]] = {}
+    odd: dict[str, list[str]] = {}
     for run in runs:
+        odd.setdefault(run.protocol, []).append(f"`{run.name}`")
         differing.setdefault(_other_settings(run, runs[0]), []).append(f"`{run.name}`")
     return [
         *([f"Missing, {counted(len(missing), 'game')}: {', '.join(missing)}."] if missing else []),
         *(f"Left out: {why}." for why in left_out),
+        *(f"Not evaluated as DQN was, but with {what}: {', '.join(of)}." for what, of in odd.items() if what),
         *(f"Other settings than `{runs[0].name}`, {what}: {', '.join(of)}." for what, of in differing.items() if what),
         "Scores are normalised by the random and human scores of this table (Mnih et al. 2015), not by dqn_zoo's, as "
         "in `evaluation.json`: the human ones differ in 34 games.",

@@ -52,7 +52,7 @@ class Gossip(ModelExchange):
         self.message_bytes = wire.most_bytes
         if wire.most_bytes > _MOST_BYTES:
             raise CollectiveError(
-                f"A model of {parameters.numel():,} parameters takes {wire.most_bytes:,} bytes, and 2 GiB cannot be sent "
+                f"A model of {parameters.numel():,} parameters takes {wire.most_bytes:,} bytes; 2 GiB cannot be sent "
                 "at once. 'exchange.compression' 'bfloat16' halves it; 'exchange.kind' 'allreduce' has no such limit."
             )
         if slept is not None:
