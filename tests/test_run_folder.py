@@ -61,6 +61,15 @@ def test_a_folder_with_anything_of_a_run_is_never_written_over(kept: str, tmp_pa
         run_folder.create(named(tmp_path), "")
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"dir": "~/runs"}, "write out what '~' stands for"), ({"name": "a\0b"}, "a zero byte")]
+)
+def test_a_name_that_would_surprise_is_refused(settings: dict[str, str], words: str, tmp_path: Path) -> None:
+    config = Config(run=RunConfig(**{"dir": str(tmp_path)} | settings))  # type: ignore[arg-type]
+    with pytest.raises(PalaError, match=words):
+        run_folder.create(config, "pong")
+
+
 def test_what_killed_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     kept = ["run.json", "checkpoints/segment-000/rank-0000.safetensors", "metrics/rank-0000.jsonl", "notes.tmp"]
     left = [".run.json.17.tmp", "checkpoints/segment-000/.rank-0000.safetensors.17.tmp"]

@@ -67,6 +67,10 @@ def create(config: Config, preset: str) -> Path:
     One that a job left before its run began (a full disk) is taken as if it were new.
     """
     name = config.run.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if config.run.dir.startswith("~"):
+        raise PalaError(f"'run.dir' is '{config.run.dir}': write out what '~' stands for.")
+    if "\0" in config.run.dir + name:
+        raise PalaError("'run.dir' or 'run.name' holds a zero byte, which no name of a folder may.")
     parent = Path(config.run.dir)
     for number in range(1, 100):
         path = parent / (name if number == 1 else f"{name}-{number}")
