@@ -68,17 +68,21 @@ install_into() {
 
 # The same arguments. From a checkout that may not be written to, which pip does for --editable; again when it changes.
 install_copy() {
-    local parts=(pala configs pyproject.toml setup.cfg README.md LICENSE) copy stamp
-    stamp=$1/.pala-$(cd "$repository" && { echo "$2"; version_of "$1/bin/python"
-        find "${parts[@]}" constraints.txt -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } |
-        sha256sum | cut -c1-16)
-    [ -e "$stamp" ] && return
+    local parts=(pala configs pyproject.toml setup.cfg README.md LICENSE) copy
+    [ -e "$(stamp_of_copy "$@" "${parts[@]}")" ] && return
     copy=$(mktemp -d)
     (cd "$repository" && cp -R "${parts[@]}" "$copy")
     chmod -R u+w "$copy"
     install_once "$1" "$copy[$2]"
-    mv "$(stamp_of "$1" "$copy[$2]")" "$stamp"
+    mv "$(stamp_of "$1" "$copy[$2]")" "$(stamp_of_copy "$@" "${parts[@]}")"
     rm -rf "$copy"
+}
+
+# The same arguments, then what is installed of the checkout.
+stamp_of_copy() {
+    echo "$1/.pala-$(cd "$repository" && { echo "$2"; version_of "$1/bin/python"
+        find "${@:3}" constraints.txt -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; } |
+        sha256sum | cut -c1-16)"
 }
 
 use_environment() {

@@ -120,6 +120,7 @@ class Supervisor:
             if options.go_on and not command.config.run.name:
                 raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
             name = command.config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+            run_folder.check_place(command.config)
             self.run, self.resumes = Path(command.config.run.dir) / name, False
         self.start_timeout_s = command.config.run.start_timeout_s
         self._was_told = options.go_on  # a job has been told to make the run
@@ -224,11 +225,13 @@ class Supervisor:
 
     def _end_if_it_does_not_end(self, job: subprocess.Popen[bytes], segments: int, ended: threading.Event) -> None:
         """Open MPI's mpirun (5.0.11) was seen to wait for itself for ever when all its ranks had ended."""
-        over_s, was_locked = 0.0, False
+        over_s, was_locked, written_s = 0.0, False, 0.0
         while not ended.wait(_LOOK_S):
             if self._num_segments() > segments:  # not before: who looks at a lock that nobody has yet, has it
                 was_locked = was_locked or run_folder.who_trains(self.run) is not None
-            over_s = over_s + _LOOK_S if run_folder.is_over(self.run, segments, was_locked) else 0.0
+            before_s, written_s = written_s, run_folder.last_written_s(self.run)  # a lock may be of one host alone
+            is_over = before_s == written_s and run_folder.is_over(self.run, segments, was_locked)
+            over_s = over_s + _LOOK_S if is_over else 0.0
             if over_s >= _LINGER_S:
                 self._say(f"no rank has lived for {_LINGER_S:g} s, but mpirun has not ended: it is ended.")
                 self._end(job)

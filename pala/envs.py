@@ -12,6 +12,7 @@ Three ends are told apart:
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import re
 import signal
@@ -92,6 +93,14 @@ class Envs:
     def close(self) -> None:
         """Free the environments and their threads or processes."""
         self._env.close()
+
+    def abandon(self) -> None:
+        """The same after a failure: a worker that died in a step must not be waited for. Raises nothing."""
+        with contextlib.suppress(Exception):  # the real fault is another
+            if isinstance(self._env, gymnasium.vector.AsyncVectorEnv):
+                self._env.close(terminate=True)
+            else:
+                self._env.close()
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return [int(s) for s in seeds]

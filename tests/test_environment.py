@@ -93,6 +93,26 @@ def test_a_wish_for_another_python_is_not_passed_over(machine: Machine, tmp_path
     assert machine.use(PYTHON=str(machine.python)).returncode == 0 and machine.done == []
 
 
+def test_a_checkout_that_may_not_be_written_to_is_installed_once(machine: Machine, tmp_path: Path) -> None:
+    """Jobs of an array share the environment: a second installation would take the package from under the first."""
+    for folder in ("pala", "configs"):
+        (machine.checkout / folder).mkdir()
+        (machine.checkout / folder / "module.py").write_text("1")
+    for file in ("setup.cfg", "README.md", "LICENSE"):
+        (machine.checkout / file).touch()
+    script = machine.checkout / "launch/environment.sh"
+    script.write_text(
+        script.read_text().replace('[ -w "$repository" ]', "false").replace('[ ! -w "$repository" ]', ":")
+    )
+    venv = str(tmp_path / "mine")
+    assert machine.use(PALA_VENV=venv).stdout == "ready\n" and machine.done == ["venv", "install"]
+    assert machine.use(PALA_VENV=venv).stdout == "ready\n" and machine.done == []
+    (machine.checkout / "pala/module.py").write_text("2")
+    assert machine.use(PALA_VENV=venv).returncode == 0 and machine.done == ["install"]
+    (machine.checkout / "pala/module.py").write_text("1")  # back to what was there before
+    assert machine.use(PALA_VENV=venv).returncode == 0 and machine.done == ["install"]
+
+
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_what_others_have_put_into_a_folder_stays(machine: Machine, tmp_path: Path, slash: str) -> None:
     theirs = tmp_path / "thesis"

@@ -40,9 +40,9 @@ from torch import Tensor
 
 from pala.a2c.learner import Learner
 from pala.config import ExchangeConfig
+from pala.exchange import make as make_module
 from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import Stop
-from pala.exchange.gossip import exchange as exchange_module
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.kinds import KINDS
@@ -547,9 +547,10 @@ def test_ranks_of_unlike_networks_are_told(tmp_path: Path) -> None:
 
 
 def test_a_model_that_mpi_cannot_send_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "_MOST_BYTES", 100)
+    monkeypatch.setattr(make_module, "_MOST_BYTES", 100)
     for result in train(2, configure(tmp_path)).results:
         assert isinstance(result, CollectiveError) and "cannot be sent at once" in str(result)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["gossip", "none"])

@@ -330,6 +330,28 @@ class PlainList(MyNetwork):
         self.heads = heads  # type: ignore[assignment]
 
 
+class Properties(MyNetwork):
+    """Its parts are registered under other names."""
+
+    def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+        super().__init__(space, num_outputs)
+        self.body, self.policy, self.value = self.trunk, *self.heads
+        del self.trunk, self.heads
+
+    @property
+    def trunk(self) -> nn.Module:
+        return nn.Sequential(self.body, nn.Tanh())
+
+    @property
+    def heads(self) -> list[nn.Module]:
+        return [nn.Sequential(self.policy), self.value]
+
+
+def test_parts_may_be_made_of_what_is_registered(tmp_path: Path) -> None:
+    (result,) = train(1, configure(tmp_path, steps=100), Hooks(make_network=Properties))
+    assert result.status == "completed"
+
+
 class Pairs(MyNetwork):
     """Its trunk gives no tensor."""
 
@@ -488,6 +510,32 @@ def test_an_exception_in_training_closes_the_environments(tmp_path: Path) -> Non
 
     (error,) = train(1, config, Hooks(on_update=fail))
     assert isinstance(error, ZeroDivisionError) and not multiprocessing.active_children()
+
+
+def test_a_worker_that_died_is_not_waited_for(tmp_path: Path) -> None:
+    """gymnasium's own close waits for ever for what another worker has said already."""
+    config = configure(tmp_path, steps=10**9)
+    config = replace(config, env=replace(config.env, num_envs=2, vectorization="async"))
+
+    def main(comm: MemoryCommunicator) -> Result:
+        return run_rank(comm, config, make_env=Deadly, interrupt=comm.interrupt)
+
+    (error,) = run_ranks(1, main)
+    assert isinstance(error, EOFError | BrokenPipeError | ConnectionError), error
+
+
+class Deadly(gymnasium.Wrapper):
+    """Its process dies in the fifth step, if it is the second worker's."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.steps = 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 5 and multiprocessing.current_process().name.endswith("1"):
+            os._exit(3)
+        return super().step(action)
 
 
 def test_ale_ids_take_no_wrappers() -> None:

@@ -61,6 +61,18 @@ def test_a_folder_with_anything_of_a_run_is_never_written_over(kept: str, tmp_pa
         run_folder.create(named(tmp_path), "")
 
 
+def test_a_lock_that_cannot_be_looked_at_does_not_say_that_a_job_is_over(tmp_path: Path, monkeypatch) -> None:
+    run = run_folder.create(Config(run=RunConfig(dir=str(tmp_path), name="r")), "pong")
+    run_folder.RunRecord.begin(run, Config(), {})
+    assert run_folder.is_over(run, 0, was_locked=True) and not run_folder.is_over(run, 0)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    assert not run_folder.is_over(run, 0, was_locked=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"), [({"dir": "~/runs"}, "write out what '~' stands for"), ({"name": "a\0b"}, "a zero byte")]
 )

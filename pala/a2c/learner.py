@@ -63,6 +63,8 @@ class Learner(Loop):
         """A rollout, and the gradient of its loss; None if training ends meanwhile."""
         rollout, bootstrap_B = self._play()
         if self._is_to_end:
+            if self._exchange.stop is not Stop.NONE:
+                self._exchange.stop_now(self._exchange.stop)  # what was exchanged in the rollout is to be saved, too
             return None
         with self._watch.section("update"):
             return self._a2c.differentiate(rollout, bootstrap_B)

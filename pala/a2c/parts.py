@@ -16,7 +16,7 @@ from pala.exchange.base import ExchangeState, ModelExchange
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.kinds import kind_of
-from pala.exchange.make import check_placement, make_exchange
+from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
@@ -130,6 +130,7 @@ def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetw
 
     network = collectively(comm, make)
     flat = FlatParameters(network, device)
+    collectively(comm, lambda: check_size(config.exchange, flat))
     observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
     return A2CParts(config, device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))

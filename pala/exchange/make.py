@@ -7,12 +7,17 @@ from torch import Tensor
 from pala.config import Config, ExchangeConfig
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ExchangeState, ModelExchange
+from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.kinds import kind_of
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
+from pala.networks.network import FlatParameters
+from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
 from pala.transport.base import Communicator
+
+_MOST_BYTES = 2**31 - 2**20  # of a model in a message; Open MPI 5.0 has no MPI_Issend_c
 
 
 def make_exchange(
@@ -29,6 +34,20 @@ def make_exchange(
     if kind == "shared_memory":
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt, num_exact)
     return Gossip(comm, parameters, signature, config, start, interrupt, num_exact=num_exact)
+
+
+def check_size(config: ExchangeConfig, flat: FlatParameters) -> None:
+    """Raise PalaError if gossip could not send such a model in one message."""
+    if config.kind != "gossip" or flat.data.nbytes < _MOST_BYTES // 2:
+        return
+    sizes = make_codec_with_exact(config, flat.data, flat.num_moments).sizes
+    message_bytes = max(allowed[-1] for allowed in sizes.values())
+    if message_bytes > _MOST_BYTES:
+        halves = " 'exchange.compression' 'bfloat16' halves it." * (config.compression == "none")
+        raise PalaError(
+            f"A model of {flat.data.numel():,} parameters takes {message_bytes:,} bytes, and 2 GiB cannot be sent at "
+            f"once. 'exchange.kind' 'allreduce' has no such limit.{halves}"
+        )
 
 
 def check_placement(comm: Communicator, config: ExchangeConfig) -> None:

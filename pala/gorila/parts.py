@@ -62,6 +62,10 @@ class GorilaParts(Parts[GorilaExchange]):
     version: int = 0  # gradients that are in the parameters
 
     @property
+    def acts(self) -> bool:
+        return self.rank in self.rules.roles.actors
+
+    @property
     def shared_tensors(self) -> list[Tensor]:
         return [self.flat.data, self.squares, self.target.data]
 
@@ -140,6 +144,8 @@ class GorilaParts(Parts[GorilaExchange]):
 
     def before_training(self, rank: int, previous: Path | None) -> None:
         """From now on a resume begins with the new segment; the replay of the one before would only take room."""
+        if rank == 0:
+            _warn_of_staleness(self.config, len(self.rules.roles.learners))
         if rank == 0 and previous is not None:
             for file in previous.glob("*.replay"):
                 file.unlink()
@@ -238,11 +244,8 @@ def _build(
         return Rules.of(config.gorila, roles, len(roles.everybody) + config.run.spares, flat, formats)
 
     rules = collectively(comm, make_rules)
-    _warn_of_staleness(comm, config, len(roles.learners))
     store = collectively(comm, lambda: _make_store(rank, place, config, roles, envs, frame_stack))
     _check_memory(comm, config, store)
-    if place not in roles.actors:  # it needed their spaces alone
-        envs.close()
     gorila = config.gorila
     loss_filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
     return GorilaParts(
@@ -251,13 +254,13 @@ def _build(
     )  # fmt: skip
 
 
-def _warn_of_staleness(comm: Communicator, config: Config, num_learners: int) -> None:
+def _warn_of_staleness(config: Config, num_learners: int) -> None:
     """A learner computes a gradient while its last one is under way, and environments that step together pay for
-    several minibatches at once: in so many updates most gradients come. Rank 0 says if they will be discarded."""
+    several minibatches at once: in so many updates most gradients come. Say it if they will be discarded."""
     gorila = config.gorila
     at_once = max(1, config.env.num_envs // gorila.update_period_steps)
     usual = 2 * num_learners * gorila.parameters_period_updates * at_once
-    if comm.rank == 0 and num_learners > 1 and gorila.max_staleness_updates < usual:
+    if num_learners > 1 and gorila.max_staleness_updates < usual:
         say(
             f"'gorila.max_staleness_updates' is {gorila.max_staleness_updates}, but with {num_learners} learners "
             f"gradients may be about {usual} updates old: many will be discarded (`gradients_stale`). Raise it to that."

@@ -86,8 +86,9 @@ def _check_parts(own: object, num_heads: int) -> None:
         )
     if len(heads) != num_heads:
         raise PalaError(f"'make_network' gives {len(heads)} heads, but {num_heads} are needed, as in 'num_outputs'.")
-    registered = set(map(id, own.modules()))
-    if any(isinstance(part, nn.Module) and id(part) not in registered for part in (own.trunk, *heads)):
+    registered = set(map(id, own.parameters()))
+    parts = [part for part in (own.trunk, *heads) if isinstance(part, nn.Module)]
+    if any(id(parameter) not in registered for part in parts for parameter in part.parameters()):
         raise PalaError(
             "'make_network': its trunk or one of its heads is not registered with the module, and would never learn: "
             "make 'heads' a torch.nn.ModuleList."

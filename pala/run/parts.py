@@ -75,6 +75,11 @@ class Parts(abc.ABC, Generic[ExchangeT]):
     flat: FlatParameters
 
     @property
+    def acts(self) -> bool:
+        """This rank plays."""
+        return True
+
+    @property
     def one_model(self) -> bool:
         """All ranks hold the same parameters."""
         return False

@@ -61,16 +61,21 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
+def check_place(config: Config) -> None:
+    """Raise PalaError for a folder that nobody means."""
+    if config.run.dir.startswith("~"):
+        raise PalaError(f"'run.dir' is '{config.run.dir}': write out what '~' stands for.")
+    if "\0" in config.run.dir + config.run.name:
+        raise PalaError("'run.dir' or 'run.name' holds a zero byte, which no name of a folder may.")
+
+
 def create(config: Config, preset: str) -> Path:
     """Make the folder of a new run. Raises PalaError if it exists already or cannot be made.
 
     One that a job left before its run began (a full disk) is taken as if it were new.
     """
     name = config.run.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if config.run.dir.startswith("~"):
-        raise PalaError(f"'run.dir' is '{config.run.dir}': write out what '~' stands for.")
-    if "\0" in config.run.dir + name:
-        raise PalaError("'run.dir' or 'run.name' holds a zero byte, which no name of a folder may.")
+    check_place(config)
     parent = Path(config.run.dir)
     for number in range(1, 100):
         path = parent / (name if number == 1 else f"{name}-{number}")
@@ -277,12 +282,31 @@ def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     if len(segments) <= earlier_segments:
         return False
     last = segments[-1]
+    if was_locked:
+        return _is_free(run)
     says_so = last["status"] != "running"
     if last["status"] == "completed":
         says_so = "conclusion" in last
     elif last["status"] == "stopped":
         says_so = "saved" in last or _tells_who_lives(run)
-    return (says_so or was_locked) and who_trains(run) is None
+    return says_so and who_trains(run) is None
+
+
+def _is_free(run: Path) -> bool:
+    """Whether nobody has the folder locked, for certain."""
+    try:
+        with open_to_append(run / _LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def last_written_s(run: Path) -> float:
+    """When a rank's metrics were last written, by the file system's clock; 0 if there are none."""
+    with contextlib.suppress(OSError):
+        return max((file.stat().st_mtime for file in (run / "metrics").iterdir()), default=0.0)
+    return 0.0
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ outlive it (`pala/transport/mpi_process.py`, `abort`).
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -89,11 +88,12 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     records.begin(comm, _described(job, config, parts, segment, description))
                 if comm.rank == 0 and config.run.console != "none":
                     tell(_header(job, config, parts, progress, segment))
+                if not parts.acts:  # it needed their spaces alone
+                    close_or_say(envs, comm.rank)
                 session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
                 return session.run(session.begin, request.on_update or nothing_on_update, request.conclude)
         except Exception:
-            with contextlib.suppress(Exception):  # the real fault is another
-                envs.close()
+            envs.abandon()
             raise
 
 
@@ -107,6 +107,14 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
 
     collectively(comm, check)
     return collectively(comm, lambda: user_code.load(run, given))
+
+
+def close_or_say(envs: Envs, rank: int) -> None:
+    """Close environments that are needed no more: what they raise is no reason to end a run."""
+    try:
+        envs.close()
+    except Exception as error:  # it is the user's code
+        say(f"[rank {rank}] its environments cannot be closed ({type(error).__name__}: {error}).")
 
 
 def _with_name(config: Config, code: UserCode, envs: Envs) -> Config:
@@ -145,6 +153,8 @@ def take_place(
         counters = Counters(time_s=time.perf_counter() - began_s)
         progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
         records = _open_records(job, config, parts, progress, segment)
+        if not parts.acts:
+            close_or_say(envs, rank)
         session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
         return session.run(lambda: exchange, request.on_update or nothing_on_update, request.conclude)
 
@@ -345,10 +355,7 @@ class Session:
         self._lead_if_first(exchange)
         if stop is not Stop.NONE and not stop.completes:
             self._record_stop(exchange, stop)  # at once: after a signal the launcher may not give much time
-        try:
-            self._envs.close()
-        except Exception as error:  # it is the user's code, and all is saved
-            say(f"[rank {self._comm.rank}] its environments cannot be closed ({type(error).__name__}: {error}).")
+        close_or_say(self._envs, self._comm.rank)
         return stop
 
     def _call(

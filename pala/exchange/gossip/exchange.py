@@ -20,12 +20,11 @@ from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.protocols import PROTOCOLS, make_protocol
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.wire import Wire
-from pala.system.errors import CollectiveError, PalaError
+from pala.system.errors import PalaError
 from pala.system.runtime import LEAVE, Interrupt, say
 from pala.transport.base import Communicator
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
-_MOST_BYTES = 2**31 - 1  # of a message; Open MPI 5.0 has no MPI_Issend_c
 _COMPLAIN_AFTER_S = 60.0
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
 
@@ -50,11 +49,6 @@ class Gossip(ModelExchange):
         wire = Wire(comm.size, parameters.numel(), signature, sizes)
         models = TensorModels(parameters, codec, wire)
         self.message_bytes = wire.most_bytes
-        if wire.most_bytes > _MOST_BYTES:
-            raise CollectiveError(
-                f"A model of {parameters.numel():,} parameters takes {wire.most_bytes:,} bytes; 2 GiB cannot be sent "
-                "at once. 'exchange.compression' 'bfloat16' halves it; 'exchange.kind' 'allreduce' has no such limit."
-            )
         if slept is not None:
             self._driver, self._transport, self._protocol = slept.driver, slept.transport, slept.driver.protocol
             self._driver.wake(models, codec.whole_every)
