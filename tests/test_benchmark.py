@@ -299,6 +299,22 @@ def test_that_mpirun_refuses_ranks_is_told_with_what_to_do(tmp_path: Path) -> No
         run_job(["false"], log)
 
 
+def test_jobs_that_are_measured_survive_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(command: Any, ranks: int, output: Path) -> dict[str, Any]:
+        if ranks == 4:
+            raise PalaError("The job with 4 ranks failed.")
+        return canned_job(ranks)
+
+    monkeypatch.setattr(benchmark, "_measure", measure)
+    output, result = benchmark.benchmark(
+        benchmark.parse(["--ranks", "1", "2", "4", "8", "--output", str(tmp_path / "b")])
+    )
+    assert [job["ranks"] for job in result["jobs"]] == [1, 2] and (output / "benchmark.md").exists()
+    assert result["failures"] == ["The job with 4 ranks failed."]
+    with pytest.raises(PalaError, match="4 ranks failed"):
+        benchmark.benchmark(benchmark.parse(["--ranks", "4", "--output", str(tmp_path / "c")]))
+
+
 def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
     """Also those that left its process group, as ranks do, and do not listen to SIGTERM."""
     hang = f"cd {tmp_path}; (trap '' TERM; setsid sleep 1000) & sleep 1000"

@@ -10,7 +10,9 @@ import pytest
 from test_compare import GAME, PRESET, make_run, section
 
 from pala.compare.__main__ import Command, compare
+from pala.compare.execute import chosen
 from pala.compare.plan import Plan
+from pala.compare.slurm import unfinished
 from pala.system.errors import PalaError
 
 pytest.importorskip("matplotlib")
@@ -79,6 +81,14 @@ def names(commands: list[str]) -> list[str]:
     return [word.partition("=")[2] for line in commands for word in line.split() if word.startswith("--job-name=")]
 
 
+def test_the_report_of_a_part_asks_for_that_part(there: Path) -> None:
+    assert [run.folder.name for run in compare(Command(Path("preset.toml"), only=("none",), submit=True))] == []
+    *jobs, report = asked()
+    assert all("none" in name for name in names(jobs)) and "--gather" in report and "--only none" in report
+    plan = Plan(Path("preset.toml"))
+    assert {run.cell.variant for run, _ in unfinished(chosen(plan, ("none",)), Path("results/tiny"))} == {"none"}
+
+
 def test_each_run_is_a_job_of_its_own_size(
     there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +103,7 @@ def test_each_run_is_a_job_of_its_own_size(
     assert "--nodes=2 --ntasks-per-node=2 " in uneven and ".sbatch -n 3 --continue game.toml " in uneven
     assert [name for name in names(jobs) if "shared" in name] == [f"pala-tiny-shared_memory-Pole-{n}-1" for n in (1, 2)]
     assert all("--partition=cpu" in line for line in (*jobs, report)) and len(jobs) == 10
+    assert "--time=1:00:00" in report and "--only" not in report
     assert f"--dependency=afterany:{':'.join(str(n + 1) for n in range(10))} " in report
     said = capsys.readouterr()
     assert "`shared_memory` is for one node: left out with 3 and 4 ranks, which span nodes of 2 ranks" in said.err

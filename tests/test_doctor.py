@@ -252,6 +252,8 @@ def test_products_are_told_by_what_they_say(text: str, product: tuple[str, str])
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, ("Open MPI", 4, 3)),
         ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4", "PMI_RANK": "1"}, ("MPICH", 4, 1)),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "PMI_SIZE": "4", "PMI_RANK": "2"}, ("Slurm", 4, 2)),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ("", 0, 0)),  # by hand, in a shell of `srun --pty`
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMI_SIZE": "1", "PMI_RANK": "0"}, ("", 0, 0)),
         ({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, ("Open MPI", 4, 3)),
         ({"PMI_SIZE": "4", "PMI_RANK": "1"}, ("", 4, 1)),
     ],
@@ -283,9 +285,34 @@ def test_a_containers_limits_are_read(files, quota, limit_bytes, monkeypatch, tm
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
+    monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "none")
     here = facts.host_here(facts.Launcher())
     assert here.cpu_quota == quota
     assert here.memory_bytes == limit_bytes if limit_bytes else here.memory_bytes > 1e6
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/slurm/job_7/step_0", {"slurm/job_7/memory.max": "4096", "slurm/job_7/step_0/cpu.max": "200000 100000"}),
+        (
+            "3:cpu,cpuacct:/slurm/job_7\n2:memory:/slurm/job_7/step_0\n1:name=systemd:/x",
+            {
+                "memory/slurm/job_7/memory.limit_in_bytes": "4096", "memory/memory.limit_in_bytes": "9223372036854",
+                "cpu/slurm/job_7/cpu.cfs_quota_us": "200000", "cpu/slurm/job_7/cpu.cfs_period_us": "100000",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_a_jobs_limits_are_read_wherever_they_stand(own, files, monkeypatch, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own + "\n")
+    monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
+    monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "own")
+    here = facts.host_here(facts.Launcher())
+    assert (here.cpu_quota, here.memory_bytes) == (2.0, 4096)
 
 
 # ---- trying mpirun ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pala.evaluation.play import _statistics, evaluate, play
 from pala.evaluation.policy import load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import human_normalised, reference_scores
-from pala.evaluation.video import _atari_screen, record_video
+from pala.evaluation.video import _atari_screen, _write_video, record_video
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.run import checkpoint, run_folder, user_code
 from pala.run.checkpoint import RankState
@@ -331,6 +331,20 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
         assert reader.get_meta_data()["size"] == size
         assert reader.get_meta_data()["fps"] == frames_per_s
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".mp4"] == ["video.mp4"]
+
+
+def test_a_video_that_cannot_be_read_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk fails the encoder at its end, and nothing is raised."""
+    pictures = [np.full((32, 32, 3), shade, np.uint8) for shade in (0, 90, 200)]
+    film = tmp_path / "film.mp4"
+    assert _write_video(film, 10.0, iter(pictures)) == 2
+    before = film.read_bytes()
+    monkeypatch.setattr("imageio_ffmpeg.count_frames_and_secs", lambda path: (0, 0.0))
+    with pytest.raises(PalaError, match="cannot be written: what was encoded cannot be read"):
+        _write_video(film, 10.0, iter(pictures))
+    with pytest.raises(PalaError, match="same size"):
+        _write_video(film, 10.0, iter([pictures[0], np.zeros((32, 48, 3), np.uint8)]))
+    assert film.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["film.mp4"]
 
 
 def test_the_video_is_of_the_game_that_the_policy_plays() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, wait_for
 
 from pala.config import Config, EnvConfig, GorilaConfig, load_preset
 from pala.envs import atari_rom
@@ -68,6 +70,30 @@ def test_the_jobs_are_all_games_of_each_seed(tmp_path: Path) -> None:
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "requeued"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "48"}, "7_48")],
+)
+def test_a_job_requeues_itself_and_not_its_array(variables: dict[str, str], requeued: str, tmp_path: Path) -> None:
+    """An array's last task has the number of the array."""
+    programs = {
+        "bin/scontrol": 'echo "$*" >>asked',
+        "launch/train.sh": "trap 'exit 3' TERM; touch begun; while :; do sleep 0.1; done",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+    script = str(REPOSITORY / "launch/slurm/preemptible.sbatch")
+    with subprocess.Popen(["bash", script, "pong"], cwd=tmp_path, env=environment | variables) as job:
+        wait_for(lambda: (tmp_path / "begun").exists(), what="the job")
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == 3
+    assert (tmp_path / "asked").read_text() == f"requeue {requeued}\n"
 
 
 def make_run(

@@ -135,14 +135,14 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    jobs = [_measure(command, ranks, output) for ranks in command.ranks]
-    if command.quick and far_off(jobs, _LOWEST_RATIO):
+    jobs, failures = _measure_all(command, output)
+    if command.quick and not failures and far_off(jobs, _LOWEST_RATIO):
         say("An exchange looks slow: measuring once more, to tell it from noise.")
         again = [_measure(command, ranks, output) for ranks in command.ranks]
         jobs = [job | {"rounds": job["rounds"] + more["rounds"]} for job, more in zip(jobs, again, strict=True)]
     protocol_ranks = _PROTOCOL_RANKS if command.config.algorithm == "a2c" else ()
     result = provenance() | {
-        "format": 1, "date": started, "jobs": jobs, "config": to_table(command.config),
+        "format": 1, "date": started, "jobs": jobs, "failures": failures, "config": to_table(command.config),
         "protocol_us": {str(ranks): round(protocol_cost_us(ranks), 2) for ranks in protocol_ranks},
         "protocol_in_jobs_of_8_us": {
             str(ranks): round(protocol_cost_us(8, ranks // 8), 2) for ranks in protocol_ranks if ranks % 8 == 0
@@ -169,6 +169,20 @@ def _cpu_model() -> str:
 
 
 # ---- one job of MPI --------------------------------------------------------------------------------------------------
+
+
+def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The jobs, and why one failed, if it did after others, which took minutes each. Raises PalaError if it is the
+    first."""
+    jobs: list[dict[str, Any]] = []
+    for ranks in command.ranks:
+        try:
+            jobs.append(_measure(command, ranks, output))
+        except PalaError as error:
+            if not jobs:
+                raise
+            return jobs, [str(error)]
+    return jobs, []
 
 
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
@@ -210,7 +224,9 @@ def main() -> None:
     slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
     for sentence in slow:
         say(f"pala: {sentence}")
-    sys.exit(1 if slow else 0)
+    for sentence in result["failures"]:
+        say(f"pala: error: {sentence}")
+    sys.exit(2 if result["failures"] else 1 if slow else 0)
 
 
 if __name__ == "__main__":

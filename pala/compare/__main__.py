@@ -15,6 +15,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -78,7 +79,7 @@ def compare(command: Command) -> list[Planned]:
         if submission.jobs:
             return failures
     if command.submit or command.gather:
-        failures = _unfinished(plan, results)
+        failures = _unfinished(chosen(plan, command.only), results)
     elif not command.report_only:
         executor = Executor(plan, chosen(plan, command.only), results)
         if command.dry_run:
@@ -97,13 +98,14 @@ def _submission(plan: Plan, command: Command, results: Path) -> Submission:
     for note in left_out(plan):
         say(note)
     added = [word for folder in command.add for word in ("--add", str(folder))]
-    report = [str(command.preset), "--gather", "--output", str(results), *added]
+    only = ["--only", *command.only] if command.only else []
+    report = [str(command.preset), "--gather", "--output", str(results), *only, *added]
     return Submission(plan, chosen(plan, command.only), results, report)
 
 
-def _unfinished(plan: Plan, results: Path) -> list[Planned]:
+def _unfinished(runs: Sequence[Planned], results: Path) -> list[Planned]:
     """What the jobs of a cluster have not finished, said one by one."""
-    found = unfinished(plan, results)
+    found = unfinished(runs, results)
     for run, why in found:
         tell(f"      {run}: FAILED. {why}")
     return [run for run, _ in found]

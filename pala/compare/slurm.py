@@ -20,6 +20,7 @@ from pala.system.errors import PalaError
 
 _SCRIPT = Path("launch/slurm/several_nodes.sbatch")
 _WHERE = {"partition": "SLURM_JOB_PARTITION", "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS"}
+_OF_EVERY_JOB = ("--account", "--partition", "--qos", "--reservation", "--clusters", "--time", "-A", "-p", "-q", "-t")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # of a job's own variables: they say which cluster, not which job
 
 
@@ -84,7 +85,8 @@ class Submission:
         """The last job; one of an earlier submission that still waits makes place for it."""
         command = shlex.join([sys.executable, "-m", "pala.compare", *self._report])
         log, after = self._folder / "report.log", f"--dependency=afterany:{':'.join(self.jobs)}"
-        size = ["--nodes=1", "--ntasks=1"]
+        asked = [option for option in self._plan.preset.slurm.options if option.startswith(_OF_EVERY_JOB)]
+        size = [*asked, "--nodes=1", "--ntasks=1"]
         job = _ask([*_sbatch(self._report_name), *_output(log), *size, after, f"--wrap=exec {command}"])
         print(f"      report, after them: job {job}; what it says is in '{log}'", flush=True)
         if earlier:
@@ -144,10 +146,10 @@ def _ask(command: list[str]) -> str:
     return done.stdout.strip().split(";")[0] if command[0] == "sbatch" else done.stdout
 
 
-def unfinished(plan: Plan, results: Path) -> list[tuple[Planned, str]]:
-    """Runs of the plan that are missing or not complete, each with why, and where its output is."""
+def unfinished(runs: Sequence[Planned], results: Path) -> list[tuple[Planned, str]]:
+    """Those of the runs that are missing or not complete, each with why, and where its output is."""
     found: list[tuple[Planned, str]] = []
-    for run in plan.runs:
+    for run in runs:
         try:
             task = task_of(run, results)
             why = _why(task) if task is not None else ""

@@ -275,7 +275,7 @@ def _gpus(job: Job, host: Host) -> Iterator[Advice]:
             f"There is an NVIDIA driver on {_HOST}, but torch, built {built}, sees no GPU: training would use the CPU. "
             "Look at CUDA_VISIBLE_DEVICES and at `nvidia-smi`, and install a torch for that driver's CUDA."
         )
-    elif 0 < len(host.gpus) < ranks:
+    elif 0 < len(host.gpus) < ranks and "SLURM_GPUS_PER_TASK" not in job.slurm:  # there each rank sees its own alone
         yield Advice(
             f"{ranks} ranks share {_count(len(host.gpus), 'GPU')} on {_HOST}: they take turns on it; `--run.device "
             "cpu` may be faster."

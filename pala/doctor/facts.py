@@ -18,7 +18,14 @@ import mpi4py
 from pala.run.run_folder import installed_versions
 from pala.system.runtime import available_memory_bytes, cgroup_numbers, launcher_process
 
-_SLURM = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK")
+_SLURM = (
+    "SLURM_JOB_ID",
+    "SLURM_NNODES",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+)
 # A variable that only this launcher sets, and where it writes the number of processes and each one's. An mpirun inside
 # an allocation passes Slurm's variables on: its own come first.
 _LAUNCHERS = (
@@ -152,7 +159,9 @@ class Job:
 def launcher_here() -> Launcher:
     """What started this process, from the environment."""
     for name, sign, size, rank in _LAUNCHERS:
-        if sign in os.environ:
+        # A shell of `srun --pty` is a step of one task.
+        by_hand = name in ("Slurm", "") and os.environ.get("SLURM_STEP_NUM_TASKS") == os.environ.get(size) == "1"
+        if sign in os.environ and not by_hand:
             return Launcher(
                 Product(name), processes=int(os.environ.get(size, 1)), rank=int(os.environ.get(rank, 0))
             )  # fmt: skip
@@ -234,8 +243,8 @@ def _checksum_of_sources() -> str:
 
 
 def _cpu_quota() -> float | None:
-    numbers = cgroup_numbers("cpu.max") or cgroup_numbers("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
-    return numbers[0] / numbers[1] if numbers and numbers[0] > 0 else None
+    found = (cgroup_numbers("", "cpu.max"), cgroup_numbers("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    return min((quota / period for limits in found for quota, period in limits if quota > 0), default=None)
 
 
 # ---- once MPI runs ---------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
     """Encode the pictures (H.264); returns how many steps lie between them. Raises PalaError."""
     try:
         imageio = importlib.import_module("imageio.v2")
-        importlib.import_module("imageio_ffmpeg")  # the encoder
+        encoder = importlib.import_module("imageio_ffmpeg")
     except ImportError as error:
         raise PalaError(f"A video needs more packages ({error}): `pip install imageio imageio-ffmpeg`.") from None
     neighbour = file.with_name(f".{file.stem}.{os.getpid()}.mp4")
@@ -174,8 +174,10 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
         with imageio.get_writer(neighbour, fps=frames_per_s, codec="libx264", quality=8, macro_block_size=2) as writer:
             for steps, picture in enumerate(pictures):  # noqa: B007 - the last number is the result
                 writer.append_data(enlarged(picture))
+        if encoder.count_frames_and_secs(str(neighbour))[0] < 1:  # its exit status is not looked at
+            raise OSError("what was encoded cannot be read; the disk may be full")
         os.replace(neighbour, file)
-    except OSError as error:
+    except (OSError, ValueError, RuntimeError) as error:  # pictures of unlike sizes; an encoder that fails
         raise PalaError(f"Video '{file}' cannot be written: {reason(error)}.") from None
     finally:
         with contextlib.suppress(OSError):  # what went wrong before is what to tell

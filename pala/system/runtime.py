@@ -26,7 +26,7 @@ from types import FrameType, TracebackType
 
 from pala.system.errors import CollectiveError
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LAUNCHERS = (
     "mpirun",
     "mpiexec",
@@ -112,21 +112,36 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def cgroup_numbers(*names: str) -> list[int] | None:
-    """Numbers in files of this container's control group; None if one is missing or sets no limit."""
-    try:
-        return [int(word) for name in names for word in (_CGROUP / name).read_text(encoding="ascii").split()]
-    except (OSError, ValueError):
-        return None
+def cgroup_numbers(controller: str, *names: str) -> Iterator[list[int]]:
+    """Numbers in these files of this process's control group and of each above it, where they set a limit: a job's may
+    stand in any. `controller`: of the hierarchies of version 1; "" for that of version 2."""
+    for folder in _own_groups(controller):
+        with suppress(OSError, ValueError):
+            yield [int(word) for name in names for word in (folder / name).read_text(encoding="ascii").split()]
+
+
+def _own_groups(controller: str) -> Iterator[Path]:
+    """From the innermost to the outermost that can be seen, as a container's own."""
+    root, path = _CGROUP / controller, ""
+    with suppress(OSError, ValueError):
+        for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controller in controllers.split(",") and ".." not in group:
+                path = group.strip("/")
+    folder = root / path
+    while folder != root:
+        yield folder
+        folder = folder.parent
+    yield root
 
 
 def available_memory_bytes() -> int:
-    """Available memory of the machine, or a container's limit if that is less."""
+    """Available memory of the machine, or a container's or a job's limit if that is less."""
     table = Path("/proc/meminfo").read_text(encoding="ascii")
     match = re.search(r"MemAvailable:\s+(\d+) kB", table)
     available = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = cgroup_numbers("memory.max") or cgroup_numbers("memory/memory.limit_in_bytes")
-    return min(available, *limit) if limit else available
+    limits = (cgroup_numbers("", "memory.max"), cgroup_numbers("memory", "memory.limit_in_bytes"))
+    return min([available, *(number for found in limits for numbers in found for number in numbers)])
 
 
 def prepare(threads: int) -> None:
