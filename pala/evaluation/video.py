@@ -169,11 +169,19 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
     except ImportError as error:
         raise PalaError(f"A video needs more packages ({error}): `pip install imageio imageio-ffmpeg`.") from None
     neighbour = file.with_name(f".{file.stem}.{os.getpid()}.mp4")
-    steps = 0
+    steps, shape = 0, None
     try:
         with imageio.get_writer(neighbour, fps=frames_per_s, codec="libx264", quality=8, macro_block_size=2) as writer:
             for steps, picture in enumerate(pictures):  # noqa: B007 - the last number is the result
+                shape = shape or picture.shape
+                if picture.shape != shape:
+                    break
                 writer.append_data(enlarged(picture))
+        if shape is not None and picture.shape != shape:  # after the encoder has ended, which makes the file anew
+            raise PalaError(
+                f"Video '{file}' cannot be written: the environment's pictures change their size, from {shape} to "
+                f"{picture.shape}."
+            )
         if encoder.count_frames_and_secs(str(neighbour))[0] < 1:  # its exit status is not looked at
             raise OSError("what was encoded cannot be read; the disk may be full")
         os.replace(neighbour, file)
