@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train the peers one after the other, each until its target or for so many minutes; what has a .csv is not run again.
-#   results/peers/run.sh [MINUTES [SEED ...]]
+#   [GAMES=Breakout] results/peers/run.sh [MINUTES [SEED ...]]
 # Nothing else should run on the machine. Their environments and output lie in runs/.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -29,7 +29,7 @@ run() { # ENVIRONMENT NAME PROGRAM ARGUMENT...
     tail -n 1 "$output" | sed "s/^/$2 $game seed $seed: last episode (s, steps, return) /"
 }
 for seed in "${seeds[@]:-1}"; do
-    for game in Breakout Pong; do
+    for game in ${GAMES:-Breakout Pong}; do
         [ "$game" = Breakout ] && target=30.5 || target=0
         run sb3 sb3-a2c sb3.py a2c "$game"
         run sb3 sb3-ppo sb3.py ppo "$game"
