@@ -240,14 +240,19 @@ def join_lock(run: Path) -> BinaryIO:
 
 def who_trains(run: Path) -> str | None:
     """What the job that has this folder locked says of itself; None if there is none, or no locks."""
+    return _holder(run / _LOCK) if _is_locked(run) else None
+
+
+def _is_locked(run: Path) -> bool | None:
+    """Whether anybody has the folder locked; None where that cannot be told (no locks, no access)."""
     try:
         with open_to_append(run / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(run / _LOCK)
+        return True
     except OSError:
         return None
-    return None
+    return False
 
 
 def _holder(lock: Path) -> str:
@@ -256,18 +261,6 @@ def _holder(lock: Path) -> str:
             return file.read(200).decode(errors="replace") or "it does not say which"
     except OSError:
         return "it is ending"
-
-
-def _tells_who_lives(run: Path) -> bool:
-    """Whether the folder can be locked, so that its lock tells of every rank."""
-    try:
-        with open_to_append(run / _LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
@@ -282,24 +275,15 @@ def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     if len(segments) <= earlier_segments:
         return False
     last = segments[-1]
+    locked = _is_locked(run)
     if was_locked:
-        return _is_free(run)
+        return locked is False
     says_so = last["status"] != "running"
     if last["status"] == "completed":
         says_so = "conclusion" in last
     elif last["status"] == "stopped":
-        says_so = "saved" in last or _tells_who_lives(run)
-    return says_so and who_trains(run) is None
-
-
-def _is_free(run: Path) -> bool:
-    """Whether nobody has the folder locked, for certain."""
-    try:
-        with open_to_append(run / _LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        says_so = "saved" in last or locked is not None
+    return says_so and not locked
 
 
 def last_written_s(run: Path) -> float:
