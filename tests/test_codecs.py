@@ -24,6 +24,7 @@ from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer, TensorModels
 from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.wire import Format, Message, Refusal, Wire
+from pala.system import blocks
 from pala.transport.base import Packet, Received, Receiver, Transport
 
 RANKS, PARAMETERS, SIGNATURE = 5, 41, 0xFEDCBA9876543210
@@ -131,8 +132,13 @@ def test_bfloat16_ties_go_to_even() -> None:
 
 
 @devices
+@pytest.mark.parametrize("block", [blocks._BLOCK, 7])
 @pytest.mark.parametrize("num_models", [1, 2, 4])
-def test_bfloat16_mixes_the_difference_of_rounded_models(num_models: int, device: torch.device) -> None:
+def test_bfloat16_mixes_the_difference_of_rounded_models(
+    num_models: int, block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, and in blocks of which the last is shorter."""
+    monkeypatch.setattr(blocks, "_BLOCK", block)
     receiver = Node(normal(0, device=device), "bfloat16")
     models = [normal(seed + 1) for seed in range(num_models)]
     for _ in range(3):
@@ -526,18 +532,19 @@ def test_offers_pull_by_their_differences_in_what_they_hold(
     node, fraction = paired_node(9, compression, device), 1 / (1 + num_offers)
     for measure in (True, False):
         own = node.parameters.clone()
-        own_rounded, change = rounded_as(compression, own), np.zeros(PARAMETERS)
+        own_rounded, change, count = rounded_as(compression, own), np.zeros(PARAMETERS), np.zeros(PARAMETERS)
         for seed in range(num_offers):
             peer = paired_node(seed, compression, device)
             theirs, (data, _, held) = rounded_as(compression, peer.parameters), offer_of(peer, whole)
             node.take_in(data)
             change[held] += theirs[held] - own_rounded[held]
+            count[held] += 1
             assert len(held) == (5 if compression == "top_k" and not whole else PARAMETERS)
         distance = node.inbox.pull(node.parameters, fraction, measure)
         expected = own.cpu().numpy().astype(np.float64) + fraction * change
         np.testing.assert_allclose(node.parameters.cpu().numpy(), expected, atol=2e-6)
         assert (distance is None) != measure
-        mean = change if compression == "top_k" else change / num_offers
+        mean = change / np.maximum(count, 1)  # of what came of each parameter
         assert distance is None or float(distance) == pytest.approx(np.linalg.norm(mean), rel=1e-4)
 
 

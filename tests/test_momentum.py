@@ -11,10 +11,10 @@ from memory_jobs import configure, train
 from test_learner import BATCH, Run, configured
 from torch import Tensor
 
-from pala.a2c import momentum as momentum_module
 from pala.a2c.momentum import Momentum
 from pala.config import Config
 from pala.exchange.none import NoExchange
+from pala.system import blocks
 
 
 def by_formula(own_steps: Tensor, exchanged: Tensor, momentum: float, smoothing: float) -> Tensor:
@@ -27,10 +27,10 @@ def by_formula(own_steps: Tensor, exchanged: Tensor, momentum: float, smoothing:
     return torch.stack(x)
 
 
-@pytest.mark.parametrize("block", [momentum_module._BLOCK, 2])
+@pytest.mark.parametrize("block", [blocks._BLOCK, 2])
 def test_the_model_moves_as_the_formula_says(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, and in blocks of which the last is shorter."""
-    monkeypatch.setattr(momentum_module, "_BLOCK", block)
+    monkeypatch.setattr(blocks, "_BLOCK", block)
     own, moved = torch.randn(2, 30, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = torch.zeros(5, dtype=torch.float64)
     momentum = Momentum(x, 0.75, 0.8)

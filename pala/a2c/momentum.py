@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 17  # numbers; of each of three vectors so many stay in the cache while four operations go over them
+from pala.system.blocks import in_blocks
 
 
 class Momentum:
@@ -24,8 +24,7 @@ class Momentum:
         self.movement = torch.zeros_like(parameters) if movement is None else movement  # the running mean, an update
         before = torch.empty_like(parameters)  # the parameters at the last call
         self._has_before = False
-        size = len(parameters) if parameters.is_cuda else _BLOCK  # a CPU reads and writes each vector once
-        self._blocks = [*zip(*(vector.split(size) for vector in (parameters, self.movement, before)), strict=True)]
+        self._blocks = [*in_blocks(parameters, self.movement, before)]
 
     def push_(self) -> None:
         """Move the parameters by the momentum. Once an update, before or after the own step, not between the

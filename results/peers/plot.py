@@ -20,7 +20,7 @@ WINDOW = 100  # episodes
 
 
 def read_peers():
-    """(name, game, seed) -> minutes, running means of the last 100 episodes' returns, steps."""
+    """(name, game, seed) -> minutes, running means of the last 100 episodes' returns."""
     curves = {}
     for path in sorted(HERE.glob("*-*-*.csv")):
         name, game, seed = path.stem.rsplit("-", 2)
@@ -57,7 +57,9 @@ def main():
                 continue
             panel.plot(minutes, returns, color=f"C{names.index(name)}", label=name)
             there = np.flatnonzero(returns >= target)
-            took = f"{minutes[there[0]]:.1f} minutes" if len(there) else f"not within {minutes[-1]:.1f} minutes"
+            took = f"not within {minutes[-1]:.1f} minutes, {returns.max():.1f} at best"
+            if len(there):
+                took = f"{minutes[there[0]]:.1f} minutes"
             print(f"{game} {target:g}: {name} ({number}): {took}")
         panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
         panel.set(title=game, xlabel="wall-clock time (minutes)", ylabel="episode return (mean of 100 episodes)")

@@ -18,17 +18,30 @@ from torch import Tensor
 
 from pala.config import ExchangeConfig
 from pala.exchange.wire import Format, Refusal
+from pala.system.blocks import in_blocks
 
 _NOT_FINITE = Refusal("it holds NaN or infinity")
 _SAMPLE = 16384
 _TINY = torch.finfo(torch.float32).tiny
 
 
+class Piece(NamedTuple):
+    """Numbers, and the data type that they are cast to as they are copied."""
+
+    values: Tensor
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """When cast."""
+        return self.values.numel() * self.dtype.itemsize
+
+
 class Packed(NamedTuple):
-    """A model as it travels: these tensors one behind the other."""
+    """A model as it travels: these pieces one behind the other."""
 
     format: Format
-    parts: tuple[Tensor, ...]
+    pieces: tuple[Piece, ...]
 
 
 class Held(NamedTuple):
@@ -127,13 +140,13 @@ class Float32(Codec):
     def __init__(self, parameters: Tensor, may_keep_block: bool = True) -> None:
         size = parameters.numel() * self.dtype.itemsize
         self.sizes = {self.format: range(size, size + 1)}
-        self.keeps_block = may_keep_block and self.dtype == parameters.dtype and not parameters.is_cuda
+        self.keeps_block = may_keep_block and not parameters.is_cuda
         own = 0 if self.keeps_block else parameters.numel()
         self._staged, self._sum = parameters.new_empty(own), parameters.new_empty(own)
         self._scale, self._total_weight = 1.0, 0.0  # scale * sum is the weighted sum
 
     def pack(self, parameters: Tensor, whole: bool) -> Packed:
-        return Packed(self.format, (parameters.to(self.dtype),))
+        return Packed(self.format, (Piece(parameters, self.dtype),))
 
     def stage(self, format_: Format, received: Tensor) -> Refusal | None:
         """One pass: a sum is finite only if every term is, or overflows."""
@@ -150,7 +163,10 @@ class Float32(Codec):
             self._staged, self._sum = self._sum, self._staged
             self._scale = weight
         else:
-            self._sum.mul_(self._scale).add_(self._staged, alpha=weight)
+            self._sum = self._sum.to(torch.float32)
+            if self._scale != 1.0:
+                self._sum.mul_(self._scale)
+            self._sum.add_(self._staged, alpha=weight)
             self._scale = 1.0
         self._total_weight += weight
         return first and self.keeps_block
@@ -211,10 +227,22 @@ class BFloat16(Float32):
 
     format, dtype = Format.BFLOAT16, torch.bfloat16
 
+    def difference(self, offer: Held, in_place: bool) -> Change:
+        """In float32, which holds it exactly but for the smallest bits: the offer's place is too small for that."""
+        offered = offer.data.view(self.dtype).to(self._staged.device, non_blocking=True)
+        differences = torch.empty_like(self._staged, dtype=torch.float32)
+        for difference, staged, own in in_blocks(differences, self._staged, offered):
+            difference.copy_(staged).sub_(own)
+        return Change(None, differences)
+
     def _move(self, parameters: Tensor, mean: Tensor, fraction: float, measure: bool) -> Tensor | None:
-        difference = mean.sub_(parameters.to(self.dtype))
-        parameters.add_(difference, alpha=fraction)
-        return difference.norm() if measure else None
+        norms = []
+        for own, came in in_blocks(parameters, mean):
+            difference = came.to(torch.float32).sub_(own.to(self.dtype))
+            own.add_(difference, alpha=fraction)
+            if measure:
+                norms.append(difference.norm())
+        return torch.stack(norms).norm() if measure else None
 
 
 class TopK(Codec):
@@ -260,11 +288,11 @@ class TopK(Codec):
         self._num_packed += 1
         if whole or self._always_whole:
             self._reference.copy_(parameters)
-            return Packed(Format.FLOAT32, (parameters,))
+            return Packed(Format.FLOAT32, (Piece(parameters, torch.float32),))
         indices = self._choose(torch.sub(parameters, self._reference, out=self._change).abs_())
         values = parameters.index_select(0, indices)
         self._reference.index_copy_(0, indices, values)
-        return Packed(Format.TOP_K, (indices.to(torch.int32), values))
+        return _some(indices, values)
 
     def _choose(self, change: Tensor) -> Tensor:
         """Indices, rising, of at most `most` parameters that changed. NaN is always chosen: peers must refuse it."""
@@ -307,8 +335,7 @@ class TopK(Codec):
         """Each parameter by what came of it; the distance is over the parameters that came."""
         distance = None
         if measure:
-            difference = torch.mul(self._count, parameters, out=self._change).neg_().add_(self._sum)
-            distance = difference.div_(torch.where(self._count > 0, self._count, 1.0)).norm()
+            distance = self._distance(self._sum_of_differences(parameters))
         if own_weight != 1.0:
             parameters.mul_(own_weight)
         parameters.add_(self._sum).div_(self._count.add_(own_weight))
@@ -317,11 +344,19 @@ class TopK(Codec):
 
     def pull(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
         """Only what came of each parameter moves it."""
-        change = torch.mul(self._count, parameters, out=self._change).neg_().add_(self._sum)
-        distance = change.norm() if measure else None
+        change = self._sum_of_differences(parameters)
         parameters.add_(change, alpha=fraction)
+        distance = self._distance(change) if measure else None
         self.clear()
         return distance
+
+    def _sum_of_differences(self, parameters: Tensor) -> Tensor:
+        """Of each parameter, by how much what came of it differs from it."""
+        return torch.addcmul(self._sum, self._count, parameters, value=-1, out=self._change)
+
+    def _distance(self, sum_of_differences: Tensor) -> Tensor:
+        """From the parameters to the mean of what came of each."""
+        return sum_of_differences.div_(torch.where(self._count > 0, self._count, 1.0)).norm()
 
     def staged_part(self) -> Part:
         return None if self._indices is None else self._indices.clone()
@@ -329,8 +364,8 @@ class TopK(Codec):
     def pack_part(self, parameters: Tensor, part: Part) -> Packed:
         """The reference stays: it is for what a rank tells of its own accord."""
         if part is None:
-            return Packed(Format.FLOAT32, (parameters,))
-        return Packed(Format.TOP_K, (part, parameters.index_select(0, part)))
+            return Packed(Format.FLOAT32, (Piece(parameters, torch.float32),))
+        return _some(part, parameters.index_select(0, part))
 
     def check_answer(self, offer: Held) -> Refusal | None:
         offered, staged = self._read(*offer)[0], self._indices
@@ -362,6 +397,11 @@ CODECS: Mapping[str, Callable[[ExchangeConfig, Tensor], Codec]] = {
 def make_codec(config: ExchangeConfig, parameters: Tensor) -> Codec:
     """What the configuration names, for these parameters (flat float32)."""
     return CODECS[config.compression](config, parameters)
+
+
+def _some(indices: Tensor, values: Tensor) -> Packed:
+    """Some parameters of a model."""
+    return Packed(Format.TOP_K, (Piece(indices, torch.int32), Piece(values, torch.float32)))
 
 
 def _is_finite(values: Tensor) -> bool:

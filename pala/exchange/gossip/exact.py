@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pala.config import ExchangeConfig
-from pala.exchange.gossip.codecs import Change, Codec, Float32, Held, Packed, Part, make_codec
+from pala.exchange.gossip.codecs import Change, Codec, Float32, Held, Packed, Part, Piece, make_codec
 from pala.exchange.wire import Format, Refusal
 
 
@@ -43,7 +43,8 @@ class WithExact(Codec):
         return self._with_exact(self._codec.pack_part(parameters[: self._first], part), parameters)
 
     def _with_exact(self, packed: Packed, parameters: Tensor) -> Packed:
-        return Packed(packed.format, (parameters[self._first :], *packed.parts))  # first: aligned for float32
+        exact = Piece(parameters[self._first :], torch.float32)
+        return Packed(packed.format, (exact, *packed.pieces))  # first: aligned for float32
 
     def stage(self, format_: Format, received: Tensor) -> Refusal | None:
         refusal = self._exact.stage(Format.FLOAT32, received[: self._bytes])

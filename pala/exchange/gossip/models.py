@@ -2,9 +2,9 @@
 
 | memory | blocks of a whole message |
 |---|---|
-| snapshots on their way | two (`driver.py`); an open offer of the paired exchange is one of them |
+| snapshots on their way | two (`driver.py`); `paired`: one an open offer or answer, at most two a peer |
 | models that exchange in the middle of a rollout | two, on the parameters' device: they are compared at its end |
-| what is being received | one; with `Float32` on the CPU another, the sum of what came: they change places |
+| what is being received | one; on the CPU, but for `TopK`, another, the sum of what came: they change places |
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class SendBuffer:
 
     def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
         self._wire, self._codec = wire, codec
-        self._block = torch.zeros(wire.most_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._block = torch.empty(wire.most_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._block[: wire.control_bytes].zero_()  # the gaps of the header travel too
         self.data: np.ndarray = self._block.numpy()  # as many bytes as the message has
         self._format = Format.FLOAT32
         self.change: Change | None = None  # of an offer: what its answer differs by
@@ -54,24 +55,26 @@ class SendBuffer:
 
     def _fill(self, message: Message, packed: Packed, parameters: Tensor) -> None:
         self._format, self.change = packed.format, None
-        size = self._wire.control_bytes + sum(part.nbytes for part in packed.parts)
+        size = self._wire.control_bytes + sum(piece.num_bytes for piece in packed.pieces)
         self.data = self._block.numpy()[:size]
         self._wire.encode(message._replace(format=packed.format), self.data)
         if self._stream is None:
-            self._copy(packed.parts)
+            self._copy(packed)
             return
         current = torch.cuda.current_stream(parameters.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._copy(packed.parts)
+            self._copy(packed)
             self._copied = self._stream.record_event()
         current.wait_event(self._copied)  # neither the next update nor a new tensor in `parts`' place may overtake it
 
-    def _copy(self, parts: tuple[Tensor, ...]) -> None:
+    def _copy(self, packed: Packed) -> None:
         begin = self._wire.control_bytes
-        for part in parts:
-            self._block[begin : begin + part.nbytes].view(part.dtype).copy_(part, non_blocking=True)
-            begin += part.nbytes
+        for piece in packed.pieces:
+            values = piece.values.to(piece.dtype) if self._stream else piece.values  # a CPU casts as it copies
+            end = begin + piece.num_bytes
+            self._block[begin:end].view(piece.dtype).copy_(values, non_blocking=True)
+            begin = end
 
     def ready(self) -> bool:
         """True when the snapshot is complete in host memory."""
