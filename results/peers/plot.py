@@ -49,9 +49,13 @@ def read_own():
 def main():
     """The program."""
     curves = read_own() | read_peers()
-    figure, panels = plt.subplots(1, len(TARGETS), figsize=(11, 4), layout="constrained")
+    games = [game for game in TARGETS if any(its_game == game for _, its_game, _ in curves)]
+    figure, panels = plt.subplots(
+        1, len(games), figsize=(3 + 4 * len(games), 4), layout="constrained", squeeze=False
+    )  # fmt: skip
     names = sorted({name for name, _, _ in curves})
-    for panel, (game, target) in zip(panels, TARGETS.items(), strict=True):
+    for panel, game in zip(panels[0], games, strict=True):
+        target = TARGETS[game]
         for (name, its_game, number), (minutes, returns) in curves.items():
             if its_game != game:
                 continue
@@ -63,7 +67,7 @@ def main():
             print(f"{game} {target:g}: {name} ({number}): {took}")
         panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
         panel.set(title=game, xlabel="wall-clock time (minutes)", ylabel="episode return (mean of 100 episodes)")
-    lines = {line.get_label(): line for panel in panels for line in panel.get_lines() if line.get_label()[0] != "_"}
+    lines = {line.get_label(): line for panel in panels[0] for line in panel.get_lines() if line.get_label()[0] != "_"}
     figure.legend(lines.values(), lines.keys(), loc="outside right upper")
     figure.savefig(HERE / "time_to_score.png", dpi=130)
 
