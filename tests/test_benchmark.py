@@ -17,17 +17,22 @@ import pytest
 import torch
 from conftest import Launcher, assert_all_end, processes_in
 
+from pala.a2c.parts import build
 from pala.benchmark import __main__ as benchmark
 from pala.benchmark.analysis import _median_us, far_off, parts_of, training_of
 from pala.benchmark.gorila import flops_per_step as gorila_flops
-from pala.benchmark.measure import ContinuedEnvs, figures_of, flops_per_step, model_us
+from pala.benchmark.measure import ContinuedEnvs, Trial, figures_of, flops_per_step, model_us
 from pala.benchmark.pictures import _is_beyond_cores, draw
 from pala.benchmark.report import markdown
-from pala.config import Config, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
+from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
+from pala.envs import make_envs
+from pala.exchange.base import ExchangeState
 from pala.report.text import Spread, table
 from pala.run.metrics import SECTIONS
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
+from pala.system.runtime import Interrupt
+from pala.transport.memory import MemoryCommunicator, run_ranks
 
 SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds
 
@@ -132,6 +137,14 @@ def test_ratios_are_taken_pair_by_pair() -> None:
     assert none.of_environments.median == pytest.approx(2200 / 10_000)
 
 
+def test_of_staleness_the_most_is_told() -> None:
+    job = canned_job()
+    gossip = job["rounds"][1]["training"][1]["ranks"]
+    gossip[0] = gossip[0] | {"staleness_updates": 9, "models_sent": 0.1}
+    figures = training_of(job)[1].figures
+    assert figures["staleness_updates"] == 9 and figures["models_sent"] == 0.9
+
+
 def test_the_lower_bound_is_environment_plus_operations() -> None:
     (parts,) = parts_of(canned_job())
     assert (parts.environment_us, parts.operations_us) == (200.0, 200.0)
@@ -189,6 +202,31 @@ def test_updates_are_timed_by_the_steps_of_the_environments(monkeypatch: pytest.
     assert durations(4) == [4.0] and durations(2) == [2.0]
     envs.forget_durations()
     assert durations(4) == [11.0]
+
+
+def test_each_training_starts_alike() -> None:
+    """Also its optimiser: two equal steps go where those of the run before went."""
+    config = Config(
+        env=EnvConfig("CartPole-v1", num_envs=2), network=NetworkConfig(mlp_hidden=(4,)), a2c=A2CConfig(momentum=0.75),
+        exchange=ExchangeConfig("none"),
+    )  # fmt: skip
+
+    def moved(comm: MemoryCommunicator) -> list[torch.Tensor]:
+        envs = ContinuedEnvs(make_envs(config.env), np.zeros(2, np.uint64))
+        agent = build(comm, config, envs)
+        trial, models = Trial(comm, config, envs, agent, agent.flat.data.clone()), []
+        for _ in range(2):
+            trial._loop(config, ExchangeState([0], 0, 0, 1.0), Interrupt())
+            assert agent.a2c.warms_up_from == 0
+            for _ in range(2):
+                agent.flat.gradient.fill_(1.0)
+                agent.a2c.step(MagicMock(), 0.01)
+            models.append(agent.flat.data.clone())
+            agent.a2c.warms_up_from = 7
+        return models
+
+    ((first, second),) = run_ranks(1, moved)
+    assert first.equal(second)
 
 
 def test_what_a_model_costs_is_measured_for_each_format() -> None:

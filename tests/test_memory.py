@@ -37,15 +37,17 @@ from memory_jobs import (
     train,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pala.a2c.learner import Learner
-from pala.config import ExchangeConfig
+from pala.config import Config, ExchangeConfig
 from pala.exchange import make as make_module
-from pala.exchange.base import average_of_ranks
+from pala.exchange.base import ExchangeState, average_of_ranks
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.kinds import KINDS
+from pala.exchange.make import make_exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Hooks, Moment
@@ -128,6 +130,50 @@ def test_a_callback_hears_of_every_update(tmp_path: Path) -> None:
     heard: list[list[int]] = [[], []]
     train(2, configure(tmp_path, "none", 200), on_update=lambda comm, updates: heard[comm.rank].append(updates))
     assert heard == [list(range(1, 11))] * 2
+
+
+class Passes(TorchDispatchMode):
+    """Names the operations on this thread that go over so many numbers."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.names = numbers, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() >= self.numbers and not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "expected"),
+    [
+        ("allreduce", 2, ["copy_", "div"]),
+        ("shared_memory", 2, ["copy_", "lerp_"]),
+        ("shared_memory", 3, ["copy_", "add", "add_", "mul_"]),
+    ],
+)
+def test_a_rival_makes_no_pass_that_it_does_not_need(kind: str, ranks: int, expected: list[str]) -> None:
+    """So that gossip is not compared with a slow one."""
+    config = Config(exchange=ExchangeConfig(kind, topology="complete", max_staleness=0))  # type: ignore[arg-type]
+
+    def main(comm: MemoryCommunicator) -> tuple[list[str], Tensor]:
+        parameters, gradient = torch.full((2, 1000), float(comm.rank))
+        start = ExchangeState([0] * ranks, 0, 0, 1.0)
+        exchange = make_exchange(comm, parameters, 0, config, start, comm.interrupt)
+        for _ in range(2):  # the first mix is measured
+            with Passes(1000) as passes:
+                exchange.average_gradient(gradient)
+                exchange.after_update(1, healthy=True)
+            comm.meet()
+        exchange.stop_now(Stop.BUDGET)
+        exchange.close(10)
+        return passes.names, gradient if kind == "allreduce" else parameters
+
+    for names, mixed in run_ranks(ranks, main):
+        assert names == expected
+        torch.testing.assert_close(mixed, torch.full((1000,), (ranks - 1) / 2))
 
 
 # ---- deaths ----------------------------------------------------------------------------------------------------------

@@ -240,6 +240,11 @@ def test_a_signal_at_one_rank_ends_all(topology: str, mixing: str) -> None:
         assert all(rank.protocol.budget.stop is Stop.SIGNAL for rank in cluster.ranks)
 
 
+def test_the_end_of_training_is_not_that_of_the_last_timer() -> None:
+    cluster = check(Scenario(size=2, max_staleness=0, budget_steps=20, again_s=1000.0))
+    assert cluster.budget_met_s <= cluster.ended_s < 40 and cluster.now > 1000
+
+
 @pytest.mark.parametrize("mixing", ["push_sum", "paired"])
 def test_a_scenario_replays_from_its_seed(mixing: str) -> None:
     def trace(seed: int) -> tuple:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import slow_but_for
 
-from pala.config import Config, EnvConfig, NetworkConfig
+from pala.config import Config, EnvConfig, ExchangeConfig, NetworkConfig
 from pala.simulate import learn as program
 from pala.simulate import progress
 from pala.simulate.learn import METHODS, Conditions, Learned, learn
@@ -66,6 +66,18 @@ def test_synchronous_ranks_hold_one_model_and_wait_for_the_slowest() -> None:
     slow = learn("allreduce", CONFIG, Conditions(ranks=3, delay_updates=0.0, slow_ranks=1, slowness=4.0))
     assert slow.time_updates == pytest.approx(4 * alike.time_updates, rel=0.1)
     assert slow.updates == alike.updates
+
+
+def test_independent_learners_do_not_wait_for_the_slowest() -> None:
+    learned = learn("none", CONFIG, Conditions(ranks=3, slow_ranks=1, slowness=4.0))
+    of_last_rounds = [time for steps, time, _ in learned.episodes if steps > 0.8 * learned.global_steps]
+    assert min(of_last_rounds) < 0.35 * learned.time_updates and max(of_last_rounds) > 0.8 * learned.time_updates
+
+
+def test_time_ends_with_training() -> None:
+    """Not when the last timer of a rank that once waited rings."""
+    learned = learn("uniform", dataclasses.replace(CONFIG, exchange=ExchangeConfig(max_staleness=0)), Conditions(2))
+    assert learned.time_updates < 1.2 * max(learned.updates)
 
 
 @pytest.mark.slow

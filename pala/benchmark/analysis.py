@@ -51,7 +51,7 @@ class Training:
     split_us: dict[str, float]  # a step of a rank; median
     cpu_per_core: float
     exchange_thread_share: float
-    figures: dict[str, float]  # of the exchange, where it has them; medians
+    figures: dict[str, float]  # of the exchange, where it has them; medians, but of staleness the most
 
 
 def parts_of(job: dict[str, Any]) -> list[Parts]:
@@ -104,7 +104,7 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
         return statistics.median(statistics.fmean(map(value, of_round)) for of_round in ranks)
 
     kept = [_progress_kept(of_round) for of_round in ranks if all("movement" in rank for rank in of_round)]
-    keys = [key for key in _FIGURES if any(key in rank for rank in everything)]
+    figures = {key: [rank[key] for rank in everything if key in rank] for key in _FIGURES}
     return Training(
         job["ranks"], precision, exchange,
         steps_per_s=Spread.of(speeds),
@@ -114,7 +114,7 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
         split_us={s: _median_us(s, ranks) for s in SECTIONS},
         cpu_per_core=median(lambda rank: rank["cpu_per_core"]),
         exchange_thread_share=median(lambda rank: rank["exchange_thread_share"]),
-        figures={key: statistics.median(rank[key] for rank in everything if key in rank) for key in keys}
+        figures={key: _FIGURES[key](values) for key, values in figures.items() if values}
         | ({"progress_kept": statistics.median(kept)} if kept else {}),
     )  # fmt: skip
 
@@ -134,7 +134,10 @@ def _progress_kept(ranks: list[dict[str, Any]]) -> float:
     return math.nan if kept is None else kept
 
 
-_FIGURES = ("models_sent", "models_mixed", "staleness_updates", "consensus_distance_relative", "bytes_sent")
+_FIGURES: dict[str, Callable[[list[float]], float]] = {
+    "models_sent": statistics.median, "models_mixed": statistics.median, "staleness_updates": max,
+    "consensus_distance_relative": statistics.median, "bytes_sent": statistics.median,
+}  # fmt: skip
 
 
 def _ranks_of(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:

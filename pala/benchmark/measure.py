@@ -279,7 +279,8 @@ class Trial:
         """What trains, from the first weights. Collective."""
         agent, comm = self._agent, self._comm
         agent.flat.data.copy_(self._first_weights)
-        agent.a2c.mean_square.zero_()
+        agent.a2c.restart_mean_square(updates=0)
+        agent.a2c.restart_momentum()
         exchange = make_exchange(
             comm, agent.flat.data, agent.flat.signature, config, start, interrupt, agent.flat.num_moments
         )  # fmt: skip

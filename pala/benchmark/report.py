@@ -29,7 +29,8 @@ def markdown(benchmark: dict[str, Any]) -> str:
         + _left_out(jobs),
         "## Where the time of a step goes\n\nMicroseconds a step of a rank; processor time of the process and of the "
         "exchange's threads in wall time.\n\n" + _split_table(jobs),
-        "## What was exchanged\n\nMedian over rounds and ranks.\n\n" + _exchange_table(jobs),
+        "## What was exchanged\n\nMedian over rounds and ranks; of the updates without mix, the most.\n\n"
+        + _exchange_table(jobs),
         *_protocol_section(benchmark),
         "## Ranks\n\nOf the benchmark's processes, which hold a network for each precision.\n\n" + _ranks_table(jobs),
         f"{benchmark['date']}, commit {benchmark['git_commit']}{' (changed)' if benchmark['git_dirty'] else ''}: "

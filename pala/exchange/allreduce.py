@@ -70,7 +70,10 @@ class AllReduce(ModelExchange):
         self._reduce(timeout_s=None)
         if self._all_know:
             return False
-        gradient.copy_(self._gradient).div_(self._comm.size)
+        if gradient.is_cuda:  # the sum is on the host
+            gradient.copy_(self._gradient).div_(self._comm.size)
+        else:
+            torch.div(self._gradient, self._comm.size, out=gradient)
         guilty = self._not_finite.nonzero().flatten().tolist()
         self.culprits = () if self._comm.rank in guilty else guilty
         return True

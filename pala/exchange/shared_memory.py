@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -181,7 +182,7 @@ class SharedMemory(ModelExchange):
         if not self._all_written():
             return False
         self._window.fence()
-        total = self._window.models[self._in].sum(0) if len(self._in) > 1 else self._window.models[self._in[0]]
+        total = reduce(torch.add, (self._window.models[peer] for peer in self._in))
         self._mix_with(total.to(self._parameters.device), healthy)
         self._window.fence()
         for peer in self._in:
@@ -194,7 +195,9 @@ class SharedMemory(ModelExchange):
         k, x = len(self._in), self._parameters
         if healthy and self._counts["mixes"] % _MIXES_A_MEASUREMENT == 0:
             self._distances.append((total / k - x)[: self._num_measured].norm())
-        if healthy:
+        if healthy and k == 1:
+            x.lerp_(total, 0.5)  # one pass
+        elif healthy:
             x.add_(total).mul_(1 / (1 + k))
         else:
             torch.mul(total, 1 / k, out=x)

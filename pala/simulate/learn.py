@@ -252,18 +252,19 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     # Moves that are still owed count as made.
     total = cluster.sum_of_models if RULES[method].by_pairs else np.sum([rank.model for rank in cluster.ranks], 0)
     mean = torch.from_numpy(np.asarray(total / n, np.float32))
-    return _learned(learners, mean, cluster.global_steps, cluster.now, updates, cluster.models_sent)
+    return _learned(learners, mean, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent)
 
 
 def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool) -> Learned:
     """Synchronous A2C: all hold one model, a round lasts as long as the slowest rank takes, and the sum of gradients is
-    on its way for as long as a model there and back. Or, if gradients are not averaged, independent learners."""
+    on its way for as long as a model there and back. Or, if gradients are not averaged, independent learners, who wait
+    for nobody."""
     config, n = learners.config, conditions.ranks
     if conditions.deaths:
         raise PalaError("'--deaths' is for gossip: synchronous A2C ends when a rank dies.")
     flats = [rank.flat for rank in learners.ranks]
     draw, slowness = random.Random(config.seed), _slowness(conditions) or (1.0,) * n
-    steps, time, rounds = 0, 0.0, 0
+    steps, times, rounds = 0, [0.0] * n, 0
     while steps < config.total_steps:
         losses = [rank.learner.differentiate() for rank in learners.ranks]
         mean = torch.stack([flat.gradient for flat in flats]).mean(0)
@@ -277,12 +278,13 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
                 raise PalaError("The gradient is not finite: lower 'a2c.learning_rate'.")
             learners.own_steps += rank.flat.data - before
         rounds, steps = rounds + 1, steps + n * config.steps_per_update
-        time += max(draw.uniform(0.95, 1.05) * factor for factor in slowness)
-        time += 2 * conditions.delay_updates * averaged
+        times = [time + draw.uniform(0.95, 1.05) * factor for time, factor in zip(times, slowness, strict=True)]
+        if averaged:
+            times = [max(times) + 2 * conditions.delay_updates] * n
         learners.look([flat.data for flat in flats], steps)
-        for number in range(n):
+        for number, time in enumerate(times):
             learners.note(number, steps, time)
-    return _learned(learners, torch.stack([flat.data for flat in flats]).mean(0), steps, time, [rounds] * n, 0)
+    return _learned(learners, torch.stack([flat.data for flat in flats]).mean(0), steps, max(times), [rounds] * n, 0)
 
 
 def _slowness(conditions: Conditions) -> tuple[float, ...]:

@@ -70,6 +70,7 @@ class VirtualCluster(VirtualNetwork):
         self.violations: list[str] = []  # of the process lock, the staleness bound, or of what may heal
         self.all_well_from_s = float("inf")  # from then on no patience should have to end
         self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
+        self.ended_s = 0.0  # when a rank last ended training: `run` goes on until the last timer has rung
         self.last_gone_s = 0.0  # when a rank last died, or went: a spare that is told to leave first takes its place
         self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
         self._not_taken_in: dict[tuple[int, int], float] = {}  # sender and receiver of a model -> when it was sent
@@ -240,7 +241,7 @@ class VirtualCluster(VirtualNetwork):
         if rank.protocol.budget.stop is Stop.NONE:
             self._start_update(rank)
         else:
-            rank.ended = True
+            rank.ended, self.ended_s = True, self.now
 
     def _wake(self, rank: Rank) -> None:
         rank.wake_set = False

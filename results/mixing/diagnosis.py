@@ -211,7 +211,7 @@ def _on_a_network(config: Any, trial: Trial, make: Callable) -> Any:
     cluster.run()
     assert not cluster.stuck and not cluster.violations
     return Learned(
-        learners.episodes, cluster.global_steps, cluster.now, updates, cluster.models_sent, 1.0, learners.distances,
+        learners.episodes, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent, 1.0, learners.distances,
         learners.divergences,
     )  # fmt: skip
 
