@@ -405,6 +405,22 @@ def test_without_its_terminal_training_goes_on(run, monkeypatch, error):
     Reporter(run, ranks=2, budget_steps=4_000_000, console="panel", tensorboard=False).report(400_000)
 
 
+def test_without_tensorboards_files_training_goes_on(run, monkeypatch, capsys):
+    """Also if they cannot be made, as by a rank that takes the lead while the disk is full."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for broken in ("__init__", "add"):
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorBoard, broken, full)
+            reporter = Reporter(run, ranks=2, budget_steps=4_000_000, console="none", tensorboard=True)
+            for _ in range(2):
+                assert reporter.report(400_000)
+            reporter.close()
+        assert capsys.readouterr().err.count("cannot be written any more: No space left on device. Training") == 1
+
+
 def test_tensorboard_forgets_what_was_lost(run):
     figures(run)
     view = RunView(run, ranks=2)
