@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ def fit(
     from pala.transport.agreement import collectively, cores_per_rank
     from pala.transport.mpi_process import abort, leave_job, start_mpi
 
+    facts = _facts()
     comm = start_mpi()
     one_sentence_for_mistakes(comm.rank)
     hooks = Hooks(make_network, on_update, on_interval)
@@ -73,8 +75,8 @@ def fit(
         from pala.run.rank import run_rank
 
         result = run_rank(
-            comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, trust_run=trust_run,
-            hooks=hooks, conclude=_conclude,
+            comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, facts=facts,
+            trust_run=trust_run, hooks=hooks, conclude=_conclude,
         )  # fmt: skip
         if result.departs:
             leave_job()
@@ -85,6 +87,16 @@ def fit(
         if comm.size > 1:
             abort(comm, error)  # the other ranks would wait for ever
         raise
+
+
+@cache
+def _facts() -> dict[str, Any]:
+    """For run.json, of the first rank; found once: a process that has started MPI must start no others."""
+    from pala.run.run_folder import provenance
+    from pala.system.runtime import Launch
+    from pala.transport.mpi_process import has_started_mpi
+
+    return provenance(may_start_processes=not has_started_mpi()) if Launch.detect().rank == 0 else {}
 
 
 def _check_callable(**given: Any) -> None:

@@ -16,8 +16,10 @@ import contextlib
 import multiprocessing
 import re
 import signal
+import time
 import warnings
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -28,9 +30,11 @@ from pala.config import EnvConfig
 from pala.spaces import Inputs, Layout, inputs_of
 from pala.system.errors import PalaError, nearest
 from pala.system.names import import_module
+from pala.system.runtime import say
 from pala.wrappers import wrapped
 
 MakeEnv = Callable[[], gymnasium.Env]
+_PATIENCE_S = 3.0  # with all workers that are to end
 
 
 class Episode(NamedTuple):
@@ -53,7 +57,8 @@ class Step(NamedTuple):
 
 
 class Envs:
-    """`num_envs` environments behind one `reset` and one `step`."""
+    """`num_envs` environments behind one `reset` and one `step`. As a context manager: closed at the end of the block,
+    or abandoned."""
 
     def __init__(
         self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool, name: str = "", inputs: Inputs | None = None
@@ -90,17 +95,53 @@ class Envs:
         final = self._final_observations(truncated, info)
         return Step(observations, rewards.astype(np.float32), terminated, truncated, final, episodes)
 
+    def __enter__(self) -> Envs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
     def close(self) -> None:
-        """Free the environments and their threads or processes."""
-        self._env.close()
+        """Free the environments and their threads or processes. What they raise is said: nobody needs them any more."""
+        try:
+            self._env.close()
+        except Exception as error:  # it is the user's code
+            say(f"The environments cannot be closed ({type(error).__name__}: {error}).")
+        finally:
+            self._end_workers()
 
     def abandon(self) -> None:
-        """The same after a failure: a worker that died in a step must not be waited for. Raises nothing."""
-        with contextlib.suppress(Exception):  # the real fault is another
-            if isinstance(self._env, gymnasium.vector.AsyncVectorEnv):
-                self._env.close(terminate=True)
-            else:
-                self._env.close()
+        """The same after a failure: nobody waits for a worker that has died in a step, or does not come back."""
+        if isinstance(self._env, gymnasium.vector.AsyncVectorEnv):
+            self._end_workers()
+        else:
+            self.close()
+
+    def _end_workers(self) -> None:
+        """End processes that are still there, without gymnasium, which would first wait for the steps under way."""
+        env = self._env
+        env.closed = True
+        if not isinstance(env, gymnasium.vector.AsyncVectorEnv):
+            return
+        pipes = [pipe for pipe in env.parent_pipes if pipe is not None]  # None: of one that raised
+        for pipe in pipes:
+            with contextlib.suppress(OSError):  # it has ended
+                pipe.send(("close", None))
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            for process in env.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in env.processes:
+                process.kill()  # they ignore SIGTERM
+                process.join()
+            for pipe in pipes:
+                pipe.close()
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return [int(s) for s in seeds]

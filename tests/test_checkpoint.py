@@ -287,6 +287,7 @@ def test_average_leaves_out_ranks_that_are_not_finite():
     result = average([poisoned[0], healthy, poisoned[2]])
     assert (result.tensors["parameters"] == 2).all()
     assert result.counters["base_steps"] == 1000 + 10 + 100 + 10
+    assert average([poisoned[0], healthy, poisoned[2]], independent=True).rank == 1
     with pytest.raises(PalaError, match="not finite"):
         average(poisoned)
 
@@ -340,9 +341,12 @@ def test_vectors_of_another_length_are_refused_with_momentum_too(length, tmp_pat
 def test_a_rank_that_never_saved_what_it_learned_is_left_out():
     """It was killed before its first checkpoint; the other was not."""
     states = [make_state(0, 2), make_state(1, 2)]
-    states[0].counters["updates"] = 0
+    states[0].counters |= {"updates": 0, "time_s": 0.0}
     states[0].tensors = {name: torch.full((6,), 99.0) for name in states[0].tensors}
-    assert average(states).tensors["parameters"].equal(states[1].tensors["parameters"])
+    for independent in (False, True):
+        result = average(states, independent)
+        assert result.tensors["parameters"].equal(states[1].tensors["parameters"])
+        assert (result.rank, result.counters["updates"], result.counters["time_s"]) == (1, 7, 1.25)
     states[1].counters["updates"] = 0
     assert not average(states).tensors["parameters"].equal(states[1].tensors["parameters"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 
 import ale_py
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from ale_py import roms
 
+from pala import envs as envs_module
 from pala.config import EnvConfig
 from pala.envs import Envs, Episode, Step, make_envs
 from pala.system.errors import PalaError
@@ -216,6 +219,27 @@ def test_processes_give_what_this_process_gives():
             np.testing.assert_array_equal(a, b)
     assert any(step.truncated.any() for step in trajectories[0])
     assert any(step.terminated.any() for step in trajectories[0])
+
+
+def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypatch, capfd):
+    class Slow(counter()):
+        def step(self, action):
+            time.sleep(20 * multiprocessing.current_process().name.endswith("-1"))
+            return super().step(action)
+
+        def close(self):
+            print("closed", flush=True)
+
+    monkeypatch.setattr(envs_module, "_PATIENCE_S", 2.0)
+    envs = make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=Slow)
+    envs.reset(np.zeros(2, np.int32))
+    capfd.readouterr()
+    envs._env.step_async(np.zeros(2, int))
+    begin = time.monotonic()
+    envs.abandon()
+    assert time.monotonic() - begin < 10 and not multiprocessing.active_children()
+    envs.close()
+    assert capfd.readouterr() == ("closed\n", "")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import csv
 import importlib.resources
 import json
 import math
+import multiprocessing
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,17 +17,18 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AsyncVectorEnv
 
 from pala import evaluate as program
-from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, to_table
+from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
 from pala.envs import Envs, Episode, Step, make_envs
 from pala.evaluation.play import _statistics, evaluate, play
-from pala.evaluation.policy import load_policy
+from pala.evaluation.policy import load_policy, policy_of
 from pala.evaluation.record import Evaluation
 from pala.evaluation.scores import human_normalised, reference_scores
 from pala.evaluation.video import _atari_screen, _write_video, record_video
 from pala.networks.network import ActorCritic, FlatParameters
-from pala.run import checkpoint, run_folder, user_code
+from pala.run import checkpoint, conclusion, run_folder, user_code
 from pala.run.checkpoint import RankState
 from pala.run.user_code import UserCode
 from pala.system.errors import PalaError
@@ -60,6 +62,13 @@ class Sparkle(gymnasium.Env[np.ndarray, np.int64]):
 
     def render(self) -> Any:
         return np.full((101, 55, 3), 40 * self._left, np.uint8)
+
+
+class Stuck(Sparkle):
+    """Cannot be closed."""
+
+    def close(self) -> None:
+        raise RuntimeError("the viewer is gone")
 
 
 class ShortAndLong:
@@ -97,13 +106,15 @@ def make_run(path: Path, config: Config, network: ActorCritic | None = None) -> 
     return path
 
 
-def save_rank(run: Path, rank: int, weight: float, flat: FlatParameters, ranks: int = 2) -> torch.Tensor:
+def save_rank(
+    run: Path, rank: int, weight: float, flat: FlatParameters, ranks: int = 2, updates: int = 1
+) -> torch.Tensor:  # fmt: skip
     """A checkpoint with random parameters, which are returned."""
     folder = run / "checkpoints" / "segment-000"
     folder.mkdir(parents=True, exist_ok=True)
     parameters = torch.randn(len(flat.data))
     counters = {"weight": weight, "local_steps": [100, 200], "base_steps": 7}
-    counters |= {"updates": 1, "own_steps": 100, "round": 1, "time_s": 1.0}
+    counters |= {"updates": updates, "own_steps": 100, "round": 1, "time_s": 1.0}
     state = RankState(
         rank, ranks, flat.signature, {"parameters": parameters, "mean_square": parameters * 0}, {}, counters
     )
@@ -214,6 +225,16 @@ def test_without_a_policy_the_checkpoints_are_averaged(tmp_path: Path) -> None:
     torch.testing.assert_close(found, (light + 3 * heavy) / 4)
 
 
+def test_of_independent_learners_the_first_that_has_learned_is_taken_and_named(tmp_path: Path) -> None:
+    config = replace(CARTPOLE, exchange=ExchangeConfig("none"))
+    run, flat = make_run(tmp_path / "run", config), FlatParameters(network_of(CARTPOLE), torch.device("cpu"))
+    save_rank(run, 0, 1.0, flat, updates=0)
+    learned = save_rank(run, 1, 1.0, flat)
+    policy = policy_of(run)
+    assert policy.source == "checkpoint of rank 1 of 2 ranks"
+    assert torch.cat([parameter.detach().reshape(-1) for parameter in policy.network.parameters()]).equal(learned)
+
+
 def test_no_policy_and_no_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", CARTPOLE)
     with pytest.raises(PalaError, match="has no checkpoint"):
@@ -257,6 +278,44 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     (run / "make_env.pkl").write_bytes(b"nonsense")
     with pytest.raises(PalaError, match="cannot be loaded"):
         evaluate(run, 3, 2, greedy=False, seed=0, threads=1, trust_run=True)
+
+
+def test_environments_that_cannot_be_closed_cost_neither_score_nor_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE.network)
+    run = make_run(tmp_path / "run", CARTPOLE, network)
+    user_code.keep(run, CARTPOLE, UserCode(Stuck))
+    assert evaluate(run, 3, 2, greedy=False, seed=0, threads=1).returns == [5, 5, 5]
+    assert policy_of(run).source == "final"
+    said = capsys.readouterr().err
+    assert said.count("The environments cannot be closed (RuntimeError: the viewer is gone).") == 2
+
+
+def test_an_evaluation_that_is_interrupted_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gymnasium's own close waits for ever for what the workers have said already."""
+    config = replace(CARTPOLE, env=replace(CARTPOLE.env, vectorization="async"))
+    run = make_run(tmp_path / "run", config, network_of(CARTPOLE))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AsyncVectorEnv, "step_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(run, 2, 2, greedy=False, seed=0, threads=1)
+    assert not multiprocessing.active_children()
+
+
+def test_an_evaluation_counts_that_tensorboard_cannot_take(
+    cartpole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conclusion, "TensorBoard", full)
+    last_words = conclusion._LastWords(cartpole_run, CARTPOLE)
+    assert "mean return" in last_words.evaluate() and last_words.evaluation is not None
+    assert "TensorBoard's files cannot be written: No space left on device." in capsys.readouterr().err
 
 
 def test_the_program_writes_json_and_keeps_earlier_results(

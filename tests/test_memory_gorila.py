@@ -121,7 +121,7 @@ def test_ranks_that_do_not_act_keep_no_environments(tmp_path: Path, monkeypatch:
     job = train(6, gorila(tmp_path, SEPARATE, 300))
     assert job.ended_well()
     actors = assign(SEPARATE, 6, 0).actors
-    assert [closed.count(f"rank-{rank}") for rank in range(6)] == [1 if rank in actors else 2 for rank in range(6)]
+    assert [closed.count(f"rank-{rank}") for rank in range(6)] == [2 if rank in actors else 3 for rank in range(6)]
 
 
 def test_a_staleness_that_discards_many_gradients_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

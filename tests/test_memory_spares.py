@@ -27,6 +27,7 @@ from pala.config import (
     ExchangeConfig,
     check,
 )
+from pala.envs import Envs
 from pala.run.job import Job
 from pala.run.rank import run_rank
 from pala.run.result import Result
@@ -128,7 +129,10 @@ def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:
     assert ranks_in(job, "left_ranks") == [1] and ranks_in(job, "joined_ranks") == [3]
 
 
-def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path) -> None:
+def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    abandoned = list[str]()
+    monkeypatch.setattr(Envs, "abandon", lambda envs: abandoned.append(threading.current_thread().name))
+
     def on_update(comm: MemoryCommunicator, updates: int) -> None:
         if comm.rank == 0 and updates >= 5:
             with comm.world.changed:  # both in one moment: the other must not answer the spare
@@ -137,6 +141,7 @@ def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path) -> None:
 
     job = train(3, with_spares(tmp_path, spares=1), on_update=on_update)
     assert isinstance(job.results[2], PalaError) and "no rank is left that has a model" in str(job.results[2])
+    assert "rank-2" in abandoned
     assert job.segment["status"] == "failed" and "no rank is left that has a model" in job.segment["error"]
     assert train(3, replace(job.config, total_steps=200), resume=job.run).ended_well(but_for=[2])
 

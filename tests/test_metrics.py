@@ -127,6 +127,21 @@ def test_of_ranks_that_are_gone_only_what_the_newest_segment_began_from(run):
     assert kept == [[0.0, 10.0, 12.0], [0.0, 10.0, 12.0], [0.0, 10.0]]
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_was_lost_with_fewer_ranks_stays_lost_when_there_are_more(run, joins):
+    """Three ranks, then two from a checkpoint at 12 s, whom the third may join as a spare, then three from 30 s."""
+    for rank in range(3):
+        write(run, start(0), episode(10), episode(20), rank=rank)
+    for rank in range(2):
+        write(run, start(0, 12.0, "segment-001"), rank=rank)
+    joined = [start(0, 25.0, "segment-001") | {"rank": 2, "ranks": 2}, episode(28)] if joins else []
+    write(run, *joined, rank=2)
+    for rank in range(3):
+        write(run, start(0, 30.0, "segment-002") | {"rank": rank, "ranks": 3}, episode(40), rank=rank)
+    kept = [[r["time_s"] for r in records] for records in read_run(run)]
+    assert kept == [[0, 10, 12, 30, 40], [0, 10, 12, 30, 40], [0, 10, *([25, 28] * joins), 30, 40]]
+
+
 def test_a_full_disk_is_said_once_and_training_goes_on(run, capsys):
     path = metrics_path(run, 3)
     path.symlink_to("/dev/full")
@@ -403,6 +418,22 @@ def test_without_its_terminal_training_goes_on(run, monkeypatch, error):
         reporter.close()
     monkeypatch.setattr(Panel, "__init__", broken)
     Reporter(run, ranks=2, budget_steps=4_000_000, console="panel", tensorboard=False).report(400_000)
+
+
+def test_without_tensorboards_files_training_goes_on(run, monkeypatch, capsys):
+    """Also if they cannot be made, as by a rank that takes the lead while the disk is full."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for broken in ("__init__", "add"):
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorBoard, broken, full)
+            reporter = Reporter(run, ranks=2, budget_steps=4_000_000, console="none", tensorboard=True)
+            for _ in range(2):
+                assert reporter.report(400_000)
+            reporter.close()
+        assert capsys.readouterr().err.count("cannot be written any more: No space left on device. Training") == 1
 
 
 def test_tensorboard_forgets_what_was_lost(run):

@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from pala.evaluation.policy import policy_of
 from pala.evaluation.video import _rendered_env
 from pala.exchange.kinds import KINDS
 from pala.networks.own import OwnNetwork, actor_critic
-from pala.run import user_code
+from pala.run import run_folder, user_code
 from pala.run.conclusion import conclude
 from pala.run.hooks import Hooks, Moment, asks_to_stop
 from pala.run.rank import run_rank
@@ -512,28 +514,30 @@ def test_an_exception_in_training_closes_the_environments(tmp_path: Path) -> Non
     assert isinstance(error, ZeroDivisionError) and not multiprocessing.active_children()
 
 
-def test_a_worker_that_died_is_not_waited_for(tmp_path: Path) -> None:
-    """gymnasium's own close waits for ever for what another worker has said already."""
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_worker_that_died_is_not_waited_for(worker: int, tmp_path: Path) -> None:
+    """gymnasium's own close waits for ever for what another worker has said already, or leaves that one behind."""
     config = configure(tmp_path, steps=10**9)
     config = replace(config, env=replace(config.env, num_envs=2, vectorization="async"))
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, config, make_env=Deadly, interrupt=comm.interrupt)
+        return run_rank(comm, config, make_env=lambda: Deadly(worker), interrupt=comm.interrupt)
 
     (error,) = run_ranks(1, main)
     assert isinstance(error, EOFError | BrokenPipeError | ConnectionError), error
+    assert not multiprocessing.active_children()
 
 
 class Deadly(gymnasium.Wrapper):
-    """Its process dies in the fifth step, if it is the second worker's."""
+    """Its process dies in the fifth step, if it is this worker's."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: int) -> None:
         super().__init__(gymnasium.make("CartPole-v1"))
-        self.steps = 0
+        self.steps, self.worker = 0, worker
 
     def step(self, action: Any) -> Any:
         self.steps += 1
-        if self.steps == 5 and multiprocessing.current_process().name.endswith("1"):
+        if self.steps == 5 and multiprocessing.current_process().name.endswith(f"-{self.worker}"):
             os._exit(3)
         return super().step(action)
 
@@ -633,6 +637,25 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     yield run
     gymnasium.registry.pop("Corridor-v0", None)
+
+
+@pytest.mark.parametrize("has_started_mpi", [False, True])
+def test_a_run_by_fit_says_what_made_it(
+    has_started_mpi: bool, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """git is asked before the first fit has started MPI, and never after that."""
+    asked = list[str]()
+    monkeypatch.setattr(pala, "_facts", cache(pala._facts.__wrapped__))
+    monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: has_started_mpi)
+    monkeypatch.setattr(run_folder, "_git", lambda what, *_: asked.append(what) or "abc")
+    for _ in range(2):
+        result = one_rank(lambda: pala.fit(configure(tmp_path, steps=50)))
+        segment = record_of(result.run)["segments"][0]
+        shutil.rmtree(result.run)
+        assert segment["command"] and segment["platform"] and "torch" in segment["versions"]
+        assert segment["git_commit"] == (None if has_started_mpi else "abc")
+        monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: True)
+    assert asked == ([] if has_started_mpi else ["ls-files", "rev-parse", "status"])
 
 
 @pytest.mark.slow

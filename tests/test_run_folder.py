@@ -16,7 +16,10 @@ from standing_ranks import StandingRanks
 
 from pala.config import Config, RunConfig
 from pala.run import run_folder
+from pala.run.records import Records
+from pala.run.segment import Segment
 from pala.system.errors import PalaError
+from pala.transport.alone import Alone
 
 
 def test_a_second_job_is_refused_while_any_rank_of_the_first_lives(tmp_path: Path) -> None:
@@ -84,7 +87,8 @@ def test_a_name_that_would_surprise_is_refused(settings: dict[str, str], words: 
 
 def test_what_killed_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     kept = ["run.json", "checkpoints/segment-000/rank-0000.safetensors", "metrics/rank-0000.jsonl", "notes.tmp"]
-    left = [".run.json.17.tmp", "checkpoints/segment-000/.rank-0000.safetensors.17.tmp"]
+    segment = "checkpoints/segment-000"
+    left = [".run.json.17.tmp", f"{segment}/.rank-0000.safetensors.17.tmp", f"{segment}/.rank-0001.safetensors.new"]
     for name in kept + left:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -198,15 +202,58 @@ def test_a_changed_tree_is_recorded_but_not_for_new_results(tmp_path: Path, monk
     for file in files:
         file.parent.mkdir()
         file.write_text("committed\n")
-    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
-    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "Begin"]):
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    commit_all(tmp_path)
     monkeypatch.setattr(run_folder, "__file__", str(files[0]))
     (tmp_path / "untracked").write_text("new\n")
     files[1].write_text("made anew\n")
     assert run_folder.provenance()["git_dirty"] is False
     files[0].write_text("changed\n")
     assert run_folder.provenance()["git_dirty"] is True
+
+
+def commit_all(folder: Path) -> None:
+    """Make a repository of a folder."""
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "Begin"]):
+        subprocess.run(["git", "-C", str(folder), *command], check=True)
+
+
+def test_the_commit_of_a_repository_that_pala_is_installed_in_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored, installed = tmp_path / ".gitignore", tmp_path / ".venv" / "run_folder.py"
+    ignored.write_text(".venv\n")
+    commit_all(tmp_path)
+    ignored.write_text(".venv\nruns\n")
+    installed.parent.mkdir()
+    installed.touch()
+    monkeypatch.setattr(run_folder, "__file__", str(installed))
+    facts = run_folder.provenance()
+    assert (facts["git_commit"], facts["git_dirty"]) == (None, False)
+
+
+def test_a_record_that_could_not_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run is not complete, and has failed, when its completion could not be written."""
+    (tmp_path / "metrics").mkdir()
+    start = {"type": "start", "segment": "segment-000", "time_s": 0.0, "local_steps": 0, "global_steps": 0}
+    config = Config(run=RunConfig(console="none", tensorboard=False))
+    records = Records(0, ["here"], config, Segment(tmp_path, tmp_path / "segment-000", None), start)
+    records.begin(Alone("here"), {})
+    records.note_later(message_bytes=7)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "write_atomically", full)
+        records.report(0)
+        with pytest.raises(OSError, match="No space left") as caught:
+            records.end("completed")
+    records.report(0)
+    assert record_of(tmp_path)["segments"][0]["message_bytes"] == 7
+    records.fail(caught.value)
+    record = record_of(tmp_path)
+    assert record["segments"][0]["status"] == "failed" and not record["completed"]
 
 
 @pytest.mark.mpi

@@ -49,16 +49,13 @@ def evaluate(
     torch.set_num_threads(threads)
     make_env, make_network = user_code.load_trusted(run, config, trust_run)
     limit = config.evaluation.max_episode_steps
-    envs = make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env, limit)
-    try:
+    with make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env, limit) as envs:
         policy = load_policy(run, config, envs, make_network)
         act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
         seeds = derive(seed, 0, "evaluation environments", envs.num_envs)
         played, steps = play(envs, act, seeds, episodes, timeout_s)
         seconds = time.perf_counter() - begin
-    finally:
-        envs.close()
     cut = sum(episode.length_steps >= limit for episode in played)
     if cut and not isinstance(envs, AtariEnvs):
         say(

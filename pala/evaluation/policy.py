@@ -141,11 +141,8 @@ def policy_of(run: Path, seed: int = 0, trust_run: bool = False) -> Policy:
     """What `pala.load_policy` does."""
     config = run_folder.config_of(run)
     make_env, make_network = user_code.load_trusted(run, config, trust_run)
-    envs = make_envs(replace(config.env, num_envs=1, vectorization="sync"), 1, make_env)  # for its spaces
-    try:
+    with make_envs(replace(config.env, num_envs=1, vectorization="sync"), 1, make_env) as envs:  # for its spaces
         policy = load_policy(run, config, envs, make_network)
-    finally:
-        envs.close()
     policy.seed(seed)
     return policy
 
@@ -173,8 +170,8 @@ def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork
 
 
 def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
-    """Into `flat`: the weighted mean of the ranks' parameters, of independent learners rank 0's; of Gorila the shards
-    put together. Returns (global steps, words for it)."""
+    """Into `flat`: the weighted mean of the ranks' parameters, of independent learners the first's; of Gorila the
+    shards put together. Returns (global steps, words for it)."""
     states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature, len(flat.data))
     ranks = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
     steps = checkpoint.joint_counters(states)["base_steps"]
@@ -182,5 +179,6 @@ def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[
         flat.data.copy_(assemble(states, len(flat.data)).parameters)
         return steps, f"checkpoints of {ranks}"
     independent = kind_of(config.exchange).policy == "first"
-    flat.data.copy_(checkpoint.average(states, independent).tensors["parameters"])
-    return steps, f"checkpoint of rank 0 of {ranks}" if independent else f"mean of checkpoints of {ranks}"
+    state = checkpoint.average(states, independent)
+    flat.data.copy_(state.tensors["parameters"])
+    return steps, f"checkpoint of rank {state.rank} of {ranks}" if independent else f"mean of checkpoints of {ranks}"

@@ -103,7 +103,8 @@ class GorilaParts(Parts[GorilaExchange]):
             if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
                 self.squares.zero_()
                 say(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
-            return RankState(0, 1, self.flat.signature, {}, {}, checkpoint.joint_counters(states))
+            counters = states[0].counters | checkpoint.joint_counters(states)
+            return RankState(0, 1, self.flat.signature, {}, {}, counters)
 
         joint = collectively(comm, read)
         share(comm, self, root=0)

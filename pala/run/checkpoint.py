@@ -152,28 +152,29 @@ def average(states: list[RankState], independent: bool = False) -> RankState:
     """One state from many, for another number of ranks.
 
     Of A2C. Kept: the parameters, averaged with their push-sum weights; RMSprop's mean squares, averaged; all steps
-    made. Not kept: each rank's random streams. A rank whose parameters are not finite is left out; raises PalaError if
-    that leaves none. Of `independent` learners (exchange `none`), whose average means nothing, rank 0's are taken.
+    made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random streams.
+    A rank whose parameters are not finite, or that saved nothing beside others that did, is left out; raises PalaError
+    if that leaves none. Of `independent` learners (exchange `none`), whose average means nothing, the first is taken.
     """
     for state in states:
         check_actor_critic(state)
     if any(state.tensors.keys() != states[0].tensors.keys() for state in states):
         raise PalaError("The checkpoints of the ranks are of unlike settings: some are with momentum, some without.")
-    counters = joint_counters(states)
+    joint = joint_counters(states)
     # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
     states = [state for state in states if state.counters["updates"]] or states
-    states = [
-        state for state in states[: 1 if independent else None] if bool(state.tensors["parameters"].isfinite().all())
-    ]
+    states = [state for state in states if bool(state.tensors["parameters"].isfinite().all())]
     if not states:
         raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
+    states = states[: 1 if independent else None]
     weights = [state.counters["weight"] for state in states]
     tensors = {
         name: sum((w * state.tensors[name] for w, state in zip(weights, states, strict=True)), torch.zeros(()))
         / sum(weights)
         for name in states[0].tensors
     }
-    return RankState(0, 1, states[0].signature, tensors, {}, counters)
+    first = states[0]
+    return RankState(first.rank, first.ranks, first.signature, tensors, {}, first.counters | joint)
 
 
 def check_actor_critic(state: RankState) -> None:
@@ -183,9 +184,11 @@ def check_actor_critic(state: RankState) -> None:
 
 
 def joint_counters(states: list[RankState]) -> dict[str, Any]:
-    """The first state's counters, with the steps of all as those of an earlier run with other ranks."""
+    """Those that all ranks of another job begin with: the steps of all as those of an earlier run, and how long they
+    trained."""
     known = np.max([state.counters["local_steps"] for state in states], axis=0)
-    return states[0].counters | {"base_steps": states[0].counters["base_steps"] + int(known.sum())}
+    base_steps = states[0].counters["base_steps"] + int(known.sum())
+    return {"base_steps": base_steps, "time_s": max(state.counters["time_s"] for state in states)}
 
 
 def newest_segment(run: Path) -> Path:

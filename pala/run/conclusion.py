@@ -15,7 +15,7 @@ from pala.plot import plot
 from pala.run import run_folder
 from pala.run.result import Conclusion, Result
 from pala.run.tensorboard import FOLDER, TensorBoard
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.runtime import Interrupt, say, tell
 
 
@@ -74,12 +74,18 @@ class _LastWords:
             trust_run=True,  # this job itself has written it
         )  # fmt: skip
         save(self._run, evaluation)
+        self.evaluation = evaluation
         if self._config.run.tensorboard:
+            self._to_tensorboard(evaluation)
+        return f"{evaluation} ({self._run / 'evaluation.json'})"
+
+    def _to_tensorboard(self, evaluation: Evaluation) -> None:
+        try:
             board = TensorBoard(self._run / FOLDER)
             board.add_evaluation(evaluation)
             board.close()
-        self.evaluation = evaluation
-        return f"{evaluation} ({self._run / 'evaluation.json'})"
+        except OSError as error:
+            say(f"TensorBoard's files cannot be written: {reason(error)}.")
 
     def draw(self) -> str:
         """Draw the learning curve; returns where."""

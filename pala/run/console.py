@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,8 +143,11 @@ class Reporter:
         self._console: Display | None = None
         with self._losing_the_console():
             self._console = make_console(console, title)
-        self._tensorboard = TensorBoard(run / FOLDER, begin_steps) if tensorboard else None
-        self._to_tensorboard(lambda board: board.describe({"ranks": ranks, **(settings or {})}))
+        self._tensorboard: TensorBoard | None = None
+        if tensorboard:
+            with self._losing_tensorboard():
+                self._tensorboard = TensorBoard(run / FOLDER, begin_steps)
+                self._tensorboard.describe({"ranks": ranks, **(settings or {})})
 
     def report(self, global_steps: int) -> dict[str, Any]:
         """Read what is new and show it."""
@@ -152,7 +155,9 @@ class Reporter:
         figures = self._progress.figures()
         with self._losing_the_console():
             self._show(figures)
-        self._to_tensorboard(lambda board: board.add(self.view, global_steps))
+        with self._losing_tensorboard():
+            if self._tensorboard is not None:
+                self._tensorboard.add(self.view, global_steps)
         return figures
 
     def close(self) -> None:
@@ -160,7 +165,9 @@ class Reporter:
         with self._losing_the_console():
             if self._console is not None:
                 self._console.close()
-        self._to_tensorboard(lambda board: board.close())
+        with self._losing_tensorboard():
+            if self._tensorboard is not None:
+                self._tensorboard.close()
 
     def _show(self, figures: dict[str, str]) -> None:
         if self._console is None:
@@ -179,12 +186,11 @@ class Reporter:
         except (OSError, SystemExit):
             self._console = None
 
-    def _to_tensorboard(self, action: Callable[[TensorBoard], None]) -> None:
+    @contextmanager
+    def _losing_tensorboard(self) -> Iterator[None]:
         """Its files are a copy of the metrics: if they cannot be written, training goes on without them."""
-        if self._tensorboard is None:
-            return
         try:
-            action(self._tensorboard)
+            yield
         except OSError as error:
             say(f"TensorBoard's files cannot be written any more: {reason(error)}. Training goes on.")
             self._tensorboard = None

@@ -202,20 +202,32 @@ def _counting(tail: Tail) -> list[Record]:
 
 
 def read_run(run: Path) -> list[list[Record]]:
-    """`read_rank` for every rank of a run. Of ranks that the newest segment no longer has, only what it began from.
-    Raises PalaError if a file is damaged, or all are too large together."""
+    """`read_rank` for every rank of a run, without what segments that began without a rank did not go on from. Raises
+    PalaError if a file is damaged, or all are too large together."""
     ranks, left_bytes = [], limit_mib() * 2**20
     for path in sorted((run / "metrics").glob("rank-*.jsonl*")):
         tail = Tail(path, left_bytes)
         ranks.append(_counting(tail))
         left_bytes -= tail.num_bytes
-    starts = [[record for record in records if record["type"] == "start"][-1:] for records in ranks]
-    newest = max((start[0]["segment"] for start in starts if start), default="")
-    begin_s = min((start[0]["time_s"] for start in starts if start and start[0]["segment"] == newest), default=0.0)
-    return [
-        [r for r in records if r["time_s"] <= begin_s] if start and start[0]["segment"] != newest else records
-        for records, start in zip(ranks, starts, strict=True)
-    ]
+    starts = [record for records in ranks for record in records if record["type"] == "start"]
+    starts.sort(key=lambda start: start["time_s"], reverse=True)
+    begins = {start["segment"]: start["time_s"] for start in starts}  # the earliest, which comes last
+    return [_gone_on_from(records, begins) for records in ranks]
+
+
+def _gone_on_from(records: list[Record], begins: dict[str, float]) -> list[Record]:
+    """A rank's records, each only if it is no younger than the later segments that began without this rank."""
+    own = {
+        r["segment"] for r in records if r["type"] == "start" and (r.get("rank") or 0) < (r.get("ranks") or math.inf)
+    }
+    kept, until_s = [], math.inf
+    for record in records:
+        if record["type"] == "start":
+            later = (segment for segment in begins if segment > record["segment"] and segment not in own)
+            until_s = min((begins[segment] for segment in later), default=math.inf)
+        if record["time_s"] <= until_s:
+            kept.append(record)
+    return kept
 
 
 class RunView:

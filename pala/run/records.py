@@ -48,7 +48,7 @@ class Records:
         collectively(comm, on_rank_0)
 
     def open_reporter(self) -> None:
-        """Begin what the console and TensorBoard show, if this rank leads. Raises OSError, PalaError."""
+        """Begin what the console and TensorBoard show, if this rank leads."""
         if self._record is not None:
             self._reporter = self._make_reporter(self._begin_steps)
 
@@ -68,8 +68,7 @@ class Records:
 
     def report(self, global_steps: int) -> None:
         """Show what is new of all ranks, if this rank leads."""
-        if self._to_note:
-            self._note_or_say(**self._to_note)
+        if self._to_note and self._note_or_say(**self._to_note):
             self._to_note.clear()
         if self._reporter is not None:
             self._reporter.report(global_steps)
@@ -159,11 +158,14 @@ class Records:
         """Note that no rank has anything left to save, if this rank leads."""
         self._note_or_say(saved=True)
 
-    def _note_or_say(self, **facts: Any) -> None:
+    def _note_or_say(self, **facts: Any) -> bool:
+        """Returns whether it could be written."""
         try:
             self.note(**facts)
         except OSError as error:
             say(f"run.json cannot be written: {reason(error)}.")
+            return False
+        return True
 
     def _take_over(self) -> RunRecord:
         return RunRecord.take_over(self._segment.run, self._segment.check_folder)

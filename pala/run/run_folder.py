@@ -27,12 +27,15 @@ _RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do 
 _LOCK = ".lock"  # says who holds it; means nothing while nobody does
 
 
-def provenance() -> dict[str, Any]:
-    """Command line, git commit and versions. Starts a process, so call it before MPI is initialised."""
+def provenance(may_start_processes: bool = True) -> dict[str, Any]:
+    """Command line, git commit and versions. Starts processes, which nobody may when MPI is initialised: without them
+    there is no commit."""
+    # Another repository may be around where PALA is installed.
+    is_ours = may_start_processes and _git("ls-files", "--error-unmatch", "--", Path(__file__).name) is not None
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS)),
+        "git_commit": _git("rev-parse", "HEAD") if is_ours else None,
+        "git_dirty": is_ours and bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS)),
         "versions": installed_versions(),
         "platform": platform.platform(),
     }
@@ -116,7 +119,7 @@ def _never_began(path: Path) -> bool:
 
 def remove_unfinished(run: Path) -> None:
     """Delete what killed jobs have left of files that they were writing. Only while the folder is locked."""
-    for left_over in run.rglob(".*.tmp"):
+    for left_over in (*run.rglob(".*.tmp"), *run.rglob(".*.new")):
         with contextlib.suppress(OSError):
             left_over.unlink()
 
@@ -375,7 +378,6 @@ class RunRecord:
     def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None] = _nothing) -> None:
         """`check` is called before each writing, and may raise."""
         self._file, self._record, self._check = path / "run.json", record, check
-        self.segment: dict[str, Any] = record["segments"][-1]
 
     @classmethod
     def begin(
@@ -389,7 +391,7 @@ class RunRecord:
         begun = {"started": _now(), "ended": None, "status": "running"} | segment
         text = {"format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, begun]}
         record = cls(path, text, check)
-        record._write()
+        record._write(text)
         return record
 
     @classmethod
@@ -398,23 +400,30 @@ class RunRecord:
         return cls(path, read(path), check)
 
     @property
+    def segment(self) -> dict[str, Any]:
+        """As it was last written."""
+        segment: dict[str, Any] = self._record["segments"][-1]
+        return segment
+
+    @property
     def is_running(self) -> bool:
         """Whether nobody has said yet how the segment ended."""
         return bool(self.segment["status"] == "running")
 
     def end(self, status: str, **facts: Any) -> None:
         """`completed`, `stopped` (by a signal) or `failed`."""
-        self.segment |= {"ended": _now(), "status": status} | facts
-        self._record["completed"] = status == "completed"
-        self._write()
+        self._change(self.segment | {"ended": _now(), "status": status} | facts, status == "completed")
 
     def note(self, **facts: Any) -> None:
         """Add facts to the segment while it runs; None takes one back."""
-        self.segment |= facts
-        for key in [key for key, fact in facts.items() if fact is None]:
-            del self.segment[key]
-        self._write()
+        changed = {key: fact for key, fact in (self.segment | facts).items() if fact is not None or key not in facts}
+        self._change(changed, self._record["completed"])
 
-    def _write(self) -> None:
+    def _change(self, segment: dict[str, Any], completed: bool) -> None:
+        self._write(self._record | {"completed": completed, "segments": [*self._record["segments"][:-1], segment]})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """What cannot be written is not remembered either: it can be tried again."""
         self._check()
-        write_atomically(self._file, (json_text(self._record, indent=2) + os.linesep).encode())
+        write_atomically(self._file, (json_text(record, indent=2) + os.linesep).encode())
+        self._record = record

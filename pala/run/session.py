@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM, Signals
@@ -73,7 +74,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
             **request.facts, "threads_per_rank": job.threads, "environment": envs.name,
             "python_environment": code.make_env is not None, "python_network": code.make_network is not None,
         }  # fmt: skip
-        try:
+        with envs:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
             if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
                 say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
@@ -89,12 +90,9 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                 if comm.rank == 0 and config.run.console != "none":
                     tell(_header(job, config, parts, progress, segment))
                 if not parts.acts:  # it needed their spaces alone
-                    close_or_say(envs, comm.rank)
+                    envs.close()
                 session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
                 return session.run(session.begin, request.on_update or nothing_on_update, request.conclude)
-        except Exception:
-            envs.abandon()
-            raise
 
 
 def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) -> UserCode:
@@ -107,14 +105,6 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
 
     collectively(comm, check)
     return collectively(comm, lambda: user_code.load(run, given))
-
-
-def close_or_say(envs: Envs, rank: int) -> None:
-    """Close environments that are needed no more: what they raise is no reason to end a run."""
-    try:
-        envs.close()
-    except Exception as error:  # it is the user's code
-        say(f"[rank {rank}] its environments cannot be closed ({type(error).__name__}: {error}).")
 
 
 def _with_name(config: Config, code: UserCode, envs: Envs) -> Config:
@@ -130,15 +120,16 @@ def take_place(
     alone, rank = Alone(job.comm.host), job.comm.rank
     config, hooks = request.config, request.hooks
     segment = Segment(briefing.run, briefing.segment, briefing.previous)
-    try:
-        # This job has kept or judged it.
-        code = user_code.load(segment.run, UserCode(request.make_env, hooks.make_network))
-        envs = build_envs(alone, config, job.threads, code.make_env)
-        config = _with_name(config, code, envs)
-        parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
-    except CollectiveError as error:  # of this rank alone
-        raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
-    with joined(segment, briefing.is_locked) as segment:
+    with ExitStack() as stack:
+        try:
+            # This job has kept or judged it.
+            code = user_code.load(segment.run, UserCode(request.make_env, hooks.make_network))
+            envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
+            config = _with_name(config, code, envs)
+            parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
+        except CollectiveError as error:  # of this rank alone
+            raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
+        segment = stack.enter_context(joined(segment, briefing.is_locked))
         try:
             exchange = parts.take_place(job.comm, sleeping, interrupt)
         except PalaError as error:
@@ -147,14 +138,13 @@ def take_place(
                 note_failure(segment, rank, error)
             raise
         if exchange is None:
-            envs.close()
             return None
         say(f"[rank {rank}] takes the place of a rank that is gone.")
         counters = Counters(time_s=time.perf_counter() - began_s)
         progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
         records = _open_records(job, config, parts, progress, segment)
         if not parts.acts:
-            close_or_say(envs, rank)
+            envs.close()
         session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
         return session.run(lambda: exchange, request.on_update or nothing_on_update, request.conclude)
 
@@ -355,7 +345,7 @@ class Session:
         self._lead_if_first(exchange)
         if stop is not Stop.NONE and not stop.completes:
             self._record_stop(exchange, stop)  # at once: after a signal the launcher may not give much time
-        close_or_say(self._envs, self._comm.rank)
+        self._envs.close()
         return stop
 
     def _call(

@@ -25,6 +25,12 @@ _FINALIZE_S = 60.0
 _ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
 
 
+def has_started_mpi() -> bool:
+    """Whether MPI has been initialised in this process, by whomever."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
+
+
 def start_mpi() -> MpiCommunicator:
     """Initialise MPI, if that is still to be done, and return all ranks of the job. Raises PalaError."""
     mpi4py.rc.initialize = False
