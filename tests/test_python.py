@@ -647,6 +647,8 @@ def test_a_run_by_fit_says_what_made_it(
     asked = list[str]()
     monkeypatch.setattr(pala, "_facts", cache(pala._facts.__wrapped__))
     monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: has_started_mpi)
+    if has_started_mpi:
+        monkeypatch.setattr(run_folder.platform, "platform", None)  # it starts a process, too
     monkeypatch.setattr(run_folder, "_git", lambda what, *_: asked.append(what) or "abc")
     for _ in range(2):
         result = one_rank(lambda: pala.fit(configure(tmp_path, steps=50)))

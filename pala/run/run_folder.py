@@ -37,7 +37,7 @@ def provenance(may_start_processes: bool = True) -> dict[str, Any]:
         "git_commit": _git("rev-parse", "HEAD") if is_ours else None,
         "git_dirty": is_ours and bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS)),
         "versions": installed_versions(),
-        "platform": platform.platform(),
+        "platform": platform.platform() if may_start_processes else "-".join(os.uname()[0:3:2]),
     }
 
 

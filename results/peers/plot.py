@@ -63,7 +63,8 @@ def main():
             there = np.flatnonzero(returns >= target)
             took = f"not within {minutes[-1]:.1f} minutes, {returns.max():.1f} at best"
             if len(there):
-                took = f"{minutes[there[0]]:.1f} minutes"
+                around = slice(max(0, there[0] - 1), there[0] + 1)
+                took = f"{np.interp(target, returns[around], minutes[around]):.1f} minutes"
             print(f"{game} {target:g}: {name} ({number}): {took}")
         panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
         panel.set(title=game, xlabel="wall-clock time (minutes)", ylabel="episode return (mean of 100 episodes)")

@@ -166,7 +166,8 @@ class Float32(Codec):
             self._sum = self._sum.to(torch.float32)
             if self._scale != 1.0:
                 self._sum.mul_(self._scale)
-            self._sum.add_(self._staged, alpha=weight)
+            for total, staged in in_blocks(self._sum, self._staged):  # of unlike types a CPU casts all at once
+                total.add_(staged, alpha=weight)
             self._scale = 1.0
         self._total_weight += weight
         return first and self.keeps_block
