@@ -27,6 +27,7 @@ from pala.benchmark.report import markdown
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
 from pala.envs import make_envs
 from pala.exchange.base import ExchangeState
+from pala.gorila.worker import minibatches_at_hand
 from pala.report.text import Spread, table
 from pala.run.metrics import SECTIONS
 from pala.system.errors import PalaError
@@ -107,6 +108,16 @@ def test_operations_of_gorila_by_hand(double: bool, passes: int) -> None:
     )
     forward = 2 * sum(layers)
     assert gorila_flops(images, actions, config) == (8 * passes * forward, 8 * (2 * forward - 2 * layers[0]))
+
+
+@pytest.mark.parametrize(
+    ("envs", "period", "minibatch", "at_hand"), [(16, 4, 32, 4), (2, 4, 32, 1), (64, 4, 32, 8), (16, 4, 512, 1)]
+)
+def test_gorilas_target_network_is_timed_on_as_many_minibatches_as_training_joins(
+    envs: int, period: int, minibatch: int, at_hand: int
+) -> None:
+    gorila = GorilaConfig(update_period_steps=period, minibatch_size=minibatch)
+    assert minibatches_at_hand(Config(env=EnvConfig(num_envs=envs), gorila=gorila)) == at_hand
 
 
 def test_gorilas_page_says_how_often_is_learned_and_nothing_of_gossip(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import QNetwork
 from pala.gorila.parts import GorilaParts, build
 from pala.gorila.shard import Beginning, Shard
-from pala.gorila.worker import Worker
+from pala.gorila.worker import Worker, minibatches_at_hand
 from pala.run.loop import Counters, Progress
 from pala.run.metrics import Record
 from pala.system.runtime import Interrupt
@@ -52,28 +52,32 @@ def flops_per_step(
 
 
 def network_us(agent: GorilaParts, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
-    """Microseconds a step of `forward` (the target network's pass), `backward` (the gradient with the network's own
-    pass) and `optimiser` (a shard of all parameters)."""
+    """Microseconds a step of `forward` (the target network's pass over all minibatches that training has at hand),
+    `backward` (the gradient with the network's own pass, and the weights taken anew) and `optimiser` (a shard of all
+    parameters)."""
     gorila, now = config.gorila, clock(agent.device)
     count = gorila.minibatch_size
-    images = torch.from_numpy(np.resize(observations, (count, *observations.shape[1:]))).to(agent.device)
+    at_hand = minibatches_at_hand(config) if agent.target_tape.joins else 1
+    images = torch.from_numpy(np.resize(observations, (at_hand * count, *observations.shape[1:]))).to(agent.device)
     zeros = torch.zeros(count, device=agent.device)
-    batch = Transitions(images, zeros.long(), zeros, images, zeros.bool())
+    batch = Transitions(images[:count], zeros.long(), zeros, images[:count], zeros.bool())
     shard = Shard(Beginning.fresh(agent.flat.data), slice(None), gorila)
     sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
     agent.target_tape.begin()
     while turns < 2 or now() < end:
-        agent.tape.begin()
-        times = [now()]
+        begin = now()
         (values,) = agent.target_tape.peek(images)
-        times.append(now())
-        differentiate(agent.tape, values, agent.flat, batch, gorila)
-        times.append(now())
-        shard.apply(agent.flat.gradient.cpu(), shard.version)
-        times.append(now())
-        turns += 1
-        for name, first, last in zip(sums, times, times[1:], strict=False):
-            sums[name] += last - first
+        sums["forward"] += now() - begin
+        for next_values in values.split(count):
+            times = [now()]
+            agent.tape.begin()
+            differentiate(agent.tape, next_values, agent.flat, batch, gorila)
+            times.append(now())
+            shard.apply(agent.flat.gradient.cpu(), shard.version)
+            times.append(now())
+            sums["backward"] += times[1] - times[0]
+            sums["optimiser"] += times[2] - times[1]
+        turns += at_hand
     return {name: 1e6 * total / (turns * gorila.update_period_steps) for name, total in sums.items()}
 
 

@@ -25,12 +25,24 @@ from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
 
 if TYPE_CHECKING:
+    from pala.config import Config
     from pala.gorila.parts import GorilaParts
 
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
 _MOST_NOT_FINITE = 100
 _PATIENCE_S = 0.1  # of a learner that does not act
 _MOST_AHEAD = 256  # transitions at hand, if one minibatch has not more
+
+
+def minibatches_at_hand(config: Config) -> int:
+    """So many a learner of its own replay has at once, where each rank learns: what a step of its environments pays
+    for."""
+    paid = config.env.num_envs // config.gorila.update_period_steps
+    return max(1, min(paid, _most_at_hand(config)))
+
+
+def _most_at_hand(config: Config) -> int:
+    return max(1, _MOST_AHEAD // config.gorila.minibatch_size)
 
 
 class Worker(Loop):
@@ -117,8 +129,7 @@ class Worker(Loop):
             batch = self._exchange.next_batch(patience_s)
             while batch is not None:
                 self._ahead.append(Transitions(*(self._to_device(array) for array in batch)))
-                would_be = (len(self._ahead) + 1) * self._config.gorila.minibatch_size
-                may_go_on = self._exchange.samples_itself and would_be <= _MOST_AHEAD
+                may_go_on = self._exchange.samples_itself and len(self._ahead) < _most_at_hand(self._config)
                 batch = self._exchange.next_batch(0.0) if may_go_on else None
 
     def _look_ahead(self) -> None:
