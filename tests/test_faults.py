@@ -263,6 +263,9 @@ def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: P
     alone = ["--total-steps", "9000", "--exchange.kind", "none"]
     job, run = start_disturbed(any_mpi, 3, SLOW_UNTIL_FREE, *alone, cwd=tmp_path), tmp_path / "runs/r"
     os.kill(wait_until_all_train(tmp_path, 3)[0], signal.SIGKILL)
+    # They hear of it while they train, though they tell each other nothing: the next one keeps the record.
+    wait_for(lambda: "lost_ranks" in record_of(run)["segments"][0], what="notice of the death")
+    assert max(local_steps(run)[1:]) < 3000, "they noticed it at the end"
     (tmp_path / "free").touch()
     assert job.wait().status == 0, job.output
     assert record_of(run)["completed"] and (run / "policy.safetensors").exists()

@@ -57,7 +57,7 @@ class DataProxy(ThreadedTransport):
         super().__init__("pala-data-proxy")
         self._hurry = False
         self._comm = comm.Dup()
-        self._deaths = MpiDeaths(self._comm)
+        self._deaths = MpiDeaths(self._comm, polls=False)
         self._sends: list[_Send] = []
         self._receives: list[_Receive] = []  # at most one bulk message that is not too late
 

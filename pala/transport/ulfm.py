@@ -26,15 +26,18 @@ def is_death(error: BaseException) -> bool:
 class MpiDeaths(Deaths):
     """The deaths among the ranks of an MPI communicator."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._comm, self._can_survive = comm, can_survive()
+    def __init__(self, comm: MPI.Comm, polls: bool = True) -> None:
+        """`polls`: each look calls MPI's progress, for it hears of deaths only then; False where somebody else does."""
+        self._comm, self._can_survive, self._polls = comm, can_survive(), polls
         self.ranks: set[int] = set()
 
     def look(self) -> set[int]:
-        """Ranks that died since the last look (a fifth of a microsecond when there are none). They are acknowledged:
-        receives from any source go on without them."""
+        """Ranks that died since the last look (without `polls` a fifth of a microsecond when there are none). They are
+        acknowledged: receives from any source go on without them."""
         if not self._can_survive:
             return set()
+        if self._polls:
+            self._poll()
         group = self._comm.Get_failed()
         try:
             if group.size == len(self.ranks):
@@ -47,14 +50,12 @@ class MpiDeaths(Deaths):
         self.ranks |= fresh
         return fresh
 
-    def end_if_any(self) -> None:
-        if self._can_survive:
-            try:
-                self._comm.Iprobe()  # MPI hears of deaths only while it is called
-            except MPI.Exception as error:
-                if not is_death(error):
-                    raise
-        super().end_if_any()
+    def _poll(self) -> None:
+        try:
+            self._comm.Iprobe()
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
 
 
 class Barrier:
