@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from pala.system import waiting
 from pala.system.device import choose_device
-from pala.system.errors import PalaError
+from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt, Launch, say, share_of_cores
 from pala.system.seeding import derive, stream
 
@@ -197,3 +198,19 @@ def test_what_cannot_be_told_is_no_reason_to_fail(output: str, tmp_path: Path) -
         command = ["bash", "-c", f'set -o pipefail; (sleep 0.1; exec {sys.executable} -c "{code}") | true']
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_who_was_stopped_goes_on_waiting(signalled, monkeypatch):
+    """As a job that is suspended as a whole: the others could not answer either."""
+    clock_s, interrupt = [0.0], Interrupt()
+    interrupt.signal = signal.SIGUSR1 if signalled else None
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock_s[0])
+
+    def sleep(seconds: float) -> None:
+        clock_s[0] += 3600 if clock_s[0] < 1 else 0.5
+
+    waiting.wait_quietly(lambda: clock_s[0] > 3602, 300, interrupt, sleep=sleep)
+    with pytest.raises(EndError):
+        waiting.wait_quietly(lambda: False, 300, interrupt, sleep=sleep)
+    assert clock_s[0] - 3602 < (15 if signalled else 305)  # but not for ever
