@@ -196,6 +196,17 @@ def test_a_signal_while_a_run_ends_leaves_the_evaluation_out(
     assert "evaluation: interrupted; `python -m pala.evaluate" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("spares", "launcher"), [(0, "mpirun -np 3"), (1, "mpirun --with-ft ulfm -np 3")])
+def test_a_stopped_run_says_how_it_goes_on_with_its_spares(
+    spares: int, launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = configure(tmp_path, steps=ENDLESS)
+    config = replace(config, run=replace(config.run, spares=spares))
+    ranks = Ranks(3, config, lambda comm, *rest: conclusion.conclude(*rest))
+    ranks.train(lambda comm, updates: ranks.signal() if updates == 5 else None)
+    assert f"go on with: {launcher} python -m pala.train --resume" in capsys.readouterr().out
+
+
 # ---- the last words --------------------------------------------------------------------------------------------------
 
 

@@ -25,8 +25,9 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
     early = f" ({result.stopped_early})" if result.stopped_early else ""
     tell(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
-        ranks = run_folder.read(result.run)["segments"][-1]["ranks"]
-        launcher = f"mpirun -np {ranks} " if ranks > 1 else ""
+        spares = config.run.spares  # the resumed run has them, too, unless it is told otherwise
+        ranks = run_folder.read(result.run)["segments"][-1]["ranks"] + spares
+        launcher = f"mpirun {'--with-ft ulfm ' * (spares > 0)}-np {ranks} " if ranks > 1 else ""
         tell(f"      go on with: {launcher}python -m pala.train --resume {result.run}")
         return Conclusion(result.exit_status, {})
     last_words = _LastWords(result.run, config)
