@@ -273,6 +273,22 @@ def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_stopped_job_says_its_last_words_when_ranks_are_gone(spares: int, any_mpi: Launcher, tmp_path: Path) -> None:
+    """The others do not exit before, which would have mpirun end the job: not where one was killed, nor with spares."""
+    arguments = [*ENDLESS, "--run.spares", str(spares), "--run.console", "none"]
+    job, run = start(any_mpi, 3, *arguments, cwd=tmp_path), tmp_path / "runs/r"
+    pids = wait_until_all_train(tmp_path, 3 - spares)
+    if not spares:
+        os.kill(pids[2], signal.SIGKILL)
+        wait_for(lambda: "lost_ranks" in record_of(run)["segments"][0], what="notice of the death")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.wait().status == 128 + signal.SIGUSR1, job.output
+    launcher = "mpirun --with-ft ulfm -np 3" if spares else "mpirun -np 3"
+    assert f"go on with: {launcher} python -m pala.train --resume runs/r" in job.output, job.output
+
+
+@pytest.mark.slow
 def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
     disturbance = """
         if rank == 1 and steps == 20:

@@ -88,24 +88,23 @@ def check_slurm_tasks(size: int) -> None:
 
 
 def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], NoReturn]:
-    """Let the other ranks end; returns how this one is to exit, with which status. Collective, unless somebody died.
+    """Let the other ranks end; returns how this one is to exit, with which status. Collective for all who live.
 
-    MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death nobody calls it, nor
-    without `finalize`: spares have ended before, which not every rank may have heard. For a rank that is stopped it
-    would spin: all come together asleep first, and without one that does not come the job ends.
+    All come together asleep first: the launcher ends the job when one exits with another status than 0, and the first
+    may still be saying its last words; and for a rank that is stopped MPI_Finalize would spin. Without one that does
+    not come the job ends. MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death
+    nobody calls it, nor without `finalize`: spares have ended before, which not every rank may have heard.
     """
     from mpi4py import MPI
 
     from pala.transport.ulfm import Barrier
 
-    if comm.num_dead > 0 or not finalize:
-        return _exit_at_once
     try:
         wait_quietly(Barrier(comm.mpi).done, _FINALIZE_S, Interrupt())
     except EndError as error:
         say(f"[rank {comm.rank}] {error}")
         return lambda status: _exit_at_once(status or 1)
-    if comm.num_dead > 0:
+    if comm.num_dead > 0 or not finalize:
         return _exit_at_once
     faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # somebody may die now, still
     MPI.Finalize()
