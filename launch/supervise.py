@@ -13,7 +13,8 @@ does not start a process any more is left out, and asked again at the next resta
 of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told to write its checkpoint and end; another
 ^C goes on to mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks
 outlive mpirun is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its ranks
-by three minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder.
+by three minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder; of runs
+without a name that begin in the same second, each gets a name of its own.
 """
 
 from __future__ import annotations
@@ -113,12 +114,14 @@ class Supervisor:
             )
         self.arguments = arguments
         self.options = without_preset(arguments, command.preset)
+        self._is_named = True  # by the user
         if command.resume is not None:
             self.run, self.resumes = command.resume, True
         else:
             stem = command.preset.stem if command.preset else command.config.env.short_id
             if options.go_on and not command.config.run.name:
                 raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
+            self._is_named = bool(command.config.run.name)
             name = command.config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
             run_folder.check_place(command.config)
             self.run, self.resumes = Path(command.config.run.dir) / name, False
@@ -130,8 +133,17 @@ class Supervisor:
 
     def supervise(self) -> int:
         """Returns what this process' exit status should be. Raises PalaError if another supervises this run."""
-        with run_folder.supervised(self.run):
-            return self._supervise()
+        first, number = self.run, 1
+        while True:
+            try:
+                with run_folder.supervised(self.run):
+                    if self._is_named or not os.path.exists(self.run):  # noqa: PTH110  Path's may raise
+                        return self._supervise()
+            except run_folder.SupervisedError:
+                if self._is_named:
+                    raise
+            number += 1
+            self.run = first.with_name(f"{first.name}-{number}")
 
     def _supervise(self) -> int:
         steps, futile, has_trained = -1, 0, False

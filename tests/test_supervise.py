@@ -237,6 +237,25 @@ def test_a_second_supervisor_is_refused(there: Path, arguments: list[str]) -> No
     assert not list(there.glob("runs/.*")), "what kept the other away is left"
 
 
+def test_runs_without_a_name_that_begin_in_the_same_second_are_not_one(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a loop over seeds starts them."""
+    monkeypatch.setattr(supervise.time, "strftime", lambda _: "now")
+    first, second, third = (Scripted(["pong", "--seed", seed], [attempt(9, 0, completes=True)]) for seed in "123")
+
+    def meanwhile(of: Scripted) -> int:
+        assert second.supervise() == 0  # before the first has a folder
+        return attempt(9, 0, completes=True)(of)
+
+    first.script = [meanwhile]
+    assert first.supervise() == 0 and third.supervise() == 0
+    told = [of.told for of in (first, second, third)]
+    names = ("pong-now", "pong-now-2", "pong-now-3")
+    assert told == [[["pong", "--seed", s, "--run.name", n]] for s, n in zip("123", names, strict=True)]
+    assert not list(there.glob("runs/.*")), "what kept the others away is left"
+
+
 def test_of_many_supervisors_one_at_a_time_has_a_run(there: Path) -> None:
     """Also when one deletes what it has locked while another waits to open that."""
     turns = []

@@ -164,10 +164,14 @@ def _lock_for_one(file: BinaryIO) -> None:
         file.flush()
 
 
+class SupervisedError(PalaError):
+    """Another supervisor works on the run."""
+
+
 @contextlib.contextmanager
 def supervised(run: Path) -> Iterator[None]:
     """Keep other supervisors away from a run, whose folder may not be there yet, until the block ends or this process
-    does: by a file beside the folder. Raises PalaError if another supervises it.
+    does: by a file beside the folder. Raises SupervisedError if another supervises it.
     """
     folder = run.resolve()
     path = folder.with_name(f".{folder.name}.supervisor")
@@ -175,7 +179,7 @@ def supervised(run: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _locked_file(path)
     except BlockingIOError:
-        raise PalaError(
+        raise SupervisedError(
             f"Another supervisor works on run '{run}' ({_holder(path)}). Wait for its end or stop it, then give this "
             "command again."
         ) from None
