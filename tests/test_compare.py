@@ -503,6 +503,19 @@ def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> N
     assert "Runs differ in the machine" in said and "another run with the same seed: `gossip-Pole-1-1-2`" in said
 
 
+def test_runs_of_a_sweep_that_begin_in_the_same_second_are_not_one(there: Path, no_pictures: None) -> None:
+    """Each setting has a folder, in which its run has the same name."""
+    config = plan_of().runs[0].config
+    for rate in (1e-3, 5e-3):
+        command = f"python -m pala.train '/home/jos\u00e9/my runs/game.toml' --a2c.learning-rate {rate}"
+        begun = {"started": "now", "command": command}
+        make_run(there / f"rate-{rate}" / "r", replace(config, a2c=A2CConfig(learning_rate=rate)), 1, **begun)
+    for _ in range(2):
+        _, rows = report(there / "rate-0.001", there / "rate-0.005")
+        named = [(row["run"], row["variant"]) for row in rows]
+        assert named == [("r", "gossip"), ("r-2", "gossip (learning rate 0.005)")]
+
+
 def test_a_run_made_again_for_more_steps_replaces_the_shorter_one(there: Path, no_pictures: None) -> None:
     short, long = only_run(there), only_run(there, total_steps=9000)
     make_run(short.folder, short.config, 1, score=10.0)

@@ -20,7 +20,7 @@ from pala.report.settings import differences, method_of, phrase
 from pala.run import run_folder
 from pala.run.metrics import read_run
 from pala.system.errors import PalaError, reason
-from pala.system.files import open_to_read, write_atomically
+from pala.system.files import json_text, open_to_read, write_atomically
 
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:[\w.+@~-]+/)*(?=[\w.])")
 
@@ -66,7 +66,9 @@ def without_paths(text: str) -> str:
 def _begun(run: Path) -> Any:
     """What tells a run from all others."""
     first = run_folder.read(run)["segments"][0]
-    return first["started"], first.get("hosts"), run_folder.config_of(run).seed
+    # Of a sweep, several runs may begin in the same second. As text, of which paths are left out in copies.
+    command = without_paths(json_text(first.get("command")))
+    return first["started"], first.get("hosts"), run_folder.config_of(run).seed, command
 
 
 def _progress(run: Path) -> tuple[int, bool]:
