@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -115,6 +117,22 @@ def test_a_run_is_read_rank_by_rank(run):
     for rank in (0, 1, 11, 2):
         write(run, start(rank), rank=rank)
     assert read_run(run) == [[start(0)], [start(1)], [start(2)], [start(11)]]
+
+
+@pytest.mark.parametrize("newer", ["packed", "unpacked"])
+def test_a_file_that_is_there_packed_and_unpacked_is_read_once(run, newer):
+    """As `gzip -k` leaves it, or a copy of a run that was unpacked and is brought up to date."""
+    write(run, start(0), episode(10))
+    write(run, start(1), rank=1)
+    plain = metrics_path(run, 0)
+    packed, backup = plain.with_name(f"{plain.name}.gz"), plain.with_name(f"{plain.name}~")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    shutil.copy(plain, backup)
+    write(run, episode(20))
+    os.utime(packed, (5.0, 5.0) if newer == "unpacked" else None)
+    os.utime(plain, (5.0, 5.0) if newer == "packed" else None)
+    more = [episode(20)] if newer == "unpacked" else []
+    assert read_run(run) == [[start(0), episode(10), *more], [start(1)]]
 
 
 def test_of_ranks_that_are_gone_only_what_the_newest_segment_began_from(run):

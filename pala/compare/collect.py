@@ -18,7 +18,7 @@ from pala.evaluation.record import final_evaluation
 from pala.evaluation.scores import reference_of
 from pala.report.settings import differences, method_of, phrase
 from pala.run import run_folder
-from pala.run.metrics import read_run
+from pala.run.metrics import metrics_files, read_run
 from pala.system.errors import PalaError, reason
 from pala.system.files import json_text, open_to_read, write_atomically
 
@@ -37,7 +37,7 @@ def keep(run: Path, folder: Path) -> None:
         return
     try:
         (copy / "metrics").mkdir(parents=True, exist_ok=True)
-        for file in (run / "metrics").glob("rank-*.jsonl*"):
+        for file in metrics_files(run):
             data = _bytes_of(file)
             packed = data if file.suffix == ".gz" else gzip.compress(data, mtime=0)
             _write(copy / "metrics" / f"{file.name.removesuffix('.gz')}.gz", packed)

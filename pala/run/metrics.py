@@ -40,6 +40,16 @@ def metrics_path(run: Path, rank: int) -> Path:
     return run / "metrics" / f"rank-{rank:04d}.jsonl"
 
 
+def metrics_files(run: Path) -> list[Path]:
+    """The metrics of a run's ranks, in their order. Of a file that is there packed and unpacked, the newer one."""
+    found: dict[str, Path] = {}
+    for path in sorted((run / "metrics").glob("rank-*.jsonl*")):
+        rank, _, ending = path.name.rpartition(".jsonl")
+        if ending in ("", ".gz") and (rank not in found or path.lstat().st_mtime > found[rank].lstat().st_mtime):
+            found[rank] = path
+    return list(found.values())
+
+
 class MetricsWriter:
     """Appends records. A full disk is reported once; training goes on, and the file again when it can."""
 
@@ -205,7 +215,7 @@ def read_run(run: Path) -> list[list[Record]]:
     """`read_rank` for every rank of a run, without what segments that began without a rank did not go on from. Raises
     PalaError if a file is damaged, or all are too large together."""
     ranks, left_bytes = [], limit_mib() * 2**20
-    for path in sorted((run / "metrics").glob("rank-*.jsonl*")):
+    for path in metrics_files(run):
         tail = Tail(path, left_bytes)
         ranks.append(_counting(tail))
         left_bytes -= tail.num_bytes
