@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,6 +217,21 @@ def test_errors_are_sentences(
         main()
     assert exit_.value.code == 2
     assert "is not a run's folder" in capsys.readouterr().err
+
+
+def test_a_pipe_or_a_device_does_not_become_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root `--output /dev/null` would."""
+    run, pipe, link = make_run(tmp_path / "a"), tmp_path / "null", tmp_path / "stdout"
+    os.mkfifo(pipe)
+    with pytest.raises(PalaError, match=r"'.*null' is a pipe or a device"):
+        plot([run], pipe)
+    assert pipe.is_fifo()
+    link.symlink_to(tmp_path / "file")
+    real = os.path.realpath
+    monkeypatch.setattr(os.path, "realpath", lambda path, **how: "/dev" if path == tmp_path else real(path, **how))
+    with pytest.raises(PalaError, match=r"'.*stdout' is a pipe or a device"):
+        plot([run], link)
+    assert link.is_symlink()
 
 
 def test_the_program_names_the_picture(

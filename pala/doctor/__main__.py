@@ -189,7 +189,8 @@ def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
         try:
             write_atomically(command.json, _json(job, advice, known))
         except OSError as error:
-            say(f"pala: error: '--json': '{command.json}' cannot be written ({error.strerror}); name another file.")
+            why = error.strerror or error
+            say(f"pala: error: '--json': '{command.json}' cannot be written ({why}); name another file.")
             return 2
     return 1 if any(item.stops for item in advice) else 0
 

@@ -32,6 +32,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """`write_atomically` for what is too large to be held as bytes: the file takes its place when the block ends."""
+    _refuse_device(path)
     neighbour = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")  # two may write at once
     try:
         with open(neighbour, "wb") as file:
@@ -43,6 +44,15 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         neighbour.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _refuse_device(path: Path) -> None:
+    """Raise OSError for a pipe or a device, `/dev/stdout` too: root's file would take its place for all programs."""
+    with contextlib.suppress(FileNotFoundError):
+        kind = path.lstat().st_mode
+        is_usual = stat.S_ISREG(kind) or stat.S_ISLNK(kind) or stat.S_ISDIR(kind)
+        if not is_usual or os.path.realpath(path.parent) == "/dev":
+            raise OSError(f"'{path}' is a pipe or a device, not a file")
 
 
 def read_bytes(path: Path) -> bytes:
