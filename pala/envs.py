@@ -197,6 +197,15 @@ class AtariEnvs(Envs):
         return ended
 
 
+class _Outermost(gymnasium.Wrapper):
+    """Around each environment: what the vector environment needs."""
+
+    def step(self, action: Any) -> Any:
+        """With a last observation that outlives the reset, though the environment writes all into one array."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return (np.array(observation) if truncated else observation), reward, terminated, truncated, info
+
+
 class _Factory:
     """Makes environments whose observations are what the network gets; knows what the first one is called."""
 
@@ -223,7 +232,7 @@ class _Factory:
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
         limit = self._max_episode_steps
-        return env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
+        return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit))
 
 
 def make_envs(

@@ -190,6 +190,27 @@ def test_final_observations_are_those_of_the_truncated_only():
     assert [episode.env_index for episode in step.episodes] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("max_episode_steps", [None, 2])
+def test_final_observations_outlive_the_reset_of_an_environment_with_one_array(vectorization, max_episode_steps):
+    class OneArray(counter(limit=3)):
+        state = np.zeros(2, np.float32)
+
+        def reset(self, *, seed=None, options=None):
+            gymnasium.Env.reset(self, seed=seed)
+            self.state[:] = 0
+            return self.state, {}
+
+        def step(self, action):
+            return self.state, *super().step(action)[1:]
+
+    config = EnvConfig(num_envs=1, vectorization=vectorization)
+    envs = make_envs(config, make_env=OneArray, max_episode_steps=max_episode_steps)
+    steps = max_episode_steps or 3
+    last = played(envs, [1], np.zeros((steps, 1), int))[-1]
+    assert last.final_observations.tolist() == [[0, steps]] and last.observations.tolist() == [[0, 0]]
+
+
 def test_rewards_of_others_are_clipped_only_if_asked():
     for choice, expected in (("auto", [-2, 3, 8]), ("none", [-2, 3, 8]), ("sign", [-1, 1, 1])):
         envs = make_envs(EnvConfig(num_envs=3, clip_rewards=choice), make_env=counter(1))
