@@ -198,12 +198,17 @@ class AtariEnvs(Envs):
 
 
 class _Outermost(gymnasium.Wrapper):
-    """Around each environment: what the vector environment needs."""
+    """Around each environment: what the vector environment needs. Infos, which nobody reads, stay here: of some
+    (None beside a number, arrays of unlike lengths) it can make no arrays."""
+
+    def reset(self, **arguments: Any) -> Any:
+        """Without info."""
+        return self.env.reset(**arguments)[0], {}
 
     def step(self, action: Any) -> Any:
         """With a last observation that outlives the reset, though the environment writes all into one array."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return (np.array(observation) if truncated else observation), reward, terminated, truncated, info
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        return (np.array(observation) if truncated else observation), reward, terminated, truncated, {}
 
 
 class _Factory:

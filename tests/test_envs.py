@@ -211,6 +211,21 @@ def test_final_observations_outlive_the_reset_of_an_environment_with_one_array(v
     assert last.final_observations.tolist() == [[0, steps]] and last.observations.tolist() == [[0, 0]]
 
 
+def test_infos_may_be_anything():
+    class Telling(counter(limit=2)):
+        def reset(self, *, seed=None, options=None):
+            return super().reset(seed=seed)[0], self.info(seed or 0)
+
+        def step(self, action):
+            return *super().step(action)[:4], self.info(int(action))
+
+        def info(self, number):
+            return {"winner": None if number else 1, "path": np.zeros(number), "final_obs": "a user's own"}
+
+    steps = played(make_envs(EnvConfig(num_envs=2), make_env=Telling), [0, 1], np.array([[0, 1], [1, 0]]))
+    assert steps[1].final_observations[:, 1].tolist() == [2, 2]
+
+
 def test_rewards_of_others_are_clipped_only_if_asked():
     for choice, expected in (("auto", [-2, 3, 8]), ("none", [-2, 3, 8]), ("sign", [-1, 1, 1])):
         envs = make_envs(EnvConfig(num_envs=3, clip_rewards=choice), make_env=counter(1))
