@@ -117,31 +117,15 @@ class Envs:
 
     def abandon(self) -> None:
         """The same after a failure: nobody waits for a worker that has died in a step, or does not come back."""
-        if isinstance(self._env, gymnasium.vector.AsyncVectorEnv):
+        if isinstance(self._env, _Processes):
             self._end_workers()
         else:
             self.close()
 
     def _end_workers(self) -> None:
-        """End processes that are still there, without gymnasium, which would first wait for the steps under way."""
-        env = self._env
-        env.closed = True
-        if not isinstance(env, gymnasium.vector.AsyncVectorEnv):
-            return
-        pipes = [pipe for pipe in env.parent_pipes if pipe is not None]  # None: of one that raised
-        for pipe in pipes:
-            with contextlib.suppress(OSError):  # it has ended
-                pipe.send(("close", None))
-        deadline = time.monotonic() + _PATIENCE_S
-        try:
-            for process in env.processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-        finally:
-            for process in env.processes:
-                process.kill()  # they ignore SIGTERM
-                process.join()
-            for pipe in pipes:
-                pipe.close()
+        if isinstance(self._env, _Processes):
+            self._env.end()
+        self._env.closed = True
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return [int(s) for s in seeds]
@@ -240,6 +224,52 @@ class _Factory:
         return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit))
 
 
+class _Processes(gymnasium.vector.AsyncVectorEnv):
+    """Environments in processes of their own, which never outlive this one's wish. Raises PalaError if one cannot be
+    made there."""
+
+    def __init__(self, factory: MakeEnv, num_envs: int) -> None:
+        def in_worker() -> gymnasium.Env:
+            if multiprocessing.parent_process() is not None:  # the rank itself deals with signals and ends its workers
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_IGN)
+            return factory()
+
+        self.parent_pipes, self.processes = [], []
+        try:
+            # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
+            super().__init__([in_worker] * num_envs, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
+        except (EOFError, ConnectionError):  # of a pipe whose other end has died
+            self.end()
+            raise PalaError(
+                "'env.vectorization' is 'async', and a process that was to make an environment has ended; its own "
+                'error stands above. (A script that calls `pala.fit` does so below `if __name__ == "__main__":`, '
+                "for such processes import it.)"
+            ) from None
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End processes that are still there, without gymnasium, which would first wait for the steps under way."""
+        self.closed = True
+        pipes = [pipe for pipe in self.parent_pipes if pipe is not None]  # None: of one that raised
+        for pipe in pipes:
+            with contextlib.suppress(OSError):  # it has ended
+                pipe.send(("close", None))
+        begun = [process for process in self.processes if process.pid is not None]
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            for process in begun:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in begun:
+                process.kill()  # they ignore SIGTERM
+                process.join()
+            for pipe in pipes:
+                pipe.close()
+
+
 def make_envs(
     config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None, max_episode_steps: int | None = None
 ) -> Envs:
@@ -270,19 +300,9 @@ def make_envs(
 
 
 def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:
-    if config.vectorization == "sync":
-        return gymnasium.vector.SyncVectorEnv([factory] * config.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-
-    def in_worker() -> gymnasium.Env:
-        if multiprocessing.parent_process() is not None:  # the rank itself deals with signals and closes its workers
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
-        return factory()
-
-    # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
-    return gymnasium.vector.AsyncVectorEnv(
-        [in_worker] * config.num_envs, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP
-    )
+    if config.vectorization == "async":
+        return _Processes(factory, config.num_envs)
+    return gymnasium.vector.SyncVectorEnv([factory] * config.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def atari_rom(env_id: str) -> str:

@@ -278,6 +278,18 @@ def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypat
     assert capfd.readouterr() == ("closed\n", "")
 
 
+def test_an_environment_that_cannot_be_made_in_its_process_ends_them_all(capfd):
+    def make():
+        if multiprocessing.current_process().name.endswith("-1"):
+            raise ValueError("no licence")
+        return counter()()
+
+    with pytest.raises(PalaError, match="a process that was to make an environment has ended; its own error stands"):
+        make_envs(EnvConfig(num_envs=3, vectorization="async"), make_env=make)
+    assert not multiprocessing.active_children()
+    assert "ValueError: no licence" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name", ["Pong-v5", "PongNoFrameskip-v4", "Pong-v0", "PongDeterministic-v4", "ALE/Pong-v4", "ALE/Pong"]
 )

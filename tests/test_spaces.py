@@ -164,7 +164,13 @@ def test_observations_that_are_refused(space: gymnasium.Space, words: str) -> No
 
 
 @pytest.mark.parametrize(
-    "space", [MultiDiscrete([3, 2, 5], start=[1, 0, -2]), MultiDiscrete([[2, 3], [4, 2]]), MultiBinary(3)]
+    "space",
+    [
+        MultiDiscrete([3, 2, 5], start=[1, 0, -2]),
+        MultiDiscrete([[2, 3], [4, 2]]),
+        MultiDiscrete([2, 3], dtype=np.uint8),
+        MultiBinary(3),
+    ],
 )
 def test_several_choices_are_independent_ones(space: Any) -> None:
     """Log-probability and entropy against torch.distributions; the samples are elements of the space."""
@@ -194,6 +200,13 @@ def test_actions_that_a_network_rules_out_have_no_part_in_the_entropy() -> None:
     torch.testing.assert_close(log_prob, expected.log_prob(torch.tensor([1])))
     (log_prob + entropy).sum().backward()
     assert logits.grad is not None and logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.uint16])
+def test_one_choice_has_the_dtype_of_its_space(dtype: Any) -> None:
+    space = Discrete(3, start=5, dtype=dtype)
+    actions = distribution_of(space).to_env(torch.arange(3)).numpy()
+    assert [space.contains(action) for action in actions] == [True] * 3 and actions.tolist() == [5, 6, 7]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.uint8])

@@ -16,9 +16,11 @@ from pala.system.errors import PalaError
 class Categorical:
     """Distribution over discrete actions, from logits [..., A]; actions are int64 [...]."""
 
-    def __init__(self, num_actions: int, first_action: int = 0) -> None:
+    def __init__(self, num_actions: int, first_action: int = 0, dtype: torch.dtype = torch.int64) -> None:
+        """`first_action`, `dtype`: of the environment's actions."""
         self.num_outputs = num_actions
         self.first_action = first_action
+        self._dtype = dtype
 
     def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
         """Actions [B] for logits [B, A], by exponential races: P(argmax p / e) = p. Unlike `multinomial`, logits that
@@ -36,7 +38,7 @@ class Categorical:
 
     def to_env(self, actions: Tensor) -> Tensor:
         """As the environment wants them."""
-        return actions + self.first_action if self.first_action else actions
+        return (actions + self.first_action if self.first_action else actions).to(self._dtype)
 
 
 class Gaussian(nn.Module):
@@ -75,9 +77,10 @@ class MultiCategorical:
 
     def __init__(self, space: gymnasium.spaces.MultiDiscrete | gymnasium.spaces.MultiBinary) -> None:
         if isinstance(space, gymnasium.spaces.MultiBinary):
-            sizes, starts, self._dtype = np.full(space.shape, 2), np.zeros(space.shape, np.int64), torch.int8
+            sizes, starts = np.full(space.shape, 2), np.zeros(space.shape, np.int64)
         else:
-            sizes, starts, self._dtype = np.asarray(space.nvec), np.asarray(space.start), torch.int64
+            sizes, starts = np.asarray(space.nvec), np.asarray(space.start)
+        self._dtype = _dtype_of(space)
         self.shape: tuple[int, ...] = tuple(space.shape)
         self.num_outputs = int(sizes.sum())
         self._sizes: list[int] = sizes.reshape(-1).tolist()
@@ -109,7 +112,7 @@ Distribution = Categorical | MultiCategorical | Gaussian
 def distribution_of(space: gymnasium.Space) -> Distribution:
     """The distribution over a space's actions. Raises PalaError for a space that has none."""
     if isinstance(space, gymnasium.spaces.Discrete):
-        return Categorical(int(space.n), int(space.start))
+        return Categorical(int(space.n), int(space.start), _dtype_of(space))
     if isinstance(space, (gymnasium.spaces.MultiDiscrete, gymnasium.spaces.MultiBinary)):
         return MultiCategorical(space)
     if isinstance(space, gymnasium.spaces.Box):
@@ -117,3 +120,7 @@ def distribution_of(space: gymnasium.Space) -> Distribution:
     raise PalaError(
         f"Actions must be Discrete, MultiDiscrete, MultiBinary or a Box, not {space}; wrap the environment."
     )
+
+
+def _dtype_of(space: gymnasium.Space) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, space.dtype)).dtype
