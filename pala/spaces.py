@@ -4,7 +4,7 @@
 |---|---|
 | Box with three dimensions | an image, turned to channels first (`image_layout`); if a side is under 7, a vector |
 | Box of two dimensions, uint8 or bool | an image of one channel; if a side is under 7, a vector |
-| Box of one dimension | the vector as it is |
+| Box of one dimension, numbers | the vector as it is |
 | other Boxes of at most two dimensions | its numbers one behind the other |
 | Discrete, MultiDiscrete, MultiBinary, Dict, Tuple | Gymnasium's own flattening: one-hot vectors and numbers, joined |
 
@@ -30,6 +30,7 @@ LEAST_SIDE = 7  # pixels: three convolutions of 3x3 leave one
 _MOST_CHANNELS = 32  # that `auto` believes of an image that is not square
 _FLAT = (Box, Discrete, MultiBinary, MultiDiscrete)
 _INFINITY = np.float32(np.inf)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ class Inputs:
 
 def inputs_of(space: gymnasium.Space, layout: Layout = "auto") -> Inputs:
     """How observations of this space reach the network. `layout`: of images. Raises PalaError for other spaces."""
+    if _can_be_flat(space) and gymnasium.spaces.flatdim(space) == 0:
+        raise PalaError(f"Observations of {space} are empty; a network needs at least one number.")
     if isinstance(space, Box):
         dimensions = len(space.shape)
         if dimensions == 3 or (dimensions == 2 and space.dtype in (np.uint8, np.bool_)):
             return _image(space, layout)
-        if dimensions == 1:
+        if dimensions == 1 and space.dtype != np.bool_:
             return Inputs(space, space)
         if dimensions > 3:
             raise PalaError(
@@ -75,9 +78,14 @@ def image_scale(space: Box) -> tuple[float, float]:
     """(low, factor): a pixel x of an image of this space becomes (x - low) * factor, from 0 to 1; without finite bounds
     it stays as it is."""
     low, high = float(space.low.min()), float(space.high.max())
-    if not (np.isfinite(low) and np.isfinite(high) and high > low):
+    if not (_is_bounded(space) and high > low):
         return 0.0, 1.0
     return low, 1 / (high - low)
+
+
+def _is_bounded(space: Box) -> bool:
+    """Whether the bounds say anything: some environments write the largest number of the dtype for none."""
+    return space.is_bounded() and max(-float(space.low.min()), float(space.high.max())) < _LARGEST
 
 
 def channel_axis(shape: tuple[int, ...], layout: Layout = "auto") -> int:
@@ -107,7 +115,7 @@ def _image(space: Box, layout: Layout) -> Inputs:
     if min(low.shape[1:]) < LEAST_SIDE:
         return _tiny_image(space)
     dtype: Any = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
-    if not space.is_bounded():
+    if not _is_bounded(space):
         low, high = np.full(low.shape, -_INFINITY), np.full(low.shape, _INFINITY)
     wanted = Box(low.astype(dtype), high.astype(dtype), low.shape, dtype)
     if axis == 0 and space.dtype == dtype:
@@ -116,9 +124,9 @@ def _image(space: Box, layout: Layout) -> Inputs:
 
 
 def _tiny_image(space: Box) -> Inputs:
-    low, factor = image_scale(space) if space.is_bounded() else (0.0, 1.0)
+    low, factor = image_scale(space)
     size = int(np.prod(space.shape))
-    wanted = Box(0.0, 1.0, (size,), np.float32) if space.is_bounded() else _unbounded(size)
+    wanted = Box(0.0, 1.0, (size,), np.float32) if _is_bounded(space) else _unbounded(size)
     return Inputs(space, wanted, partial(_scaled, low=low, factor=factor))
 
 

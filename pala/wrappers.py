@@ -43,7 +43,7 @@ def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Call
 
 
 def _wrap(text: str) -> Wrap:
-    name, arguments = _parsed(text)
+    name, arguments = _parsed(text.strip().removeprefix("gymnasium.wrappers:"))
     wrapper = import_named(name, _SOURCE) if ":" in name else _of_gymnasium(name)
     return lambda env: wrapper(env, **arguments)
 

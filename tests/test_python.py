@@ -467,7 +467,9 @@ def test_a_wrapper_that_cannot_be_is_told(name: str, says: str) -> None:
         make_envs(wrapped(name)).close()
 
 
-@pytest.mark.parametrize("name", ["NormalizeObservation", "NormalizeReward(gamma=0.9)"])
+@pytest.mark.parametrize(
+    "name", ["NormalizeObservation", "NormalizeReward(gamma=0.9)", "gymnasium.wrappers:NormalizeReward"]
+)
 def test_wrappers_whose_statistics_nobody_saves_are_refused(name: str) -> None:
     with pytest.raises(PalaError, match=r"no run saves them.*Use 'env.normalize_(observations|rewards)'"):
         make_envs(wrapped(name))

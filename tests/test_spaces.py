@@ -21,7 +21,7 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.plot import read as read_run
 from pala.run import run_folder
-from pala.spaces import channel_axis, inputs_of
+from pala.spaces import channel_axis, image_scale, inputs_of
 from pala.system.errors import PalaError
 
 CPU = torch.device("cpu")
@@ -109,12 +109,30 @@ def test_images_reach_the_network_scaled_and_with_channels_first(kind: str) -> N
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_largest_number_is_no_bound(dtype: Any) -> None:
+    largest = np.finfo(dtype).max
+    for low in (-largest, 0):
+        inputs = inputs_of(Box(low, largest, (7, 8, 3), dtype))
+        assert image_scale(inputs.space) == (0.0, 1.0) and not inputs.space.is_bounded()
+    tiny = inputs_of(Box(-largest, largest, (2, 2, 2), dtype))
+    assert tiny.encode(np.full((2, 2, 2), 7, dtype)).tolist() == [7.0] * 8
+
+
 NESTED = Dict({"a": Discrete(3, start=2), "b": Tuple((Box(0, 1, (2, 2)), MultiBinary(2))), "c": MultiDiscrete([2, 3])})
 
 
 @pytest.mark.parametrize(
     "space",
-    [NESTED, Discrete(5), MultiDiscrete([[2, 2], [3, 3]]), MultiBinary((2, 2)), Box(-1, 1, ()), Box(0, 1, (3, 3))],
+    [
+        NESTED,
+        Discrete(5),
+        MultiDiscrete([[2, 2], [3, 3]]),
+        MultiBinary((2, 2)),
+        Box(-1, 1, ()),
+        Box(0, 1, (3, 3)),
+        Box(0, 1, (4,), bool),
+    ],
 )
 def test_other_observations_are_flattened_as_gymnasium_does(space: gymnasium.Space) -> None:
     """Also by the vector environment, whose last observations of cut episodes are flat, too."""
@@ -140,6 +158,19 @@ def test_toy_text_plays_by_its_id() -> None:
         envs.close()
 
 
+def test_a_vector_of_bools_can_be_normalised() -> None:
+    inputs = inputs_of(Box(0, 1, (4,), bool))
+    network = ActorCritic(inputs.space, Discrete(2), SMALL, EnvConfig(normalize_observations=True))
+    seen = torch.from_numpy(inputs.encode(np.array([True, False, True, True])))
+    assert network._inputs(seen[None]).tolist() == [[1, 0, 1, 1]]  # mean 0 and variance 1, before the first update
+
+
+@pytest.mark.parametrize("space", [Box(-1, 1, (0,)), Box(0, 1, (2, 0), np.uint8)])
+def test_empty_actions_are_refused(space: gymnasium.Space) -> None:
+    with pytest.raises(PalaError, match="are empty"):
+        distribution_of(space)
+
+
 def test_tiny_images_are_vectors_from_0_to_1() -> None:
     space = Box(0, 10, (5, 8, 3), np.uint8)
     inputs, image = inputs_of(space), np.full((5, 8, 3), 4, np.uint8)
@@ -153,6 +184,8 @@ def test_tiny_images_are_vectors_from_0_to_1() -> None:
         (Sequence(Discrete(2)), "cannot be taken"),
         (Dict({"a": Discrete(2), "b": Text(5)}), "cannot be taken"),
         (Box(0, 255, (4, 84, 84, 3), np.uint8), "4 dimensions"),
+        (Box(-1, 1, (0,)), "are empty"),
+        (Dict({}), "are empty"),
     ],
 )
 def test_observations_that_are_refused(space: gymnasium.Space, words: str) -> None:

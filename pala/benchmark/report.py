@@ -41,7 +41,7 @@ def markdown(benchmark: dict[str, Any]) -> str:
 
 def _pace(config: dict[str, Any]) -> str:
     """How often is learned."""
-    if config["algorithm"] == "gorila":
+    if config.get("algorithm") == "gorila":
         gorila = config["gorila"]
         return f"Gorila: a minibatch of {gorila['minibatch_size']} for {gorila['update_period_steps']} steps"
     return f"{config['a2c']['rollout_steps']}-step rollouts"

@@ -133,10 +133,18 @@ class Plan:
                 raise PalaError(f"{self.source}: 'target_return.{game}' is of no game{nearest(game, preset.games)}.")
         for variant, table in preset.variants.items():
             build(_Own, {key: table[key] for key in _VARIANTS_OWN if key in table}, f"{self.source}, '{variant}'")
-        if not all(ranks.isdigit() for ranks in preset.train_at):
+        if not preset.ranks and any("ranks" not in table for table in preset.variants.values()):
+            raise PalaError(f"{self.source}: 'ranks' is empty, so its variants have no runs; `ranks = [2]` is usual.")
+        if not all(re.fullmatch("[1-9][0-9]*", ranks) for ranks in preset.train_at):
             raise PalaError(f"{self.source}: 'train_at' needs numbers of ranks, as in [train_at.4].")
         if min(self._rank_counts(), default=1) < 1:
             raise PalaError(f"{self.source}: 'ranks' has a number below 1.")
+        for option in preset.slurm.options:
+            if not option.startswith("-"):
+                raise PalaError(
+                    f"{self.source}: 'slurm.options' has '{option}'; write an option and its value as one word, as in "
+                    "'--account=me'."
+                )
         if preset.slurm.ranks_per_node < 0:
             raise PalaError(f"{self.source}: 'slurm.ranks_per_node' is {preset.slurm.ranks_per_node}, below 0.")
 

@@ -66,7 +66,7 @@ class Evaluation:
 def action_words(greedy: bool, epsilon: float | None) -> str:
     """How actions were chosen."""
     if epsilon:
-        return f"{epsilon:.0%} random actions"
+        return f"{100 * epsilon:g}% random actions"
     return "greedy actions" if greedy or epsilon is not None else "sampled actions"
 
 

@@ -111,6 +111,8 @@ Distribution = Categorical | MultiCategorical | Gaussian
 
 def distribution_of(space: gymnasium.Space) -> Distribution:
     """The distribution over a space's actions. Raises PalaError for a space that has none."""
+    if space.shape is not None and 0 in space.shape:
+        raise PalaError(f"Actions of {space} are empty; there is nothing to choose.")
     if isinstance(space, gymnasium.spaces.Discrete):
         return Categorical(int(space.n), int(space.start), _dtype_of(space))
     if isinstance(space, (gymnasium.spaces.MultiDiscrete, gymnasium.spaces.MultiBinary)):

@@ -29,7 +29,7 @@ def launcher_of(template: str, ranks: int) -> list[str]:
     """The launcher's words for so many ranks. Raises PalaError if it is malformed or not installed."""
     try:
         words = shlex.split(template.format(ranks=ranks))
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise PalaError(f"The launcher '{template}' cannot be read ({error}); only '{{ranks}}' is put in.") from None
     if not words:
         raise PalaError("The launcher is empty; `mpirun -np {ranks}` is usual.")
