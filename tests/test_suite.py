@@ -53,6 +53,15 @@ def test_making_presets(tmp_path: Path) -> None:
     assert (tmp_path / "up_n_down.toml").read_text() == "# UpNDown, up_n_down, ALE/UpNDown-v5"
 
 
+@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--game", 2)])
+def test_asking_for_help_makes_no_presets(option: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["presets", option])
+    monkeypatch.setattr(presets, "make", lambda folder: pytest.fail("presets were made"))
+    with pytest.raises(SystemExit) as ended:
+        presets.main()
+    assert ended.value.code == status
+
+
 def test_the_jobs_are_all_games_of_each_seed(tmp_path: Path) -> None:
     """The script as it is shipped, but with one that prints its arguments where `preemptible.sbatch` would be."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")

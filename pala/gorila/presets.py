@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from string import Template
 
@@ -47,6 +48,7 @@ def make(folder: Path) -> int:
 @exit_on_mistake()
 def main() -> None:
     """What `python -m pala.gorila.presets` runs."""
+    argparse.ArgumentParser(prog="python -m pala.gorila.presets", description=__doc__).parse_args()
     print(f"{make(FOLDER)} presets are in '{FOLDER}'.")
 
 
