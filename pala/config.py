@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -564,7 +563,8 @@ def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> 
         return tuple(_convert(item, inner, source, key, known) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
         return float(value)
-    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    is_class = origin is None and isinstance(hint, type)
+    if is_class and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    wanted = hint.__name__ if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else str(hint)
+    wanted = hint.__name__ if is_class else str(hint)
     raise PalaError(f"{source}: '{key}' is {_shown.repr(value)} ({type(value).__name__}) but must be of type {wanted}.")

@@ -77,8 +77,8 @@ def main() -> None:
         tell(record_video(command.run, command.video, *common))
     if command.episodes != 0 or command.video is None:
         evaluation = evaluate(command.run, command.episodes, command.num_envs, *common)
-        record.save(command.run, evaluation)
         tell(str(evaluation))
+        record.save(command.run, evaluation)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from pala.report.pictures import (
     steps_label,
     tidy_learning_curve,
     time_unit,
+    verbatim,
     write_picture,
 )
 from pala.report.settings import phrase, settings_that_matter
@@ -45,7 +46,7 @@ from pala.run import run_folder
 from pala.run.metrics import read_run
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
-from pala.system.runtime import say
+from pala.system.runtime import say, tell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -211,7 +212,7 @@ def _draw_one(run: Run, smooth: int) -> Figure:
         axes["distance"].set_ylabel("consensus distance\n(L2 norm)")
         axes["distance"].set_ylim(bottom=0)
     legend(figure, axes["steps"])
-    figure.suptitle(f"{run.path.resolve().name}: {run.game}, {phrase('ranks', run.facts['ranks'])}")
+    figure.suptitle(verbatim(f"{run.path.resolve().name}: {run.game}, {phrase('ranks', run.facts['ranks'])}"))
     return figure
 
 
@@ -238,7 +239,7 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
         draw_references(axes[axis], runs[0].reference if len(games) == 1 else None)
     legend(figure, axes["steps"])
     if len(games) == 1:
-        figure.suptitle(games.pop())
+        figure.suptitle(verbatim(games.pop()))
     return figure
 
 
@@ -281,7 +282,7 @@ class Command:
 def main() -> None:
     """What `python -m pala.plot` runs."""
     command = read_command("pala.plot", sys.argv[1:], Command())
-    print(plot(command.runs, command.output, command.smooth, command.group_by, command.title))
+    tell(str(plot(command.runs, command.output, command.smooth, command.group_by, command.title)))
 
 
 if __name__ == "__main__":

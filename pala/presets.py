@@ -43,6 +43,10 @@ def find(preset: str | Path, folder: str = "") -> Path:
             return named
     except OSError as error:
         raise PalaError(f"Preset '{preset}' cannot be read: {reason(error)}.") from None
+    if (path / "run.json").exists():
+        raise PalaError(f"'{preset}' is the folder of a run, not a preset; go on with it by `--resume`.")
+    if not path.name:
+        raise PalaError(f"Preset '{preset}' is neither a file nor a name; `pala presets` lists the names.")
     raise PalaError(f"Preset '{preset}' does not exist{_guess(path, folder)}")
 
 

@@ -118,6 +118,17 @@ def test_presets_go_by_name_from_anywhere(tmp_path, monkeypatch):
         load_preset("pnog")
 
 
+def test_what_cannot_be_a_preset_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/run.json").touch()
+    with pytest.raises(PalaError, match="'run' is the folder of a run, not a preset; go on with it by `--resume`"):
+        load_preset("run")
+    for preset in ("", "."):
+        with pytest.raises(PalaError, match="is neither a file nor a name; `pala presets` lists the names"):
+            load_preset(preset)
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", None], ids=["not text", "folder"])
 def test_what_is_no_text_file_is_named(content, tmp_path):
     path = tmp_path / "mine.toml"

@@ -30,8 +30,11 @@ from pala.evaluation.video import _atari_screen, _write_video, record_video
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.run import checkpoint, conclusion, run_folder, user_code
 from pala.run.checkpoint import RankState
+from pala.run.conclusion import conclude
+from pala.run.result import Result
 from pala.run.user_code import UserCode
 from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt
 
 CARTPOLE = Config(
     env=EnvConfig(id="CartPole-v1"),
@@ -350,6 +353,22 @@ def test_an_evaluation_is_kept_although_nobody_reads_what_is_said(cartpole_run: 
     assert json.loads((cartpole_run / "evaluation.json").read_text())["episodes"] == 1
 
 
+def test_a_score_that_cannot_be_written_is_said(
+    cartpole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "prepare", lambda threads: None)
+    monkeypatch.setattr("sys.argv", ["evaluate", str(cartpole_run)])
+    (cartpole_run / "evaluation.json").mkdir()
+    with pytest.raises(SystemExit):
+        program.main()
+    captured = capsys.readouterr()
+    assert captured.out.startswith("CartPole-v1: mean return ")
+    assert "pala: error: The evaluation cannot be written" in captured.err
+    result = Result(cartpole_run, "completed", 1000, None, True, 0)
+    concluded = conclude(result, CARTPOLE, Interrupt())
+    assert concluded.evaluation is not None and concluded.outcomes["evaluation"].startswith(str(concluded.evaluation))
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -396,6 +415,18 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
         assert reader.get_meta_data()["size"] == size
         assert reader.get_meta_data()["fps"] == frames_per_s
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".mp4"] == ["video.mp4"]
+
+
+def test_an_environment_that_does_not_draw_is_told(tmp_path: Path) -> None:
+    class Blind(Sparkle):
+        def render(self):
+            raise RuntimeError("no display")
+
+    network = ActorCritic(Blind.observation_space, Blind.action_space, CARTPOLE.network)
+    run = make_run(tmp_path / "run", CARTPOLE, network)
+    user_code.keep(run, CARTPOLE, UserCode(lambda: Blind("rgb_array")))
+    with pytest.raises(PalaError, match=r"cannot be drawn for a video: RuntimeError: no display\."):
+        record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
 
 
 def test_a_video_that_cannot_be_read_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

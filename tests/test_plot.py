@@ -191,6 +191,20 @@ def test_the_number_of_ranks_tells_runs_apart(tmp_path: Path) -> None:
     assert list(_grouped(runs, "preset")) == ["1 rank", "4 ranks"]
 
 
+def test_how_long_a_job_may_wait_does_not_tell_runs_apart(tmp_path: Path) -> None:
+    patient = replace(CONFIG, seed=2, run=replace(CONFIG.run, start_timeout_s=600))
+    runs = [read(make_run(tmp_path / str(config.seed), config)) for config in (CONFIG, patient)]
+    assert list(_grouped(runs, "preset")) == ["1 (mean and range of 2 seeds)"]
+
+
+def test_names_are_not_read_as_markup(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("_hidden", "cost$x_$y")]
+    figure = _draw_many(_grouped([read(run) for run in runs], "none"), 100)
+    assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == [" _hidden", r"cost\$x_\$y"]
+    for name, drawn in (("several.png", runs), ("one.png", runs[1:])):
+        assert plot(drawn, tmp_path / name, group_by="none").stat().st_size > 20_000
+
+
 def test_a_network_from_python_tells_runs_apart(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("ours", "own")]
     record = run_folder.RunRecord.take_over(runs[1])

@@ -55,13 +55,24 @@ def test_a_folder_whose_run_never_began_does_not_keep_its_name(left: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    "kept", ["run.json", "metrics/rank-0000.jsonl", "checkpoints/segment-000/rank-0000.safetensors"]
-)
+    "kept",
+    [
+        "run.json", "metrics/rank-0000.jsonl", "checkpoints/segment-000/rank-0000.safetensors", "make_env.py",
+        "code.tar", "metrics/mine",
+    ],
+)  # fmt: skip
 def test_a_folder_with_anything_of_a_run_is_never_written_over(kept: str, tmp_path: Path) -> None:
     (tmp_path / "r" / kept).parent.mkdir(parents=True)
     (tmp_path / "r" / kept).touch()
     with pytest.raises(PalaError, match="exists already; nothing is written over"):
         run_folder.create(named(tmp_path), "")
+
+
+@pytest.mark.parametrize("name", ["", "r"])
+def test_a_folder_of_runs_that_is_a_link_to_nothing_is_told(name: str, tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "not-mounted")
+    with pytest.raises(PalaError, match=r"cannot be made: '.*/runs' is no folder, or a link to none; see 'run.dir'"):
+        run_folder.create(Config(run=RunConfig(dir=str(tmp_path / "runs"), name=name)), "pong")
 
 
 def test_a_lock_that_cannot_be_looked_at_does_not_say_that_a_job_is_over(tmp_path: Path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from pala.system import waiting
 from pala.system.device import choose_device
 from pala.system.errors import EndError, PalaError
-from pala.system.runtime import Interrupt, Launch, say, share_of_cores
+from pala.system.runtime import Interrupt, Launch, say, share_of_cores, tell
 from pala.system.seeding import derive, stream
 
 
@@ -198,6 +199,13 @@ def test_what_cannot_be_told_is_no_reason_to_fail(output: str, tmp_path: Path) -
         command = ["bash", "-c", f'set -o pipefail; (sleep 0.1; exec {sys.executable} -c "{code}") | true']
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "done").exists()
+
+
+def test_what_a_locale_cannot_write_is_replaced(monkeypatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    monkeypatch.setattr("sys.stdout", out)
+    tell("run 学, 3 ± 1")
+    assert out.buffer.getvalue() == "run ?, 3 ± 1\n".encode("latin-1")
 
 
 @pytest.mark.parametrize("signalled", [False, True])

@@ -135,8 +135,10 @@ def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
     if make_env is None:
         try:
             return gymnasium.make(checked_id(env.id), render_mode="rgb_array")
-        except (gymnasium.error.Error, ImportError, TypeError) as error:  # TypeError: it takes no `render_mode`
-            raise PalaError(f"'{env.id}' cannot be drawn for a video: {error}.") from None
+        except PalaError:
+            raise
+        except Exception as error:  # it takes no `render_mode`, or has no display: it is the user's code
+            raise PalaError(f"'{env.id}' cannot be drawn for a video: {_words(error)}.") from error
     made = make_env()
     if getattr(made, "render_mode", None) != "rgb_array":
         made.close()
@@ -152,13 +154,18 @@ def _screen_of(rendered: Any) -> Screen:
         del actions
         try:
             picture = rendered.render()
-        except (gymnasium.error.Error, ImportError) as error:
-            raise PalaError(f"The environment cannot be drawn for a video: {error}.") from None
+        except Exception as error:  # it is the user's code
+            raise PalaError(f"The environment cannot be drawn for a video: {_words(error)}.") from error
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
             raise PalaError("The environment cannot be drawn for a video: its `render()` gives no RGB picture.")
         return picture
 
     return screen
+
+
+def _words(error: Exception) -> str:
+    known = isinstance(error, (gymnasium.error.Error, ImportError, TypeError))
+    return str(error).rstrip(".") if known else f"{type(error).__name__}: {error}".rstrip(".")
 
 
 def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]) -> int:

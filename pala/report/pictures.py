@@ -50,8 +50,15 @@ def tidy(panel: Axes, grid: str = "both") -> None:
 def legend(figure: Figure, axes: Axes) -> None:
     """One legend for all panels, below them, in as many columns as their width holds."""
     handles, labels = axes.get_legend_handles_labels()
+    if not labels:
+        return
     columns = max(1, 110 // (max(map(len, labels)) + 6))
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
+
+
+def verbatim(text: str) -> str:
+    """For labels and titles: matplotlib reads `$` as the begin of a formula, and hides labels that begin with `_`."""
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 
 def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, Any]) -> None:
@@ -62,7 +69,7 @@ def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, 
             axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look | {"marker": ""})
         axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.18, linewidth=0)
     first = 0.04 * MARKERS.index(look.get("marker", MARKERS[0]))  # so that the markers of lines do not meet
-    axes.plot(line.x, line.y, label=label, markevery=(first, 0.3), markersize=5, **look)
+    axes.plot(line.x, line.y, label=verbatim(label), markevery=(first, 0.3), markersize=5, **look)
 
 
 def tidy_learning_curve(panel: Axes, x_label: str, smooth: int) -> None:

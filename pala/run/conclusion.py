@@ -4,6 +4,7 @@ use; the others sleep."""
 from __future__ import annotations
 
 import os
+import shlex
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
         spares = config.run.spares  # the resumed run has them, too, unless it is told otherwise
         ranks = run_folder.read(result.run)["segments"][-1]["ranks"] + spares
         launcher = f"mpirun {'--with-ft ulfm ' * (spares > 0)}-np {ranks} " if ranks > 1 else ""
-        tell(f"      go on with: {launcher}python -m pala.train --resume {result.run}")
+        tell(f"      go on with: {launcher}python -m pala.train --resume {shlex.quote(str(result.run))}")
         return Conclusion(result.exit_status, {})
     last_words = _LastWords(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [
@@ -48,7 +49,9 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
             said = outcomes[what] = f"failed ({type(error).__name__}: {error})"
         except KeyboardInterrupt:
             assert interrupt.signal is not None
-            tell(f"      {what}: interrupted; `python -m pala.evaluate {result.run}` makes up for it")
+            program = "evaluate" if what == "evaluation" else "plot"
+            run = shlex.quote(str(result.run))
+            tell(f"      {what}: interrupted; `python -m pala.{program} {run}` makes up for it")
             outcomes[what], status = f"interrupted by {interrupt.signal.name}", 128 + interrupt.signal
             break
         tell(f"      {what}: {said}")
@@ -74,8 +77,11 @@ class _LastWords:
             threads=len(os.sched_getaffinity(0)), timeout_s=settings.timeout_s,
             trust_run=True,  # this job itself has written it
         )  # fmt: skip
-        save(self._run, evaluation)
         self.evaluation = evaluation
+        try:
+            save(self._run, evaluation)
+        except PalaError as error:
+            raise PalaError(f"{evaluation}. {error}") from None
         if self._config.run.tensorboard:
             self._to_tensorboard(evaluation)
         return f"{evaluation} ({self._run / 'evaluation.json'})"

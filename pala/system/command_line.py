@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import tyro
 
 from pala.system.errors import PalaError, reason
-from pala.system.runtime import Launch, say
+from pala.system.runtime import Launch, say, tell
 
 C = TypeVar("C")
 _LONGEST = 200  # names are compared up to here
@@ -32,7 +32,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
     except SystemExit as exit_:
         if not exit_.code:  # --help
             if Launch.detect().rank == 0:
-                print(printed.getvalue(), end="")
+                tell(printed.getvalue().rstrip("\n"))
             raise
         unknown = _unknown(arguments, default)
         why = f": {unknown} `{_called(program)} --help` lists all." if unknown else f".\n{printed.getvalue()}"

@@ -344,6 +344,10 @@ def tell(message: str) -> None:
     """Some lines to standard output, written at once. Where they cannot be written (a full disk, a reader that is gone)
     they are lost, and all after them: no reason to stop training."""
     try:
-        print(message, flush=True)
+        try:
+            print(message, flush=True)
+        except UnicodeEncodeError:  # in an ASCII or Latin-1 locale
+            encoding = sys.stdout.encoding
+            print(message.encode(encoding, "replace").decode(encoding), flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer would fail again at the end
