@@ -13,7 +13,7 @@ Three ends are told apart:
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import os
 import re
 import signal
 import time
@@ -202,6 +202,7 @@ class _Factory:
         self._make_env, self._layout, self._max_episode_steps = make_env, layout, max_episode_steps
         self.name = ""
         self.inputs: Inputs | None = None
+        self._spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None
         self._made: list[gymnasium.Env] = []  # in this process
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,6 +218,13 @@ class _Factory:
             raise PalaError("'make_env' returns the same environment again, but must make a new one each time.")
         self._made.append(bare)
         self.name = bare.spec.id if bare.spec is not None else type(bare).__name__
+        spaces = env.observation_space, env.action_space
+        self._spaces = self._spaces or spaces
+        if spaces != self._spaces:
+            raise PalaError(
+                f"Environments must have the same spaces, but the first one made has {self._spaces}, and another "
+                f"{spaces}."
+            )
         self.inputs = inputs = inputs_of(env.observation_space, self._layout)
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
@@ -229,8 +237,10 @@ class _Processes(gymnasium.vector.AsyncVectorEnv):
     made there."""
 
     def __init__(self, factory: MakeEnv, num_envs: int) -> None:
+        rank = os.getpid()
+
         def in_worker() -> gymnasium.Env:
-            if multiprocessing.parent_process() is not None:  # the rank itself deals with signals and ends its workers
+            if os.getpid() != rank:  # which deals with signals itself and ends its workers
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)
             return factory()

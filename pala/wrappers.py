@@ -37,6 +37,8 @@ def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Call
                 raise PalaError(
                     f"{_SOURCE}: '{name}' fails to wrap {env} ({type(error).__name__}: {error})."
                 ) from error
+            if not isinstance(env, gymnasium.Env):
+                raise PalaError(f"{_SOURCE}: '{name}' gives {env!r}, but must give a gymnasium.Env.")
         return env
 
     return make if wraps else make_env

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -276,6 +278,19 @@ def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypat
     assert time.monotonic() - begin < 10 and not multiprocessing.active_children()
     envs.close()
     assert capfd.readouterr() == ("closed\n", "")
+
+
+def _keeps_its_handlers() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with make_envs(EnvConfig("CartPole-v1", num_envs=1, vectorization="async")):
+        sys.exit(signal.getsignal(signal.SIGTERM) is not signal.default_int_handler)
+
+
+def test_a_rank_in_a_process_of_a_search_keeps_its_signals():
+    process = multiprocessing.get_context("spawn").Process(target=_keeps_its_handlers)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_an_environment_that_cannot_be_made_in_its_process_ends_them_all(capfd):

@@ -3,6 +3,7 @@ the blocks of docs/python.md as written, but for fewer steps."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -35,10 +37,12 @@ from pala.evaluation.video import _rendered_env
 from pala.exchange.kinds import KINDS
 from pala.networks.own import OwnNetwork, actor_critic
 from pala.run import run_folder, user_code
+from pala.run.begin import make_generator
 from pala.run.conclusion import conclude
 from pala.run.hooks import Hooks, Moment, asks_to_stop
 from pala.run.rank import run_rank
 from pala.run.result import Result
+from pala.run.segment import Segment
 from pala.run.user_code import UserCode, keep
 from pala.spaces import inputs_of
 from pala.system import runtime
@@ -142,6 +146,9 @@ def test_a_moment_knows_the_mean_return() -> None:
     episodes: list[dict[str, Any]] = [{"type": "episode", "return": value} for value in (1.0, 3.0)]
     assert Moment(0, 1, 1, 1, 1.0, [*episodes, {"type": "interval"}]).mean_return == 2
     assert Moment(0, 1, 1, 1, 1.0, [{"type": "interval"}]).mean_return is None
+    nan = {"type": "episode", "return": math.nan}
+    assert Moment(0, 1, 1, 1, 1.0, [*episodes, nan]).mean_return == 2
+    assert Moment(0, 1, 1, 1, 1.0, [nan]).mean_return is None
 
 
 # ---- the end of a training -------------------------------------------------------------------------------------------
@@ -200,6 +207,8 @@ def test_a_policy_says_what_it_cannot_take(policy: Any) -> None:
         policy.act(np.zeros(3))
     with pytest.raises(PalaError, match="are complex128"):
         policy.act(np.zeros(4, complex))
+    with pytest.raises(PalaError, match=r"`env.reset\(\)` gives a pair"):
+        policy.act((np.zeros(4), {}))
 
 
 def test_a_policy_takes_what_the_environment_gives(policy: Any) -> None:
@@ -381,9 +390,63 @@ class OfPair(nn.Module):
         return self.layer(self.first(pair[0] + pair[1]))
 
 
+class Feature(NamedTuple):
+    x: torch.Tensor
+
+
 def test_a_trunk_may_give_anything(tmp_path: Path) -> None:
     (result,) = train(1, configure(tmp_path, steps=100), Hooks(make_network=Pairs))
     assert result.status == "completed"
+
+
+@pytest.mark.parametrize("gives", [lambda x: (x, x), lambda x: [x, 3], lambda x: {"x": x}, Feature])
+def test_whatever_a_trunk_gives_reaches_the_heads_as_float32(gives: Callable[[torch.Tensor], Any]) -> None:
+    class Trunk(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return gives(super().forward(x))
+
+    class Head(nn.Linear):
+        def forward(self, features: Any) -> torch.Tensor:
+            return super().forward(features["x"] if isinstance(features, dict) else features[0])
+
+    def make(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = MyNetwork(space, num_outputs)
+        made.trunk, made.heads = Trunk(4, 8), nn.ModuleList(Head(8, n) for n in num_outputs)
+        return made
+
+    network = actor_critic(gymnasium.spaces.Box(-1, 1, (4,)), Discrete(2), Config(), make)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(output.dtype == torch.float32 for output in network.outputs(torch.zeros(3, 4)))
+
+
+def test_a_network_may_begin_with_layers_of_another_run(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "old", CARTPOLE, network_of(CARTPOLE))
+
+    def make(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = MyNetwork(space, num_outputs)
+        pala.load_policy(old)  # whose network is made in the meantime
+        return made
+
+    (result,) = train(1, configure(tmp_path, steps=100), Hooks(make_network=make))
+    assert result.status == "completed"
+
+
+def test_a_policy_that_is_loaded_leaves_torchs_random_stream_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE))
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    pala.load_policy(run)
+    assert torch.rand(3).equal(expected)
+
+
+def test_ranks_and_segments_have_random_streams_of_their_own_for_dropout(tmp_path: Path) -> None:
+    drawn = []
+    for rank, previous in ((0, None), (1, None), (0, tmp_path)):
+        segment = Segment(tmp_path, tmp_path / "segment", previous)
+        make_generator(1, rank, SimpleNamespace(device="cpu"), segment)  # type: ignore[arg-type]
+        drawn.append(torch.rand(3).tolist())
+    assert len({tuple(each) for each in drawn}) == 3
 
 
 def _without(part: str) -> Callable[..., nn.Module]:
@@ -393,6 +456,12 @@ def _without(part: str) -> Callable[..., nn.Module]:
         return made
 
     return make
+
+
+def _with_heads(heads: nn.Module) -> nn.Module:
+    made = nn.Module()
+    made.trunk, made.heads = nn.Linear(4, 8), heads
+    return made
 
 
 @pytest.mark.parametrize(
@@ -407,6 +476,7 @@ def _without(part: str) -> Callable[..., nn.Module]:
         (lambda space, num_outputs: MyNetwork(space, num_outputs).double(), "'trunk.1.weight' is not float32"),
         (lambda space, num_outputs: nn.Sequential(), "with a 'trunk' and 'heads'"),
         (lambda space, num_outputs: PlainList(space, num_outputs), "not registered with the module"),
+        (lambda space, num_outputs: _with_heads(nn.Linear(8, 1)), "'heads' must be a torch.nn.ModuleList"),
     ],
 )
 def test_a_network_that_cannot_be_is_told(make: Any, says: str) -> None:
@@ -435,6 +505,10 @@ class Doubled(gymnasium.RewardWrapper):
         return 2 * reward
 
 
+def forgetful(env: gymnasium.Env) -> None:
+    """Returns nothing."""
+
+
 def wrapped(*names: str) -> EnvConfig:
     return EnvConfig("CartPole-v1", num_envs=1, wrappers=names)
 
@@ -458,6 +532,7 @@ def test_wrappers_are_put_around_environments_from_within() -> None:
         ("__import__('os')", "is no wrapper: write|has no"),
         ("FrameStackObservation(stack=3)", "fails to wrap .*TypeError"),
         ("no_such_module:Wrapper", "names the module 'no_such_module', which cannot be loaded"),
+        (f"{__name__}:forgetful", "gives None, but must give a gymnasium.Env"),
         (f"{__name__}:NoSuch", "'env.wrappers' names .*NoSuch', which cannot be loaded"),
         ("os:abort", "is no function or class of a module"),
     ],
@@ -473,6 +548,21 @@ def test_a_wrapper_that_cannot_be_is_told(name: str, says: str) -> None:
 def test_wrappers_whose_statistics_nobody_saves_are_refused(name: str) -> None:
     with pytest.raises(PalaError, match=r"no run saves them.*Use 'env.normalize_(observations|rewards)'"):
         make_envs(wrapped(name))
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_environments_of_unlike_spaces_are_told(vectorization: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    numbers = iter(range(9))
+
+    def make() -> gymnasium.Env:
+        name = multiprocessing.current_process().name
+        number = next(numbers) if vectorization == "sync" else int(name.endswith("-1"))
+        return gymnasium.wrappers.RescaleObservation(gymnasium.make("Pendulum-v1"), -1 - float(number), 1)
+
+    with pytest.raises(PalaError) as raised:
+        make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=make)
+    said = str(raised.value) + capfd.readouterr().err
+    assert "Environments must have the same spaces, but the first one made has" in said
 
 
 def test_a_factory_that_gives_one_environment_twice_is_told() -> None:

@@ -128,7 +128,13 @@ def _is_single(space: gymnasium.Space, observations: Any) -> bool:
             return all(single)
         except (KeyError, IndexError, TypeError):
             raise PalaError(f"Observations are {type(observations).__name__}, but the policy takes {space}.") from None
-    given = np.asarray(observations)
+    try:
+        given = np.asarray(observations)
+    except ValueError as error:
+        raise PalaError(
+            f"Observations are no array ({error}), but the policy takes {space.shape} or a batch; `env.reset()` gives "
+            "a pair, of which the first is the observation."
+        ) from None
     is_single = given.shape == space.shape
     if not is_single and given.shape[1:] != space.shape:
         raise PalaError(f"Observations are of shape {given.shape}, but the policy takes {space.shape} or a batch.")

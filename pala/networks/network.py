@@ -117,8 +117,14 @@ class ActorCritic(Network):
 
 def _as_float32(features: Any) -> Any:
     """Those of a network of one's own may be anything."""
-    is_floating = isinstance(features, Tensor) and features.is_floating_point()
-    return features.float() if is_floating else features
+    if isinstance(features, Tensor):
+        return features.float() if features.is_floating_point() else features
+    if isinstance(features, dict):
+        return {key: _as_float32(part) for key, part in features.items()}
+    if isinstance(features, (tuple, list)):
+        parts = [_as_float32(part) for part in features]
+        return type(features)(*parts) if hasattr(features, "_fields") else type(features)(parts)
+    return features
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -84,6 +84,8 @@ def _check_parts(own: object, num_heads: int) -> None:
         raise PalaError(
             f"'make_network' gives a {type(own).__name__}, but must give a torch.nn.Module with a 'trunk' and 'heads'."
         )
+    if not isinstance(heads, (nn.ModuleList, list, tuple)):
+        raise PalaError("'make_network': 'heads' must be a torch.nn.ModuleList, of a single head as well.")
     if len(heads) != num_heads:
         raise PalaError(f"'make_network' gives {len(heads)} heads, but {num_heads} are needed, as in 'num_outputs'.")
     registered = set(map(id, own.parameters()))

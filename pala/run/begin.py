@@ -41,7 +41,9 @@ def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, sp
 
 
 def make_generator(seed: int, rank: int, parts: Parts[Any], segment: Segment) -> torch.Generator:
-    """The random stream that a rank's actions are drawn from."""
+    """The random stream that a rank's actions are drawn from. torch's global one, which dropout draws from, gets a seed
+    of this rank's as well."""
+    torch.manual_seed(int(derive(seed, rank, f"torch {_purpose(segment)}")[0]))
     generator = torch.Generator(parts.device)
     generator.manual_seed(int(derive(seed, rank, f"actions {_purpose(segment)}")[0]))
     return generator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ class Moment:
 
     @property
     def mean_return(self) -> float | None:
-        """The mean over this rank's episodes in `records`, whole and unclipped; None without one."""
+        """The mean over this rank's episodes in `records`, whole and unclipped; None without one. Returns that are not
+        finite are left out."""
         returns = [record["return"] for record in self.records if record["type"] == "episode"]
+        returns = [each for each in returns if math.isfinite(each)]
         return statistics.fmean(returns) if returns else None
 
 

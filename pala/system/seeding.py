@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-_TORCH = threading.Lock()  # its generator is one for all threads, and ranks may be threads
+_TORCH = threading.RLock()  # its generator is one for all threads, and ranks may be threads
 
 
 def stream(seed: int, rank: int, purpose: str) -> np.random.Generator:
@@ -24,9 +24,14 @@ def derive(seed: int, rank: int, purpose: str, count: int = 1) -> np.ndarray:
 
 @contextmanager
 def torch_weights(seed: int) -> Iterator[None]:
-    """Inside the block, what draws from torch's global generator, as new networks do, draws the run's first weights."""
+    """Inside the block, what draws from torch's global generator, as new networks do, draws the run's first weights.
+    Behind it the generator goes on as before."""
     import torch
 
     with _TORCH:
-        torch.manual_seed(int(derive(seed, 0, "weights")[0]))
-        yield
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(int(derive(seed, 0, "weights")[0]))
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
