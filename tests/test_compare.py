@@ -173,7 +173,6 @@ def test_settings_come_in_layers(there: Path) -> None:
         ("[train_at.2]", "[train_at.two]", "'train_at' needs numbers of ranks"),
         ("[train_at.2]", "[train_at.02]", "'train_at' needs numbers of ranks"),
         ("[train_at.2]", '[train_at."²"]', "'train_at' needs numbers of ranks"),
-        ("[1, 2]", "[]", "'ranks' is empty"),
         ("[games]", '[slurm]\noptions = ["-A", "me"]\n[games]', "'slurm.options' has 'me'"),
         ("[1, 2]", "[0, 2]", "'ranks' has a number below 1"),
         ("[1, 2]", "2", "'ranks' is 2 (int) but must be of type"),

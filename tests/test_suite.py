@@ -106,11 +106,12 @@ def test_a_job_requeues_itself_and_not_its_array(variables: dict[str, str], requ
 
 
 def make_run(
-    folder: Path, rom: str, score: float | None, steps: int = 100_000, completed: bool = True, **settings: Any
-) -> None:
+    folder: Path, rom: str, score: float | None, steps: int = 100_000, completed: bool = True,
+    game: dict[str, Any] = {}, **settings: Any,  # noqa: B006
+) -> None:  # fmt: skip
     config = Config(**{"algorithm": "gorila", "total_steps": steps} | settings)  # type: ignore[arg-type]
     if rom:
-        config = replace(config, env=EnvConfig(id=load_preset(CONFIGS / f"{rom}.toml").env.id))
+        config = replace(config, env=replace(load_preset(CONFIGS / f"{rom}.toml").env, **game))
     folder.mkdir(parents=True)
     record = run_folder.RunRecord.begin(folder, config, {"ranks": 4, "git_commit": "a" * 40})
     if completed:
@@ -203,8 +204,11 @@ def test_another_protocol_is_told(tmp_path: Path) -> None:
         make_run(tmp_path / name, "pong", 5.0)
         file = tmp_path / name / "evaluation.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"greedy": False, "noop_max": 30} | facts))
-    page, _ = written(tmp_path / "usual", tmp_path / "greedy", output=tmp_path / "tables")
-    assert "Not evaluated as DQN was, but with greedy actions: `greedy`." in page and page.count("Not evaluated") == 1
+    make_run(tmp_path / "longer", "pong", 5.0, game={"max_episode_frames": 108_000, "repeat_action_probability": 0.25})
+    page, _ = written(*(tmp_path / name for name in ("usual", "greedy", "longer")), output=tmp_path / "tables")
+    assert "Not evaluated as DQN was, but with greedy actions: `greedy`." in page and page.count("Not evaluated") == 2
+    other = "max episode frames 108000, repeat action probability 0.25"
+    assert f"Not evaluated as DQN was, but with {other}: `longer`." in page
 
 
 def test_other_settings_are_told(tmp_path: Path) -> None:

@@ -133,8 +133,6 @@ class Plan:
                 raise PalaError(f"{self.source}: 'target_return.{game}' is of no game{nearest(game, preset.games)}.")
         for variant, table in preset.variants.items():
             build(_Own, {key: table[key] for key in _VARIANTS_OWN if key in table}, f"{self.source}, '{variant}'")
-        if not preset.ranks and any("ranks" not in table for table in preset.variants.values()):
-            raise PalaError(f"{self.source}: 'ranks' is empty, so its variants have no runs; `ranks = [2]` is usual.")
         if not all(re.fullmatch("[1-9][0-9]*", ranks) for ranks in preset.train_at):
             raise PalaError(f"{self.source}: 'train_at' needs numbers of ranks, as in [train_at.4].")
         if min(self._rank_counts(), default=1) < 1:

@@ -35,6 +35,7 @@ from pala.system.files import write_atomically
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"
 _EPSILON, _NOOPS = 0.05, 30  # of DQN's evaluations (Mnih et al. 2015)
+_ENV = (("max_episode_frames", 18_000), ("frame_skip", 4), ("repeat_action_probability", 0.0))  # the same
 _AGENTS = {"dqn": "DQN", "gorila": "Gorila", "ours": "ours"}
 Row = dict[str, Any]
 
@@ -63,7 +64,9 @@ class Run:
         found = self.evaluation
         alike = not found.get("greedy", False) and found.get("epsilon", _EPSILON) == _EPSILON
         noops = found.get("noop_max", _NOOPS)
-        return ", ".join([self.actions] * (not alike) + [f"{noops} no-ops at most"] * (noops != _NOOPS))
+        differing = [(key, value) for key, usual in _ENV if (value := getattr(self.config.env, key)) != usual]
+        words = [self.actions] * (not alike) + [f"{noops} no-ops at most"] * (noops != _NOOPS)
+        return ", ".join([*words, *(phrase(key, value) for key, value in differing)])
 
     def row(self) -> Row:
         """Its line in runs.csv."""

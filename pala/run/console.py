@@ -81,7 +81,8 @@ class Progress:
     def _server(self) -> dict[str, str]:
         """The figures that Gorila has."""
         view = self._view
-        discarded = sum(view.total(f"gradients_{why}") for why in ("stale", "filtered", "not_finite"))
+        by_shards = sum(view.mean(f"gradients_{why}") or 0 for why in ("stale", "not_finite"))  # each has its slice
+        discarded = view.total("gradients_filtered") + by_shards
         return {
             "server": f"{_number(view.mean('server_updates'), '{:,.0f}')} updates, {discarded:.0f} gradients discarded",
             "replay": f"{view.total('replay_transitions'):,.0f} transitions",
