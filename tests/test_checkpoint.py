@@ -281,6 +281,18 @@ def test_average_is_the_weighted_mean_and_counts_all_steps(tmp_path):
     assert result.random_states == {}
 
 
+def test_of_a_lost_rank_only_the_steps_count(tmp_path):
+    """Also where nobody else knows of them, as without exchange."""
+    for rank in range(3):
+        state = make_state(rank, 3, steps=100 * (rank + 1))
+        state.counters["local_steps"] = [state.counters["own_steps"] if r == rank else 0 for r in range(3)]
+        state.counters["lost"] = [] if rank == 2 else [2]
+        save_rank(tmp_path, state)
+    states = load_all(tmp_path, SIGNATURE)
+    assert [state.rank for state in states] == [0, 1]
+    assert average(states).counters["base_steps"] == 1000 + 100 + 200 + 300
+
+
 def test_average_leaves_out_ranks_that_are_not_finite():
     poisoned = [make_state(rank, 3, fill=float("nan")) for rank in range(3)]
     healthy = make_state(1, 3, fill=2.0, steps=100)

@@ -28,6 +28,7 @@ from pala.config import (
     check,
 )
 from pala.envs import Envs
+from pala.exchange.gossip.driver import GossipDriver
 from pala.run.job import Job
 from pala.run.rank import run_rank
 from pala.run.result import Result
@@ -120,6 +121,28 @@ def test_a_spare_that_is_stopped_as_it_takes_a_place_ends_the_job_at_the_end(
     monkeypatch.setattr(Job, "patience_s", 300.0)
     resumed = train(4, replace(job.config, run=replace(job.config.run, spares=1)), resume=job.run)
     assert resumed.ended_well(but_for=[3])
+
+
+@pytest.mark.parametrize(("ranks", "spares", "dead"), [(3, 1, None), (3, 0, 2), (2, 0, None)])
+def test_ranks_that_all_leave_in_the_same_moment_are_not_lost(
+    ranks: int, spares: int, dead: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds that the other has left, and stays; what it saved meanwhile calls the other lost."""
+    leave, together = GossipDriver.leave, threading.Barrier(2)
+
+    def leave_together(driver: GossipDriver) -> None:
+        together.wait(60)
+        leave(driver)
+        together.wait(60)
+
+    monkeypatch.setattr(GossipDriver, "leave", leave_together)
+    config = with_spares(tmp_path, spares=spares)
+    faults = [fail_at(dead, update=5)] if dead is not None else []
+    job = train(ranks, config, faults, on_update=leave_at(0, 1, update=20))
+    assert stopped_well(job, but_for=[dead] if dead is not None else [])
+    assert [state.counters["lost"] for state in job.states(ranks=2)] == [[] if dead is None else [dead]] * 2
+    resumed = train(ranks, replace(job.config, total_steps=2000), resume=job.run)
+    assert resumed.ended_well(but_for=[2] if spares else [])
 
 
 def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ def _check_owner(path: Path, state: RankState, rank: int, ranks: int | None) -> 
 
 
 def load_all(folder: Path, signature: int, parameters: int | None = None) -> list[RankState]:
-    """The checkpoints of all ranks of a segment, but for those that died: theirs are old. As `load_rank`."""
+    """The checkpoints of all ranks of a segment, but for those that died: theirs are old, and only their steps count.
+    As `load_rank`."""
     first = load_rank(folder, 0, signature, parameters=parameters)
     states, faults = {0: first}, {}
     for rank in range(1, first.ranks):
@@ -126,8 +127,11 @@ def load_all(folder: Path, signature: int, parameters: int | None = None) -> lis
         except PalaError as error:
             faults[rank] = error
     lost = {rank for state in states.values() for rank in state.counters.get("lost", [])}
-    if len(lost) == first.ranks:  # they took each other for dead: none of them is
+    if lost.issuperset(states):  # they took each other for dead: none of them is
         lost = set()
+    known = np.max([state.counters["local_steps"] for state in states.values()], axis=0)
+    for state in states.values():
+        state.counters["local_steps"] = [int(steps) for steps in known]
     for rank, fault in faults.items():
         if rank not in lost:
             raise fault

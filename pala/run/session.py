@@ -10,7 +10,7 @@ outlive it (`pala/transport/mpi_process.py`, `abort`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -206,6 +206,7 @@ class Session:
         self._comm = job.comm
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
+        self._saved_lost: Sequence[int] = ()  # ranks that the newest checkpoint calls lost
 
     def run(
         self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None], conclude: Conclude | None = None
@@ -260,6 +261,10 @@ class Session:
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
         else:
+            if list(exchange.state().lost) != list(
+                self._saved_lost
+            ):  # who took another for gone that stayed has saved that
+                self._save_or_say(exchange)
             self._record_stop(exchange, end)  # once more: now all know who lives, one leads, and the steps are exact
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
@@ -382,6 +387,7 @@ class Session:
 
     def _save(self, exchange: Exchange) -> None:
         save(self._job, self._parts, self._progress, self._segment, exchange)
+        self._saved_lost = exchange.state().lost
 
     def _save_or_say(self, exchange: Exchange) -> None:
         try:

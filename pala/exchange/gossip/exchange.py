@@ -94,6 +94,8 @@ class Gossip(ModelExchange):
         with self._driver.lock:
             if not self._driver.advance():
                 self._wait()
+            if not self._protocol.has_model and self._protocol.budget.left:
+                self._wait_for_the_end()
         if self._protocol.has_model:
             return True
         if self.stop is Stop.NONE:
@@ -172,6 +174,13 @@ class Gossip(ModelExchange):
             budget = self._protocol.budget
             steps, weight = [int(s) for s in budget.local_steps], self._protocol.mixing.weight
             return ExchangeState(steps, budget.base_steps, self._protocol.round, weight, budget.lost)
+
+    def _wait_for_the_end(self) -> None:
+        """Those who trained may all have been told to leave in the same moment: then they stay, and end the job. With
+        the lock held, which is given up meanwhile."""
+        give_up_s = time.perf_counter() + self._protocol.rules.patience_s
+        while self.stop is Stop.NONE and self._interrupt.signal is None and time.perf_counter() < give_up_s:
+            self._driver.wait(_LOOK_S)
 
     def _wait(self) -> None:
         """Until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the lock
