@@ -23,4 +23,6 @@ def main(run: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/load_and_act.py RUN")
     main(sys.argv[1])

@@ -283,12 +283,10 @@ class Supervisor:
         """A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
         if self.resumes:
             return self.arguments
-        while self._was_told and self.run.exists():
+        if self._was_told:
             if (self.run / "run.json").exists():
                 return ["--resume", str(self.run), *self.options]
-            # It failed before it had begun.
-            number = re.fullmatch(r"(.*)-try(\d+)", self.run.name)
-            self.run = self.run.with_name(f"{number[1]}-try{int(number[2]) + 1}" if number else f"{self.run.name}-try2")
+            run_folder.set_aside(self.run)  # it failed before it had begun
         self._was_told = True
         return [*self.arguments, "--run.name", self.run.name]
 

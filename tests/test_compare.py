@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -249,6 +250,50 @@ def test_a_run_in_the_results_is_not_made_again(
     )  # as in a fresh clone: it says how to make them anew
     assert "`--output results/mine`" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")} == published
+
+
+def test_a_run_in_the_results_counts_under_whatever_name(there: Path, no_pictures: None) -> None:
+    """One that was added, or made anew and stored beside the first; but none of a variant that learns alike."""
+    results = Path("results/tiny")
+    gossip, threads = plan_of(PRESET.replace("[1, 2]", "[1]") + "[variants.threads]\nrun.threads = 2\n").runs[::2]
+    assert (gossip.cell.variant, threads.cell.variant) == ("gossip", "threads")
+    own = replace(gossip.config, run=replace(gossip.config.run, name="mine"))
+    for name, config, complete in (
+        ("gossip-Pole-1-1-2", gossip.config, gossip), ("mine", own, gossip), ("again", threads.config, threads),
+    ):  # fmt: skip
+        make_run(results / "runs" / name, config, 1)
+        assert [task_of(run, results) is None for run in (gossip, threads)] == [
+            complete is gossip or name == "mine",
+            complete is threads or name == "mine",
+        ]
+        shutil.rmtree(results)
+
+
+def test_variants_may_differ_in_what_learning_does_not_depend_on(there: Path, no_pictures: None) -> None:
+    plan = plan_of(PRESET.replace("[1, 2]", "[1]") + "[variants.threads]\nrun.threads = 2\n")
+    plant(plan, {"gossip": [1.0], "none": [1.0], "threads": [1.0]})
+    assert [cells[2] for cells in cells_of(report()[0], "Scores")] == ["gossip", "none", "threads"]
+
+
+def test_a_run_that_ended_with_fewer_ranks_does_not_stop_the_others(
+    there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(PRESET.replace("sh -c 'exit 3' {ranks}", "true {ranks}"))
+    make_run(plan.runs[2].folder, plan.runs[2].config, 1)  # of 2 ranks
+    assert compare(Command(Path("preset.toml"), only=("gossip",)))[0] == plan.runs[2]
+    said = capsys.readouterr().out
+    assert "gossip Pole, 2 ranks, seed 1: FAILED. Run 'runs/tiny/gossip-Pole-2-1' last ran with 1 ranks, not 2" in said
+    assert "0 of 4 runs are complete" in said and "gossip Pole, 1 rank, seed 1: starts" in said
+
+
+def test_a_page_says_how_it_is_made_again_where_it_lies(there: Path, no_pictures: None) -> None:
+    planned = only_run(there)
+    make_run(planned.folder, planned.config, 1)
+    for folder, output in (("results/tiny", ""), ("my results", " --output 'my results'")):
+        assert compare(Command(Path("preset.toml"), report_only=True, output=Path(folder))) == []
+        page = section((Path(folder) / "compare.md").read_text(), "How it was made")
+        file = f"{folder}/preset.toml"
+        assert f"    python -m pala.compare {shlex.quote(file)} --report-only{output}\n" in page
 
 
 def test_a_run_in_the_results_that_was_made_otherwise_is_no_hindrance(there: Path, no_pictures: None) -> None:

@@ -89,6 +89,16 @@ def test_the_report_of_a_part_asks_for_that_part(there: Path) -> None:
     assert {run.cell.variant for run, _ in unfinished(chosen(plan, ("none",)), Path("results/tiny"))} == {"none"}
 
 
+def test_the_report_of_two_parts_asks_for_both(there: Path) -> None:
+    compare(Command(Path("preset.toml"), only=("gossip",), submit=True))
+    *jobs, _ = asked()
+    waiting = [f"{number + 1}|{there}|{name}" for number, name in enumerate(names(jobs))]
+    Path("queue").write_text("\n".join([*waiting, f"99|{there}|pala-tiny-report"]) + "\n")
+    compare(Command(Path("preset.toml"), only=("none",), submit=True))
+    report = next(line for line in asked() if "--gather" in line)
+    assert "--only" not in report and "afterany:1:" in report
+
+
 def test_each_run_is_a_job_of_its_own_size(
     there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,13 +331,15 @@ RUN = 'case "$3" in true) ;; *) echo "size $2" ;; esac\n'
         (ROOT + SLOTS + RUN, Trial(True, 2, False)),
         ('echo "size 1"\n', Trial(False, 1, True)),
         ('if [ "$2" -gt 1 ]; then echo "not enough slots" >&2; exit 1; fi\n', Trial(False, 0, False)),  # one core
+        ('echo "no library" >&2; exit 1\n', Trial(False, 0, None)),
     ],
-    ids=["sound", "root", "slots", "both", "alone", "one core"],
+    ids=["sound", "root", "slots", "both", "alone", "one core", "broken"],
 )
 def test_mpirun_is_tried(script: str, expected: Trial, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert trial.try_mpirun(fake_mpirun(tmp_path, script)) == expected
+    found = trial.try_mpirun(fake_mpirun(tmp_path, script))
+    assert replace(found, failure="") == expected and ("no library" in found.failure) == ("no library" in script)
 
 
 def test_an_mpirun_that_hangs_is_ended(monkeypatch, tmp_path: Path) -> None:

@@ -114,10 +114,11 @@ def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, caps
     [
         ("--methods gala", "'gala' is none of uniform"), ("--ranks 0", "'--ranks' is 0"),
         ("--ranks 2 --deaths 2", "must be less than '--ranks'"), ("--slowness 0.5", "'--slowness' is 0.5"),
+        ("--slowness nan", "'--slowness' is nan"),
         ("--a2c.gamma 3", "'a2c.gamma' is 3"), ("missing.toml", "'missing.toml' does not exist"),
         ("--ranks 3 --deaths 1 --methods allreduce --seeds 1", "'--deaths' is for gossip"),
         ("--exchange.topology complete", "'--methods' has 'paired'"), ("--algorithm gorila", "A2C only"),
-        ("--seeds -1", "'--seeds' must be"), ("--delay-updates nan", "'--delay-updates' must be"),
+        ("--seeds -1", "'--seeds' must be"), ("--delay-updates nan", "'--delay-updates' is nan"),
         ("--exchange.compression bfloat16", "simulated models travel as they are"),
         ("--output /no_such_folder/x.json", "nothing can be written into '/no_such_folder'"),
     ],
@@ -128,6 +129,9 @@ def test_mistakes_are_one_sentence(arguments: str, sentence: str) -> None:
 
 
 def test_progress_says_what_each_rule_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--slowness", "--delays"):
+        with pytest.raises(PalaError, match="all are finite"):
+            progress.run([option, "inf"])
     progress.run(["--ranks", "2", "--delays", "1", "--slowness", "1", "--updates", "100"])
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     kept = {row[4].strip(): float(row[5]) for row in rows[2:]}

@@ -338,7 +338,8 @@ def test_a_run_that_never_began_is_begun_anew(there: Path) -> None:
 
     supervisor = Scripted(["--run.name", "r"], [dies_early, only_a_folder, attempt(5, 0, completes=True)])
     assert supervisor.supervise() == 0
-    assert [told[-1] for told in supervisor.told] == ["r", "r", "r-try2"]
+    assert [told[-1] for told in supervisor.told] == ["r", "r", "r"]
+    assert len(list(there.glob("runs/r-not-begun-*"))) == 1
 
 
 def test_a_run_that_has_begun_is_continued(there: Path) -> None:
@@ -346,10 +347,10 @@ def test_a_run_that_has_begun_is_continued(there: Path) -> None:
     arguments = ["--continue", "--restarts", "0", "--run.name", "r", "--total-steps", "9"]
     (there / "runs/r").mkdir(parents=True)
     first = Scripted(arguments, [attempt(5, 137)])
-    assert first.supervise() == 1 and first.told[0][-1] == "r-try2"
+    assert first.supervise() == 1 and first.told[0][-1] == "r"
     second = Scripted(arguments, [attempt(9, 0, completes=True)])
     assert second.supervise() == 0
-    assert second.told == [["--resume", "runs/r-try2", "--run.name", "r", "--total-steps", "9"]]
+    assert second.told == [["--resume", "runs/r", "--run.name", "r", "--total-steps", "9"]]
     assert Scripted([*arguments, "--run.name", "new"], [attempt(9, 0, completes=True)]).supervise() == 0
 
 

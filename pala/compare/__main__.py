@@ -98,9 +98,8 @@ def _submission(plan: Plan, command: Command, results: Path) -> Submission:
     for note in left_out(plan):
         say(note)
     added = [word for folder in command.add for word in ("--add", str(folder))]
-    only = ["--only", *command.only] if command.only else []
-    report = [str(command.preset), "--gather", "--output", str(results), *only, *added]
-    return Submission(plan, chosen(plan, command.only), results, report)
+    report = [str(command.preset), "--gather", "--output", str(results), *added]
+    return Submission(plan, chosen(plan, command.only), results, report, command.only)
 
 
 def _unfinished(runs: Sequence[Planned], results: Path) -> list[Planned]:

@@ -45,17 +45,25 @@ class Task:
         return self.words[self.words.index("-m") + 2 :]
 
 
+class WrongRanksError(PalaError):
+    """A run that a job has brought to another number of ranks: its own fault, and no reason to stop the others."""
+
+
 def task_of(planned: Planned, results: Path) -> Task | None:
     """What a run needs; None if it is complete, here or in the results. Raises PalaError if it was made otherwise than
     the plan wants it."""
     folder = planned.folder
     if not (folder / "run.json").exists():
-        copy = results / "runs" / folder.name
-        if (copy / "run.json").exists() and not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate"):
+        if any(_is_this(planned, copy) for copy in sorted((results / "runs").glob("*/"))):
             return None
         over = load_preset(planned.game_preset)
         return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
     for key, (found, asked) in _misfits(planned, folder).items():
+        if key == "ranks":
+            raise WrongRanksError(
+                f"Run '{folder}' last ran with {found} ranks, not {asked}, as where hosts fail; move it away to "
+                "make it anew."
+            )
         raise PalaError(
             f"Run '{folder}' was made with '{key}' {found!r}, but the comparison now asks for {asked!r}. Put the "
             "preset back, give the comparison another 'name', or move the run away."
@@ -71,6 +79,20 @@ def task_of(planned: Planned, results: Path) -> Task | None:
         greedy = "--greedy" if wanted.greedy else "--no-greedy"
         return Task(planned, needs, ["python", "-m", "pala.evaluate", str(folder), *words, greedy])
     return None
+
+
+def _is_this(planned: Planned, copy: Path) -> bool:
+    """Whether a folder of the results has what is planned, complete. It may have another name there, but not one that
+    the comparison gives to another variant."""
+    if not (copy / "run.json").exists():
+        return False
+    found, wanted, cell = run_folder.config_of(copy), planned.config, planned.cell
+    if (found.env.id, found.seed) != (wanted.env.id, wanted.seed):
+        return False
+    names = copy.name, found.run.name
+    if wanted.run.name not in names and names[1].endswith(f"-{cell.game}-{cell.ranks}-{wanted.seed}"):
+        return False
+    return not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate")
 
 
 def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
@@ -100,12 +122,6 @@ def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]
     return differing
 
 
-def set_aside(folder: Path) -> None:
-    """Give a run's folder another name if a job ended before it had begun a record there."""
-    if folder.exists() and not (folder / "run.json").exists():
-        folder.rename(folder.with_name(f"{folder.name}-not-begun-{time.strftime('%Y%m%d-%H%M%S')}"))
-
-
 def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
     """The runs of the variants and games that are named; of all where none is. Raises PalaError."""
     variants, games = plan.preset.variants, plan.preset.games
@@ -132,7 +148,14 @@ class Executor:
     def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
         """Raises PalaError if a run that exists is not what the plan asks for."""
         self._plan, self._results, self._runs, self._num_runs = plan, results, runs, len(runs)
-        self.tasks = [task for run in runs if (task := task_of(run, results)) is not None]
+        self.tasks: list[Task] = []
+        self._unfit: dict[Planned, str] = {}  # why no job is of use
+        for run in runs:
+            try:
+                if (task := task_of(run, results)) is not None:
+                    self.tasks.append(task)
+            except WrongRanksError as error:
+                self._unfit[run] = str(error)
         self._seconds = self._steps = 0.0  # of runs trained from start to end
 
     @property
@@ -151,11 +174,13 @@ class Executor:
             return self._run()
 
     def _run(self) -> list[Planned]:
-        done = self._num_runs - len(self.tasks)
+        done = self._num_runs - len(self.tasks) - len(self._unfit)
         tell(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete")
-        if not self.tasks:
+        if not self.tasks and not self._unfit:
             tell(f"      {nothing_missing(self._results)}")
-        failures: list[Planned] = []
+        for run, why in self._unfit.items():
+            tell(f"      {run}: FAILED. {why}")
+        failures = list(self._unfit)
         for number, task in enumerate(self.tasks):
             place = f"      {done + number + 1}/{self._num_runs}  {task.run}"
             tell(f"{place}: {_VERBS[task.what]}")
@@ -174,7 +199,7 @@ class Executor:
     def _do(self, task: Task) -> str | None:
         """What went wrong, if anything."""
         log = task.run.log
-        set_aside(task.run.folder)
+        run_folder.set_aside(task.run.folder)
         try:
             run_job(task.command, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S)
             fault = f"The job ended, but the run is not complete; its output is in '{log}'."

@@ -23,9 +23,9 @@ def notes(comparison: Comparison) -> list[str]:
         "Other work ran on the machine in the meantime, so what depends on time is left out (`undisturbed = false`).",
         _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
         "A variant has a single run: nothing is known of its spread." if fewest == 1 else "",
-        f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3) else
+        f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3, 4) else
         f"A variant has {fewest} runs: intervals of so few are rough, and rather too narrow."
-        if 3 < fewest < _FEW_RUNS else "",
+        if 4 < fewest < _FEW_RUNS else "",
         _named("Left out for a longer run of the same seed", comparison.replaced),
         _differ(done, "the commit", commit),
         _named("Made from a changed working tree", [r for r in done if any(s.get("git_dirty") for s in r.segments)]),

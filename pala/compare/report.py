@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def write(plan: Plan, runs: Sequence[Run], folder: Path) -> list[Path]:
     gaps = [*not_begun(plan, runs), *left_out(plan)]
     drawn = pictures.draw(comparison, folder)
     texts = {
-        "compare.md": markdown(comparison, [path.name for path in drawn], gaps),
+        "compare.md": markdown(comparison, folder, [path.name for path in drawn], gaps),
         "runs.csv": csv_text([_row(comparison, run) for run in comparison.runs]),
         "curves.csv": csv_text(pictures.curve_rows(comparison)),
     }
@@ -76,8 +77,8 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def markdown(comparison: Comparison, images: Sequence[str], gaps: Sequence[str] = ()) -> str:
-    """The whole report; `gaps`: sentences on what is not in it."""
+def markdown(comparison: Comparison, folder: Path, images: Sequence[str], gaps: Sequence[str] = ()) -> str:
+    """The whole report, for this folder; `gaps`: sentences on what is not in it."""
     preset, done = comparison.preset, sum(run.completed for run in comparison.runs)
     limits = [*gaps, *notes(comparison)]
     sections = [
@@ -92,7 +93,7 @@ def markdown(comparison: Comparison, images: Sequence[str], gaps: Sequence[str] 
         _section("Scaling", _SCALING, _scaling(comparison)),
         _section("What was exchanged", _EXCHANGE, _exchange(comparison)),
         _section("To bear in mind", "", "\n".join(f"- {note}" for note in limits)),
-        _section("How it was made", _HOW.format(name=preset.name), _origin(comparison)),
+        _section("How it was made", _HOW.format(command=_again(preset.name, folder)), _origin(comparison)),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -112,7 +113,12 @@ intervals, ranks and runs. Staleness: the most updates since the last mix in an 
 _HOW = """`python -m pala.compare` with `preset.toml`; each run's command, commit and versions are in its `run.json`. To
 make this page again from the copies of the runs:
 
-    python -m pala.compare results/{name}/preset.toml --report-only"""
+    {command}"""
+
+
+def _again(name: str, folder: Path) -> str:
+    output = [] if folder == Path("results") / name else ["--output", str(folder)]
+    return shlex.join(["python", "-m", "pala.compare", str(folder / "preset.toml"), "--report-only", *output])
 
 
 def _section(title: str, text: str, content: str) -> str:

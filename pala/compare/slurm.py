@@ -5,6 +5,7 @@ A job's name tells which run it is for, so that the queue says what need not be 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pala.compare.execute import Task, set_aside, task_of
+from pala.compare.execute import Task, WrongRanksError, task_of
 from pala.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -27,9 +28,11 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # of a job's own variables: they say w
 class Submission:
     """The jobs of a comparison, for those of its runs that are chosen."""
 
-    def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path, report: Sequence[str]) -> None:
-        """`report`: arguments of pala.compare for the last job. Raises PalaError if a run that exists is not what the
-        plan asks for, or this is not PALA's repository."""
+    def __init__(
+        self, plan: Plan, runs: Sequence[Planned], results: Path, report: Sequence[str], only: Sequence[str] = ()
+    ) -> None:
+        """`report`: arguments of pala.compare for the last job; `only`: how `runs` were chosen. Raises PalaError if a
+        run that exists is not what the plan asks for, or this is not PALA's repository."""
         if not _SCRIPT.exists():
             raise PalaError(f"There is no '{_SCRIPT}' here; submit from PALA's repository.")
         if other := [run for run in runs if run.launcher != Preset.launcher]:
@@ -39,7 +42,7 @@ class Submission:
             )
         self.jobs: list[str] = []
         """Jobs for runs of the comparison that wait or run, after `submit`."""
-        self._plan, self._results, self._runs, self._report = plan, results, runs, report
+        self._plan, self._results, self._runs, self._report, self._only = plan, results, runs, report, only
         self._folder = runs[0].folder.parent if runs else Path()
 
     def commands(self) -> list[list[str]]:
@@ -61,7 +64,7 @@ class Submission:
         queue = self._queue()
         refused, fresh = [], []
         for task in self._tasks(queue):
-            set_aside(task.run.folder)
+            run_folder.set_aside(task.run.folder)
             try:
                 fresh.append(_ask(self._command(task)))
                 print(f"      {task.run}: job {fresh[-1]}", flush=True)
@@ -73,17 +76,25 @@ class Submission:
             print(f"      {run}: job {job} waits or runs", flush=True)
         self.jobs = [*(job for _, job in waiting), *fresh]
         if fresh or (waiting and self._report_name not in queue):
-            self._submit_report(queue.get(self._report_name))
+            all_chosen = all(run in self._runs for run, _ in waiting)  # else the last job judges others, too
+            self._submit_report(queue.get(self._report_name), self._only if all_chosen else ())
         return refused
 
     def _tasks(self, queue: dict[str, str]) -> list[Task]:
         """What runs without a job still need."""
-        absent = [run for run in self._runs if _name(run) not in queue]
-        return [task for run in absent if (task := task_of(run, self._results)) is not None]
+        tasks = []
+        for run in self._runs:
+            if _name(run) in queue:
+                continue
+            with contextlib.suppress(WrongRanksError):  # the last job names it
+                if (task := task_of(run, self._results)) is not None:
+                    tasks.append(task)
+        return tasks
 
-    def _submit_report(self, earlier: str | None) -> None:
+    def _submit_report(self, earlier: str | None, only: Sequence[str]) -> None:
         """The last job; one of an earlier submission that still waits makes place for it."""
-        command = shlex.join([sys.executable, "-m", "pala.compare", *self._report])
+        chosen = ["--only", *only] if only else []
+        command = shlex.join([sys.executable, "-m", "pala.compare", *self._report, *chosen])
         log, after = self._folder / "report.log", f"--dependency=afterany:{':'.join(self.jobs)}"
         asked = [option for option in self._plan.preset.slurm.options if option.startswith(_OF_EVERY_JOB)]
         size = [*asked, "--nodes=1", "--ntasks=1"]

@@ -39,8 +39,10 @@ def try_mpirun(mpirun: str) -> Trial:
         said, fault = _attempt(*prefix, mpirun, "-np", "2", sys.executable, "-c", _HELLO)
     size = re.search(r"^size (\d+)$", said, re.MULTILINE)
     many = str(len(os.sched_getaffinity(0)) + 1)
-    beyond_cores = not _attempt(*prefix, mpirun, "-np", many, "true")[1]
-    if fault and not beyond_cores and "slots" in said:  # one core: two ranks are too many
+    said_of_many, fault_of_many = _attempt(*prefix, mpirun, "-np", many, "true")
+    is_broken = bool(fault and fault_of_many) and "slots" not in said_of_many  # whatever the number of ranks
+    beyond_cores = None if is_broken else not fault_of_many
+    if fault and beyond_cores is False and "slots" in said:  # one core: two ranks are too many
         said, fault = _attempt(*prefix, mpirun, "-np", "1", sys.executable, "-c", _HELLO)
         size = None
     return Trial(refuses_root, int(size[1]) if size and not fault else 0, beyond_cores, fault)

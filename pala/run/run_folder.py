@@ -121,6 +121,12 @@ def _never_began(path: Path) -> bool:
         return False
 
 
+def set_aside(path: Path) -> None:
+    """Give a run's folder another name if a job ended before it had begun a record there. Raises OSError."""
+    if path.exists() and not (path / "run.json").exists():
+        path.rename(path.with_name(f"{path.name}-not-begun-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+
 def remove_unfinished(run: Path) -> None:
     """Delete what killed jobs have left of files that they were writing. Only while the folder is locked."""
     for left_over in (*run.rglob(".*.tmp"), *run.rglob(".*.new")):

@@ -310,6 +310,8 @@ def cases(command: Command) -> list[Case]:
             raise PalaError(f"'--{option}' names nothing.")
     if min(command.ranks) < 2 or min(*command.staleness, command.updates, command.together, command.rare) < 0:
         raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
+    if min(command.whole_every, command.exchanges_per_update, command.most_states) < 1:
+        raise PalaError("'--whole-every', '--exchanges-per-update' and '--most-states' must be at least 1.")
     if "push_sum" in command.mixings and not command.updates:
         raise PalaError("'--mixings' has 'push_sum', whose weights have no end without '--updates'.")
     for fault in command.rare_faults:

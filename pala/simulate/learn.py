@@ -321,14 +321,13 @@ def parse(arguments: list[str]) -> Command:
         ("ranks", conditions.ranks, 1), ("slow-ranks", conditions.slow_ranks, 0), ("slowness", conditions.slowness, 1),
         ("delay-updates", conditions.delay_updates, 0), ("deaths", conditions.deaths, 0),
     ):  # fmt: skip
-        if value < least:
-            raise PalaError(f"'--{option}' is {value} but must be at least {least}.")
+        if not least <= value < math.inf:
+            raise PalaError(f"'--{option}' is {value} but must be a number of at least {least}.")
     for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
         if value >= conditions.ranks:
             raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
-    for option, numbers in (("seeds", command.seeds), ("delay-updates", (conditions.delay_updates,))):
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
-            raise PalaError(f"'--{option}' must be a number of at least 0.")
+    if min(command.seeds, default=0) < 0:
+        raise PalaError("'--seeds' must be numbers of at least 0.")
     if exchange.compression != "none":
         raise PalaError(f"'exchange.compression' is '{exchange.compression}', but simulated models travel as they are.")
     if command.config.algorithm != "a2c":

@@ -9,6 +9,7 @@ Results go to a new folder: simulation.md, simulation.json, simulation.png. docs
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -78,11 +79,11 @@ def parse(arguments: list[str]) -> Command:
             raise PalaError(f"'--ranks' has {ranks} but every number must lie between 2 and {_MOST_RANKS}.")
     for option, value, least in (
         ("ranks-per-host", command.ranks_per_host, 1), ("shards", command.shards, 1),
-        ("straggler", command.straggler, 1), ("latency-us", command.latency_us, 0),
+        ("straggler", command.straggler, 1), ("latency-us", command.latency_us, 0), ("seed", command.seed, 0),
     ):  # fmt: skip
-        if not value >= least:
-            raise PalaError(f"'--{option}' is {value:g} but must be at least {least}.")
-    if not command.bandwidth_gbit > 0:
+        if not least <= value < math.inf:
+            raise PalaError(f"'--{option}' is {value:g} but must be a number of at least {least}.")
+    if not 0 < command.bandwidth_gbit < math.inf:
         raise PalaError(f"'--bandwidth-gbit' is {command.bandwidth_gbit:g} but must lie above 0.")
     reasons = [_reason_against(command, method, ranks) for method in command.methods for ranks in command.ranks]
     if all(reasons):

@@ -8,6 +8,7 @@ each other at the end, in updates (standard deviation). Synchronous A2C and inde
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,8 +90,9 @@ def run(arguments: list[str]) -> None:
     for option in ("mixings", "ranks", "delays", "slowness"):
         if not getattr(command, option):
             raise PalaError(f"'--{option}' names nothing.")
-    if min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
-        raise PalaError("'--ranks' must be at least 2, '--delays' 0 and '--slowness' 1.")
+    finite = all(map(math.isfinite, (*command.delays, *command.slowness)))
+    if not finite or min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
+        raise PalaError("'--ranks' must be at least 2, '--delays' 0 and '--slowness' 1; all are finite.")
     if min(command.updates, command.exchanges_per_update) < 1:
         raise PalaError("'--updates' and '--exchanges-per-update' must be at least 1.")
     rows = []
