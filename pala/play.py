@@ -20,7 +20,7 @@ import tyro
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
-from pala.system.runtime import prepare
+from pala.system.runtime import prepare, tell
 
 _PROGRAM = "pala.play"
 _THREADS = 1  # one environment, one observation at a time
@@ -58,7 +58,7 @@ def main() -> None:
 
     common = command.greedy, command.seed, _THREADS, command.trust_run
     if command.video is not None:
-        print(record_video(command.run, command.video, *common))
+        tell(record_video(command.run, command.video, *common))
     else:
         _watch(command)
 
@@ -72,7 +72,7 @@ def _watch(command: Command) -> None:
     with filmed(command.run, command.episodes, command.greedy, command.seed, _THREADS, command.trust_run) as film:
         for picture in itertools.chain(film.pictures, [None]):  # the last episode ends without a picture
             for episode in film.ended[told:]:
-                print(words_of(episode), flush=True)
+                tell(words_of(episode))
             told = len(film.ended)
             if picture is None or not window.show(picture, film.frames_per_s * command.speed):
                 break

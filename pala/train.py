@@ -113,6 +113,10 @@ def main() -> None:
         sys.exit(2)
     except (Exception, KeyboardInterrupt) as error:
         abort(comm, error)
+    except SystemExit as error:
+        if "pala.run.rank" not in sys.modules:  # `--help`, on all ranks
+            raise
+        abort(comm, error)  # of the user's code, on this rank: the others would wait for it
     if result.departs:
         leave_job()
     leave_mpi(comm, finalize=command.config.run.spares == 0)(result.exit_status)

@@ -173,12 +173,14 @@ class _Together:
 
 def _slow_before(faults: list[Fault], on_update: OnUpdate) -> OnUpdate:
     """The same, but that ranks which are ahead of what is planned to happen to another take their time."""
-    made, planned = dict[int, int](), [fault for fault in faults if isinstance(fault, AtUpdate)]
+    made = dict[int, int]()
+    planned = [(fault.rank, fault.update) for fault in faults if isinstance(fault, AtUpdate)]
+    planned += getattr(on_update, "planned", [])
 
     def slow(comm: MemoryCommunicator, updates: int) -> None:
         made[comm.rank] = updates
         on_update(comm, updates)
-        if any(made.get(fault.rank, 0) < fault.update <= updates for fault in planned):
+        if any(made.get(rank, 0) < update <= updates for rank, update in planned):
             time.sleep(0.02)
 
     return slow
@@ -206,6 +208,7 @@ def leave_at(*ranks: int, update: int) -> OnUpdate:
         if comm.rank in ranks and updates == update:
             comm.interrupt.is_told_to_leave = True
 
+    on_update.planned = [(rank, update) for rank in ranks]  # type: ignore[attr-defined]
     return on_update
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-_START_S = 20.0
+_START_S = 60.0
 _END_S = 10.0
 _MOST_JOB = 60_000_000
 _CONFIGURATION = """\
@@ -71,6 +71,10 @@ class Said(NamedTuple):
 
 class SlurmError(Exception):
     """Slurm cannot be started here; a sentence."""
+
+
+class SlurmStartError(SlurmError):
+    """It is installed, and did not start."""
 
 
 class Slurm:
@@ -190,7 +194,7 @@ class Slurm:
             if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._daemons):
                 log = (self._folder / "daemons.log").read_text(errors="replace").splitlines()
                 faults = [line for line in log if "error" in line.lower() or "fatal" in line.lower()]
-                raise SlurmError(
+                raise SlurmStartError(
                     f"Slurm does not start here ({what}): {' '.join(faults[-2:]) or 'it does not say why'}"
                 )
             time.sleep(0.1)

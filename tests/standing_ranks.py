@@ -81,6 +81,7 @@ class Running:
         if fault:
             self._job.close()
             raise CaseError(f"{fault}\n{output}")
+        self._job._is_busy = False
         return Ended([values[rank] for rank in range(len(values))], output)
 
 
@@ -92,12 +93,13 @@ class StandingRanks:
         self._mpirun, self._python, self._environment, self.size = mpirun, python, environment, size
         self._process: subprocess.Popen[bytes] | None = None
         self._connections: list[Connection] = []
+        self._is_busy = False  # with a case; one that a test has given up would get in the way of the next
         self.pids: list[int] = []
 
     def start(self, ranks: int, case: Callable[..., Any], *arguments: Any, cwd: Path) -> Running:
         """Begin `case(communicator, *arguments)` on each of the first `ranks` ranks, in folder `cwd`."""
         assert 1 <= ranks <= self.size
-        if self._process is None or self._process.poll() is not None:
+        if self._is_busy or self._process is None or self._process.poll() is not None:
             self.close()
             self._start_job()
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
@@ -112,6 +114,7 @@ class StandingRanks:
                 cloudpickle.unregister_pickle_by_value(module)
         for connection in self._connections[:ranks]:
             connection.send_bytes(message)
+        self._is_busy = True
         return Running(self, self._connections[:ranks], folder)
 
     def run(self, ranks: int, case: Callable[..., Any], *arguments: Any, cwd: Path) -> Ended:
@@ -128,6 +131,7 @@ class StandingRanks:
 
     def close(self) -> None:
         """End the ranks, also in the middle of a case."""
+        self._is_busy = False
         for connection in self._connections:
             connection.close()
         self._connections.clear()

@@ -289,8 +289,12 @@ def _keeps_its_handlers() -> None:
 def test_a_rank_in_a_process_of_a_search_keeps_its_signals():
     process = multiprocessing.get_context("spawn").Process(target=_keeps_its_handlers)
     process.start()
-    process.join(60)
-    assert process.exitcode == 0
+    try:
+        process.join(120)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_an_environment_that_cannot_be_made_in_its_process_ends_them_all(capfd):

@@ -363,6 +363,7 @@ def test_a_rank_that_fails_is_as_good_as_dead(tmp_path: Path) -> None:
         if (comm.rank, updates) == (1, 10):
             raise RuntimeError("the planted fault")
 
+    fail.planned = [(1, 10)]  # type: ignore[attr-defined]
     trained = train(3, configure(tmp_path, patience_s=0.5), on_update=fail)
     assert isinstance(trained.results[1], RuntimeError) and trained.ended_well(but_for=[1])
 

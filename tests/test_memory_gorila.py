@@ -41,7 +41,8 @@ def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, 
     assert trained.fields() == {metric.name for metric in METRICS if metric.algorithm != "a2c"}
     states = trained.states()
     assert sum(own_steps(states)) == trained.results[0].global_steps
-    assert assemble(states).version > 20 and trained.total("messages_refused") == 0
+    learned = 0 if config.roles == "separate" else 20  # there actors wait for no learner
+    assert assemble(states).version > learned and trained.total("messages_refused") == 0
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
 
 

@@ -39,6 +39,7 @@ from pala.run.panel import Panel
 from pala.run.tensorboard import TensorBoard
 from pala.system.errors import PalaError
 from pala.system.files import json_text
+from pala.system.runtime import say
 
 
 @pytest.fixture
@@ -368,6 +369,51 @@ def test_the_panel_stays_in_place(run, capsys, monkeypatch):
         assert re.search(rf"{label} +{re.escape(value.split(',')[0])}", text)
 
 
+def shown_by_a_terminal(text: str) -> list[str]:
+    """The lines of its screen, as far as rich's panels go: up, erase, and back to the first column."""
+    screen, line = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\n|\r|[^\x1b\n\r]+", text):
+        if part == "\n":
+            line += 1
+            screen += [""] * (line == len(screen))
+        elif part == "\x1b[1A":
+            line -= 1
+        elif part == "\x1b[2K":
+            screen[line] = ""
+        elif part != "\r" and part[0] != "\x1b":
+            screen[line] += part
+    return [each.rstrip() for each in screen if each.strip()]
+
+
+def test_what_a_rank_says_stays_above_its_panel(run, capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("pala.run.panel.terminal_size", lambda stream: (90, 30))
+    panel, shown = Panel("PALA", (90, 30)), figures(run)
+    panel.show(shown)
+    say("[rank 0] rank 3 on [vm] has died; 2 go on.")
+    panel.show(shown)
+    panel.close()
+    say("later")
+    out, err = capsys.readouterr()
+    first, *others = shown_by_a_terminal(out)
+    assert first == "[rank 0] rank 3 on [vm] has died; 2 go on." and err == "later\n"
+    assert others[0].startswith("╭") and others[-1].startswith("╰") and sum("steps/s" in each for each in others) == 1
+
+
+def test_the_dead_have_no_part_in_the_staleness(run):
+    figures(run)
+    progress = Progress(RunView(run, ranks=2), budget_steps=4_000_000)
+    progress._view.living = [0]
+    progress.refresh(global_steps=400_000)
+    assert progress.figures()["staleness"] == "4 updates at most, 6 mixes"
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(console, "terminal_size", lambda: (80, 24))
+    assert type(make_console("auto", "title")) is Lines
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "shown"),
     [
@@ -379,6 +425,7 @@ def test_the_panel_stays_in_place(run, capsys, monkeypatch):
     ],
 )
 def test_the_console_is_a_panel_where_there_is_a_terminal(kind, size, shown, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(console, "terminal_size", lambda: size)
     made = make_console(kind, "title")
     assert type(made) is shown

@@ -61,25 +61,49 @@ def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["raise RuntimeError('the planted fault')", "sys.exit('the planted fault')"])
+def test_an_exception_on_one_rank_ends_the_job(fault: str, mpi: Launcher, tmp_path: Path) -> None:
     source = (
-        "import pala.train as cli, pala.envs, gymnasium\n"
+        "import sys, pala.train as cli, pala.envs, gymnasium\n"
         "from mpi4py import MPI\n"
         "class Env(gymnasium.Wrapper):\n"
         "    steps = 0\n"
         "    def step(self, action):\n"
         "        self.steps += 1\n"
         "        if MPI.COMM_WORLD.rank == 1 and self.steps == 500:\n"
-        "            raise RuntimeError('the planted fault')\n"
+        f"            {fault}\n"
         "        return super().step(action)\n"
         "make = gymnasium.make\n"
         "gymnasium.make = lambda *a, **k: Env(make(*a, **k))\n"
-        f"import sys; sys.argv[1:] = {[*CARTPOLE, '--total-steps', '10000000']!r}\n"
+        f"sys.argv[1:] = {[*CARTPOLE, '--total-steps', '10000000']!r}\n"
         "cli.main()\n"
     )
     job = mpi.script(2, source, tmp_path)
     assert job.status != 0
     assert "rank 1 failed" in job.output and "the planted fault" in job.output
+    assert_all_end(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_job_of_which_a_rank_hangs_in_its_start(any_mpi: Launcher, tmp_path: Path) -> None:
+    source = (
+        "import sys, time, pala.train as cli, gymnasium\n"
+        "from mpi4py import MPI\n"
+        "def make(*a, **k):\n"
+        "    open(f'making-{MPI.COMM_WORLD.rank}', 'w').close()\n"
+        "    while MPI.COMM_WORLD.rank == 1:\n"
+        "        time.sleep(0.1)\n"
+        "    return original(*a, **k)\n"
+        "original, gymnasium.make = gymnasium.make, make\n"
+        f"sys.argv[1:] = {[*CARTPOLE, '--total-steps', '10000000']!r}\n"
+        "cli.main()\n"
+    )
+    (tmp_path / "hangs.py").write_text(source)
+    job = any_mpi.start("-np", "2", str(any_mpi.folder / "python"), "hangs.py", cwd=tmp_path)
+    wait_for(lambda: all((tmp_path / f"making-{rank}").exists() for rank in range(2)), what="the environments")
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait(60)
+    assert job.status != 0 and "did not end within 10 s of the signal" in job.output, job.output
     assert_all_end(tmp_path)
 
 

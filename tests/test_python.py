@@ -433,20 +433,22 @@ def test_a_network_may_begin_with_layers_of_another_run(tmp_path: Path) -> None:
 
 def test_a_policy_that_is_loaded_leaves_torchs_random_stream_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE))
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    pala.load_policy(run)
-    assert torch.rand(3).equal(expected)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        pala.load_policy(run)
+        assert torch.rand(3).equal(expected)
 
 
 def test_ranks_and_segments_have_random_streams_of_their_own_for_dropout(tmp_path: Path) -> None:
     drawn = []
-    for rank, previous in ((0, None), (1, None), (0, tmp_path)):
-        segment = Segment(tmp_path, tmp_path / "segment", previous)
-        make_generator(1, rank, SimpleNamespace(device="cpu"), segment)  # type: ignore[arg-type]
-        drawn.append(torch.rand(3).tolist())
-    assert len({tuple(each) for each in drawn}) == 3
+    with torch.random.fork_rng():
+        for rank, previous in ((0, None), (1, None), (0, tmp_path), (0, None)):
+            segment = Segment(tmp_path, tmp_path / "segment", previous)
+            make_generator(1, rank, SimpleNamespace(device="cpu"), segment)  # type: ignore[arg-type]
+            drawn.append(torch.rand(3).tolist())
+    assert drawn[3] == drawn[0] and len({tuple(each) for each in drawn}) == 3
 
 
 def _without(part: str) -> Callable[..., nn.Module]:

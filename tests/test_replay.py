@@ -143,7 +143,7 @@ def test_stacks_may_be_longer_than_a_byte_counts(frame_stack):
     history.check(np.random.default_rng(0), draws=40)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_what_is_drawn_was_played(data):
     """Any ends, life losses, new starts, lost steps and rewards that are not finite, checked on the way: also while the
@@ -320,7 +320,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_damaged_file_is_refused_and_leaves_an_empty_memory(saved, tmp_path, data):
     whole = saved.read_bytes()

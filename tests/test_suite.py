@@ -81,6 +81,12 @@ def test_the_jobs_are_all_games_of_each_seed(tmp_path: Path) -> None:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize(
     ("variables", "requeued"),
     [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "48"}, "7_48")],
@@ -89,7 +95,7 @@ def test_a_job_requeues_itself_and_not_its_array(variables: dict[str, str], requ
     """An array's last task has the number of the array."""
     programs = {
         "bin/scontrol": 'echo "$*" >>asked',
-        "launch/train.sh": "trap 'exit 3' TERM; touch begun; while :; do sleep 0.1; done",
+        "launch/train.sh": "trap 'exit 3' TERM; touch begun; for _ in {1..600}; do sleep 0.1; done",
     }
     for name, text in programs.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -99,7 +105,7 @@ def test_a_job_requeues_itself_and_not_its_array(variables: dict[str, str], requ
     environment |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
     script = str(REPOSITORY / "launch/slurm/preemptible.sbatch")
     with subprocess.Popen(["bash", script, "pong"], cwd=tmp_path, env=environment | variables) as job:
-        wait_for(lambda: (tmp_path / "begun").exists(), what="the job")
+        wait_for(lambda: (tmp_path / "begun").exists() and catches(job.pid, signal.SIGUSR1), what="the job")
         job.send_signal(signal.SIGUSR1)
         assert job.wait(60) == 3
     assert (tmp_path / "asked").read_text() == f"requeue {requeued}\n"

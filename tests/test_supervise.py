@@ -342,6 +342,13 @@ def test_a_run_that_never_began_is_begun_anew(there: Path) -> None:
     assert len(list(there.glob("runs/r-not-begun-*"))) == 1
 
 
+def test_a_folder_that_is_no_runs_is_left_alone(there: Path) -> None:
+    (there / "runs/r/seed1").mkdir(parents=True)
+    with pytest.raises(PalaError, match=r"'runs/r' is not a run's, as it holds 'seed1'; choose another 'run.name'"):
+        Scripted(["--continue", "--run.name", "r"], []).supervise()
+    assert (there / "runs/r/seed1").exists()
+
+
 def test_a_run_that_has_begun_is_continued(there: Path) -> None:
     """A requeued job is started by the same command, and the job before it may have got as far as a folder only."""
     arguments = ["--continue", "--restarts", "0", "--run.name", "r", "--total-steps", "9"]

@@ -91,7 +91,7 @@ class _LastWords:
             board = TensorBoard(self._run / FOLDER)
             board.add_evaluation(evaluation)
             board.close()
-        except OSError as error:
+        except Exception as error:  # as in training (`console.py`)
             say(f"TensorBoard's files cannot be written: {reason(error)}.")
 
     def draw(self) -> str:

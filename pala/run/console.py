@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,8 @@ class Progress:
         """The figures that A2C has."""
         view = self._view
         relative = view.mean("consensus_distance_relative")
-        mixes, staleness = view.total("mixes"), max((r.get("staleness_updates") or 0 for r in view.last), default=0)
+        mixes = view.total("mixes")
+        staleness = max((view.last[rank].get("staleness_updates") or 0 for rank in view.living), default=0)
         return {
             "consensus": f"{_number(view.mean('consensus_distance'), '{:.3f}')} ({_number(relative, '{:.2%}')})",
             "staleness": f"{staleness} updates at most, {mixes:.0f} mixes",
@@ -121,7 +123,8 @@ def make_console(kind: str, title: str) -> Display | None:
     size = terminal_size() if kind in ("auto", "panel") else None
     if kind == "none":
         return None
-    if kind == "panel" or (kind == "auto" and size is not None):
+    is_dumb = os.environ.get("TERM", "xterm").lower() in ("dumb", "unknown")  # on which rich draws nothing
+    if kind == "panel" or (kind == "auto" and size is not None and not is_dumb):
         from pala.run.panel import Panel  # only the rank that draws one loads rich
 
         return Panel(title, size or (100, 40))
@@ -184,7 +187,7 @@ class Reporter:
         goes on without it."""
         try:
             yield
-        except (OSError, SystemExit):
+        except (OSError, SystemExit, UnicodeError):
             self._console = None
 
     @contextmanager
@@ -192,6 +195,6 @@ class Reporter:
         """Its files are a copy of the metrics: if they cannot be written, training goes on without them."""
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # TensorFlow, where it is installed, has errors of its own for a full disk
             say(f"TensorBoard's files cannot be written any more: {reason(error)}. Training goes on.")
             self._tensorboard = None

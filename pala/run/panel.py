@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.panel import Panel as Box
 from rich.table import Table
 
+from pala.system.runtime import divert, terminal_size
+
 
 class Panel:
     """A panel that stays in place. No thread refreshes it."""
@@ -22,6 +24,8 @@ class Panel:
         console = Console(file=sys.stdout, force_terminal=True, width=min(size[0], 100), height=size[1])
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
+        if terminal_size(2) is not None:
+            divert(self._say)
         console.show_cursor(True)  # a launcher that ^C ends leaves no time to bring it back
 
     def show(self, figures: dict[str, str]) -> None:
@@ -35,6 +39,15 @@ class Panel:
     def note(self, text: str) -> None:
         """The panel tells the time that is left all along."""
 
+    def _say(self, message: str) -> bool:
+        """What this rank says goes above the panel, which would be drawn over it."""
+        try:
+            self._live.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        except (OSError, SystemExit, UnicodeError):
+            return False
+        return True
+
     def close(self) -> None:
         """Leave the last state on the screen."""
+        divert(None)
         self._live.stop()

@@ -49,11 +49,14 @@ def run_rank(
     request = Request(config, make_env, hooks, resume, preset, facts or {}, trust_run, on_update, conclude)
     if job.trainers is None:
         with (interrupt or Interrupt()).installed() as interrupt:
+            comm.heed(interrupt)
             return _stand_by(job, request, interrupt)
     with loading():
         from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
 
     with (interrupt or Interrupt()).installed() as interrupt:
+        comm.heed(interrupt)
+        job.trainers.heed(interrupt)
         return train(job, request, interrupt)
 
 

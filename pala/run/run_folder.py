@@ -122,9 +122,20 @@ def _never_began(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> None:
-    """Give a run's folder another name if a job ended before it had begun a record there. Raises OSError."""
-    if path.exists() and not (path / "run.json").exists():
+    """Give a run's folder another name if a job ended before it had begun a record there. Raises PalaError if it holds
+    what no job has made."""
+    if not path.exists() or (path / "run.json").exists():
+        return
+    try:
+        ours = (_LOCK, *CODE_FILES, "metrics", "checkpoints", "tensorboard")
+        if others := [entry.name for entry in path.iterdir() if entry.name not in ours and entry.name[:1] != "."]:
+            raise PalaError(
+                f"Folder '{path}' is not a run's, as it holds '{others[0]}'; choose another 'run.name', or move it "
+                "away."
+            )
         path.rename(path.with_name(f"{path.name}-not-begun-{time.strftime('%Y%m%d-%H%M%S')}"))
+    except OSError as error:
+        raise PalaError(f"Run folder '{path}' cannot be given another name: {reason(error)}.") from None
 
 
 def remove_unfinished(run: Path) -> None:

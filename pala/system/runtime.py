@@ -18,7 +18,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,8 +202,9 @@ def launcher_process() -> int | None:
     return None
 
 
-def terminal_size() -> tuple[int, int] | None:
-    """(columns, lines) of the terminal that the job's output reaches, or None if it goes to a file or pipe.
+def terminal_size(stream: int = 1) -> tuple[int, int] | None:
+    """(columns, lines) of the terminal that the job's output (2: its standard error) reaches, or None if it goes to a
+    file or pipe.
 
     `isatty` cannot tell: Open MPI gives every rank a pseudo-terminal even when its own output goes to a file, and
     MPICH gives every rank a pipe even on a terminal. The launcher's own output decides, so this walks up to it.
@@ -216,7 +217,7 @@ def terminal_size() -> tuple[int, int] | None:
             if name not in _LAUNCHERS:
                 break
             owner, parent = parent, grandparent
-        descriptor = os.open(f"/proc/{owner}/fd/1", os.O_WRONLY | os.O_NOCTTY)
+        descriptor = os.open(f"/proc/{owner}/fd/{stream}", os.O_WRONLY | os.O_NOCTTY)
     except (OSError, ValueError):
         return None
     try:
@@ -297,11 +298,22 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+_divert: Callable[[str], bool] | None = None
+
+
+def divert(show: Callable[[str], bool] | None) -> None:
+    """Give what this process says to `show`, which returns whether it could; None: to nobody any more."""
+    global _divert
+    _divert = show
+
+
 def say(message: str) -> None:
     """One line to the job's standard error, written at once and whole, so that lines of ranks do not mix.
 
     Where it cannot be written (a log on a full disk, a launcher that is gone) it is lost: no reason to stop training.
     """
+    if _divert is not None and _divert(message.rstrip("\n")):
+        return
     with suppress(OSError):
         sys.stderr.write(message.rstrip("\n") + "\n")
         sys.stderr.flush()

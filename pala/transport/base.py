@@ -209,6 +209,9 @@ class Communicator(abc.ABC):
     host: str
     """Name of the host that this rank is on."""
 
+    def heed(self, interrupt: Interrupt) -> None:  # noqa: B027
+        """From now on a signal ends the waits below as well, after a while, by an EndError. Not collective."""
+
     @abc.abstractmethod
     def meet(self) -> None:
         """Wait until every rank is here. Collective."""

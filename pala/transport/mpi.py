@@ -9,7 +9,6 @@ What they do when one dies: `ulfm.py`.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -74,12 +73,13 @@ class MpiCommunicator(Communicator):
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.mpi, self.rank, self.size, self.host = comm, comm.rank, comm.size, MPI.Get_processor_name()
+        self._interrupt = Interrupt()
+
+    def heed(self, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
 
     def meet(self) -> None:
-        here, sleep_s = self.mpi.Ibarrier(), 1e-4
-        while not here.Test():
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, 0.01)
+        wait_quietly(self.mpi.Ibarrier().Test, None, self._interrupt)
 
     def allgather(self, value: T) -> list[T]:
         self.meet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import faulthandler
 import os
@@ -118,8 +119,9 @@ def leave_job() -> NoReturn:
 
 
 def _exit_at_once(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk must not keep it
+            stream.flush()
     os._exit(status)
 
 
