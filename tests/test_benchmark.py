@@ -32,7 +32,7 @@ from pala.report.text import Spread, table
 from pala.run.metrics import SECTIONS
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
-from pala.system.runtime import Interrupt
+from pala.system.runtime import Interrupt, physical_cores
 from pala.transport.memory import MemoryCommunicator, run_ranks
 
 SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds
@@ -364,6 +364,29 @@ def test_jobs_that_are_measured_survive_one_that_fails(tmp_path: Path, monkeypat
     assert result["failures"] == ["The job with 4 ranks failed."]
     with pytest.raises(PalaError, match="4 ranks failed"):
         benchmark.benchmark(benchmark.parse(["--ranks", "4", "--output", str(tmp_path / "c")]))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+def test_jobs_that_are_measured_survive_a_stop(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(command: Any, ranks: int, output: Path) -> dict[str, Any]:
+        if ranks == 4:
+            raise error
+        return canned_job(ranks)
+
+    monkeypatch.setattr(benchmark, "_measure", measure)
+    output, result = benchmark.benchmark(benchmark.parse(["--ranks", "2", "4", "--output", str(tmp_path / "b")]))
+    assert [job["ranks"] for job in result["jobs"]] == [2] and (output / "benchmark.json").exists()
+    assert result["failures"] == ["Stopped in the job of 4 ranks; those before it are reported."]
+    assert "## Training" in capsys.readouterr().out
+    with pytest.raises(type(error)):
+        benchmark.benchmark(benchmark.parse(["--ranks", "4", "--output", str(tmp_path / "c")]))
+
+
+def test_threads_of_a_core_are_one_core() -> None:
+    cpus = os.sched_getaffinity(0)
+    assert 1 <= physical_cores(cpus) <= len(cpus) and physical_cores({1 << 20, 1 << 21}) == 2
 
 
 def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, nearest
 from pala.system.files import json_text, make_output_folder, write_atomically
 from pala.system.jobs import launcher_of, run_job, tail
-from pala.system.runtime import hangup, say
+from pala.system.runtime import hangup, physical_cores, say, tell
 
 _PROGRAM = "pala.benchmark"
 _PRECISIONS = ("float32", "bfloat16")
@@ -107,7 +107,7 @@ def parse(arguments: list[str]) -> Command:
 
 def _completed(command: Command) -> Command:
     """The command with a value for each option that was not given."""
-    cores = len(os.sched_getaffinity(0))
+    cores = physical_cores(os.sched_getaffinity(0))  # of which Open MPI starts no more ranks
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
     usual = (BASELINE, "gossip") if command.quick else exchange_kinds()
@@ -138,9 +138,9 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     jobs, failures = _measure_all(command, output)
     if command.quick and not failures and far_off(jobs, _LOWEST_RATIO):
         say("An exchange looks slow: measuring once more, to tell it from noise.")
-        again = [_measure(command, ranks, output) for ranks in command.ranks]
-        jobs = [job | {"rounds": job["rounds"] + more["rounds"]} for job, more in zip(jobs, again, strict=True)]
-    protocol_ranks = _PROTOCOL_RANKS if command.config.algorithm == "a2c" else ()
+        again, failures = _measure_all(command, output)
+        jobs = [job | {"rounds": job["rounds"] + more["rounds"]} for job, more in zip(jobs, again, strict=False)]
+    protocol_ranks = _PROTOCOL_RANKS if command.config.algorithm == "a2c" and not failures else ()
     result = provenance() | {
         "format": 1, "date": started, "jobs": jobs, "failures": failures, "config": to_table(command.config),
         "protocol_us": {str(ranks): round(protocol_cost_us(ranks), 2) for ranks in protocol_ranks},
@@ -154,6 +154,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
             "slowdown": command.slowdown,
         },
     }  # fmt: skip
+    tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
     write_atomically(output / "benchmark.json", (json_text(result, indent=1) + "\n").encode())
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
@@ -172,8 +173,8 @@ def _cpu_model() -> str:
 
 
 def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The jobs, and why one failed, if it did after others, which took minutes each. Raises PalaError if it is the
-    first."""
+    """The jobs, and why one failed or was stopped, if it was after others, which took minutes each. Raises PalaError if
+    it is the first."""
     jobs: list[dict[str, Any]] = []
     for ranks in command.ranks:
         try:
@@ -182,6 +183,10 @@ def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], 
             if not jobs:
                 raise
             return jobs, [str(error)]
+        except (KeyboardInterrupt, SystemExit):
+            if not jobs:
+                raise
+            return jobs, [f"Stopped in the job of {counted(ranks, 'rank')}; those before it are reported."]
     return jobs, []
 
 
@@ -213,14 +218,14 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-@exit_on_mistake()
+@exit_on_mistake(OSError)
 def main() -> None:
     """What `python -m pala.benchmark` runs."""
     for number in (signal.SIGTERM, *hangup()):  # so that the job is ended, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = parse(sys.argv[1:])
     output, result = benchmark(command)
-    print(f"\n{markdown(result)}\n{output}/benchmark.md, benchmark.json, benchmark.png", flush=True)
+    print(f"{output}/benchmark.md, benchmark.json, benchmark.png", flush=True)
     slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
     for sentence in slow:
         say(f"pala: {sentence}")

@@ -11,18 +11,19 @@ from pala.evaluation.record import action_words
 from pala.exchange.kinds import kind_of
 from pala.report.text import counted
 
-_FEW_RUNS = 5
+_FEW_RUNS = 10
 
 
 def notes(comparison: Comparison) -> list[str]:
     """Sentences on what is not alike among the runs, or rough."""
     done = [run for runs in comparison.cells.values() for run in runs]
-    fewest = min((len(runs) for runs in comparison.cells.values()), default=0)
+    numbers = {len(runs) for runs in comparison.cells.values()}
+    fewest = min(numbers - {1}, default=0)  # of those that have an interval
     return [note for note in (
         "" if comparison.preset.undisturbed else
         "Other work ran on the machine in the meantime, so what depends on time is left out (`undisturbed = false`).",
         _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
-        "A variant has a single run: nothing is known of its spread." if fewest == 1 else "",
+        "A variant has a single run: nothing is known of its spread." if 1 in numbers else "",
         f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3, 4) else
         f"A variant has {fewest} runs: intervals of so few are rough, and rather too narrow."
         if 4 < fewest < _FEW_RUNS else "",

@@ -155,7 +155,7 @@ def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
             if not drawn:
                 continue
             mean = mean_of([curve_of(getattr(run, axis), run.returns, WINDOW) for run in drawn])
-            at = range(0, len(mean.x), max(1, len(mean.x) // _CSV_POINTS))
+            at = np.unique(np.linspace(0, len(mean.x) - 1, min(_CSV_POINTS, len(mean.x))).astype(int))
             rows += [_curve_row(cell, len(drawn), axis, mean, i) for i in at]
     return rows
 

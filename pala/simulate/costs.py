@@ -109,7 +109,13 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
 
 
 def check_alike(benchmark: dict[str, Any], path: Path) -> None:
-    """Raise PalaError if one of the ranks that were measured was made slow."""
+    """Raise PalaError if one of the ranks that were measured was made slow, or they exchanged as is not simulated."""
+    exchanges = benchmark["config"]["exchange"].get("exchanges_per_update", 1)
+    if exchanges > 1:
+        raise PalaError(
+            f"'{path}' was measured with {exchanges} exchanges an update, but one is simulated. Measure with "
+            "`--exchange.exchanges-per-update 1`."
+        )
     slowdown = benchmark["options"].get("slowdown", 1)
     if slowdown > 1:
         raise PalaError(

@@ -131,6 +131,8 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
     row: dict[str, Any] = {"method": method, "straggler": straggler, "ranks": ranks}
     if reason := _reason_against(command, method, ranks):
         return row | {"reason": reason}
+    if method == "complete" and costs.mixing == "paired":
+        return row | {"reason": "paired has one open offer: not with the complete graph"}
     cluster = Cluster(
         ranks, command.ranks_per_host, command.ranks_per_host * costs.threads, 1e-6 * command.latency_us,
         command.bandwidth_gbit * 1e9 / 8, straggler,

@@ -42,8 +42,10 @@ def launcher_of(template: str, ranks: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Ours; the mpirun beside this Python wins, as it belongs to the same mpi4py."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
+    """Ours; the mpirun beside this Python wins, as it belongs to the same mpi4py. Open MPI binds no ranks, as under
+    `launch/`: else it would bind one or two to a core each, and more to a whole socket."""
+    unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
+    return unbound | os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
 
 
 def run_job(

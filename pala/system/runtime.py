@@ -92,6 +92,18 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
 
 
+def physical_cores(cpus: set[int]) -> int:
+    """How many cores these processors are, of which one may be two or more."""
+
+    def core(cpu: int) -> str:
+        try:
+            return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="utf-8")
+        except OSError:
+            return str(cpu)
+
+    return len(set(map(core, cpus)))
+
+
 def share_of_cores(mine: set[int], on_this_host: list[set[int]]) -> int:
     """Threads for a rank that may run on the cores `mine`, when the ranks of its host have these sets (its own too).
 
@@ -233,9 +245,8 @@ def process_age_s() -> float:
     """Seconds since this process was started."""
     with open("/proc/self/stat", encoding="utf-8") as file:
         start_ticks = int(file.read().rsplit(")", 1)[1].split()[19])
-    with open("/proc/uptime", encoding="utf-8") as file:
-        uptime_s = float(file.read().split()[0])
-    return uptime_s - start_ticks / os.sysconf("SC_CLK_TCK")
+    # Not /proc/uptime: in a container that may be the container's, and these ticks are the host's.
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
