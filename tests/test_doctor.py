@@ -22,6 +22,7 @@ from pala.doctor.advice import Advice, advise
 from pala.doctor.facts import Host, Job, PairPing, Product, Rank, Trial
 from pala.doctor.ping import tournament, turns
 from pala.doctor.report import report
+from pala.system.runtime import physical_cores
 
 OPEN_MPI, MPICH = Product("Open MPI", "5.0.11"), Product("MPICH", "5.0.2")
 GIB = 2**30
@@ -85,7 +86,7 @@ PROBLEMS = {
     "no mpirun, Slurm": (by_hand(launcher=facts.Launcher(), slurm={"SLURM_JOB_ID": "7"}), "no mpirun in PATH", False),
     "python": (by_hand(python_in_path="/usr/bin/python"), "`python` in PATH is /usr/bin/python, not /env/bin/", False),
     "root": (by_hand(trial=Trial(True, 2, True)), "OMPI_ALLOW_RUN_AS_ROOT=1", True),
-    "slots": (by_hand(trial=Trial(False, 2, False)), "mpirun refuses 5 ranks", False),
+    "slots": (by_hand(trial=Trial(False, 2, False, num_beyond=5)), "mpirun refuses 5 ranks", False),
     "tasks": (job(slurm={"SLURM_NTASKS": "8"}), "Slurm has allocated 8 tasks, but the job has 2 ranks", False),
     "oversubscribed": (job(ranks=ranks(*"aaaaa")), "Ranks outnumber cores (5 ranks, 4 cores on a)", False),
     "one core": (job(ranks=ranks("a", "a", cores=(0,))), "bound to the same cores (2 ranks, 1 core on a)", False),
@@ -163,7 +164,7 @@ def test_what_many_hosts_have_in_common_is_said_once() -> None:
 
 
 def test_what_stops_training_comes_first() -> None:
-    troubled = by_hand(python_in_path="/usr/bin/python", trial=Trial(True, 2, False))
+    troubled = by_hand(python_in_path="/usr/bin/python", trial=Trial(True, 2, False, num_beyond=5))
     assert [advice.stops for advice in advise(troubled)] == [True, False, False]
 
 
@@ -337,9 +338,10 @@ RUN = 'case "$3" in true) ;; *) echo "size $2" ;; esac\n'
 )
 def test_mpirun_is_tried(script: str, expected: Trial, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(trial, "physical_cores", lambda cpus: 2)
     found = trial.try_mpirun(fake_mpirun(tmp_path, script))
-    assert replace(found, failure="") == expected and ("no library" in found.failure) == ("no library" in script)
+    assert replace(found, failure="", num_beyond=0) == expected and found.num_beyond == 3
+    assert ("no library" in found.failure) == ("no library" in script)
 
 
 def test_an_mpirun_that_hangs_is_ended(monkeypatch, tmp_path: Path) -> None:
@@ -427,7 +429,7 @@ def test_by_hand_mpirun_is_tried(any_mpi: Launcher, tmp_path: Path) -> None:
     root = os.geteuid() == 0
     assert done.returncode == int(root) and done.stderr == ""
     assert ("STOP  You are root, and Open MPI's mpirun refuses" in done.stdout) == root
-    assert f"mpirun refuses {len(os.sched_getaffinity(0)) + 1} ranks" in done.stdout
+    assert f"mpirun refuses {physical_cores(os.sched_getaffinity(0)) + 1} ranks" in done.stdout
     assert "fits the library" in " ".join(done.stdout.split())  # the path before it may be long
 
 

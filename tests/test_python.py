@@ -559,7 +559,8 @@ def test_environments_of_unlike_spaces_are_told(vectorization: Any, capfd: pytes
     def make() -> gymnasium.Env:
         name = multiprocessing.current_process().name
         number = next(numbers) if vectorization == "sync" else int(name.endswith("-1"))
-        return gymnasium.wrappers.RescaleObservation(gymnasium.make("Pendulum-v1"), -1 - float(number), 1)
+        low, high = np.float32(-1 - number), np.float32(1)
+        return gymnasium.wrappers.RescaleObservation(gymnasium.make("Pendulum-v1"), low, high)
 
     with pytest.raises(PalaError) as raised:
         make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=make)

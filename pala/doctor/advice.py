@@ -148,8 +148,7 @@ def _slurm(job: Job) -> Iterator[Advice]:
 
 def _slots(job: Job) -> Iterator[Advice]:
     if job.trial is not None and job.trial.beyond_cores is False:
-        cores = len(job.hosts[0].cores)
-        yield Advice(f"mpirun refuses {cores + 1} ranks: {MORE_RANKS_THAN_CORES}")
+        yield Advice(f"mpirun refuses {job.trial.num_beyond} ranks: {MORE_RANKS_THAN_CORES}")
 
 
 def _cores(job: Job, host: Host) -> Iterator[Advice]:

@@ -86,6 +86,7 @@ class Trial:
     size: int = 0  # that a job of two ranks found; 0: it did not start
     beyond_cores: bool | None = None  # whether more processes than cores start; None: not tried
     failure: str = ""  # the job's words if it failed
+    num_beyond: int = 0  # how many processes that were
 
 
 @dataclass(frozen=True)

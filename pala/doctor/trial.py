@@ -13,6 +13,7 @@ from pathlib import Path
 from pala.doctor.facts import Launcher, Product, Trial
 from pala.system.errors import PalaError
 from pala.system.jobs import run_job
+from pala.system.runtime import physical_cores
 
 _LIMIT_S = 60.0  # a job
 _HELLO = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"
@@ -38,14 +39,14 @@ def try_mpirun(mpirun: str) -> Trial:
     if refuses_root:  # what else is there to know?
         said, fault = _attempt(*prefix, mpirun, "-np", "2", sys.executable, "-c", _HELLO)
     size = re.search(r"^size (\d+)$", said, re.MULTILINE)
-    many = str(len(os.sched_getaffinity(0)) + 1)
-    said_of_many, fault_of_many = _attempt(*prefix, mpirun, "-np", many, "true")
+    many = physical_cores(os.sched_getaffinity(0)) + 1  # Open MPI counts cores, not their threads
+    said_of_many, fault_of_many = _attempt(*prefix, mpirun, "-np", str(many), "true")
     is_broken = bool(fault and fault_of_many) and "slots" not in said_of_many  # whatever the number of ranks
     beyond_cores = None if is_broken else not fault_of_many
     if fault and beyond_cores is False and "slots" in said:  # one core: two ranks are too many
         said, fault = _attempt(*prefix, mpirun, "-np", "1", sys.executable, "-c", _HELLO)
         size = None
-    return Trial(refuses_root, int(size[1]) if size and not fault else 0, beyond_cores, fault)
+    return Trial(refuses_root, int(size[1]) if size and not fault else 0, beyond_cores, fault, many)
 
 
 def _attempt(*words: str) -> tuple[str, str]:
