@@ -210,7 +210,7 @@ class GorilaConfig:
     longer than gossip's, which never ends a job."""
     parameters_period_updates: int = 1
     """Gradients of a learner between two fetches of parameters; an actor's rank without learner: as many times
-    `update_period_steps` of its steps [Gorila: 1; it waits for them]. Ours."""
+    `update_period_steps` of its steps [Gorila: 1, and waits for them]."""
     gamma: float = 0.99
     """Discount a step [DQN]."""
     double_dqn: bool = False

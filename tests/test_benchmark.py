@@ -379,9 +379,26 @@ def test_jobs_that_are_measured_survive_a_stop(
     output, result = benchmark.benchmark(benchmark.parse(["--ranks", "2", "4", "--output", str(tmp_path / "b")]))
     assert [job["ranks"] for job in result["jobs"]] == [2] and (output / "benchmark.json").exists()
     assert result["failures"] == ["Stopped in the job of 4 ranks; those before it are reported."]
+    assert result["exit_status"] == (130 if isinstance(error, KeyboardInterrupt) else 143)
     assert "## Training" in capsys.readouterr().out
     with pytest.raises(type(error)):
         benchmark.benchmark(benchmark.parse(["--ranks", "4", "--output", str(tmp_path / "c")]))
+
+
+def test_a_second_look_that_fails_keeps_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def measure(command: Any, ranks: int, output: Path) -> dict[str, Any]:
+        looks.append(ranks)
+        if len(looks) == 2:
+            raise PalaError("The job failed.")
+        return canned_job(ranks)
+
+    monkeypatch.setattr(benchmark, "_measure", measure)
+    monkeypatch.setattr(benchmark, "far_off", lambda jobs, lowest: ["slow"])
+    _, result = benchmark.benchmark(benchmark.parse(["--quick", "--ranks", "2", "--output", str(tmp_path / "b")]))
+    assert len(looks) == 2 and result["failures"] == ["The job failed."]
+    assert [job["rounds"] for job in result["jobs"]] == [canned_job(2)["rounds"]]
 
 
 def test_threads_of_a_core_are_one_core() -> None:

@@ -135,14 +135,19 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    jobs, failures = _measure_all(command, output)
+    jobs, failures, status = _measure_all(command, output)
     if command.quick and not failures and far_off(jobs, _LOWEST_RATIO):
         say("An exchange looks slow: measuring once more, to tell it from noise.")
-        again, failures = _measure_all(command, output)
-        jobs = [job | {"rounds": job["rounds"] + more["rounds"]} for job, more in zip(jobs, again, strict=False)]
+        try:
+            again, failures, status = _measure_all(command, output)
+        except PalaError as error:
+            again, failures, status = [], [str(error)], 2
+        more = [job["rounds"] for job in again] + [[]] * (len(jobs) - len(again))
+        jobs = [job | {"rounds": job["rounds"] + rounds} for job, rounds in zip(jobs, more, strict=True)]
     protocol_ranks = _PROTOCOL_RANKS if command.config.algorithm == "a2c" and not failures else ()
     result = provenance() | {
-        "format": 1, "date": started, "jobs": jobs, "failures": failures, "config": to_table(command.config),
+        "format": 1, "date": started, "jobs": jobs, "failures": failures, "exit_status": status,
+        "config": to_table(command.config),
         "protocol_us": {str(ranks): round(protocol_cost_us(ranks), 2) for ranks in protocol_ranks},
         "protocol_in_jobs_of_8_us": {
             str(ranks): round(protocol_cost_us(8, ranks // 8), 2) for ranks in protocol_ranks if ranks % 8 == 0
@@ -172,9 +177,9 @@ def _cpu_model() -> str:
 # ---- one job of MPI --------------------------------------------------------------------------------------------------
 
 
-def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The jobs, and why one failed or was stopped, if it was after others, which took minutes each. Raises PalaError if
-    it is the first."""
+def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], list[str], int]:
+    """The jobs, why one failed or was stopped, if it was after others, which took minutes each, and the exit status.
+    Raises PalaError if it is the first."""
     jobs: list[dict[str, Any]] = []
     for ranks in command.ranks:
         try:
@@ -182,12 +187,13 @@ def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], 
         except PalaError as error:
             if not jobs:
                 raise
-            return jobs, [str(error)]
-        except (KeyboardInterrupt, SystemExit):
+            return jobs, [str(error)], 2
+        except (KeyboardInterrupt, SystemExit) as stop:
             if not jobs:
                 raise
-            return jobs, [f"Stopped in the job of {counted(ranks, 'rank')}; those before it are reported."]
-    return jobs, []
+            status = int(stop.code or 0) if isinstance(stop, SystemExit) else 130
+            return jobs, [f"Stopped in the job of {counted(ranks, 'rank')}; those before it are reported."], status
+    return jobs, [], 0
 
 
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
@@ -231,7 +237,7 @@ def main() -> None:
         say(f"pala: {sentence}")
     for sentence in result["failures"]:
         say(f"pala: error: {sentence}")
-    sys.exit(2 if result["failures"] else 1 if slow else 0)
+    sys.exit(result["exit_status"] or (1 if slow else 0))
 
 
 if __name__ == "__main__":

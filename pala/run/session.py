@@ -261,9 +261,8 @@ class Session:
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
         else:
-            if list(exchange.state().lost) != list(
-                self._saved_lost
-            ):  # who took another for gone that stayed has saved that
+            # Who took another for gone that stayed has saved that.
+            if list(exchange.state().lost) != list(self._saved_lost):
                 self._save_or_say(exchange)
             self._record_stop(exchange, end)  # once more: now all know who lives, one leads, and the steps are exact
         self._segment.check_folder()
