@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pala.run.result import Result
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Moment", "PalaError", "evaluate_policy", "fit", "load_policy", "load_preset"]
+__all__ = ["Config", "Moment", "PalaError", "evaluate_policy", "fit", "load_config", "load_policy", "load_preset"]
 
 
 def fit(
@@ -52,11 +52,13 @@ def fit(
     is evaluated, and `run.json` says why it ended.
 
     The run is called after the environment unless `config.run.name` says how. `resume`: the folder of an earlier run to
-    go on with, with the environment and the network that it keeps if none are given. `trust_run`: run the code that it
-    names or holds though it came from elsewhere. Raises PalaError for a mistake that all ranks see; a script that does
-    not catch it ends with the sentence alone, printed once. With several ranks, any other error ends the whole job with
-    its traceback, because the other ranks would wait for this one for ever. Where the others go on without a rank, one
-    that was told to leave or a spare that nobody needed, it does not return: the process ends.
+    go on with, by `config`'s settings, not the run's: `load_config` reads those. `make_env` and `make_network` are the
+    run's if none are given. `trust_run`: run the code that it names or holds though it came from elsewhere.
+
+    Raises PalaError for a mistake that all ranks see; a script that does not catch it ends with the sentence alone,
+    printed once. With several ranks, any other error ends the whole job with its traceback, because the other ranks
+    would wait for this one for ever. Where the others go on without a rank, one that was told to leave or a spare that
+    nobody needed, it does not return: the process ends.
     """
     from pala.system.errors import CollectiveError
     from pala.system.runtime import one_sentence_for_mistakes, prepare
@@ -124,6 +126,13 @@ def _with_evaluation(result: Result) -> Result:
     return replace(
         result, evaluation=read_evaluation(result.run), learning_curve=curve if curve.exists() else None
     )  # fmt: skip
+
+
+def load_config(run: str | Path) -> Config:
+    """The settings that a run was last started with, for `fit(load_config(run), resume=run)`. Raises PalaError."""
+    from pala.run.run_folder import config_of
+
+    return config_of(run)
 
 
 def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False) -> Policy:

@@ -47,13 +47,19 @@ def header(
 def note_on_ranks(preset: Path | None, config: Config, ranks: int) -> str:
     """A sentence if the preset's learning rate was chosen for another number of ranks than train; else empty. Raises
     PalaError."""
-    if preset is None or config.algorithm != "a2c" or config.a2c.learning_rate_scaling != "none":
+    if preset is None or config.algorithm != "a2c":
         return ""
     chosen, meant = load_with_ranks(preset)
     rate = config.a2c.learning_rate
-    if meant in (None, ranks) or rate != chosen.a2c.learning_rate:
+    if meant is None or rate != chosen.a2c.learning_rate:
         return ""
-    assert meant is not None
+    if config.a2c.learning_rate_scaling == "ranks":
+        return "" if meant == 1 else (
+            f"Preset '{preset}' has the learning rate {rate:g} for {meant} ranks already, and it is scaled once more: "
+            f"one learner's would be `--a2c.learning-rate {rate / math.sqrt(meant):.2g}`."
+        )  # fmt: skip
+    if meant == ranks:
+        return ""
     other = f"--a2c.learning-rate {rate * math.sqrt(ranks / meant):.2g}"
     return (
         f"Preset '{preset}' has the learning rate {rate:g} for {counted(meant, 'rank')}, but {ranks} train: by GALA's "
