@@ -14,6 +14,7 @@ from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.gossip.topology import OFFSETS
 from pala.simulate import explore, explore_world
 from pala.simulate.explore import Explored, Explorer
 from pala.simulate.explore_alike import NotAlikeError
@@ -209,6 +210,18 @@ def test_push_sum_keeps_its_weights(faults: str) -> None:
     assert_holds(explored(faults + " resume", mixing="push_sum", updates=4))
 
 
+def test_push_sum_of_three_ranks_computes_with_exact_weights() -> None:
+    """Thirds are no floats."""
+    case = Case(3, "ring", "push_sum", faults=frozenset({"resume"}), updates=3)
+    assert not Explorer(case, symmetry=True, liveness=False).run(most_states=10_000).violations
+
+
+def test_every_choice_of_the_rounds_that_an_event_may_begin_is_tried() -> None:
+    assert len(Case(3, "random").first_rounds) == 2
+    rounds = Case(3, "random", max_staleness=0).first_rounds  # a rank may owe for as many as there are ranks
+    assert len({tuple(OFFSETS["random"](3, round_ + k, 0) for k in range(3)) for round_ in rounds}) == 2**3
+
+
 def test_ranks_that_resume_begin_in_all_rounds() -> None:
     assert len(World(Case(3, "exponential", faults=frozenset({"resume"}))).initial()) == 2**3
 
@@ -266,7 +279,7 @@ def classes(plain: Explorer, reduced: Explorer) -> set[State]:
     ],
 )  # fmt: skip
 def test_what_is_alike_leaves_out_nothing(faults: str, options: dict[str, Any]) -> None:
-    """A search that takes for one what is alike finds what a search of all states does."""
+    """A search that takes for one what is alike finds what a search without these claims does."""
     case = Case(faults=frozenset(faults.split()), **options)
     plain, reduced = Explorer(case, alike=False), Explorer(case)
     whole, small = plain.run(), reduced.run()
@@ -310,6 +323,12 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "false-death" in capsys.readouterr().out
 
 
+def test_the_table_names_the_limit_of_rare_faults() -> None:
+    explored = explore.Explored()
+    command = explore.Command(mixings=("uniform",), staleness=(1,), faults=("nan", "garbled"), rare_faults=("nan",))
+    assert "nan + garbled, at most 2 of garbled + nan" in explore.row(explore.cases(command)[0], explored)
+
+
 def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     explore.run(["--mixings", "paired", "--staleness", "1", "--most-states", "100"])
     assert "| no " in capsys.readouterr().out
@@ -326,6 +345,7 @@ def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -
         (["--mixings", "paired", "--whole-every", "0"], "'--whole-every'.* must be at least 1"),
         (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
         (["--ranks"], "'--ranks' names nothing"), (["--staleness"], "'--staleness' names nothing"),
+        (["--most-s", "nan"], "'--most-s' is nan but must lie above 0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(arguments: list[str], sentence: str) -> None:

@@ -249,8 +249,13 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
     ]
     packed = tmp_path / "benchmark.json.gz"  # as in results/
     packed.write_bytes(gzip.compress(file.read_bytes()))
-    predict.run(["--benchmark", str(file), "--compare", str(packed), "--output", str(output), *options])
-    printed = capsys.readouterr().out
+    other = json.loads(file.read_text())
+    other["config"]["env"]["num_envs"] += 1
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    compared = ["--compare", str(packed), str(tmp_path / "other.json")]
+    predict.run(["--benchmark", str(file), *compared, "--output", str(output), *options])
+    printed, said = capsys.readouterr()
+    assert "other.json' is left out of the comparison: its 'env.num_envs' is" in said
     for expected in (
         "complete: not simulated above 64 ranks: n(n-1) models a round.", "One rank 4 times slower",
         "shared_memory: not possible above 4 ranks", "Beside what was measured", "| allreduce     |    80 |",
@@ -287,6 +292,11 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         (["--benchmark", "good.json", "--compare", "slow.json"], "'slow.json' was measured with '--slowdown 4'"),
         (["--methods", "shared_memory", "--ranks", "64"], "nothing to simulate: not possible above 16 ranks"),
         (["--methods", "complete", "--ranks", "500"], "nothing to simulate: not simulated above"),
+        (["--benchmark", "paired.json", "--methods", "complete"], "nothing to simulate: paired has one open offer"),
+        (
+            ["--benchmark", "rounded.json", "--methods", "allreduce"],
+            "to simulate: not from costs of 'bfloat16'",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -299,6 +309,10 @@ def test_a_mistake_is_one_sentence(
     top_k = measured(host="h")
     top_k["config"]["exchange"]["compression"] = "top_k"
     Path("top_k.json").write_text(json.dumps(top_k))
+    for name, settings in (("paired", {"mixing": "paired"}), ("rounded", {"compression": "bfloat16"})):
+        of = measured(host="h")
+        of["config"]["exchange"].update(settings)
+        Path(f"{name}.json").write_text(json.dumps(of))
     good = measured(host="h")
     Path("good.json").write_text(json.dumps(good))
     Path("slow.json").write_text(json.dumps(good | {"options": good["options"] | {"slowdown": 4.0}}))

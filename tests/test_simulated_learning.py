@@ -109,6 +109,22 @@ def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, caps
     assert all(training["episodes"] for training in kept["trainings"])
 
 
+@pytest.mark.slow
+def test_what_was_trained_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plays = program.learn
+
+    def fails_with_seed_2(method: str, config: Config, conditions: Conditions) -> Learned:
+        if config.seed == 2:
+            raise PalaError("It fails.")
+        return plays(method, config, conditions)
+
+    monkeypatch.setattr(program, "learn", fails_with_seed_2)
+    arguments = ["--ranks", "2", "--seeds", "1", "2", "--methods", "paired", "--total-steps", "400"]
+    with pytest.raises(PalaError, match="It fails"):
+        program.run([*arguments, "--env.num-envs", "2", "--output", str(tmp_path / "learned.json")])
+    assert [t["seed"] for t in json.loads((tmp_path / "learned.json").read_text())["trainings"]] == [1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -116,7 +132,8 @@ def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, caps
         ("--ranks 2 --deaths 2", "must be less than '--ranks'"), ("--slowness 0.5", "'--slowness' is 0.5"),
         ("--slowness nan", "'--slowness' is nan"),
         ("--a2c.gamma 3", "'a2c.gamma' is 3"), ("missing.toml", "'missing.toml' does not exist"),
-        ("--ranks 3 --deaths 1 --methods allreduce --seeds 1", "'--deaths' is for gossip"),
+        ("--ranks 3 --deaths 1 --methods paired none --seeds 1", "'--deaths' is for gossip, not for 'none'"),
+        ("--output /tmp", "'/tmp' is a folder; name a file"),
         ("--exchange.topology complete", "'--methods' has 'paired'"), ("--algorithm gorila", "A2C only"),
         ("--seeds -1", "'--seeds' must be"), ("--delay-updates nan", "'--delay-updates' is nan"),
         ("--exchange.compression bfloat16", "simulated models travel as they are"),

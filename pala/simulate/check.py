@@ -102,9 +102,10 @@ def _try(numbers: range, protocol: type[GossipProtocol] | None = None) -> Tried:
         scenario = schedule(number)
         try:
             cluster = check(scenario, protocol)
-        except (InvariantError, AssertionError) as error:
+        except Exception as error:
+            what = str(error) if isinstance(error, InvariantError) else f"{type(error).__name__}: {error}"
             sentence = (
-                f"Schedule {number} ({scenario.size} ranks, {scenario.topology}, {scenario.mixing}): {error}. "
+                f"Schedule {number} ({scenario.size} ranks, {scenario.topology}, {scenario.mixing}): {what}. "
                 f"Again: python -m pala.simulate check --first {number} --schedules 1"
             )
             return Tried(count + 1, events, faults, sentence)

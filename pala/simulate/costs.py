@@ -51,6 +51,8 @@ class Costs:
     """Cores of the machine that was measured."""
     threads: int
     """Cores that a rank has for itself."""
+    compression: str = "none"
+    """Of gossip's models."""
 
     @property
     def update_s(self) -> float:
@@ -143,6 +145,7 @@ def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Co
         model_bytes=model_bytes_of(job),
         max_staleness=config["exchange"]["max_staleness"], mixing=config["exchange"]["mixing"],
         cores=benchmark["machine"]["cores"], threads=job["of_ranks"][0]["threads"],
+        compression=config["exchange"]["compression"],
     )  # fmt: skip
 
 

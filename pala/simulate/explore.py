@@ -21,7 +21,7 @@ from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.report.text import table
 from pala.simulate.explore_alike import NotAlikeError
 from pala.simulate.explore_rank import Case, Mode
-from pala.simulate.explore_world import FAULTS, UNFAIR, Label, State, World
+from pala.simulate.explore_world import FAULTS, RARE, UNFAIR, Label, State, World
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 
@@ -59,11 +59,11 @@ class Command:
     most_states: int = 2_000_000
     """Give a case up when it has more (300 bytes each, twice as much with liveness)."""
     most_s: float = 600.0
-    """Give a case up after so many seconds."""
+    """Give the search of a case up after so many seconds; that for endless waits comes after it."""
     liveness: bool = True
     """Look for endless waits among the states; if not, states that differ only by ranks' numbers are one."""
     alike: bool = True
-    """Take states for one whose ranks and messages differ only in what can influence nothing any more, and prove it."""
+    """Take states for one whose ranks and messages differ only in what can influence nothing any more, and check it."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +310,8 @@ def cases(command: Command) -> list[Case]:
             raise PalaError(f"'--{option}' names nothing.")
     if min(command.ranks) < 2 or min(*command.staleness, command.updates, command.together, command.rare) < 0:
         raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
+    if not command.most_s > 0:
+        raise PalaError(f"'--most-s' is {command.most_s:g} but must lie above 0.")
     if min(command.whole_every, command.exchanges_per_update, command.most_states) < 1:
         raise PalaError("'--whole-every', '--exchanges-per-update' and '--most-states' must be at least 1.")
     if "push_sum" in command.mixings and not command.updates:
@@ -362,4 +364,5 @@ def row(case: Case, explored: Explored) -> tuple[str, ...]:
 
 def _faults(case: Case) -> str:
     named = " + ".join(fault for fault in FAULTS if fault in case.faults) or "none"
-    return f"{named}, at most {case.most_rare} of {' + '.join(sorted(case.rare))}" if case.rare else named
+    rare = (case.rare | RARE) & case.faults
+    return f"{named}, at most {case.most_rare} of {' + '.join(sorted(rare))}" if rare else named

@@ -85,13 +85,17 @@ class Case:
 
     @property
     def first_rounds(self) -> list[int]:
-        """Rounds of the random graph, one for each possible set of offsets. The explorer takes any of them at each
-        step: whatever the seed, what a run can do is among that."""
+        """Rounds of the random graph, one for each possible set of offsets of what one event may begin: one round, or,
+        where a rank that must wait for each mix owes for several, as many as there are ranks. The explorer takes any of
+        them at each step: whatever the seed, what a run can do is among that."""
         if self.topology != "random" or self.ranks == 2:
             return []
+        num_rounds = self.ranks if self.max_staleness == 0 else 1
         found: dict[tuple[int, ...], int] = {}
-        for round_ in range(_FIRST_ROUND, _FIRST_ROUND + 1000):
-            offsets = tuple(graph.OFFSETS["random"](n, round_, 0) for n in range(2, self.ranks + 1))
+        for round_ in range(_FIRST_ROUND, _FIRST_ROUND + 1000 * num_rounds):
+            offsets = tuple(
+                graph.OFFSETS["random"](n, round_ + k, 0) for k in range(num_rounds) for n in range(2, self.ranks + 1)
+            )
             found.setdefault(offsets, round_)
         return sorted(found.values())
 
@@ -349,7 +353,7 @@ class LocalRank:
             try:
                 getattr(self, event[0])(*event[1:])
                 failed = False
-            except (AssertionError, LookupError, ValueError, TypeError, AttributeError) as error:
+            except Exception as error:
                 models.faults.append(f"{type(error).__name__}: {error}")
             if models.mixes:
                 self._since_mix, self._excused = 0, False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -198,7 +199,8 @@ def predict_gossip(cluster: Cluster, costs: Costs, topology: str, seed: int) -> 
 
 
 def predict_shared_memory(cluster: Cluster, costs: Costs, seed: int) -> Prediction:
-    """GALA: a ring in the memory of one host."""
+    """GALA: a ring in the memory of one host, and its own mixing."""
+    costs = replace(costs, mixing="uniform")
     return measured(SharedMemoryCluster(cluster, costs, "ring", seed), cluster.warm_up_updates, cluster.updates_a_rank)
 
 

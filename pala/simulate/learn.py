@@ -260,8 +260,6 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
     on its way for as long as a model there and back. Or, if gradients are not averaged, independent learners, who wait
     for nobody."""
     config, n = learners.config, conditions.ranks
-    if conditions.deaths:
-        raise PalaError("'--deaths' is for gossip: synchronous A2C ends when a rank dies.")
     flats = [rank.flat for rank in learners.ranks]
     draw, slowness = random.Random(config.seed), _slowness(conditions) or (1.0,) * n
     steps, times, rounds = 0, [0.0] * n, 0
@@ -326,6 +324,8 @@ def parse(arguments: list[str]) -> Command:
     for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
         if value >= conditions.ranks:
             raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
+    if conditions.deaths and (others := {"allreduce", "none"}.intersection(command.methods)):
+        raise PalaError(f"'--deaths' is for gossip, not for '{min(others)}' of '--methods': there ranks do not die.")
     if min(command.seeds, default=0) < 0:
         raise PalaError("'--seeds' must be numbers of at least 0.")
     if exchange.compression != "none":
@@ -342,6 +342,8 @@ def parse(arguments: list[str]) -> Command:
             raise PalaError(
                 f"'--output': nothing can be written into '{folder}'; name a file in a folder that is there."
             )
+        if command.output.is_dir():
+            raise PalaError(f"'--output': '{command.output}' is a folder; name a file.")
     return command
 
 
@@ -358,15 +360,20 @@ def run(arguments: list[str]) -> None:
             height = trainings[-1].mean_height(config.total_steps)
             print(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}", flush=True)
             results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
+            _write(command, results)  # what comes next may fail, or be stopped
         rows.append(_row(method, trainings, command.config.total_steps))
     header = ["method", "mean height", "range", "last return", "kept", "distance", "KL", "models an update", "time"]
     print("\n" + table(header, rows))
-    if command.output is not None:
-        facts: dict[str, Any] = provenance() | {"options": _plain(asdict(command)), "trainings": results}
-        try:
-            write_atomically(command.output, (json_text(facts) + "\n").encode())
-        except OSError as error:
-            raise PalaError(f"'--output': '{command.output}' cannot be written ({reason(error)}).") from None
+
+
+def _write(command: Command, results: list[dict[str, Any]]) -> None:
+    if command.output is None:
+        return
+    facts: dict[str, Any] = provenance() | {"options": _plain(asdict(command)), "trainings": results}
+    try:
+        write_atomically(command.output, (json_text(facts) + "\n").encode())
+    except OSError as error:
+        raise PalaError(f"'--output': '{command.output}' cannot be written ({reason(error)}).") from None
 
 
 def _row(method: str, trainings: list[Learned], total_steps: int) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pala.exchange.kinds import KINDS
+from pala.report.text import counted
 from pala.run.run_folder import provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
@@ -29,11 +30,14 @@ from pala.simulate.server import predict_server
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError, nearest
 from pala.system.files import json_text, make_output_folder, write_atomically
+from pala.system.runtime import say
 
 _PROGRAM = "pala.simulate predict"
 METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
 _MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
+_ALIKE = (("env", "id"), ("env", "num_envs"), ("a2c", "rollout_steps"), ("network", "precision"))
+_WHOLE = ("shared_memory", "allreduce", "server", "servers")  # what they send is never compressed
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,7 @@ def parse(arguments: list[str]) -> Command:
             raise PalaError(f"'--{option}' is {value:g} but must be a number of at least {least}.")
     if not 0 < command.bandwidth_gbit < math.inf:
         raise PalaError(f"'--bandwidth-gbit' is {command.bandwidth_gbit:g} but must lie above 0.")
-    reasons = [_reason_against(command, method, ranks) for method in command.methods for ranks in command.ranks]
-    if all(reasons):
-        raise PalaError(f"There is nothing to simulate: {'; '.join(dict.fromkeys(reasons))}.")
+    _check_that_something_is_left(command)
     if command.benchmark is None:
         raise PalaError("Name the measured costs: `--benchmark FILE`, a benchmark.json of `python -m pala.benchmark`.")
     return command
@@ -108,13 +110,33 @@ def predict(command: Command, output: Path) -> dict[str, Any]:
             "environment": benchmark["config"]["env"]["id"], "precision": benchmark["config"]["network"]["precision"],
             "cpu": benchmark["machine"]["cpu"], "git_commit": benchmark["git_commit"], "date": benchmark["date"],
         },
-        "comparison": [row for path, other in compared for row in compare(str(path), other, costs, command.seed)],
+        "comparison": [
+            row for path, other in compared for row in _compare(path, other, benchmark, costs, command.seed)
+        ],
         "predictions": predictions(command, costs),
     }  # fmt: skip
     write_atomically(output / "simulation.json", (json_text(result, indent=1) + "\n").encode())
     write_atomically(output / "simulation.md", markdown(result).encode())
     draw(result, output / "simulation.png")
     return result
+
+
+def _compare(
+    path: Path, benchmark: dict[str, Any], measured: dict[str, Any], costs: Costs, seed: int
+) -> list[dict[str, Any]]:
+    """Beside what this benchmark measured, as far as the costs, of the benchmark `measured`, are its own, too."""
+    for section, key in _ALIKE:
+        there, here = benchmark["config"].get(section, {}).get(key), measured["config"][section][key]
+        if there != here:
+            say(f"'{path}' is left out of the comparison: its '{section}.{key}' is {there}, that of the costs {here}.")
+            return []
+    rows = compare(str(path), benchmark, costs, seed)
+    if left_out := len(benchmark["jobs"]) - len(rows):
+        say(
+            f"'{path}': {counted(left_out, 'job')} of {len(benchmark['jobs'])} left out of the comparison, which needs "
+            "training both with gossip and without exchange in one precision, and no top_k."
+        )
+    return rows
 
 
 def predictions(command: Command, costs: Costs) -> list[dict[str, Any]]:
@@ -129,10 +151,8 @@ def predictions(command: Command, costs: Costs) -> list[dict[str, Any]]:
 
 def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: float) -> dict[str, Any]:
     row: dict[str, Any] = {"method": method, "straggler": straggler, "ranks": ranks}
-    if reason := _reason_against(command, method, ranks):
+    if reason := _reason_against(command, method, ranks, costs):
         return row | {"reason": reason}
-    if method == "complete" and costs.mixing == "paired":
-        return row | {"reason": "paired has one open offer: not with the complete graph"}
     cluster = Cluster(
         ranks, command.ranks_per_host, command.ranks_per_host * costs.threads, 1e-6 * command.latency_us,
         command.bandwidth_gbit * 1e9 / 8, straggler,
@@ -158,12 +178,25 @@ def _simulation(method: str, cluster: Cluster, costs: Costs, command: Command) -
     }.get(method, lambda: predict_gossip(cluster, costs, method, seed))
 
 
-def _reason_against(command: Command, method: str, ranks: int) -> str:
-    """Why a method is not simulated with so many ranks, or nothing."""
+def _check_that_something_is_left(command: Command, costs: Costs | None = None) -> None:
+    """Raise PalaError if no method can be simulated with any number of ranks."""
+    reasons = [_reason_against(command, method, ranks, costs) for method in command.methods for ranks in command.ranks]
+    if all(reasons):
+        raise PalaError(f"There is nothing to simulate: {'; '.join(dict.fromkeys(reasons))}.")
+
+
+def _reason_against(command: Command, method: str, ranks: int, costs: Costs | None) -> str:
+    """Why a method is not simulated with so many ranks and these costs, or nothing."""
     if method == "complete" and ranks > _MOST_COMPLETE:
         return f"not simulated above {_MOST_COMPLETE} ranks: n(n-1) models a round"
     if method in KINDS and KINDS[method].one_host and ranks > command.ranks_per_host:
         return f"not possible above {command.ranks_per_host} ranks, which is what a host has"
+    if costs is None:
+        return ""
+    if method == "complete" and costs.mixing == "paired":
+        return "paired has one open offer: not with the complete graph"
+    if method in _WHOLE and costs.compression != "none":
+        return f"not from costs of '{costs.compression}', which is gossip's alone; measure without compression"
     return ""
 
 
@@ -171,7 +204,9 @@ def run(arguments: list[str]) -> None:
     """What `python -m pala.simulate predict` does. Raises PalaError."""
     command = parse(arguments)
     assert command.benchmark is not None
-    costs_of(read_benchmark(command.benchmark), command.benchmark)  # a mistake should be told before anything is made
+    # A mistake should be told before anything is made.
+    costs = costs_of(read_benchmark(command.benchmark), command.benchmark)
+    _check_that_something_is_left(command, costs)
     for path in command.compare:
         check_alike(read_benchmark(path), path)
     output = make_output_folder(command.output, "simulation")

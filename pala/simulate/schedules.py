@@ -125,15 +125,11 @@ def check(
         looks += 1
         if observe is not None:
             observe(cluster)
-        if scenario.mixing == "push_sum" and looks % max(8, scenario.size) == 0:  # what is lost stays lost
-            weight = cluster.total_weight + cluster.lost_weight
-            whole = scenario.size - scenario.spares
-            _demand(abs(weight - whole) < 1e-9, f"push-sum weight: {weight} of {whole}")
-        if scenario.mixing == "paired" and looks % max(8, scenario.size) == 0:
+        if looks % max(8, scenario.size) == 0:  # what is lost stays lost
+            _check_weights(cluster)
             _check_sum(cluster)
         if looks % 10 == 0:
-            known = max((rank.protocol.budget.global_steps for rank in cluster.living), default=0)
-            _demand(known <= cluster.global_steps, f"known steps that nobody made: {known}")
+            _check_known_steps(cluster)
 
     cluster = VirtualCluster(scenario, protocol=protocol, driver=driver, observe=look, **options)
     faults_end_s = max(0.0, *scenario.deaths.values(), *(end for _, end in scenario.stops.values()), scenario.cut_s[1])
@@ -141,14 +137,30 @@ def check(
     if 4 * slowest_s < scenario.patience_s < _END_S and not scenario.pause_probability:  # else it may end by itself
         cluster.all_well_from_s = faults_end_s + 4 * _longest_patience_s(scenario) + 2 * scenario.again_s
     cluster.run(until_s=_END_S)
-    if scenario.mixing == "paired":
-        _check_sum(cluster)
+    _check_weights(cluster)
+    _check_sum(cluster)
+    _check_known_steps(cluster)
     _check_end(scenario, cluster)
     return cluster
 
 
+def _check_known_steps(cluster: VirtualCluster) -> None:
+    known = max((rank.protocol.budget.global_steps for rank in cluster.living), default=0)
+    _demand(known <= cluster.global_steps, f"known steps that nobody made: {known}")
+
+
+def _check_weights(cluster: VirtualCluster) -> None:
+    scenario = cluster.scenario
+    if scenario.mixing != "push_sum":
+        return
+    weight, whole = cluster.total_weight + cluster.lost_weight, scenario.size - scenario.spares
+    _demand(abs(weight - whole) < 1e-9, f"push-sum weight: {weight} of {whole}")
+
+
 def _check_sum(cluster: VirtualCluster) -> None:
     scenario = cluster.scenario
+    if scenario.mixing != "paired":
+        return
     size, models = scenario.size, np.concatenate([rank.model for rank in cluster.ranks])
     if not scenario.poison:
         drift = float(cluster.sum_of_models[0]) - size * (size - 1) / 2

@@ -133,11 +133,6 @@ class VirtualCluster(VirtualNetwork):
         return sum(rank.protocol.counts["models_refused"] for rank in self.ranks)
 
     @property
-    def models_stale(self) -> int:
-        """Models that all ranks gave back, since they or their sender had been away."""
-        return sum(rank.protocol.counts["models_stale"] for rank in self.ranks)
-
-    @property
     def total_weight(self) -> float:
         """Sum of the push-sum weights of the living, in their inboxes and on the way."""
         held = sum((rank.protocol.mixing.weight + rank.models.inbox_weight for rank in self.living), 0.0)

@@ -397,7 +397,7 @@ class GossipProtocol:
         if self.rules.max_staleness == 0:
             num_come = len(self._inbox) + self._num_rejected
             self._rounds_due = min(max(1, num_come // max(1, self._models_a_round)), self.size)
-        senders, received = list(self._inbox), sum(self._inbox.values(), 0.0)
+        senders, received = list(self._inbox), sum(self._inbox.values())
         mix = Mix(self.mixing.weight, len(senders)) if self.has_model else Heal(len(senders))
         self._inbox.clear()
         if self._asks_again_s < math.inf:  # it has taken a place
