@@ -130,7 +130,7 @@ def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetw
 
     network = collectively(comm, make)
     flat = FlatParameters(network, device)
-    collectively(comm, lambda: check_size(config.exchange, flat))
+    collectively(comm, lambda: check_size(config.exchange, flat.data, flat.num_moments))
     observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
     return A2CParts(config, device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))

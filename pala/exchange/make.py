@@ -12,7 +12,6 @@ from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.kinds import kind_of
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
-from pala.networks.network import FlatParameters
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
 from pala.transport.base import Communicator
@@ -36,16 +35,16 @@ def make_exchange(
     return Gossip(comm, parameters, signature, config, start, interrupt, num_exact=num_exact)
 
 
-def check_size(config: ExchangeConfig, flat: FlatParameters) -> None:
+def check_size(config: ExchangeConfig, parameters: Tensor, num_exact: int) -> None:
     """Raise PalaError if gossip could not send such a model in one message."""
-    if config.kind != "gossip" or flat.data.nbytes < _MOST_BYTES // 2:
+    if config.kind != "gossip" or parameters.nbytes < _MOST_BYTES // 2:
         return
-    sizes = make_codec_with_exact(config, flat.data, flat.num_moments).sizes
+    sizes = make_codec_with_exact(config, parameters, num_exact).sizes
     message_bytes = max(allowed[-1] for allowed in sizes.values())
     if message_bytes > _MOST_BYTES:
         halves = " 'exchange.compression' 'bfloat16' halves it." * (config.compression == "none")
         raise PalaError(
-            f"A model of {flat.data.numel():,} parameters takes {message_bytes:,} bytes, and 2 GiB cannot be sent at "
+            f"A model of {parameters.numel():,} parameters takes {message_bytes:,} bytes, and 2 GiB cannot be sent at "
             f"once. 'exchange.kind' 'allreduce' has no such limit.{halves}"
         )
 
