@@ -154,11 +154,6 @@ class Replay:
         """What the memory takes when it is full."""
         return self._heads.nbytes + sum(ring.nbytes for ring in self._rings())
 
-    @property
-    def bytes_per_transition(self) -> int:
-        """Bytes of one row; `memory_bytes` has `frame_stack` rows more than transitions for each environment."""
-        return sum(ring[0, 0].nbytes for ring in self._rings())
-
     def begin(self, frames: np.ndarray) -> None:
         """Take the frames [B, *frame] of a reset of all environments: before the first `add`, and after `load`."""
         self._advance(self._envs)  # what was the newest row becomes a gap

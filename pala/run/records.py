@@ -94,7 +94,7 @@ class Records:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
-            self._record = self._take_over()
+            self._record = RunRecord.take_over(self._segment.run, self._segment.check_folder)
             if self._record.is_running:
                 self._reporter = self._make_reporter()
         self._trained |= set(living)
@@ -166,9 +166,6 @@ class Records:
             say(f"run.json cannot be written: {reason(error)}.")
             return False
         return True
-
-    def _take_over(self) -> RunRecord:
-        return RunRecord.take_over(self._segment.run, self._segment.check_folder)
 
     def _close_reporter(self) -> None:
         if self._reporter is not None:

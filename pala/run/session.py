@@ -85,7 +85,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     collectively(comm, lambda: save(job, parts, progress, segment, exchange=None))
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
                     collectively(comm, lambda: user_code.keep(segment.run, config, code) if comm.rank == 0 else None)
-                    records = _open_records(job, config, parts, progress, segment)
+                    records = _open_records(job, config, progress, segment)
                     records.begin(comm, _described(job, config, parts, segment, description))
                 if comm.rank == 0 and config.run.console != "none":
                     tell(_header(job, config, parts, progress, segment))
@@ -142,7 +142,7 @@ def take_place(
         say(f"[rank {rank}] takes the place of a rank that is gone.")
         counters = Counters(time_s=time.perf_counter() - began_s)
         progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
-        records = _open_records(job, config, parts, progress, segment)
+        records = _open_records(job, config, progress, segment)
         if not parts.acts:
             envs.close()
         session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
@@ -167,7 +167,7 @@ def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exch
     checkpoint.save_rank(segment.path, state)
 
 
-def _open_records(job: Job, config: Config, parts: Parts[Any], progress: Progress, segment: Segment) -> Records:
+def _open_records(job: Job, config: Config, progress: Progress, segment: Segment) -> Records:
     """Begin this rank's metrics."""
     counters, start = progress.counters, progress.start
     first: Record = {

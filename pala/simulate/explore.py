@@ -84,7 +84,6 @@ class Explored:
 
     states: int = 0
     transitions: int = 0
-    rank_states: int = 0
     finished: bool = False
     seconds: float = 0.0
     violations: list[Violation] = field(default_factory=list)
@@ -125,10 +124,8 @@ class Explorer:
         if self._liveness and finished:
             self._begins.append(len(self._targets))
             self._find_endless_waits(states)
-        return Explored(
-            len(states), transitions, len(self.world.ranks), finished, time.perf_counter() - begin_s,
-            list(self._found.values()),
-        )  # fmt: skip
+        seconds = time.perf_counter() - begin_s
+        return Explored(len(states), transitions, finished, seconds, list(self._found.values()))
 
     def _expand(self, k: int, states: list[State]) -> int:
         """Look at all that can follow the state. Returns how much that is."""
