@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pala.doctor.facts import Host, Job, PairPing
 from pala.doctor.ping import MODEL_BYTES
+from pala.report.text import counted
 from pala.system.jobs import MORE_RANKS_THAN_CORES
 
 RANK_MEMORY_BYTES = 361 << 20  # a rank of Pong with 16 environments, at its peak (README)
@@ -155,17 +156,17 @@ def _cores(job: Job, host: Host) -> Iterator[Advice]:
     ranks = job.ranks_of(host)
     used = {core for rank in ranks for core in rank.cores}
     idle = len(set(host.cores) - used)
-    there = f"{_count(len(ranks), 'rank')}, {_count(len(used), 'core')} on {_HOST}"
+    there = f"{counted(len(ranks), 'rank')}, {counted(len(used), 'core')} on {_HOST}"
     unbound = "start with `--bind-to none`, or set PRTE_MCA_hwloc_default_binding_policy=none"
     if len(ranks) > len(used) and idle:
-        yield Advice(f"Ranks are bound to the same cores ({there}) and leave {_count(idle, 'other')} idle: {unbound}.")
+        yield Advice(f"Ranks are bound to the same cores ({there}) and leave {counted(idle, 'other')} idle: {unbound}.")
     elif len(ranks) > len(used):
         yield Advice(
             f"Ranks outnumber cores ({there}): they take turns. Training is right, but no faster than with "
-            f"{_count(len(used), 'rank')} there."
+            f"{counted(len(used), 'rank')} there."
         )
     elif idle and job.launcher.processes:
-        yield Advice(f"Ranks leave {_count(idle, 'core')} idle ({there}): start more ranks, or {unbound}.")
+        yield Advice(f"Ranks leave {counted(idle, 'core')} idle ({there}): start more ranks, or {unbound}.")
 
 
 def _quota(job: Job, host: Host) -> Iterator[Advice]:
@@ -182,7 +183,7 @@ def _memory(job: Job, host: Host) -> Iterator[Advice]:
     ranks = len(job.ranks_of(host))
     if host.memory_bytes < ranks * RANK_MEMORY_BYTES:
         yield Advice(
-            f"{_mib(host.memory_bytes)} of memory are available on {_HOST}, but {_count(ranks, 'rank')} of Pong take "
+            f"{_mib(host.memory_bytes)} of memory are available on {_HOST}, but {counted(ranks, 'rank')} of Pong take "
             f"{_mib(ranks * RANK_MEMORY_BYTES)}: start fewer, or set a smaller `--env.num-envs`."
         )
 
@@ -203,10 +204,6 @@ def _shared_memory(job: Job, host: Host) -> Iterator[Advice]:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 # ---- hosts -----------------------------------------------------------------------------------------------------------
@@ -276,7 +273,7 @@ def _gpus(job: Job, host: Host) -> Iterator[Advice]:
         )
     elif 0 < len(host.gpus) < ranks and "SLURM_GPUS_PER_TASK" not in job.slurm:  # there each rank sees its own alone
         yield Advice(
-            f"{ranks} ranks share {_count(len(host.gpus), 'GPU')} on {_HOST}: they take turns on it; `--run.device "
+            f"{ranks} ranks share {counted(len(host.gpus), 'GPU')} on {_HOST}: they take turns on it; `--run.device "
             "cpu` may be faster."
         )
 

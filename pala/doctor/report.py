@@ -13,6 +13,7 @@ from rich.table import Table
 from pala.doctor.advice import Advice, is_mixed, pair_text
 from pala.doctor.facts import Host, Job
 from pala.doctor.ping import MODEL_BYTES
+from pala.report.text import counted
 
 _WIDTH = 110
 _LARGEST_MATRIX = 8
@@ -36,7 +37,7 @@ def _title(job: Job) -> str:
     hosts, ranks = len(job.hosts), len(job.ranks)
     if job.launcher.processes and (is_mixed(job) or job.alone or job.mpi_fault):
         return f"PALA doctor: {job.launcher.processes} processes that are not ranks of one job"
-    return f"PALA doctor: {ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)}"
+    return f"PALA doctor: {counted(ranks, 'rank')} on {counted(hosts, 'host')}"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

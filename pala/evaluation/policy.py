@@ -24,6 +24,7 @@ from pala.gorila.shard import assemble
 from pala.networks.make import blank_observations
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
+from pala.report.text import counted
 from pala.run import checkpoint, run_folder, user_code
 from pala.spaces import Inputs
 from pala.system.errors import PalaError
@@ -179,7 +180,7 @@ def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[
     """Into `flat`: the weighted mean of the ranks' parameters, of independent learners the first's; of Gorila the
     shards put together. Returns (global steps, words for it)."""
     states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature, len(flat.data))
-    ranks = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
+    ranks = counted(len(states), "rank")
     steps = checkpoint.joint_counters(states)["base_steps"]
     if config.algorithm == "gorila":
         flat.data.copy_(assemble(states, len(flat.data)).parameters)

@@ -10,6 +10,7 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from pala.config import GorilaConfig
+from pala.report.text import counted
 from pala.system.errors import PalaError
 
 
@@ -67,24 +68,20 @@ def assign(config: GorilaConfig, num_ranks: int, num_spares: int = 0) -> Roles:
         if config.num_shards > num_ranks:
             raise PalaError(
                 f"'gorila.num_shards' is {config.num_shards}, but a rank serves one shard and the job has "
-                f"{_counted(num_ranks, 'rank')}; lower it, or start more ranks."
+                f"{counted(num_ranks, 'rank')}; lower it, or start more ranks."
             )
         everybody = tuple(range(num_ranks))
         return Roles(everybody[: config.num_shards], everybody, everybody, everybody, local)
     counts = (config.num_shards, config.num_replays, config.num_learners, config.num_actors)
     if sum(counts) != num_ranks:
         names = ("shard", "replay", "learner", "actor")
-        asked = ", ".join(_counted(count, name) for count, name in zip(counts, names, strict=True) if count)
-        beside = f" beside {_counted(num_spares, 'spare')}" if num_spares else ""
+        asked = ", ".join(counted(count, name) for count, name in zip(counts, names, strict=True) if count)
+        beside = f" beside {counted(num_spares, 'spare')}" if num_spares else ""
         raise PalaError(
-            f"'gorila.roles' is 'separate' with {asked}: {_counted(sum(counts), 'rank')}, but the job has {num_ranks}"
+            f"'gorila.roles' is 'separate' with {asked}: {counted(sum(counts), 'rank')}, but the job has {num_ranks}"
             f"{beside}; start it with `mpirun -np {sum(counts) + num_spares}`, or change the 'gorila.num_...' "
             "so that every rank has one role."
         )
     ranks = iter(range(num_ranks))
     shards, replays, learners, actors = (tuple(next(ranks) for _ in range(count)) for count in counts)
     return Roles(shards, actors if local else replays, learners, actors, local)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

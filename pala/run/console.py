@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from pala.report.text import duration
+from pala.report.text import counted, duration
 from pala.run.metrics import SECTIONS, RunView
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import reason
@@ -143,7 +143,7 @@ class Reporter:
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
         self._progress, self._estimated = Progress(self.view, budget_steps), False
-        title = f"PALA  {run}  {ranks} rank{'s' if ranks > 1 else ''}"
+        title = f"PALA  {run}  {counted(ranks, 'rank')}"
         self._console: Display | None = None
         with self._losing_the_console():
             self._console = make_console(console, title)
