@@ -74,6 +74,11 @@ class EnvConfig:
         """The id without module and namespace, as run folders are named after it."""
         return self.id.split(":")[-1].split("/")[-1]
 
+    @property
+    def is_atari(self) -> bool:
+        """Whether the id is that of an Atari game. One made in Python wins over the id, and leaves its own."""
+        return self.id.startswith("ALE/")
+
 
 @dataclass(frozen=True)
 class NetworkConfig:

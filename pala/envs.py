@@ -285,7 +285,7 @@ def make_envs(
 ) -> Envs:
     """The environments of one rank. A `make_env` of the user's wins over `config.id`. Other than Atari, episodes are
     truncated after `max_episode_steps`, if not before. Raises PalaError."""
-    if make_env is None and config.id.startswith("ALE/"):
+    if make_env is None and config.is_atari:
         if config.wrappers:
             raise PalaError(
                 f"'env.wrappers' is {list(config.wrappers)}, but '{config.id}' is played by ale-py's own vector "

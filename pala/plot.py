@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from pala.config import flatten, to_table
+from pala.config import EnvConfig, flatten, to_table
 from pala.evaluation.record import final_evaluation
 from pala.evaluation.scores import reference_of
 from pala.report.curves import Curve, curve_of, learning_curve
@@ -79,7 +79,7 @@ class Run:
     @property
     def is_atari(self) -> bool:
         """Played on Atari, so that a step is several frames."""
-        return self.game.startswith("ALE/") and not self.facts["python_environment"]
+        return EnvConfig(self.game).is_atari and not self.facts["python_environment"]
 
     @property
     def game(self) -> str:

@@ -624,6 +624,18 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     assert [row[3] for row in cells_of(page, "Scores")] == ["2", "1"]
 
 
+def test_a_game_that_an_environment_of_ones_own_plays_is_not_atari(there: Path) -> None:
+    """Its id is that of the game, but a step may be any number of frames, and published scores are of PALA's."""
+    (there / "game.toml").write_text(GAME.replace("CartPole-v1", "ALE/Pong-v5"))
+    plan = plan_of()
+    pala, own = (
+        load(make_run(there / name, plan.runs[0].config, 1, python_environment=name == "own"), plan)
+        for name in ("pala", "own")
+    )
+    assert (pala.frame_skip, pala.reference) == (4, (-20.7, 14.6)) and pala.normalised is not None
+    assert (own.frame_skip, own.reference, own.normalised) == (1, None, None)
+
+
 ATARI = PRESET.replace('Pole = "game.toml"', 'Pong = "a.toml"\nBreakout = "b.toml"').replace("Pole = 20", "Pong = 1")
 
 

@@ -33,7 +33,7 @@ from pala.networks.network import ActorCritic
 from pala.run import checkpoint, metrics, run_folder, user_code
 from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_rank, read_run
 from pala.run.rank import run_rank
-from pala.run.user_code import UserCode, has_environment
+from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, PalaError
 from pala.train import parse
 from pala.transport.memory import run_ranks
@@ -118,7 +118,7 @@ def test_a_factory_that_others_cannot_import_is_pickled(
 def test_a_pickle_is_loaded_without_a_question_only_by_whose_job_wrote_it(
     tmp_path: Path, someone_else: Callable[[], None]
 ) -> None:
-    assert load(tmp_path) is None and not has_environment(tmp_path)
+    assert load(tmp_path) is None
     keep(tmp_path, local_factory())
     made = load(tmp_path)
     assert made is not None and isinstance(made(), Sparkle)
@@ -228,7 +228,7 @@ def test_a_new_run_leaves_out_what_was_planted_under_its_name(tmp_path: Path) ->
     folder.mkdir()
     (folder / "make_env.pkl").write_bytes(b"harm")
     assert train(1, configure(tmp_path, steps=100)).record["completed"]
-    assert not has_environment(folder)
+    assert not list(folder.glob("make_env*"))
 
 
 def python_run(folder: Path) -> Path:

@@ -113,13 +113,14 @@ def test_a_job_requeues_itself_and_not_its_array(variables: dict[str, str], requ
 
 def make_run(
     folder: Path, rom: str, score: float | None, steps: int = 100_000, completed: bool = True,
-    game: dict[str, Any] = {}, **settings: Any,  # noqa: B006
+    game: dict[str, Any] = {}, from_python: bool = False, **settings: Any,  # noqa: B006
 ) -> None:  # fmt: skip
     config = Config(**{"algorithm": "gorila", "total_steps": steps} | settings)  # type: ignore[arg-type]
     if rom:
         config = replace(config, env=replace(load_preset(CONFIGS / f"{rom}.toml").env, **game))
     folder.mkdir(parents=True)
-    record = run_folder.RunRecord.begin(folder, config, {"ranks": 4, "git_commit": "a" * 40})
+    facts = {"ranks": 4, "git_commit": "a" * 40, "python_environment": from_python}
+    record = run_folder.RunRecord.begin(folder, config, facts)
     if completed:
         record.end("completed", global_steps=steps)
     if score is not None:
@@ -189,6 +190,7 @@ def test_the_whole_suite_needs_no_second_mean(tmp_path: Path) -> None:
         ("pong", {"algorithm": "a2c"}, "trains 'a2c'"),
         ("", {"env": EnvConfig(id="CartPole-v1")}, "plays none of the 49 games"),
         ("", {"env": EnvConfig(id="ALE/Tetris-v5")}, "plays none of the 49 games"),
+        ("pong", {"from_python": True}, "plays none of the 49 games"),
         ("pong", {"completed": False}, "has not completed"),
         ("pong", {"score": None}, "has no evaluation of its final policy"),
     ],

@@ -85,10 +85,12 @@ def load(folder: Path, plan: Plan) -> Run:
     episodes = sorted(
         (r["time_s"], r["global_steps"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"
     )
+    is_atari = config.env.is_atari and not record["segments"][-1].get("python_environment")
     time_s, steps, returns = np.array(episodes, np.float64).reshape(-1, 3).T
     return Run(
         folder.name, _cell_of(config, record["segments"][-1], plan, folder), config, record,
-        final_evaluation(folder, record), reference_of(config.env.id), ranks, steps, time_s, returns,
+        final_evaluation(folder, record), is_atari, reference_of(config.env.id) if is_atari else None, ranks, steps,
+        time_s, returns,
     )  # fmt: skip
 
 

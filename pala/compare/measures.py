@@ -30,6 +30,7 @@ class Run:
     config: Config
     record: dict[str, Any]  # run.json
     evaluation: dict[str, Any] | None  # of the final policy
+    is_atari: bool  # PALA's own; a game that a user's environment plays has frames and scores of its own
     reference: tuple[float, float] | None  # scores of random play and of a human
     ranks: list[list[Record]]
     steps: np.ndarray  # [E] of all ranks, at an episode's end
@@ -44,7 +45,7 @@ class Run:
     @property
     def frame_skip(self) -> int:
         """Emulator frames a step."""
-        return self.config.env.frame_skip if self.config.env.id.startswith("ALE/") else 1
+        return self.config.env.frame_skip if self.is_atari else 1
 
     @property
     def completed(self) -> bool:

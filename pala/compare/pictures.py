@@ -71,7 +71,7 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
     for (title, cells), panels in zip(rows.items(), figure.subplots(len(rows), 1 + timed, squeeze=False), strict=True):
         runs = [run for of_cell in cells.values() for run in of_cell]
         seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
-        skips = {run.config.env.frame_skip if run.config.env.id.startswith("ALE/") else 1 for run in runs}
+        skips = {run.frame_skip for run in runs}
         lines = _lines(comparison, cells)
         _draw_row(panels[0], lines, steps_label(skips), lambda run: (run.steps, run.end_steps))
         panels[0].set_title(title, loc="left")

@@ -28,10 +28,15 @@ def reference_scores(rom: str) -> tuple[float, float] | None:
     return (scores["random"], scores["human"]) if scores else None
 
 
+def rom_of(env_id: str) -> str:
+    """`ALE/SpaceInvaders-v5` -> `space_invaders`, whether or not ale-py has such a game; empty for other ids."""
+    game = re.fullmatch(r"ALE/(\w+)-v\d+", env_id)
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", game[1]).lower() if game else ""
+
+
 def reference_of(env_id: str) -> tuple[float, float] | None:
     """(random, human) score of an environment by its id, `ALE/SpaceInvaders-v5`; None if it is no game of the table."""
-    game = re.fullmatch(r"ALE/(\w+)-v\d+", env_id)
-    return reference_scores(re.sub(r"(?<!^)(?=[A-Z])", "_", game[1]).lower()) if game else None
+    return reference_scores(rom_of(env_id))
 
 
 def human_normalised(score: float, random: float, human: float) -> float:

@@ -101,7 +101,7 @@ def _film(
 
 def _stage(env: EnvConfig, make_env: MakeEnv | None, seeds: np.ndarray, threads: int) -> tuple[Envs, Screen, float]:
     """One environment for the policy, what it is seen with, and pictures a second."""
-    if make_env is None and env.id.startswith("ALE/"):
+    if make_env is None and env.is_atari:
         return make_envs(env, threads), _atari_screen(env, seeds), _ATARI_FRAMES_PER_S / env.frame_skip
     rendered = _rendered_env(env, make_env)
     envs = make_envs(replace(env, vectorization="sync"), threads, lambda: rendered)

@@ -23,12 +23,11 @@ from typing import Annotated, Any
 import tyro
 
 from pala.config import Config
-from pala.envs import atari_rom
 from pala.evaluation.record import action_words, final_evaluation
-from pala.evaluation.scores import human_normalised, score_table
+from pala.evaluation.scores import human_normalised, rom_of, score_table
 from pala.report.settings import differences, phrase
 from pala.report.text import counted, csv_text, short_number, table
-from pala.run import run_folder, user_code
+from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
@@ -84,18 +83,17 @@ def read(folder: Path) -> Run | str:
     record, config = run_folder.read(folder), run_folder.config_of(folder)
     if config.algorithm != "gorila":
         return f"trains '{config.algorithm}'"
-    is_atari = config.env.id.startswith("ALE/") and not user_code.has_environment(folder)
-    rom = atari_rom(config.env.id) if is_atari else ""
-    if rom not in score_table(PUBLISHED):
+    last, rom = record["segments"][-1], rom_of(config.env.id)
+    if rom not in score_table(PUBLISHED) or last.get("python_environment"):
         return "plays none of the 49 games"
-    if record["segments"][-1].get("python_network"):
+    if last.get("python_network"):
         return "has a network of its own, from Python"
     if not record["completed"]:
         return "has not completed"
     evaluation = final_evaluation(folder, record)
     if evaluation is None:
         return "has no evaluation of its final policy; `python -m pala.evaluate` makes one"
-    return Run(folder.name, rom, config, record["segments"][-1], evaluation)
+    return Run(folder.name, rom, config, last, evaluation)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

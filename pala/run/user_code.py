@@ -50,11 +50,6 @@ class UserCode(NamedTuple):
 NOTHING = UserCode()
 
 
-def has_environment(run: Path) -> bool:
-    """Whether the run was made with an environment from Python."""
-    return _kept(run, "make_env") is not None
-
-
 def keep(run: Path, config: Config, code: UserCode) -> None:
     """Write it into the run's folder: by name what can be imported by that, else as a pickle. Then sign it, and the
     names in the run's configuration. Raises OSError."""
