@@ -9,7 +9,6 @@ from typing import Any
 
 from pala.compare.measures import Run
 from pala.compare.plan import Cell, Preset
-from pala.exchange.kinds import kind_of
 from pala.report.settings import differences
 
 
@@ -62,7 +61,7 @@ class Comparison:
 
         independent = [
             runs for other, runs in self.cells.items()
-            if (other.game, other.ranks) == (cell.game, cell.ranks) and kind_of(runs[0].config.exchange).independent
+            if (other.game, other.ranks) == (cell.game, cell.ranks) and runs[0].is_independent
         ]  # fmt: skip
         return min(independent, key=distance, default=[])
 
@@ -81,7 +80,7 @@ class Comparison:
     def is_independent(self, game: str, variant: str) -> bool:
         """Whether the ranks of a variant's completed runs exchange nothing."""
         runs = [run for cell, of in self.cells.items() for run in of if (cell.game, cell.variant) == (game, variant)]
-        return all(kind_of(run.config.exchange).independent and run.config.algorithm == "a2c" for run in runs)
+        return all(run.is_independent for run in runs)
 
     def ranks_beyond_cores(self, game: str) -> set[int]:
         """The numbers of ranks with which a completed run of a game had more ranks than cores."""

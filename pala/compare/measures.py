@@ -13,6 +13,7 @@ import numpy as np
 from pala.compare.plan import Cell
 from pala.config import Config
 from pala.evaluation.scores import human_normalised
+from pala.exchange.kinds import kind_of
 from pala.report.curves import curve_of, running_mean
 from pala.run.metrics import Record, progress_kept
 
@@ -46,6 +47,11 @@ class Run:
     def frame_skip(self) -> int:
         """Emulator frames a step."""
         return self.config.env.frame_skip if self.is_atari else 1
+
+    @property
+    def is_independent(self) -> bool:
+        """Its ranks told each other nothing while they trained."""
+        return self.config.algorithm == "a2c" and kind_of(self.config.exchange).independent
 
     @property
     def completed(self) -> bool:

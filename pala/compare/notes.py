@@ -8,7 +8,6 @@ from pala.compare.comparison import Comparison
 from pala.compare.measures import Run
 from pala.compare.plan import Plan
 from pala.evaluation.record import action_words
-from pala.exchange.kinds import kind_of
 from pala.report.text import counted
 
 _FEW_RUNS = 10
@@ -42,7 +41,7 @@ def notes(comparison: Comparison) -> list[str]:
         _differ([run for run in done if run.evaluation], "the evaluation", _evaluation, _of_game),
         _named("Of a cell that has another run with the same seed", _doubles(comparison)),
         "Independent learners (`none`) export rank 0's policy, which has seen only its share of the steps: they are "
-        "the measure of speed, not of learning." if any(_is_independent(run) for run in done) else "",
+        "the measure of speed, not of learning." if any(r.is_independent and r.cell.ranks > 1 for r in done) else "",
     ) if note]  # fmt: skip
 
 
@@ -97,10 +96,6 @@ def _of_game(run: Run) -> object:
 
 def _of_ranks(run: Run) -> object:
     return run.cell.ranks
-
-
-def _is_independent(run: Run) -> bool:
-    return kind_of(run.config.exchange).independent and run.cell.ranks > 1
 
 
 def _doubles(comparison: Comparison) -> list[Run]:

@@ -22,7 +22,6 @@ from pala.compare.measures import (
 )
 from pala.compare.notes import commit, left_out, machine, not_begun, notes, versions
 from pala.compare.plan import Cell, Plan
-from pala.exchange.kinds import kind_of
 from pala.report.text import Spread, counted, csv_text, short_number, table
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
@@ -202,7 +201,7 @@ def _speed(comparison: Comparison) -> str:
 
 def _of_none(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
     """Seed by seed: those runs were made one after the other."""
-    if kind_of(runs[0].config.exchange).independent:
+    if runs[0].is_independent:
         return ""
     speeds, others = ({run.seed: run.steps_per_s for run in side if run.steps_per_s} for side in (runs, baseline))
     ratios = [speeds[seed] / others[seed] for seed in speeds if seed in others]
@@ -251,7 +250,7 @@ def _exchange(comparison: Comparison) -> str:
     header = ("game", "ranks", "variant", "progress kept", "relative distance", "staleness, updates", "most")
     rows = []
     for cell, runs in comparison.cells.items():
-        if cell.ranks == 1 or kind_of(runs[0].config.exchange).independent:
+        if cell.ranks == 1 or runs[0].is_independent:
             continue
         most = _values(runs, lambda run: run.most("staleness_updates"))
         kept = _values(runs, lambda run: run.progress_kept)
