@@ -28,12 +28,12 @@ from pala.config import Config, check_exchange
 from pala.exchange.make import check_placement
 from pala.gorila.parts import GorilaParts
 from pala.gorila.parts import build as build_gorila
+from pala.run.job import check_agreement
 from pala.run.parts import build_envs
 from pala.system.device import has_bfloat16
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import process_age_s
 from pala.system.seeding import derive
-from pala.transport.agreement import check_agreement
 from pala.transport.base import Communicator
 
 _WARM_UP_UPDATES = 12

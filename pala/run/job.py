@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pala.config import Config
+from pala.config import Config, flatten, to_table
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
-from pala.system.errors import CollectiveError
-from pala.transport.agreement import check_agreement, check_spares, cores_of_hosts, cores_per_rank
+from pala.system.errors import CollectiveError, PalaError
+from pala.transport.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.transport.base import Communicator
 
 
@@ -39,7 +39,7 @@ class Job:
     def __init__(self, comm: Communicator, config: Config) -> None:
         """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
         check_agreement(comm, config)
-        check_spares(comm, config.run.spares)
+        check_spares_can_sleep(comm, config.run.spares)
         self.comm, self.spares = comm, config.run.spares
         self.num_trainers = comm.size - self.spares
         self.hosts = comm.allgather(comm.host)
@@ -69,3 +69,39 @@ class Job:
         except CollectiveError:
             self.brief(None)
             raise
+
+
+def check_agreement(comm: Communicator, config: Config) -> None:
+    """Raise on all ranks if ranks were started with different configurations. Collective."""
+    mine = flatten(to_table(config))
+    first = comm.bcast(mine)
+    differing = [key for key in mine if mine[key] != first.get(key)]
+
+    def check() -> None:
+        if differing:
+            key = differing[0]
+            raise PalaError(
+                f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
+                f"{first.get(key)!r}. Start all ranks with the same preset and options."
+            )
+
+    collectively(comm, check)
+
+
+def check_spares_can_sleep(comm: Communicator, spares: int) -> None:
+    """Raise on all ranks if so many of them cannot sleep until they are needed. Collective."""
+
+    def check() -> None:
+        if spares >= comm.size:
+            ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
+            raise PalaError(
+                f"'run.spares' is {spares}, but the job has {ranks}, the spares among them; start more than {spares}."
+            )
+        if spares > 0 and not comm.outlives_ranks:
+            raise PalaError(
+                f"'run.spares' is {spares}, but this job ends with the first rank that dies: spares need Open MPI 5 "
+                "and `mpirun --with-ft ulfm`, as `./launch/train.sh` and `launch/supervise.py` start it; "
+                "`--run.spares 0` does without."
+            )
+
+    collectively(comm, check)

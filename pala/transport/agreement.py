@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from pala.config import Config, flatten, to_table
 from pala.system.errors import CollectiveError, PalaError, reason
 from pala.system.runtime import share_of_cores
 from pala.transport.base import Communicator
@@ -32,23 +31,6 @@ def collectively(comm: Communicator, action: Callable[[], T]) -> T:
     raise CollectiveError(text if everybody else f"Rank {rank}: {text}")
 
 
-def check_agreement(comm: Communicator, config: Config) -> None:
-    """Raise on all ranks if ranks were started with different configurations. Collective."""
-    mine = flatten(to_table(config))
-    first = comm.bcast(mine)
-    differing = [key for key in mine if mine[key] != first.get(key)]
-
-    def check() -> None:
-        if differing:
-            key = differing[0]
-            raise PalaError(
-                f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
-                f"{first.get(key)!r}. Start all ranks with the same preset and options."
-            )
-
-    collectively(comm, check)
-
-
 def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
     """Threads that this rank may use. Of `spares`, the last ranks, each takes the others' cores for free: it will train
     when one of the ranks that do is gone. Collective."""
@@ -64,22 +46,3 @@ def cores_of_hosts(comm: Communicator) -> dict[str, set[int]]:
     for host, cores in comm.allgather((comm.host, os.sched_getaffinity(0))):
         hosts.setdefault(host, set()).update(cores)
     return hosts
-
-
-def check_spares(comm: Communicator, spares: int) -> None:
-    """Raise on all ranks if so many of them cannot sleep until they are needed. Collective."""
-
-    def check() -> None:
-        if spares >= comm.size:
-            ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
-            raise PalaError(
-                f"'run.spares' is {spares}, but the job has {ranks}, the spares among them; start more than {spares}."
-            )
-        if spares > 0 and not comm.outlives_ranks:
-            raise PalaError(
-                f"'run.spares' is {spares}, but this job ends with the first rank that dies: spares need Open MPI 5 "
-                "and `mpirun --with-ft ulfm`, as `./launch/train.sh` and `launch/supervise.py` start it; "
-                "`--run.spares 0` does without."
-            )
-
-    collectively(comm, check)
