@@ -95,9 +95,9 @@ def training_of(job: dict[str, Any]) -> list[Training]:
 
 def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
     rounds, flops = job["rounds"], sum(job["flops_per_step"].values())
-    ranks = [_ranks_of(round_, precision, exchange) for round_ in rounds]
+    ranks = [ranks_of(round_, precision, exchange) for round_ in rounds]
     speeds = [_speed(of_round) for of_round in ranks]
-    none = [_speed(_ranks_of(r, precision, BASELINE)) for r in rounds] if BASELINE in job["exchanges"] else None
+    none = [_speed(ranks_of(r, precision, BASELINE)) for r in rounds] if BASELINE in job["exchanges"] else None
     everything = [rank for of_round in ranks for rank in of_round]
 
     def median(value: Callable[[dict[str, Any]], float]) -> float:
@@ -140,7 +140,8 @@ _FIGURES: dict[str, Callable[[list[float]], float]] = {
 }  # fmt: skip
 
 
-def _ranks_of(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:
+def ranks_of(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:
+    """The figures of each rank of one measurement of training. Raises StopIteration if there is none."""
     return next(
         row["ranks"] for row in round_["training"] if (row["precision"], row["exchange"]) == (precision, exchange)
     )

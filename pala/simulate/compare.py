@@ -11,11 +11,11 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from pala.benchmark.analysis import training_of
+from pala.benchmark.analysis import ranks_of, training_of
 from pala.config import ExchangeConfig
 from pala.report.text import Spread
 from pala.simulate.cluster import Cluster, Prediction
-from pala.simulate.costs import Costs, model_bytes_of, num_hosts, trained
+from pala.simulate.costs import Costs, model_bytes_of, num_hosts
 from pala.simulate.gossip import GossipCluster, measured
 
 _MEMORY_BYTES_PER_S = float("inf")  # a link that is never used
@@ -43,7 +43,7 @@ def _compare_job(name: str, job: dict[str, Any], benchmark: dict[str, Any], cost
     costs = replace(
         costs, model_bytes=model_bytes_of(job), max_staleness=config["max_staleness"], mixing=config["mixing"]
     )
-    updates = [rank["updates"] for r in job["rounds"] for rank in trained(r, precision, "gossip")]
+    updates = [rank["updates"] for r in job["rounds"] for rank in ranks_of(r, precision, "gossip")]
     predicted = [
         _simulate_round(cluster, costs, topology, seed + round_, round(statistics.median(updates)))
         for round_ in range(len(job["rounds"]))

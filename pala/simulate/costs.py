@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pala.benchmark.analysis import ranks_of
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.wire import NOTHING, Wire
 from pala.system.errors import PalaError
@@ -128,7 +129,7 @@ def check_alike(benchmark: dict[str, Any], path: Path) -> None:
 
 def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Costs:
     config, rounds = benchmark["config"], job["rounds"]
-    ranks = [rank for round_ in rounds for rank in trained(round_, precision, "none")]
+    ranks = [rank for round_ in rounds for rank in ranks_of(round_, precision, "none")]
     acting = [rank["time"]["environment"] + rank["time"]["inference"] for rank in ranks]
     models = [rank for round_ in rounds for rank in round_["model_us"]]
     optimiser = [rank["optimiser"] for round_ in rounds for rank in round_["network"][precision]]
@@ -159,13 +160,6 @@ def _quantiles(ranks: Sequence[dict[str, Any]], steps: int) -> tuple[float, ...]
 def _mean(quantiles: Sequence[float] | np.ndarray) -> float:
     """The area under evenly spaced quantiles that are joined by lines."""
     return float(np.mean((np.asarray(quantiles)[1:] + np.asarray(quantiles)[:-1]) / 2))
-
-
-def trained(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:
-    """The figures of each rank of one measurement of training. Raises StopIteration if there is none."""
-    return next(
-        row["ranks"] for row in round_["training"] if (row["precision"], row["exchange"]) == (precision, exchange)
-    )
 
 
 def model_bytes_of(job: dict[str, Any]) -> int:
