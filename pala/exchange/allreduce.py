@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
+from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import Stop
 from pala.system.runtime import Interrupt, say
 from pala.system.waiting import wait_quietly
-from pala.transport.base import Communicator, Living
+from pala.transport.base import Communicator
 
 _LONGEST_SLEEP_S = 2e-4
 
@@ -92,13 +92,7 @@ class AllReduce(ModelExchange):
     def final_parameters(self, timeout_s: float) -> Tensor:
         """The parameters of rank 0. That all ranks have the same is checked, and a difference is reported."""
         mine = self._parameters.detach().cpu()
-
-        def of_first(living: Living) -> Tensor:
-            final = mine.clone()
-            living.broadcast(final.numpy(), timeout_s, self._interrupt)
-            return final
-
-        final = self._comm.among_the_living(of_first, timeout_s, self._interrupt)
+        final = model_of_first(self._comm, mine, timeout_s, self._interrupt)
         distance = float((final - mine).norm())
         if not distance <= 1e-4 * float(final.norm()):
             say(f"[rank {self._comm.rank}] its model is {distance:.3g} from rank 0's, which is exported.")

@@ -80,6 +80,18 @@ def average_of_ranks(
     return comm.among_the_living(average, timeout_s, interrupt)
 
 
+def model_of_first(comm: Communicator, parameters: Tensor, timeout_s: float, interrupt: Interrupt) -> Tensor:
+    """The flat parameters of the first rank that lives, on the host. Collective."""
+    mine = parameters.detach().cpu()
+
+    def of_first(living: Living) -> Tensor:
+        final = mine.clone()
+        living.broadcast(final.numpy(), timeout_s, interrupt)
+        return final
+
+    return comm.among_the_living(of_first, timeout_s, interrupt)
+
+
 class Exchange(abc.ABC):
     """What the loop of either algorithm tells the other ranks through."""
 

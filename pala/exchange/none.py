@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end
+from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import Stop
 from pala.system.runtime import Interrupt
-from pala.transport.base import Bytes, Communicator, Living, Received, Receiver
+from pala.transport.base import Bytes, Communicator, Received, Receiver
 
 
 class NoExchange(ModelExchange):
@@ -89,12 +89,7 @@ class NoExchange(ModelExchange):
             self._bell.transport.abandon()
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        def of_first(living: Living) -> Tensor:
-            final = self._parameters.detach().cpu().clone()
-            living.broadcast(final.numpy(), timeout_s, self._interrupt)
-            return final
-
-        return self._comm.among_the_living(of_first, timeout_s, self._interrupt)
+        return model_of_first(self._comm, self._parameters, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
         return {}
