@@ -9,8 +9,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from pala.config import Config
+    from pala.exchange.base import ExchangeState
+    from pala.exchange.sleeping import Beginning
+    from pala.transport.base import Communicator
 
 
 class Stop(enum.IntEnum):
@@ -129,6 +136,13 @@ class StepBudget:
     def _check_budget(self) -> None:
         if self.global_steps >= self.budget_steps:
             self.stop_now(Stop.BUDGET)
+
+
+def budget_of(comm: Communicator, config: Config, start: ExchangeState | Beginning) -> StepBudget:
+    """What a rank of a job knows when it begins, or begins to sleep."""
+    return StepBudget(
+        comm.rank, comm.size, config.total_steps, start.local_steps, start.base_steps, config.run.spares
+    )  # fmt: skip
 
 
 def broadcast_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pala.config import Config
 from pala.envs import AtariEnvs, Envs
 from pala.exchange.base import ExchangeState
-from pala.exchange.budget import StepBudget
+from pala.exchange.budget import budget_of
 from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
@@ -177,9 +177,7 @@ class GorilaParts(Parts[GorilaExchange]):
         if index is not None:
             begin = Beginning(self.flat.data, self.squares, self.target.data, self.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)
-        budget = StepBudget(
-            comm.rank, comm.size, self.config.total_steps, start.local_steps, start.base_steps, self.config.run.spares
-        )  # fmt: skip
+        budget = budget_of(comm, self.config, start)
         return GorilaExchange(comm, self.rules, budget, self.version, shard, self.store, interrupt)
 
     def take_place(self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt) -> GorilaExchange | None:

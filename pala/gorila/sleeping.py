@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from pala.config import Config
-from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.budget import Stop, budget_of
 from pala.exchange.sleeping import Beginning, Sleeping
 from pala.exchange.wire import NOTHING, Message, Refusal, Wire
 from pala.gorila.members import Members
@@ -25,7 +25,7 @@ class SleepingGorila(Sleeping, Receiver):
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
         """Collective."""
         spares = config.run.spares
-        budget = StepBudget(comm.rank, comm.size, config.total_steps, begin.local_steps, begin.base_steps, spares)
+        budget = budget_of(comm, config, begin)
         places = Places(assign(config.gorila, comm.size - spares, spares), comm.size)
         self.members = Members(budget, places, config.gorila.patience_s, self._tell)
         self._wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(ABOUT_MEMBERS, NOTHING))

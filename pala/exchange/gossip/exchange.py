@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pala.config import Config
 from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, average_of_ranks
-from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.budget import Stop, budget_of
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.messages import gossip_sizes
@@ -54,9 +54,7 @@ class Gossip(ModelExchange):
             self._driver.wake(models, codec.whole_every)
             return
         assert start is not None
-        budget = StepBudget(
-            comm.rank, comm.size, config.total_steps, start.local_steps, start.base_steps, config.run.spares
-        )  # fmt: skip
+        budget = budget_of(comm, config, start)
         self._protocol = make_protocol(config, budget, start.round, start.weight, codec.whole_every)
         self._transport = comm.open_transport()
         self._driver = GossipDriver(self._protocol, self._transport, models)

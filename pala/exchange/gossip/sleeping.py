@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from pala.config import Config
-from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.budget import Stop, budget_of
 from pala.exchange.gossip.driver import GossipDriver, Models, Opened
 from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.protocols import make_protocol
@@ -44,9 +44,7 @@ class SleepingGossip(Sleeping):
 
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
         """Collective."""
-        budget = StepBudget(
-            comm.rank, comm.size, config.total_steps, begin.local_steps, begin.base_steps, config.run.spares
-        )  # fmt: skip
+        budget = budget_of(comm, config, begin)
         protocol = make_protocol(config, budget, begin.round, weight=0.0, whole_every=1)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
         super().__init__(budget, comm.open_transport(), interrupt)
