@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from pala.exchange.gossip.mixing import RULES
+
 if TYPE_CHECKING:
     from pala.config import ExchangeConfig
 
@@ -48,7 +50,7 @@ def kept_by_mixing(exchange: ExchangeConfig, ranks: int) -> float:
     """The share of the ranks' steps that mixing leaves them on one host: 1 / (1 + f d), where a mix takes the fraction
     f of models that are d updates old. Measured by `python -m pala.simulate progress` and by a run's *progress kept*.
     """
-    if exchange.mixing == "paired":
+    if RULES[exchange.mixing].by_pairs:
         return 1.0
     others = ranks - 1 if exchange.graph == "complete" else min(1, ranks - 1)
     return 1 / (1 + _MODEL_AGE_UPDATES * others / (1 + others))

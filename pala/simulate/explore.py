@@ -324,12 +324,13 @@ def cases(command: Command) -> list[Case]:
     rare = frozenset(command.rare_faults)
     found = [
         Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every,
-             command.exchanges_per_update if mixing == "paired" else 1, rare=rare & {*faults}, most_rare=command.rare)
+             command.exchanges_per_update if RULES[mixing].by_pairs else 1, rare=rare & {*faults},
+             most_rare=command.rare)
         for ranks, topology, mixing, staleness, faults in itertools.product(
             command.ranks, command.topologies, command.mixings, command.staleness,
             itertools.combinations(command.faults, together),
         )
-        if (mixing, topology) != ("paired", "complete")
+        if not (RULES[mixing].by_pairs and topology == "complete")
     ]  # fmt: skip
     if not found:
         raise PalaError("There is no case to explore: the paired exchange has no complete topology.")

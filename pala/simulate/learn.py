@@ -307,10 +307,9 @@ def parse(arguments: list[str]) -> Command:
     command = read_command(_PROGRAM, arguments, first)
     conditions = command.conditions
     exchange = command.config.exchange
-    if (
-        "paired" in command.methods and exchange.graph != "complete"
-    ):  # so its settings may be others than their defaults
-        exchange = dataclasses.replace(exchange, mixing="paired")
+    pairwise = [method for method in command.methods if method in RULES and RULES[method].by_pairs]
+    if pairwise and exchange.graph != "complete":  # so its settings may be others than their defaults
+        exchange = dataclasses.replace(exchange, mixing=pairwise[0])  # type: ignore[arg-type]
     check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
     for method in command.methods:
         if method not in METHODS:
@@ -332,8 +331,10 @@ def parse(arguments: list[str]) -> Command:
         raise PalaError(f"'exchange.compression' is '{exchange.compression}', but simulated models travel as they are.")
     if command.config.algorithm != "a2c":
         raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
-    if "paired" in command.methods and exchange.graph == "complete":
-        raise PalaError("'--methods' has 'paired', where a rank has one open offer: not with the complete topology.")
+    if pairwise and exchange.graph == "complete":
+        raise PalaError(
+            f"'--methods' has '{pairwise[0]}', where a rank has one open offer: not with the complete topology."
+        )
     if not command.seeds or not command.methods:
         raise PalaError("Name at least one of '--seeds' and one of '--methods'.")
     if command.output is not None:

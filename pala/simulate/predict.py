@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pala.exchange.gossip.mixing import RULES
 from pala.exchange.kinds import KINDS
 from pala.report.text import counted
 from pala.run.run_folder import provenance
@@ -193,8 +194,8 @@ def _reason_against(command: Command, method: str, ranks: int, costs: Costs | No
         return f"not possible above {command.ranks_per_host} ranks, which is what a host has"
     if costs is None:
         return ""
-    if method == "complete" and costs.mixing == "paired":
-        return "paired has one open offer: not with the complete graph"
+    if method == "complete" and RULES[costs.mixing].by_pairs:
+        return f"{costs.mixing} has one open offer: not with the complete graph"
     if method in _WHOLE and costs.compression != "none":
         return f"not from costs of '{costs.compression}', which is gossip's alone; measure without compression"
     return ""

@@ -85,8 +85,11 @@ def run(arguments: list[str]) -> None:
         for value in values:
             if value not in known:
                 raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
-    if "paired" in command.mixings and command.topology == "complete":
-        raise PalaError("'--mixings' has 'paired', where a rank has one open offer: not with '--topology complete'.")
+    pairwise = [mixing for mixing in command.mixings if RULES[mixing].by_pairs]
+    if pairwise and command.topology == "complete":
+        raise PalaError(
+            f"'--mixings' has '{pairwise[0]}', where a rank has one open offer: not with '--topology complete'."
+        )
     for option in ("mixings", "ranks", "delays", "slowness"):
         if not getattr(command, option):
             raise PalaError(f"'--{option}' names nothing.")
