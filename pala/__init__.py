@@ -74,11 +74,11 @@ def fit(
         config = collectively(comm, lambda: checked(config))
         cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)
-        from pala.run.rank import run_rank
+        from pala.run.rank import evaluate_and_draw, run_rank
 
         result = run_rank(
             comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, facts=facts,
-            trust_run=trust_run, hooks=hooks, conclude=_conclude,
+            trust_run=trust_run, hooks=hooks, conclude=evaluate_and_draw,
         )  # fmt: skip
         if result.departs:
             leave_job()
@@ -108,12 +108,6 @@ def _check_callable(**given: Any) -> None:
         if value is not None and (not callable(value) or is_module):
             what = {"make_env": " that returns an environment", "make_network": " that returns a torch module"}
             raise PalaError(f"'{name}' is {value!r}, but must be a function{what.get(name, ' of a `Moment`')}.")
-
-
-def _conclude(*arguments: Any) -> Any:
-    from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
-
-    return conclude(*arguments)
 
 
 def _with_evaluation(result: Result) -> Result:

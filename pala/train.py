@@ -26,10 +26,9 @@ import tyro
 from pala.config import Config, check, load_preset
 from pala.run import run_folder
 from pala.run.header import first_line, note_on_ranks
-from pala.run.result import Conclusion, Result
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import Interrupt, Launch, announce, die_with_launcher, prepare, say, tell
+from pala.system.runtime import Launch, announce, die_with_launcher, prepare, say, tell
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi
 
@@ -71,12 +70,6 @@ def _greet(command: Command, ranks: int) -> None:
         say(note)
 
 
-def _conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
-    from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
-
-    return conclude(result, config, interrupt)
-
-
 def main() -> None:
     """What `python -m pala.train` runs on every rank."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -100,11 +93,11 @@ def main() -> None:
             _greet(command, comm.size - command.config.run.spares)
         prepare(command.config.run.threads or cores)
         # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
-        from pala.run.rank import run_rank
+        from pala.run.rank import evaluate_and_draw, run_rank
 
         preset = command.preset.stem if command.preset else ""
         result = run_rank(
-            comm, command.config, resume=command.resume, preset=preset, facts=facts, conclude=_conclude,
+            comm, command.config, resume=command.resume, preset=preset, facts=facts, conclude=evaluate_and_draw,
             trust_run=command.trust_run,
         )  # fmt: skip
     except CollectiveError as error:  # every rank is here

@@ -19,7 +19,7 @@ from pala.gorila.sleeping import SleepingGorila
 from pala.run.hooks import NO_HOOKS, Hooks
 from pala.run.job import Briefing, Job
 from pala.run.request import Request
-from pala.run.result import Conclude, Result
+from pala.run.result import Conclude, Conclusion, Result
 from pala.system.errors import CollectiveError, EndError
 from pala.system.runtime import Interrupt, loading
 from pala.transport.base import Communicator
@@ -85,6 +85,13 @@ def _stand_by(job: Job, request: Request, interrupt: Interrupt) -> Result:
         raise
     job.comm.depart()
     return Result(briefing.run, "spared", sleeping.global_steps, None, False, 0)
+
+
+def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
+    """How training from the command line and `pala.fit` conclude."""
+    from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
+
+    return conclude(result, config, interrupt)
 
 
 @contextmanager
