@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pala.config import load_preset
 from pala.run import console
-from pala.run.console import Lines, Progress, Reporter, make_console
+from pala.run.console import Figures, Lines, Reporter, make_console
 from pala.run.header import header, note_on_ranks
 from pala.run.metrics import (
     SECTIONS,
@@ -265,9 +265,9 @@ EXAMPLE = interval(
 def figures(run: Path) -> dict[str, str]:
     write(run, episode(1, 1.0, -20.0) | {"length_steps": 300}, EXAMPLE, rank=0)
     write(run, episode(1, 2.0, -15.0), EXAMPLE | {"staleness_updates": 9}, rank=1)
-    progress = Progress(RunView(run, ranks=2), budget_steps=4_000_000)
-    progress.refresh(global_steps=400_000)
-    return progress.figures()
+    console_figures = Figures(RunView(run, ranks=2), budget_steps=4_000_000)
+    console_figures.refresh(global_steps=400_000)
+    return console_figures.texts()
 
 
 def test_figures_say_how_the_run_goes(run):
@@ -283,9 +283,9 @@ def test_figures_say_how_the_run_goes(run):
 
 
 def test_figures_of_nothing_are_dashes(run):
-    progress = Progress(RunView(run, ranks=2), budget_steps=100)
-    progress.refresh(global_steps=120)
-    shown = progress.figures()
+    console_figures = Figures(RunView(run, ranks=2), budget_steps=100)
+    console_figures.refresh(global_steps=120)
+    shown = console_figures.texts()
     assert shown["steps"] == "100 of 100 (100.0%)"
     assert (shown["eta"], shown["consensus"]) == ("-", "- (-)")
 
@@ -297,15 +297,15 @@ def test_the_time_that_is_left_is_told_once_it_is_known(run, capsys):
     for steps in (400_000, 500_000):
         reporter.report(steps)
     assert capsys.readouterr().out.count("takes about 60 min more: 3,600,000 steps at 1,000 steps/s") == 1
-    shortly = Progress(reporter.view, budget_steps=400_000)
+    shortly = Figures(reporter.view, budget_steps=400_000)
     shortly.refresh(399_000)
-    assert shortly.estimate() == "" and shortly.figures()["eta"] == "0:00:01"
+    assert shortly.estimate() == "" and shortly.texts()["eta"] == "0:00:01"
     gorila, told = interval(local_steps_per_s=500.0, epsilon=1.0), []
     for more in ({}, {"loss": 0.5}, {"loss": 0.25}):
         write(run, gorila | more, rank=0)
         write(run, gorila | more, rank=1)
         shortly.refresh(200_000)
-        told.append((shortly.figures()["eta"], bool(shortly.estimate())))
+        told.append((shortly.texts()["eta"], bool(shortly.estimate())))
     assert told == [("-", False), ("-", False), ("0:03:20", True)]
 
 
@@ -406,10 +406,10 @@ def test_what_a_rank_says_stays_above_its_panel(run, capsys, monkeypatch):
 
 def test_the_dead_have_no_part_in_the_staleness(run):
     figures(run)
-    progress = Progress(RunView(run, ranks=2), budget_steps=4_000_000)
-    progress._view.living = [0]
-    progress.refresh(global_steps=400_000)
-    assert progress.figures()["staleness"] == "4 updates at most, 6 mixes"
+    console_figures = Figures(RunView(run, ranks=2), budget_steps=4_000_000)
+    console_figures._view.living = [0]
+    console_figures.refresh(global_steps=400_000)
+    assert console_figures.texts()["staleness"] == "4 updates at most, 6 mixes"
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch):

@@ -27,7 +27,7 @@ def _duration(seconds: float) -> str:
     return f"{hours:d}:{minutes:02d}:{s:02d}"
 
 
-class Progress:
+class Figures:
     """The figures that the console shows, from the view of the run and the steps rank 0 knows of."""
 
     def __init__(self, view: RunView, budget_steps: int) -> None:
@@ -55,7 +55,7 @@ class Progress:
         left, speed = self.budget_steps - self.global_steps, self._view.global_steps_per_s
         return f"PALA  takes about {duration(self.left_s)} more: {left:,} steps at {speed:,.0f} steps/s"
 
-    def figures(self) -> dict[str, str]:
+    def texts(self) -> dict[str, str]:
         """Label -> text, in the order shown."""
         view, speed = self._view, self._view.global_steps_per_s
         share, left_s = self.global_steps / self.budget_steps, self.left_s
@@ -142,7 +142,7 @@ class Reporter:
         `begin_steps`: of all ranks, after which what earlier jobs have told TensorBoard does not count."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
-        self._progress, self._estimated = Progress(self.view, budget_steps), False
+        self._figures, self._estimated = Figures(self.view, budget_steps), False
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
         self._console: Display | None = None
         with self._losing_the_console():
@@ -155,14 +155,14 @@ class Reporter:
 
     def report(self, global_steps: int) -> dict[str, Any]:
         """Read what is new and show it."""
-        self._progress.refresh(global_steps)
-        figures = self._progress.figures()
+        self._figures.refresh(global_steps)
+        texts = self._figures.texts()
         with self._losing_the_console():
-            self._show(figures)
+            self._show(texts)
         with self._losing_tensorboard():
             if self._tensorboard is not None:
                 self._tensorboard.add(self.view, global_steps)
-        return figures
+        return texts
 
     def close(self) -> None:
         """Give the terminal back and flush."""
@@ -173,11 +173,11 @@ class Reporter:
             if self._tensorboard is not None:
                 self._tensorboard.close()
 
-    def _show(self, figures: dict[str, str]) -> None:
+    def _show(self, texts: dict[str, str]) -> None:
         if self._console is None:
             return
-        self._console.show(figures)
-        if not self._estimated and (estimate := self._progress.estimate()):
+        self._console.show(texts)
+        if not self._estimated and (estimate := self._figures.estimate()):
             self._estimated = True
             self._console.note(estimate)
 
