@@ -33,7 +33,7 @@ from pala.gorila.networks import QNetwork
 from pala.gorila.node import Formats, Rules
 from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
-from pala.gorila.shard import Beginning, Shard
+from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
 from pala.networks.network import FlatParameters
@@ -105,7 +105,7 @@ class Rank:
         self.parts, self.wire = rules.slices, rules.wire
         self.shard, self.store = None, None
         if rank in roles.shards:
-            begin = Beginning.fresh(self.flat.data)
+            begin = ServedModel.fresh(self.flat.data)
             self.shard = Shard(begin, self.parts[roles.shards.index(rank)], gorila)
         if rank in roles.replays:
             self.store = ReplayStore(

@@ -23,7 +23,7 @@ from pala.gorila.node import Formats, Node, Rules
 from pala.gorila.parts import GorilaParts
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import assign
-from pala.gorila.shard import Beginning, Shard
+from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
 from pala.networks.make import make_tape
@@ -97,7 +97,7 @@ class Rank:
         flat, target = (FlatParameters(n, torch.device("cpu")) for n in (network, target_network))
         target.data.copy_(flat.data)
         rules = Rules.of(gorila, roles, 2, flat, Formats.of(env, 1, gorila, SPACE, num_actions=3))
-        self.shard = Shard(Beginning.fresh(flat.data), rules.slices[rank], gorila)
+        self.shard = Shard(ServedModel.fresh(flat.data), rules.slices[rank], gorila)
         store = ReplayStore(
             [rank], gorila.replay_capacity_steps, env.num_envs, SPACE, 1, min_steps=gorila.min_replay_steps // 2,
             update_period_steps=gorila.update_period_steps, minibatch_size=gorila.minibatch_size,

@@ -22,7 +22,7 @@ from pala.gorila.dqn import Transitions, differentiate
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import QNetwork
 from pala.gorila.parts import GorilaParts, build
-from pala.gorila.shard import Beginning, Shard
+from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.worker import Worker, minibatches_at_hand
 from pala.run.loop import Counters, Progress
 from pala.run.metrics import Record
@@ -61,7 +61,7 @@ def network_us(agent: GorilaParts, config: Config, observations: np.ndarray, sec
     images = torch.from_numpy(np.resize(observations, (at_hand * count, *observations.shape[1:]))).to(agent.device)
     zeros = torch.zeros(count, device=agent.device)
     batch = Transitions(images[:count], zeros.long(), zeros, images[:count], zeros.bool())
-    shard = Shard(Beginning.fresh(agent.flat.data), slice(None), gorila)
+    shard = Shard(ServedModel.fresh(agent.flat.data), slice(None), gorila)
     sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
     agent.target_tape.begin()
     while turns < 2 or now() < end:

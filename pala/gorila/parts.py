@@ -20,7 +20,7 @@ from pala.gorila.networks import q_network
 from pala.gorila.node import Formats, Rules
 from pala.gorila.places import check_spares
 from pala.gorila.roles import Roles, assign
-from pala.gorila.shard import Beginning, Shard, assemble
+from pala.gorila.shard import ServedModel, Shard, assemble
 from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
@@ -175,7 +175,7 @@ class GorilaParts(Parts[GorilaExchange]):
     def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> GorilaExchange:
         index, shard = self._shard_index, None
         if index is not None:
-            begin = Beginning(self.flat.data, self.squares, self.target.data, self.version)
+            begin = ServedModel(self.flat.data, self.squares, self.target.data, self.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)
         budget = budget_of(comm, self.config, start)
         return GorilaExchange(comm, self.rules, budget, self.version, shard, self.store, interrupt)

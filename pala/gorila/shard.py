@@ -45,8 +45,8 @@ def adagrad_(
     )  # fmt: skip
 
 
-class Beginning(NamedTuple):
-    """What all shards together begin with: flat vectors of the whole network, and how many gradients are in them."""
+class ServedModel(NamedTuple):
+    """What all shards serve together: flat vectors of the whole network, and how many gradients are in them."""
 
     parameters: Tensor
     squares: Tensor
@@ -54,8 +54,8 @@ class Beginning(NamedTuple):
     version: int = 0
 
     @classmethod
-    def fresh(cls, parameters: Tensor) -> Beginning:
-        """The shard of a new run; copies the parameters."""
+    def fresh(cls, parameters: Tensor) -> ServedModel:
+        """That of a new run; copies the parameters."""
         return cls(parameters.clone(), torch.zeros_like(parameters), parameters.clone())
 
 
@@ -73,7 +73,7 @@ class Shard:
     The first four are what a checkpoint needs.
     """
 
-    def __init__(self, begin: Beginning, part: slice, config: GorilaConfig) -> None:
+    def __init__(self, begin: ServedModel, part: slice, config: GorilaConfig) -> None:
         """Copies `part` of what the run begins with, to the host."""
         self.parameters, self.squares, self.target = (
             vector[part].detach().to("cpu", copy=True) for vector in (begin.parameters, begin.squares, begin.target)
@@ -131,7 +131,7 @@ def _is_of_shard(state: RankState) -> bool:
     )
 
 
-def assemble(states: Sequence[RankState], parameters: int | None = None) -> Beginning:
+def assemble(states: Sequence[RankState], parameters: int | None = None) -> ServedModel:
     """What the checkpoints of a run's ranks hold of its shards, which together must have so many `parameters`. Raises
     PalaError if a shard is missing."""
     if not all(_is_of_shard(state) for state in states):
@@ -150,7 +150,7 @@ def assemble(states: Sequence[RankState], parameters: int | None = None) -> Begi
         raise PalaError(f"The checkpoints hold {found} parameters, but the run's network has {parameters}.")
     counters = [state.counters["gorila"] for state in in_order]
     num_targets = max(counts["num_targets"] for counts in counters)
-    return Beginning(
+    return ServedModel(
         torch.cat([state.tensors["parameters"] for state in in_order]),
         torch.cat([state.tensors["squares"] for state in in_order]),
         # A shard that saved just before the others copied their targets copies its own now.
