@@ -299,7 +299,7 @@ def test_average_leaves_out_ranks_that_are_not_finite():
     result = average([poisoned[0], healthy, poisoned[2]])
     assert (result.tensors["parameters"] == 2).all()
     assert result.counters["base_steps"] == 1000 + 10 + 100 + 10
-    assert average([poisoned[0], healthy, poisoned[2]], independent=True).rank == 1
+    assert average([poisoned[0], healthy, poisoned[2]], first_only=True).rank == 1
     with pytest.raises(PalaError, match="not finite"):
         average(poisoned)
 
@@ -355,8 +355,8 @@ def test_a_rank_that_never_saved_what_it_learned_is_left_out():
     states = [make_state(0, 2), make_state(1, 2)]
     states[0].counters |= {"updates": 0, "time_s": 0.0}
     states[0].tensors = {name: torch.full((6,), 99.0) for name in states[0].tensors}
-    for independent in (False, True):
-        result = average(states, independent)
+    for first_only in (False, True):
+        result = average(states, first_only)
         assert result.tensors["parameters"].equal(states[1].tensors["parameters"])
         assert (result.rank, result.counters["updates"], result.counters["time_s"]) == (1, 7, 1.25)
     states[1].counters["updates"] = 0

@@ -93,13 +93,13 @@ class A2CParts(Parts[ModelExchange]):
             "every rank starts from the average of the ranks' parameters and of RMSprop's mean squares (independent "
             "learners: from the first's)",
         )
-        independent = kind_of(saved.exchange).policy == "first"
+        first_only = kind_of(saved.exchange).policy == "first"
 
         def average() -> RankState | None:
             if comm.rank != 0:  # which alone reads all files, and has room for them
                 return None
             states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
-            return checkpoint.average(states, independent)
+            return checkpoint.average(states, first_only)
 
         made = collectively(comm, average)
         counters = comm.bcast(made.counters if made is not None else None)

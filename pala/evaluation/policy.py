@@ -185,7 +185,7 @@ def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[
     if config.algorithm == "gorila":
         flat.data.copy_(assemble(states, len(flat.data)).parameters)
         return steps, f"checkpoints of {ranks}"
-    independent = kind_of(config.exchange).policy == "first"
-    state = checkpoint.average(states, independent)
+    first_only = kind_of(config.exchange).policy == "first"
+    state = checkpoint.average(states, first_only)
     flat.data.copy_(state.tensors["parameters"])
-    return steps, f"checkpoint of rank {state.rank} of {ranks}" if independent else f"mean of checkpoints of {ranks}"
+    return steps, f"checkpoint of rank {state.rank} of {ranks}" if first_only else f"mean of checkpoints of {ranks}"

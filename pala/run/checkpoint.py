@@ -152,13 +152,13 @@ def global_steps(run: Path) -> int:
     return max(found, default=0)
 
 
-def average(states: list[RankState], independent: bool = False) -> RankState:
+def average(states: list[RankState], first_only: bool = False) -> RankState:
     """One state from many, for another number of ranks.
 
     Of A2C. Kept: the parameters, averaged with their push-sum weights; RMSprop's mean squares, averaged; all steps
     made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random streams.
     A rank whose parameters are not finite, or that saved nothing beside others that did, is left out; raises PalaError
-    if that leaves none. Of `independent` learners (exchange `none`), whose average means nothing, the first is taken.
+    if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means nothing.
     """
     for state in states:
         check_actor_critic(state)
@@ -170,7 +170,7 @@ def average(states: list[RankState], independent: bool = False) -> RankState:
     states = [state for state in states if bool(state.tensors["parameters"].isfinite().all())]
     if not states:
         raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
-    states = states[: 1 if independent else None]
+    states = states[: 1 if first_only else None]
     weights = [state.counters["weight"] for state in states]
     tensors = {
         name: sum((w * state.tensors[name] for w, state in zip(weights, states, strict=True)), torch.zeros(()))
