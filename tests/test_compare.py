@@ -634,6 +634,7 @@ def test_a_game_that_an_environment_of_ones_own_plays_is_not_atari(there: Path) 
     )
     assert (pala.frame_skip, pala.reference) == (4, (-20.7, 14.6)) and pala.normalised is not None
     assert (own.frame_skip, own.reference, own.normalised) == (1, None, None)
+    assert own.cell.variant == f"{pala.cell.variant} (environment from Python)"
 
 
 ATARI = PRESET.replace('Pole = "game.toml"', 'Pong = "a.toml"\nBreakout = "b.toml"').replace("Pole = 20", "Pong = 1")

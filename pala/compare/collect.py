@@ -114,4 +114,6 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
     phrases = [phrase(key, found) for key, (found, _) in differing[variant].items()]
     if segment.get("python_network"):
         phrases.append("network from Python")
+    if segment.get("python_environment") and config.env.is_atari:
+        phrases.append("environment from Python")  # not PALA's own of that id
     return Cell(f"{variant} ({', '.join(phrases)})" if phrases else variant, game, ranks)

@@ -151,7 +151,8 @@ class Plan:
         return math.ceil(ranks / (self.preset.slurm.ranks_per_node or ranks))
 
     def _needs_one_host(self, cell: Cell) -> bool:
-        return kind_of(self.config_of(cell).exchange).one_host
+        config = self.config_of(cell)
+        return config.algorithm == "a2c" and kind_of(config.exchange).one_host
 
     def _rank_counts(self) -> list[int]:
         own = (table["ranks"] for table in self.preset.variants.values() if "ranks" in table)
