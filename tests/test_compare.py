@@ -509,6 +509,19 @@ def test_a_number_of_ranks_has_one_colour_in_all_curves_of_scaling(there: Path) 
     assert none == {ranks: gossip[ranks] for ranks in ("1 rank", "4 ranks")}
 
 
+def test_a_method_has_one_colour_in_all_comparisons(there: Path) -> None:
+    """Its first variant; further ones have what is left."""
+    allreduce = '[variants.sync]\nexchange.kind = "allreduce"\n'
+    paired = '[variants.{}]\nexchange.mixing = "paired"\na2c.momentum = {}\n'
+    looks = []
+    for variants in (allreduce, "[variants.uniform]\n" + paired.format("p", 0) + paired.format("m", 0.5) + allreduce):
+        plan = plan_of(PRESET.partition("[variants.gossip]")[0].replace("[1, 2]", "[2]", 1) + variants)
+        plant(plan, dict.fromkeys(plan.preset.variants, (90.0, 80.0)))
+        looks.append(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]).looks)
+        shutil.rmtree("runs")
+    assert looks == [{"sync": 2}, {"uniform": 0, "p": 3, "m": 4, "sync": 2}]
+
+
 def write_preset(text: str) -> Path:
     Path("other.toml").write_text(text)
     return Path("other.toml")

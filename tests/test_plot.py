@@ -121,7 +121,7 @@ def test_evaluations_stand_beside_the_ends(tmp_path: Path) -> None:
 def test_a_mean_that_ends_before_its_runs_is_explained(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(s), replace(CONFIG, seed=s), end_s=600 * s) for s in (1, 2)]
     steps, time = _draw_many(_grouped([read(path) for path in paths], "preset"), 100).axes
-    assert "where the shortest of their runs ends" in time.get_xlabel() and "\n" not in steps.get_xlabel()
+    assert "ends with the shortest of its runs" in time.get_xlabel() and "\n" not in steps.get_xlabel()
 
 
 def test_the_mean_of_curves_covers_what_they_share() -> None:

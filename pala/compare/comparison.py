@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,11 @@ from typing import Any
 
 from pala.compare.measures import Run
 from pala.compare.plan import Cell, Preset
-from pala.report.settings import differences
+from pala.config import Config
+from pala.report.settings import differences, method_of
+
+_LOOKS = {"uniform": 0, "shared_memory": 1, "allreduce": 2, "paired": 3, "push_sum": 4, "none": 6}
+_RARE_LOOKS = (4, 5, 6)
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,22 @@ class Comparison:
 
     @property
     def variants(self) -> list[str]:
-        """All names, those of the preset first: the place decides the colour."""
+        """All names, those of the preset first."""
         return _names(self.preset, self.runs)
+
+    @property
+    def looks(self) -> dict[str, int]:
+        """The number of each variant's colour and line style. The first variant of a method has the method's own, the
+        same in all comparisons; the others have those that are left, in order."""
+        methods = {run.cell.variant: _LOOKS.get(_rule_of(run.config)) for run in reversed(self.runs)}
+        looks: dict[str, int] = {}
+        for variant in self.variants:
+            if (own := methods.get(variant)) is not None and own not in looks.values():
+                looks[variant] = own
+        for variant in self.variants:
+            free = (look for look in itertools.chain(_RARE_LOOKS, itertools.count()) if look not in looks.values())
+            looks.setdefault(variant, next(free))
+        return looks
 
     def common_steps(self, cell: Cell) -> int:
         """The smallest budget among completed runs of a cell's game and number of ranks."""
@@ -85,6 +104,11 @@ class Comparison:
     def ranks_beyond_cores(self, game: str) -> set[int]:
         """The numbers of ranks with which a completed run of a game had more ranks than cores."""
         return {cell.ranks for cell, of in self.cells.items() for r in of if cell.game == game and r.is_beyond_cores}
+
+
+def _rule_of(config: Config) -> str:
+    method = method_of(config)
+    return config.exchange.mixing if method == "gossip" else method
 
 
 def _names(preset: Preset, runs: Sequence[Run]) -> list[str]:

@@ -20,6 +20,7 @@ from pala.report.marks import Mark, draw_evaluations, draw_references, explain_e
 from pala.report.pictures import (
     MARKERS,
     draw_group,
+    legend,
     line_look,
     new_figure,
     steps_label,
@@ -51,7 +52,7 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def _look(comparison: Comparison, variant: str) -> dict[str, Any]:
-    return line_look(comparison.variants.index(variant))
+    return line_look(comparison.looks[variant])
 
 
 # ---- learning curves -------------------------------------------------------------------------------------------------
@@ -67,18 +68,19 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
     if not rows:
         return None
     timed = comparison.preset.undisturbed
-    figure = new_figure(13 if timed else 9, 0.8 + 3.6 * len(rows))
-    for (title, cells), panels in zip(rows.items(), figure.subplots(len(rows), 1 + timed, squeeze=False), strict=True):
+    figure = new_figure(10 if timed else 8, 4.4 * len(rows))
+    for (title, cells), part in zip(rows.items(), figure.subfigures(len(rows), 1, squeeze=False)[:, 0], strict=True):
+        panels = part.subplots(1, 1 + timed, squeeze=False)[0]
         runs = [run for of_cell in cells.values() for run in of_cell]
         seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
         skips = {run.frame_skip for run in runs}
         lines = _lines(comparison, cells)
         _draw_row(panels[0], lines, steps_label(skips), lambda run: (run.steps, run.end_steps))
-        panels[0].set_title(title, loc="left")
+        panels[0].set_title(f"{title} ({comparison.preset.name})", loc="left")
         if timed:
             label = f"wall-clock time ({unit})"
             _draw_row(panels[1], lines, label, lambda run, s=seconds: (run.time_s / s, run.training_s / s))  # type: ignore[misc]
-        panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        legend(part, panels[0])
     return figure
 
 
@@ -135,14 +137,14 @@ def _draw_variant(panel: Axes, line: _Line, places: Callable[[Run], tuple[np.nda
     """Draw the runs of a line; returns the curves of those that its mean is of."""
     curves = [learning_curve(places(run)[0], run.returns, WINDOW) for run in line.runs]
     complete = [curve for run, curve in zip(line.runs, curves, strict=True) if run.completed]
-    label = "" if complete else f"{line.name}\nnot completed"
+    label = "" if complete else f"{line.name}, not completed"
     for run, curve in zip(line.runs, curves, strict=True):
         if not run.completed:
             panel.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=label, **line.look | {"marker": ""})
             label = ""
     if complete:
-        size = f"mean and range of {len(complete)} runs" if len(complete) > 1 else "1 run"
-        draw_group(panel, complete, f"{line.name}\n{size}", line.look)
+        size = f"mean of {len(complete)} runs" if len(complete) > 1 else "1 run"
+        draw_group(panel, complete, f"{line.name}, {size}", line.look)
     return complete
 
 

@@ -72,7 +72,7 @@ def _draw_speeds(
     """Both axes of the speeds are logarithmic, so that a speed in proportion to the ranks is a straight line."""
     counts = sorted({ranks for of in lines.values() for ranks in of})
     for variant, of in lines.items():
-        look = line_look(comparison.variants.index(variant))
+        look = line_look(comparison.looks[variant])
         name = f"{variant}\n(waits for nobody: upper bound)" if comparison.is_independent(game, variant) else variant
         speed.plot(list(of), list(of.values()), label=name, **look)
         efficiency.plot(list(of), list(efficiencies(of).values()), label=name, **look)

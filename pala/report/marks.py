@@ -29,7 +29,7 @@ def explain_ends(panel: Axes, groups: Sequence[Sequence[Curve]]) -> None:
     for curves in groups:
         ends = [curve.x[-1] for curve in curves]
         if max(ends) - min(ends) > _EARLIER_END * (high - low):
-            panel.set_xlabel(f"{panel.get_xlabel()}\nA mean and its range end where the shortest of their runs ends.")
+            panel.set_xlabel(f"{panel.get_xlabel()}\nA mean ends with the shortest of its runs.")
             return
 
 

@@ -16,7 +16,7 @@ from pala.system.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -47,13 +47,13 @@ def tidy(panel: Axes, grid: str = "both") -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def legend(figure: Figure, axes: Axes) -> None:
+def legend(figure: Figure | SubFigure, axes: Axes) -> None:
     """One legend for all panels, below them, in as many columns as their width holds."""
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
         return
-    columns = max(1, 110 // (max(map(len, labels)) + 6))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns))
+    columns = max(1, int(12 * figure.bbox.width / figure.get_figure(root=True).dpi) // (max(map(len, labels)) + 6))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), frameon=False)
 
 
 def verbatim(text: str) -> str:
@@ -67,7 +67,7 @@ def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, 
     if len(curves) > 1:
         for curve in curves:
             axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look | {"marker": ""})
-        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.18, linewidth=0)
+        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.12, linewidth=0)
     first = 0.04 * MARKERS.index(look.get("marker", MARKERS[0]))  # so that the markers of lines do not meet
     axes.plot(line.x, line.y, label=verbatim(label), markevery=(first, 0.3), markersize=5, **look)
 
