@@ -479,6 +479,7 @@ def test_minibatches_with_a_planted_outlier_send_no_gradient_and_are_counted() -
     assert 3 < sum(planted) < 20
     assert not any(planted[:20])
     assert server.shard.version == learner.sent[Kind.GRADIENT_AND_FETCH] == len(planted) - sum(planted)
+    assert learner.sent[Kind.FETCH] == sum(planted)  # else it would learn on with the parameters that it has
     (record,) = (record for record in learner.worker.take_records() if record["type"] == "interval")
     assert (record["gradients_filtered"], record["updates"]) == (sum(planted), len(planted))
     assert record["gradients_sent"] == server.shard.version

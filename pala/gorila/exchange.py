@@ -165,6 +165,11 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.poll()
         self._wait_until(self._replay_keeps_up)
 
+    def ask_for_parameters(self) -> None:
+        """For a learner that has no gradient to send, which would bring newer ones."""
+        with self._changed:
+            self._node.ask_for_parameters()
+
     def ask_for_batches(self) -> None:
         """Once, when training begins."""
         with self._changed:

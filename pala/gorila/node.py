@@ -131,8 +131,8 @@ class Node:
         """This rank's environments made so many steps; asks for parameters if it is time and no learner did."""
         self.budget.add_steps(steps)
         period = self._config.parameters_period_updates * self._config.update_period_steps
-        if self._steps_since_fetch >= period and not self._is_owed(Kind.PARAMETERS):
-            self._fetch()
+        if self._steps_since_fetch >= period:
+            self.ask_for_parameters()
         self._steps_since_fetch += steps  # those just made: a learner on this rank may still fetch after them
 
     def reset(self, frames: np.ndarray) -> None:
@@ -237,6 +237,11 @@ class Node:
                 self._steps_since_fetch = 0
             self._send(rank, kind, part.numpy(), version)
         self.counts["gradients_sent"] += 1
+
+    def ask_for_parameters(self) -> None:
+        """Unless they are on their way already."""
+        if not self._is_owed(Kind.PARAMETERS):
+            self._fetch()
 
     @property
     def _next_fetches(self) -> bool:

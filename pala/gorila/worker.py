@@ -178,6 +178,9 @@ class Worker(Loop):
                 "rewards and observations."
             )
         if not accepted:
+            if not self._acts:  # who acts asks at its steps
+                with self._exchanging():
+                    self._exchange.ask_for_parameters()
             return
         self._means.add(loss=loss.total, absolute_error=loss.absolute_error, action_value=loss.value)
         with self._exchanging():
