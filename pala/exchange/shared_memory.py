@@ -28,7 +28,7 @@ from pala.config import ExchangeConfig
 from pala.exchange.base import End, ExchangeState, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.topology import out_peers
-from pala.system.errors import PalaError
+from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt
 from pala.system.waiting import wait_quietly
 from pala.transport.base import Communicator
@@ -209,7 +209,7 @@ class SharedMemory(ModelExchange):
         return all(window.written[peer] > window.read[rank, peer] for peer in self._in)
 
     def _wait(self, healthy: bool) -> None:
-        """Until every in-peer has written, or training ends. Raises PalaError if nobody can replace this rank's model,
+        """Until every in-peer has written, or training ends. Raises EndError if nobody can replace this rank's model,
         because nobody has a finite one."""
         begin = time.perf_counter()
         give_up_s = begin + (math.inf if healthy else _HEALING_S)
@@ -225,7 +225,7 @@ class SharedMemory(ModelExchange):
         wait_quietly(may_go_on, None, self._interrupt, _LONGEST_SLEEP_S, what)
         self.waited_s += time.perf_counter() - begin
         if not self._all_written() and self.stop is Stop.NONE:
-            raise PalaError(
+            raise EndError(
                 f"[rank {self._rank}] its parameters are not finite and no peer has sent finite ones for "
                 f"{_HEALING_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
             )
