@@ -257,15 +257,13 @@ def test_a_run_in_the_results_counts_under_whatever_name(there: Path, no_picture
     results = Path("results/tiny")
     gossip, threads = plan_of(PRESET.replace("[1, 2]", "[1]") + "[variants.threads]\nrun.threads = 2\n").runs[::2]
     assert (gossip.cell.variant, threads.cell.variant) == ("gossip", "threads")
-    own = replace(gossip.config, run=replace(gossip.config.run, name="mine"))
+    own, old = (replace(gossip.config, run=replace(gossip.config.run, name=n)) for n in ("mine", "before-Pole-1-1"))
     for name, config, complete in (
-        ("gossip-Pole-1-1-2", gossip.config, gossip), ("mine", own, gossip), ("again", threads.config, threads),
+        ("gossip-Pole-1-1-2", gossip.config, {gossip}), ("again", threads.config, {threads}),
+        ("mine", own, {gossip, threads}), ("before-Pole-1-1", old, {gossip, threads}),  # of a variant that was renamed
     ):  # fmt: skip
         make_run(results / "runs" / name, config, 1)
-        assert [task_of(run, results) is None for run in (gossip, threads)] == [
-            complete is gossip or name == "mine",
-            complete is threads or name == "mine",
-        ]
+        assert {run for run in (gossip, threads) if task_of(run, results) is None} == complete
         shutil.rmtree(results)
 
 

@@ -329,6 +329,7 @@ def test_a_learning_rate_for_another_number_of_ranks_is_told(tmp_path):
     scaled = replace(pong, a2c=replace(pong.a2c, learning_rate_scaling="ranks"))
     assert "0.0014 for 4 ranks already" in note_on_ranks(named, scaled, 4)
     assert "would be `--a2c.learning-rate 0.0007`" in note_on_ranks(named, scaled, 4)
+    assert not note_on_ranks(named, replace(scaled, exchange=replace(pong.exchange, kind="none")), 4)
     assert not note_on_ranks(named, replace(scaled, a2c=replace(scaled.a2c, learning_rate=7e-4)), 4)
     (tmp_path / "mine.toml").write_text("ranks = 'four'")
     with pytest.raises(PalaError, match="'ranks' is 'four' but must be a number of ranks"):

@@ -2,7 +2,7 @@
 
     what would be run                          python -m pala.compare PRESET --dry-run
     run what is missing, then report           python -m pala.compare PRESET
-    a part of it                               python -m pala.compare PRESET --only gossip Pong
+    a part of it                               python -m pala.compare PRESET --only uniform Pong
     report what is there, with other runs      python -m pala.compare PRESET --report-only --add runs/from-a-cluster
     the same as jobs of Slurm                  python -m pala.compare PRESET --submit
 

@@ -86,11 +86,10 @@ def _is_this(planned: Planned, copy: Path) -> bool:
     the comparison gives to another variant."""
     if not (copy / "run.json").exists():
         return False
-    found, wanted, cell = run_folder.config_of(copy), planned.config, planned.cell
+    found, wanted = run_folder.config_of(copy), planned.config
     if (found.env.id, found.seed) != (wanted.env.id, wanted.seed):
         return False
-    names = copy.name, found.run.name
-    if wanted.run.name not in names and names[1].endswith(f"-{cell.game}-{cell.ranks}-{wanted.seed}"):
+    if wanted.run.name not in (copy.name, found.run.name) and found.run.name in planned.others:
         return False
     return not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate")
 

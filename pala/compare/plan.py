@@ -80,6 +80,7 @@ class Planned:
     game_preset: str
     config: Config
     launcher: str
+    others: frozenset[str] = frozenset()  # the names of the same run of the other variants
 
     @property
     def folder(self) -> Path:
@@ -159,11 +160,14 @@ class Plan:
         return sorted({ranks for ranks_list in (self.preset.ranks, *own) for ranks in ranks_list})
 
     def _planned(self, cell: Cell, seed: int) -> Planned:
-        name = f"{cell.variant}-{cell.game}-{cell.ranks}-{seed}"
+        names = {variant: f"{variant}-{cell.game}-{cell.ranks}-{seed}" for variant in self.preset.variants}
+        name = names.pop(cell.variant)
         config = self.config_of(cell)
         given = {"seed": seed, "run": {"name": name, "dir": str(Path(config.run.dir) / self.preset.name)}}
         launcher = self.preset.variants[cell.variant].get("launcher", self.preset.launcher)
-        return Planned(cell, self.preset.games[cell.game], _over(config, given, self.source), launcher)
+        return Planned(
+            cell, self.preset.games[cell.game], _over(config, given, self.source), launcher, frozenset(names.values())
+        )
 
     def config_of(self, cell: Cell) -> Config:
         """The settings of a variant on a game with so many ranks, but for the seed. Raises PalaError."""

@@ -239,7 +239,7 @@ class Node:
         self.counts["gradients_sent"] += 1
 
     def ask_for_parameters(self) -> None:
-        """Unless they are on their way already."""
+        """Unless they are on their way already. The period counts what is sent, so it says nothing of what is not."""
         if not self._is_owed(Kind.PARAMETERS):
             self._fetch()
 

@@ -52,7 +52,7 @@ def legend(figure: Figure | SubFigure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
         return
-    columns = max(1, int(12 * figure.bbox.width / figure.get_figure(root=True).dpi) // (max(map(len, labels)) + 6))
+    columns = max(1, int(12 * figure.bbox.width / figure.dpi) // (max(map(len, labels)) + 6))
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), frameon=False)
 
 

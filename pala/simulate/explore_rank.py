@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
@@ -83,7 +84,7 @@ class Case:
             return 1
         return math.lcm(*((n - 1).bit_length() for n in range(2, self.ranks + 1)))
 
-    @property
+    @cached_property
     def first_rounds(self) -> list[int]:
         """Rounds of the random graph, one for each possible set of offsets of what one event may begin: one round, or,
         where a rank that must wait for each mix owes for several, as many as there are ranks. The explorer takes any of
@@ -91,12 +92,15 @@ class Case:
         if self.topology != "random" or self.ranks == 2:
             return []
         num_rounds = self.ranks if self.max_staleness == 0 else 1
+        num_choices = math.lcm(*range(1, self.ranks)) ** num_rounds  # the offsets are the rests of one number
         found: dict[tuple[int, ...], int] = {}
-        for round_ in range(_FIRST_ROUND, _FIRST_ROUND + 1000 * num_rounds):
+        round_ = _FIRST_ROUND
+        while len(found) < num_choices:
             offsets = tuple(
                 graph.OFFSETS["random"](n, round_ + k, 0) for k in range(num_rounds) for n in range(2, self.ranks + 1)
             )
             found.setdefault(offsets, round_)
+            round_ += 1
         return sorted(found.values())
 
 
