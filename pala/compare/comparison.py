@@ -14,7 +14,7 @@ from pala.config import Config
 from pala.report.settings import differences, method_of
 
 _LOOKS = {"uniform": 0, "shared_memory": 1, "allreduce": 2, "paired": 3, "push_sum": 4, "none": 6}
-_RARE_LOOKS = (4, 5, 6)
+_RARE_LOOKS = (4, 5, 6, 11, 12, 13, 18, 19, 20, 25, 26, 27)  # those of the colours that few methods have
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,15 @@ class Comparison:
 
     @property
     def looks(self) -> dict[str, int]:
-        """The number of each variant's colour and line style. The first variant of a method has the method's own, the
-        same in all comparisons; the others have those that are left, in order."""
+        """The number of the colour and line style of each variant that has runs. The first variant of a method has the
+        method's own, the same in all comparisons; the others have those that are left, in order."""
         methods = {run.cell.variant: _LOOKS.get(_rule_of(run.config)) for run in reversed(self.runs)}
+        variants = [variant for variant in self.variants if variant in methods]
         looks: dict[str, int] = {}
-        for variant in self.variants:
-            if (own := methods.get(variant)) is not None and own not in looks.values():
+        for variant in variants:
+            if (own := methods[variant]) is not None and own not in looks.values():
                 looks[variant] = own
-        for variant in self.variants:
+        for variant in variants:
             free = (look for look in itertools.chain(_RARE_LOOKS, itertools.count()) if look not in looks.values())
             looks.setdefault(variant, next(free))
         return looks

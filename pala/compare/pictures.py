@@ -68,7 +68,8 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
     if not rows:
         return None
     timed = comparison.preset.undisturbed
-    figure = new_figure(10 if timed else 8, 4.4 * len(rows))
+    most_lines = max(map(len, rows.values()))
+    figure = new_figure(10, (3.6 + 0.15 * most_lines) * len(rows))
     for (title, cells), part in zip(rows.items(), figure.subfigures(len(rows), 1, squeeze=False)[:, 0], strict=True):
         panels = part.subplots(1, 1 + timed, squeeze=False)[0]
         runs = [run for of_cell in cells.values() for run in of_cell]
