@@ -1,5 +1,5 @@
 """Mean value loss between 250,000 and 400,000 steps of the runs on Pong, with warm-up and without:
-python results/pong_warmup/value_loss.py. A network that was ruined by its first updates stays at 0.06."""
+`python results/pong_warmup/value_loss.py`. A network that was ruined by its first updates stays at 0.06."""
 
 from __future__ import annotations
 
