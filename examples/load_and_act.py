@@ -1,4 +1,7 @@
-"""Use a trained policy in a program of your own, without MPI: `python examples/load_and_act.py RUN`."""
+"""Use a trained policy in a program of your own, without MPI: `python examples/load_and_act.py RUN`.
+
+RUN is of CartPole, as `python -m pala.train --env.id CartPole-v1 --total-steps 200000` makes it.
+"""
 
 from __future__ import annotations
 
