@@ -385,19 +385,25 @@ def test_jobs_that_are_measured_survive_a_stop(
         benchmark.benchmark(benchmark.parse(["--ranks", "4", "--output", str(tmp_path / "c")]))
 
 
-def test_a_second_look_that_fails_keeps_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "why", "status"),
+    [(PalaError("The job failed."), "The job failed.", 2), (SystemExit(143), "Stopped; what was measured before", 143)],
+)
+def test_a_second_look_that_fails_keeps_the_first(
+    error: BaseException, why: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks: list[int] = []
 
     def measure(command: Any, ranks: int, output: Path) -> dict[str, Any]:
         looks.append(ranks)
         if len(looks) == 2:
-            raise PalaError("The job failed.")
+            raise error
         return canned_job(ranks)
 
     monkeypatch.setattr(benchmark, "_measure", measure)
     monkeypatch.setattr(benchmark, "far_off", lambda jobs, lowest: ["slow"])
     _, result = benchmark.benchmark(benchmark.parse(["--quick", "--ranks", "2", "--output", str(tmp_path / "b")]))
-    assert len(looks) == 2 and result["failures"] == ["The job failed."]
+    assert len(looks) == 2 and result["failures"][0].startswith(why) and result["exit_status"] == status
     assert [job["rounds"] for job in result["jobs"]] == [canned_job(2)["rounds"]]
 
 

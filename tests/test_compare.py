@@ -26,6 +26,7 @@ from pala.compare.__main__ import Command, compare
 from pala.compare.collect import load, without_paths
 from pala.compare.comparison import Comparison
 from pala.compare.execute import chosen, task_of
+from pala.compare.notes import notes
 from pala.compare.plan import Cell, Plan, Planned, options
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
 from pala.report.settings import differences
@@ -350,6 +351,43 @@ def test_jobs_that_fail_do_not_stop_the_others(
     assert "1 completed run of 1 begun" in Path("results/tiny/compare.md").read_text()
 
 
+def test_a_folder_that_is_no_run_does_not_stop_the_others(
+    there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of()
+    plan.runs[0].folder.mkdir(parents=True)
+    (plan.runs[0].folder / "notes.txt").write_text("mine")
+    make_run(plan.runs[1].folder, plan.runs[1].config, 1)
+    assert len(compare(Command(Path("preset.toml")))) == 7
+    assert "FAILED" in capsys.readouterr().out and (plan.runs[0].folder / "notes.txt").exists()
+
+
+def test_a_run_of_the_wrong_number_of_ranks_is_not_called_complete(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = only_run(there)
+    make_run(planned.folder, planned.config, 3)
+    assert compare(Command(Path("preset.toml"), dry_run=True, only=(planned.cell.variant,))) == []
+    said = capsys.readouterr()
+    assert "last ran with 3 ranks, not 1" in said.err and "Nothing is missing" not in said.out
+
+
+def test_a_preset_that_starts_nothing_says_so(there: Path, no_pictures: None) -> None:
+    """And the page names what was not given."""
+    plan = plan_of(PRESET.replace("[variants.gossip]", "[variants.gossip]\nranks = []"))
+    for dry_run in (False, True):
+        with pytest.raises(PalaError, match=r"starts no run here .* give those made elsewhere by `--add`"):
+            compare(Command(Path("preset.toml"), only=("gossip",), dry_run=dry_run))
+    plant(plan, {"none": (90.0, 80.0)})
+    page, _ = report()
+    assert "Asked for by the preset, but not there: any run of gossip." in page
+
+
+def test_a_dry_run_of_a_report_is_a_mistake(there: Path) -> None:
+    with pytest.raises(PalaError, match="Give only one of --report-only, --dry-run"):
+        compare(Command(Path("preset.toml"), report_only=True, dry_run=True))
+
+
 def test_a_dry_run_does_nothing(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_of()
     assert compare(Command(Path("preset.toml"), dry_run=True, only=("none",))) == []
@@ -507,17 +545,48 @@ def test_a_number_of_ranks_has_one_colour_in_all_curves_of_scaling(there: Path) 
     assert none == {ranks: gossip[ranks] for ranks in ("1 rank", "4 ranks")}
 
 
+def test_all_curves_of_scaling_are_in_their_panels(there: Path) -> None:
+    """Where a game has reference scores, too, whose lines end the scaling of the axis that all variants share."""
+    plan = plan_of()
+    plant(plan, {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
+    runs = [
+        replace(run, reference=(0.0, 3.0), returns=run.returns * (9 if run.cell.variant == "none" else 1))
+        for run in (load(planned.folder, plan) for planned in plan.runs)
+    ]
+    figure = scaling.draw(Comparison.of(plan.preset, runs))
+    assert figure is not None
+    for panel in figure.axes[2:]:
+        tops = [max(line.get_ydata()) for line in panel.lines if len(line.get_ydata()) > 2]
+        assert tops and max(tops) <= panel.get_ylim()[1]
+
+
 def test_a_method_has_one_colour_in_all_comparisons(there: Path) -> None:
     """Its first variant; further ones have what is left."""
     allreduce = '[variants.sync]\nexchange.kind = "allreduce"\n'
-    paired = '[variants.{}]\nexchange.mixing = "paired"\na2c.momentum = {}\n'
+    paired = '[variants.{}]\nexchange.mixing = "paired"\na2c.momentum = {}\na2c.learning_rate = {}\n'
+    several = paired.format("m", 0.5, 1e-3) + paired.format("p", 0, 1e-3) + paired.format("slower", 0.5, 7e-4)
     looks = []
-    for variants in (allreduce, "[variants.uniform]\n" + paired.format("p", 0) + paired.format("m", 0.5) + allreduce):
+    for variants in (allreduce, "[variants.uniform]\n" + several + allreduce):
         plan = plan_of(PRESET.partition("[variants.gossip]")[0].replace("[1, 2]", "[2]", 1) + variants)
         plant(plan, dict.fromkeys(plan.preset.variants, (90.0, 80.0)))
         looks.append(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]).looks)
         shutil.rmtree("runs")
-    assert looks == [{"sync": 2}, {"uniform": 0, "p": 3, "m": 4, "sync": 2}]
+    assert looks == [{"sync": 2}, {"uniform": 0, "m": 4, "p": 3, "slower": 5, "sync": 2}]
+
+
+def test_only_the_variants_that_are_named_are_drawn(there: Path) -> None:
+    plan = plan_of(PRESET)
+    with pytest.raises(PalaError, match=r"'drawn' names 'gosip', no variant.*gossip"):
+        plan_of('drawn = ["gosip"]\n' + PRESET)
+    first, *others = plan.preset.variants
+    plan = plan_of(f'drawn = ["{first}"]\n' + PRESET)
+    plant(plan, dict.fromkeys(plan.preset.variants, (90.0, 80.0)))
+    comparison = Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs])
+    figure = pictures._learning_curves(comparison)
+    assert figure is not None
+    names = [text.get_text() for part in figure.subfigs for legend in part.legends for text in legend.get_texts()]
+    assert any(name.startswith(first) for name in names) and not any(name.startswith(tuple(others)) for name in names)
+    assert f"The learning curves leave out {', '.join(f'`{name}`' for name in others)} (`drawn`)." in notes(comparison)
 
 
 def write_preset(text: str) -> Path:

@@ -344,6 +344,7 @@ def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -
         (["--rare-faults", "nan"], "'nan' is none of '--faults'"),
         (["--mixings", "paired", "--whole-every", "0"], "'--whole-every'.* must be at least 1"),
         (["--ranks", "6", "--topologies", "random"], "too many choices with more than 4 ranks"),
+        (["--ranks", "20", "--topologies", "random", "--staleness", "1"], "too many choices with more than 10 ranks"),
         (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
         (["--ranks"], "'--ranks' names nothing"), (["--staleness"], "'--staleness' names nothing"),
         (["--most-s", "nan"], "'--most-s' is nan but must lie above 0"),

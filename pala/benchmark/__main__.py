@@ -142,6 +142,8 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
             again, failures, status = _measure_all(command, output)
         except PalaError as error:
             again, failures, status = [], [str(error)], 2
+        except (KeyboardInterrupt, SystemExit) as stop:
+            again, failures, status = [], ["Stopped; what was measured before is reported."], _status_of(stop)
         more = [job["rounds"] for job in again] + [[]] * (len(jobs) - len(again))
         jobs = [job | {"rounds": job["rounds"] + rounds} for job, rounds in zip(jobs, more, strict=True)]
     protocol_ranks = _PROTOCOL_RANKS if command.config.algorithm == "a2c" and not failures else ()
@@ -191,9 +193,13 @@ def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], 
         except (KeyboardInterrupt, SystemExit) as stop:
             if not jobs:
                 raise
-            status = int(stop.code or 0) if isinstance(stop, SystemExit) else 130
-            return jobs, [f"Stopped in the job of {counted(ranks, 'rank')}; those before it are reported."], status
+            why = f"Stopped in the job of {counted(ranks, 'rank')}; those before it are reported."
+            return jobs, [why], _status_of(stop)
     return jobs, [], 0
+
+
+def _status_of(stop: KeyboardInterrupt | SystemExit) -> int:
+    return int(stop.code or 0) if isinstance(stop, SystemExit) else 130
 
 
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -64,26 +64,31 @@ def compare(command: Command) -> list[Planned]:
     if command.preset is None:
         raise PalaError("Name a preset, such as `pong`; `--help` explains the options.")
     ways = [f"--{way.replace('_', '-')}" for way in ("report_only", "submit", "gather") if getattr(command, way)]
+    if command.dry_run and not command.submit:
+        ways.append("--dry-run")
     if len(ways) > 1:
         raise PalaError(f"Give only one of {', '.join(ways)}.")
     plan = Plan(command.preset)
+    runs = chosen(plan, command.only)
     results = command.output or Path("results") / plan.preset.name
     added = runs_in(command.add)
+    if not runs and not (added or command.report_only or command.gather):
+        raise PalaError(f"{plan.source} starts no run here ('ranks = []'); give those made elsewhere by `--add`.")
     failures: list[Planned] = []
-    if command.submit:
-        submission = _submission(plan, command, results)
+    if command.submit and runs:
+        submission = _submission(plan, runs, command, results)
         if command.dry_run:
-            print("\n".join(map(shlex.join, submission.commands())) or nothing_missing(results))
+            _preview(submission.commands(), submission.unfit, results)
             return []
         failures = submission.submit()
         if submission.jobs:
             return failures
     if command.submit or command.gather:
-        failures = _unfinished(chosen(plan, command.only), results)
-    elif not command.report_only:
-        executor = Executor(plan, chosen(plan, command.only), results)
+        failures = _unfinished(runs, results)
+    elif runs and not command.report_only:
+        executor = Executor(plan, runs, results)
         if command.dry_run:
-            print("\n".join(shlex.join(task.words) for task in executor.tasks) or nothing_missing(results))
+            _preview([task.words for task in executor.tasks], executor.unfit, results)
             return []
         if executor.is_published and not added:
             tell(nothing_missing(results))
@@ -93,13 +98,20 @@ def compare(command: Command) -> list[Planned]:
     return failures
 
 
-def _submission(plan: Plan, command: Command, results: Path) -> Submission:
+def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], results: Path) -> None:
+    for run, why in unfit.items():
+        say(f"{run}: {why}")
+    if commands or not unfit:
+        print("\n".join(map(shlex.join, commands)) or nothing_missing(results))
+
+
+def _submission(plan: Plan, runs: Sequence[Planned], command: Command, results: Path) -> Submission:
     """With a last job that does as this command, but for submitting."""
     for note in left_out(plan):
         say(note)
     added = [word for folder in command.add for word in ("--add", str(folder))]
     report = [str(command.preset), "--gather", "--output", str(results), *added]
-    return Submission(plan, chosen(plan, command.only), results, report, command.only)
+    return Submission(plan, runs, results, report, command.only)
 
 
 def _unfinished(runs: Sequence[Planned], results: Path) -> list[Planned]:

@@ -95,8 +95,9 @@ def load(folder: Path, plan: Plan) -> Run:
 
 
 def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) -> Cell:
-    """The variant is the one with the fewest other settings among those with the same method, and the same budget where
-    several have as few; settings that differ even so are named, so that runs which are not alike are not mixed.
+    """The variant is the one with the fewest other settings among those with the same method, and the same number of
+    ranks and budget where several have as few; settings that differ even so are named, so that runs which are not alike
+    are not mixed.
     Variants may differ in what does not decide how a run learns, as threads: then the run's name tells."""
     game, method, ranks = plan.game_of(config, source), method_of(config), segment.get("ranks", 1)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
@@ -109,7 +110,12 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
     names = {v: f"{v}-{game}-{ranks}-{config.seed}" for v in alike}
     variant = min(
         alike,
-        key=lambda v: (len(differing[v]), names[v] != config.run.name, alike[v].total_steps != config.total_steps),
+        key=lambda v: (
+            len(differing[v]),
+            names[v] != config.run.name,
+            ranks not in plan.ranks_of(v),
+            alike[v].total_steps != config.total_steps,
+        ),
     )
     phrases = [phrase(key, found) for key, (found, _) in differing[variant].items()]
     if segment.get("python_network"):

@@ -13,7 +13,10 @@ from pala.compare.plan import Cell, Preset
 from pala.config import Config
 from pala.report.settings import differences, method_of
 
-_LOOKS = {"uniform": 0, "shared_memory": 1, "allreduce": 2, "paired": 3, "push_sum": 4, "none": 6}
+_LOOKS = {
+    "uniform": 0, "shared_memory": 1, "allreduce": 2, "paired": 3, "paired, momentum": 4, "push_sum": 5, "none": 6,
+    "gorila": 1,
+}  # fmt: skip
 _RARE_LOOKS = (4, 5, 6, 11, 12, 13, 18, 19, 20, 25, 26, 27)  # those of the colours that few methods have
 
 
@@ -109,7 +112,8 @@ class Comparison:
 
 def _rule_of(config: Config) -> str:
     method = method_of(config)
-    return config.exchange.mixing if method == "gossip" else method
+    rule = config.exchange.mixing if method == "gossip" else method
+    return f"{rule}, momentum" if rule == "paired" and config.a2c.momentum else rule
 
 
 def _names(preset: Preset, runs: Sequence[Run]) -> list[str]:

@@ -121,6 +121,19 @@ def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]
     return differing
 
 
+def tasks_of(runs: Sequence[Planned], results: Path) -> tuple[list[Task], dict[Planned, str]]:
+    """What runs still need; and why no job helps those that one has brought to another number of ranks. Raises
+    PalaError if a run that exists is not what the plan asks for."""
+    tasks, unfit = [], {}
+    for run in runs:
+        try:
+            if (task := task_of(run, results)) is not None:
+                tasks.append(task)
+        except WrongRanksError as error:
+            unfit[run] = str(error)
+    return tasks, unfit
+
+
 def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
     """The runs of the variants and games that are named; of all where none is. Raises PalaError."""
     variants, games = plan.preset.variants, plan.preset.games
@@ -135,9 +148,9 @@ def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
 def nothing_missing(results: Path) -> str:
     """What to say if there is no task."""
     return (
-        f"Nothing is missing: all runs are complete, here or in '{results}'. To make them anew, give the results "
-        "another folder, as in `--output results/mine`, and move those in `runs/` away; `--report-only` makes the "
-        "report of those that are there."
+        f"Nothing is missing: all runs that were asked for are complete, here or in '{results}'. To make them anew, "
+        "give the results another folder, as in `--output results/mine`, and move those in `runs/` away; "
+        "`--report-only` makes the report of those that are there."
     )
 
 
@@ -147,20 +160,13 @@ class Executor:
     def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
         """Raises PalaError if a run that exists is not what the plan asks for."""
         self._plan, self._results, self._runs, self._num_runs = plan, results, runs, len(runs)
-        self.tasks: list[Task] = []
-        self._unfit: dict[Planned, str] = {}  # why no job is of use
-        for run in runs:
-            try:
-                if (task := task_of(run, results)) is not None:
-                    self.tasks.append(task)
-            except WrongRanksError as error:
-                self._unfit[run] = str(error)
+        self.tasks, self.unfit = tasks_of(runs, results)
         self._seconds = self._steps = 0.0  # of runs trained from start to end
 
     @property
     def is_published(self) -> bool:
         """Whether there is no task because the results have copies of all runs, of which none was made here."""
-        return not self.tasks and not any(run.folder.exists() for run in self._runs)
+        return not self.tasks and not self.unfit and not any(run.folder.exists() for run in self._runs)
 
     def run(self) -> list[Planned]:
         """Returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
@@ -173,13 +179,13 @@ class Executor:
             return self._run()
 
     def _run(self) -> list[Planned]:
-        done = self._num_runs - len(self.tasks) - len(self._unfit)
+        done = self._num_runs - len(self.tasks) - len(self.unfit)
         tell(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete")
-        if not self.tasks and not self._unfit:
+        if not self.tasks and not self.unfit:
             tell(f"      {nothing_missing(self._results)}")
-        for run, why in self._unfit.items():
+        for run, why in self.unfit.items():
             tell(f"      {run}: FAILED. {why}")
-        failures = list(self._unfit)
+        failures = list(self.unfit)
         for number, task in enumerate(self.tasks):
             place = f"      {done + number + 1}/{self._num_runs}  {task.run}"
             tell(f"{place}: {_VERBS[task.what]}")
@@ -198,8 +204,8 @@ class Executor:
     def _do(self, task: Task) -> str | None:
         """What went wrong, if anything."""
         log = task.run.log
-        run_folder.set_aside(task.run.folder)
         try:
+            run_folder.set_aside(task.run.folder)
             run_job(task.command, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S)
             fault = f"The job ended, but the run is not complete; its output is in '{log}'."
         except PalaError as error:
@@ -210,7 +216,10 @@ class Executor:
             return str(error)
 
     def _became(self, task: Task) -> str:
-        run = load(task.run.folder, self._plan)
+        try:
+            run = load(task.run.folder, self._plan)
+        except PalaError as error:  # the report will say so again; the other runs go on
+            return str(error)
         speed = f", {run.steps_per_s:,.0f} steps/s" if run.steps_per_s else ""
         score, what = (run.training_score, "in training") if run.score is None else (run.score, "evaluated")
         text = "no episode" if score is None else f"return {short_number(score)} ({what})"

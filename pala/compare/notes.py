@@ -16,11 +16,13 @@ _FEW_RUNS = 10
 def notes(comparison: Comparison) -> list[str]:
     """Sentences on what is not alike among the runs, or rough."""
     done = [run for runs in comparison.cells.values() for run in runs]
+    hidden = [name for name in comparison.looks if name not in (comparison.preset.drawn or comparison.variants)]
     numbers = {len(runs) for runs in comparison.cells.values()}
     fewest = min(numbers - {1}, default=0)  # of those that have an interval
     return [note for note in (
         "" if comparison.preset.undisturbed else
         "Other work ran on the machine in the meantime, so what depends on time is left out (`undisturbed = false`).",
+        f"The learning curves leave out {', '.join(f'`{name}`' for name in hidden)} (`drawn`)." if hidden else "",
         _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
         "A variant has a single run: nothing is known of its spread." if 1 in numbers else "",
         f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3, 4) else
@@ -58,9 +60,13 @@ def left_out(plan: Plan) -> list[str]:
 
 
 def not_begun(plan: Plan, runs: Sequence[Run]) -> list[str]:
-    """A sentence that names the runs that the preset asks for and that are not there, if there are such."""
+    """A sentence that names what is in the preset and not there, if there is such: its runs, and its variants of which
+    all runs are made elsewhere."""
     there = {(run.cell, run.seed) for run in runs}
     absent = [str(run) for run in plan.runs if (run.cell, run.config.seed) not in there]
+    cells = [*(run.cell for run in plan.runs), *(run.cell for run in runs), *plan.left_out]
+    named = {cell.variant for cell in cells}
+    absent += [f"any run of {variant}" for variant in plan.preset.variants if variant not in named]
     return [f"Asked for by the preset, but not there: {'; '.join(absent)}."] if absent else []
 
 
@@ -83,7 +89,7 @@ def machine(run: Run) -> str:
 
 def _evaluation(run: Run) -> str:
     facts = run.evaluation or {}
-    return f"{counted(facts['episodes'], 'episode')}, {action_words(facts['greedy'], facts.get('epsilon'))}"
+    return f"{counted(facts['episodes'], 'episode')}, {action_words(facts.get('greedy', False), facts.get('epsilon'))}"
 
 
 def _log_interval(run: Run) -> str:

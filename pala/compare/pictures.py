@@ -18,6 +18,7 @@ from pala.compare.plan import Cell
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of
 from pala.report.marks import Mark, draw_evaluations, draw_references, explain_ends
 from pala.report.pictures import (
+    LINE_STYLES,
     MARKERS,
     draw_group,
     legend,
@@ -62,9 +63,10 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
     """A row of panels for each game and number of ranks; over steps and over time.
 
     A game whose variants never have the same number of ranks gets a single row. Runs that have not completed are thin.
-    What was disturbed is drawn over steps alone.
+    What was disturbed is drawn over steps alone, variants that the preset's `drawn` leaves out not at all.
     """
-    rows = _rows([run for run in comparison.runs if len(run.returns)])
+    drawn = comparison.preset.drawn or comparison.variants
+    rows = _rows([run for run in comparison.runs if len(run.returns) and run.cell.variant in drawn])
     if not rows:
         return None
     timed = comparison.preset.undisturbed
@@ -93,16 +95,18 @@ class _Line:
 
 
 def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[_Line]:
-    """The lines of a row of panels. Those of a variant with several numbers of ranks differ in their markers."""
+    """The lines of a row of panels. Those of a variant with several numbers of ranks differ in their markers
+    and styles."""
     several = len({cell.ranks for cell in cells}) > 1
     order = sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks))
-    return [
-        _Line(
-            f"{cell.variant}, {counted(cell.ranks, 'rank')}" if several else cell.variant, cells[cell],
-            _look(comparison, cell.variant) | {"marker": MARKERS[place % len(MARKERS)]},
-        )
-        for place, cell in enumerate(order)
-    ]  # fmt: skip
+    lines = []
+    for place, cell in enumerate(order):
+        look = _look(comparison, cell.variant) | {"marker": MARKERS[place % len(MARKERS)]}
+        if several:
+            look["linestyle"] = LINE_STYLES[place % len(LINE_STYLES)]
+        name = f"{cell.variant}, {counted(cell.ranks, 'rank')}" if several else cell.variant
+        lines.append(_Line(name, cells[cell], look))
+    return lines
 
 
 def _draw_row(panel: Axes, lines: list[_Line], x_label: str, places: Callable[[Run], tuple[np.ndarray, float]]) -> None:

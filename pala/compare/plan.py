@@ -48,6 +48,8 @@ class Preset:
     """Whether nothing else ran on the machine. If not, the report leaves out what depends on time."""
     games: dict[str, str] = field(default_factory=dict)
     """Name of a game -> its preset of pala.train, by name or path."""
+    drawn: tuple[str, ...] = ()
+    """Variants whose learning curves are drawn; by default all."""
     target_return: dict[str, float] = field(default_factory=dict)
     """Name of a game -> mean return of 100 episodes whose time is asked for."""
     train: dict[str, Any] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class Plan:
         cells = [
             Cell(variant, game, ranks)
             for game in self._games for ranks in self._rank_counts() for variant in self.preset.variants
-            if ranks in self.preset.variants[variant].get("ranks", self.preset.ranks)
+            if ranks in self.ranks_of(variant)
         ]  # fmt: skip
         self.left_out = [cell for cell in cells if self.nodes(cell.ranks) > 1 and self._needs_one_host(cell)]
         """Cells that no run is made of: their method needs one host, and their ranks span nodes."""
@@ -132,6 +134,11 @@ class Plan:
         for game in preset.target_return:
             if game not in preset.games:
                 raise PalaError(f"{self.source}: 'target_return.{game}' is of no game{nearest(game, preset.games)}.")
+        for variant in preset.drawn:
+            if variant not in preset.variants:
+                raise PalaError(
+                    f"{self.source}: 'drawn' names '{variant}', no variant{nearest(variant, preset.variants)}."
+                )
         for variant, table in preset.variants.items():
             build(_Own, {key: table[key] for key in _VARIANTS_OWN if key in table}, f"{self.source}, '{variant}'")
         if not all(re.fullmatch("[1-9][0-9]*", ranks) for ranks in preset.train_at):
@@ -146,6 +153,10 @@ class Plan:
                 )
         if preset.slurm.ranks_per_node < 0:
             raise PalaError(f"{self.source}: 'slurm.ranks_per_node' is {preset.slurm.ranks_per_node}, below 0.")
+
+    def ranks_of(self, variant: str) -> tuple[int, ...]:
+        """Of which numbers of ranks the comparison makes runs; none if those of this variant are made elsewhere."""
+        return tuple(self.preset.variants.get(variant, {}).get("ranks", self.preset.ranks))
 
     def nodes(self, ranks: int) -> int:
         """How many nodes of a cluster so many ranks span."""

@@ -54,6 +54,11 @@ def draw(comparison: Comparison) -> Figure | None:
             _draw_curves(panels[0], panels[1], of, looks, seconds)
             panels[0].set_title(f"{game}, {name}", loc="left")
             panels[1].set_xlabel(f"wall-clock time ({unit})")
+        reference = next((run.reference for run in runs), None)
+        for panel in rows[1:].flat:  # once all curves are there: it ends the scaling of the axis that they share
+            draw_references(panel, reference)
+        for _, panel in rows[1:]:
+            panel.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
 
@@ -115,11 +120,8 @@ def _draw_curves(
         for panel, unit, axis in ((over_steps, 1.0, "steps"), (over_time, seconds, "time_s")):
             curves = [learning_curve(getattr(run, axis) / unit, run.returns, WINDOW) for run in of]
             draw_group(panel, curves, label, looks[ranks])
-    for panel in (over_steps, over_time):
-        draw_references(panel, next((of[0].reference for of in groups.values()), None))
     over_time.set_xscale("log")
     _label_plainly(over_time.xaxis, "{x:g}")
-    over_time.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def _label_plainly(axis: Axis, form: str) -> None:

@@ -5,7 +5,6 @@ A job's name tells which run it is for, so that the queue says what need not be 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shlex
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pala.compare.execute import Task, WrongRanksError, task_of
+from pala.compare.execute import Task, task_of, tasks_of
 from pala.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -40,10 +39,12 @@ class Submission:
                 f"{plan.source}: 'launcher' is '{other[0].launcher}', but jobs of Slurm start their ranks by "
                 f"'{_SCRIPT}'; leave it out."
             )
+        self.unfit: dict[Planned, str] = {}
+        """Why no job helps a run; the last job names them."""
         self.jobs: list[str] = []
         """Jobs for runs of the comparison that wait or run, after `submit`."""
         self._plan, self._results, self._runs, self._report, self._only = plan, results, runs, report, only
-        self._folder = runs[0].folder.parent if runs else Path()
+        self._folder = runs[0].folder.parent
 
     def commands(self) -> list[list[str]]:
         """What would be submitted, were no job waiting or running. Raises PalaError."""
@@ -64,8 +65,8 @@ class Submission:
         queue = self._queue()
         refused, fresh = [], []
         for task in self._tasks(queue):
-            run_folder.set_aside(task.run.folder)
             try:
+                run_folder.set_aside(task.run.folder)
                 fresh.append(_ask(self._command(task)))
                 print(f"      {task.run}: job {fresh[-1]}", flush=True)
             except PalaError as error:
@@ -82,13 +83,7 @@ class Submission:
 
     def _tasks(self, queue: dict[str, str]) -> list[Task]:
         """What runs without a job still need."""
-        tasks = []
-        for run in self._runs:
-            if _name(run) in queue:
-                continue
-            with contextlib.suppress(WrongRanksError):  # the last job names it
-                if (task := task_of(run, self._results)) is not None:
-                    tasks.append(task)
+        tasks, self.unfit = tasks_of([run for run in self._runs if _name(run) not in queue], self._results)
         return tasks
 
     def _submit_report(self, earlier: str | None, only: Sequence[str]) -> None:

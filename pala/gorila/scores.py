@@ -72,7 +72,7 @@ class Run:
         return {
             "game": self.rom, "run": self.name, "seed": self.config.seed, "ranks": self.last.get("ranks"),
             "steps": self.evaluation["global_steps"], "mean_return": self.evaluation["mean_return"],
-            "standard_error": self.evaluation["standard_error"], "episodes": self.evaluation["episodes"],
+            "standard_error": self.evaluation.get("standard_error"), "episodes": self.evaluation["episodes"],
             "actions": self.actions, "noop_max": self.evaluation.get("noop_max"),
             "git_commit": self.last.get("git_commit"), "git_dirty": self.last.get("git_dirty"),
         }  # fmt: skip

@@ -98,6 +98,8 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         raise PalaError(f"'{path}' was measured with top_k, whose messages differ in length; that is not simulated.")
     check_alike(benchmark, path)
+    if not benchmark["protocol_us"]:
+        raise PalaError(f"'{path}' lacks the protocol's own time, since a job failed or was stopped; measure again.")
     precision, cores = benchmark["config"]["network"]["precision"], benchmark["machine"]["cores"]
     fitting = [job for job in benchmark["jobs"] if job["ranks"] * job["of_ranks"][0]["threads"] <= cores]
     if not fitting:
@@ -106,8 +108,8 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
         return _costs(max(fitting, key=lambda job: job["ranks"]), precision, benchmark)
     except (KeyError, StopIteration):
         raise PalaError(
-            f"'{path}' lacks the times of single updates and models, or training without exchange in {precision}; "
-            "measure again by `python -m pala.benchmark` with exchange 'none'."
+            f"'{path}' lacks the times of single updates and models, or training by gossip or without exchange in "
+            f"{precision}; measure again by `python -m pala.benchmark --exchanges none gossip`."
         ) from None
 
 

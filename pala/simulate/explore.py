@@ -311,9 +311,11 @@ def cases(command: Command) -> list[Case]:
         raise PalaError(f"'--most-s' is {command.most_s:g} but must lie above 0.")
     if min(command.whole_every, command.exchanges_per_update, command.most_states) < 1:
         raise PalaError("'--whole-every', '--exchanges-per-update' and '--most-states' must be at least 1.")
-    if max(command.ranks) > 4 and "random" in command.topologies and 0 in command.staleness:
+    most = 4 if 0 in command.staleness else 10
+    if max(command.ranks) > most and "random" in command.topologies:
         raise PalaError(
-            "'--staleness' has 0 and '--topologies' has 'random': that has too many choices with more than 4 ranks."
+            f"'--topologies' has 'random': that has too many choices with more than {most} ranks, where '--staleness' "
+            f"{'has' if most == 4 else 'lacks'} 0."
         )
     if "push_sum" in command.mixings and not command.updates:
         raise PalaError("'--mixings' has 'push_sum', whose weights have no end without '--updates'.")

@@ -265,10 +265,10 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
     steps, times, rounds = 0, [0.0] * n, 0
     while steps < config.total_steps:
         losses = [rank.learner.differentiate() for rank in learners.ranks]
-        mean = torch.stack([flat.gradient for flat in flats]).mean(0)
+        mean = torch.stack([flat.gradient for flat in flats]).mean(0) if averaged else None
         for rank, loss in zip(learners.ranks, losses, strict=True):
             assert loss is not None
-            if averaged:
+            if mean is not None:
                 rank.flat.gradient.copy_(mean)
             before = rank.flat.data.clone()
             rank.exchange.global_steps = steps

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.report.pictures import COLOURS, new_figure, tidy, write_picture
-from pala.report.text import table
+from pala.report.text import Spread, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,17 +94,13 @@ def _comparison_table(rows: list[dict[str, Any]]) -> str:
         job = (row["file"], str(row["ranks"]), str(row["hosts"]), f"{row['cores_per_host']:g}", link)
         none, gossip, of_none, models = row["none"], row["gossip"], row["of_none"], row["models_an_update"]
         lines += [
-            (*job, "none", f"{none['predicted']:,.0f}", _spread(none["measured"], ",.0f"),
+            (*job, "none", f"{none['predicted']:,.0f}", Spread(**none["measured"]).text(",.0f"),
              f"{none['predicted'] / none['measured']['median']:.3f}", "", "", "", ""),
-            (*job, "gossip", _spread(gossip["predicted"], ",.0f"), _spread(gossip["measured"], ",.0f"),
+            (*job, "gossip", Spread(**gossip["predicted"]).text(",.0f"), Spread(**gossip["measured"]).text(",.0f"),
              f"{gossip['predicted']['median'] / gossip['measured']['median']:.3f}", f"{of_none['predicted']:.3f}",
-             _spread(of_none["measured"], ".3f"), f"{models['predicted']:.2f}", f"{models['measured']:.2f}"),
+             Spread(**of_none["measured"]).text(".3f"), f"{models['predicted']:.2f}", f"{models['measured']:.2f}"),
         ]  # fmt: skip
     return table(header, lines)
-
-
-def _spread(values: dict[str, float], form: str) -> str:
-    return f"{values['median']:{form}} ({values['low']:{form}}-{values['high']:{form}})"
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:

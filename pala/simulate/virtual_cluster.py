@@ -169,6 +169,8 @@ class VirtualCluster(VirtualNetwork):
     def _look_between_steps(self, rank: Rank) -> None:
         if rank.number in self.dead or self.is_stopped(rank.number, self._look_between_steps, rank):
             return
+        if not rank.staleness:  # its first rollout: it has nothing to give yet
+            return
         models, mixes, acting = rank.models, rank.models.mixes, rank.model.tobytes()
         rank.driver.between_steps()
         if models.mixes > mixes:
