@@ -19,11 +19,15 @@ without a name that begin in the same second, each gets a name of its own.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a job begins there is nothing to end, nor to tell
+
 import argparse
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -105,15 +109,16 @@ class Supervisor:
         slots = sum(host.slots for host in self.hosts)
         arguments, command = with_default(options.or_preset, arguments)
         self._spares = spares = command.config.run.spares
-        self.ranks = slots if slots and options.ranks is None else (options.ranks or 2) + spares
+        self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
         if self.hosts and self.ranks > slots:
             more = f" and {spares} spare{'s' * (spares > 1)}" if spares else ""
             raise PalaError(
                 f"'-n {options.ranks}'{more} is more than the hosts take, {slots}; say how many each takes, as in "
                 "'--host node1:4,node2:4'."
             )
-        self.arguments = arguments
-        self.options = without_preset(arguments, command.preset)
+        if spares >= self.ranks:
+            raise PalaError(f"'--spares' is {spares}, but the hosts take {self.ranks} ranks in all: none would train.")
+        self.arguments, self._preset = arguments, command.preset
         self._is_named = True  # by the user
         if command.resume is not None:
             self.run, self.resumes = command.resume, True
@@ -127,6 +132,7 @@ class Supervisor:
             self.run, self.resumes = Path(command.config.run.dir) / name, False
         self.start_timeout_s = command.config.run.start_timeout_s
         self._was_told = options.go_on  # a job has been told to make the run
+        self._began = False  # by a job of this supervisor
         self._job: subprocess.Popen[bytes] | None = None
         self._starting = self._said_mistake = False
         self._signal: int | None = None
@@ -152,9 +158,12 @@ class Supervisor:
             return self._give_up(fault)
         for start in range(self.restarts + 1):
             hosts = self.hosts if start == 0 else self._answering()
+            if self.hosts and not hosts:
+                return self._give_up("no host starts a process any more")
             before = self._num_segments()
             status = self._run_job(start, hosts, steps)
             complete = self._is_complete(before)
+            self._starting = complete  # until then, and for good if it is, a signal is noted and does not end this
             if self._signal is not None:
                 end = "the run is complete" if complete else "the run is not complete"
                 self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}; {end}.")
@@ -192,12 +201,12 @@ class Supervisor:
 
     def _run_job(self, start: int, hosts: Sequence[Host], steps: int) -> int:
         """Start one and wait for its end; returns mpirun's status, or 128 + the signal that killed it."""
-        ranks = min(self.ranks, sum(host.slots for host in hosts)) if hosts else self.ranks
+        ranks, spares = self._sizes(hosts)
         where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        arguments = self._train_arguments()
+        arguments = self._train_arguments(spares)
         verb = f"restart {start} of {self.restarts}" if start else "start"
         aim = f"resume '{self.run}'" if "--resume" in arguments else f"train '{self.run}'"
-        who = f"{ranks} ranks{f', {self._spares} of them to spare,' * (self._spares > 0)}"
+        who = f"{ranks} ranks{f', {spares} of them to spare,' * (spares > 0)}"
         self._say(f"{verb}: {who}{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}.")
         placed = ["-np", str(ranks), *(["--host", where] if where else [])]
         self._said_mistake = False
@@ -225,7 +234,7 @@ class Supervisor:
         ended.set()
         arrivals.over.set()
         watch.join()
-        self._job, self._starting = None, False
+        self._job = None
         relay.join(2)  # ranks that outlive mpirun keep the pipe open
         if arrivals.late:
             return status if status > 0 else 1
@@ -263,7 +272,7 @@ class Supervisor:
 
     @staticmethod
     def _end(job: subprocess.Popen[bytes]) -> None:
-        job.terminate()
+        job.send_signal(signal.SIGINT)  # SIGTERM is blocked
         try:
             job.wait(_DEAF_S)
         except subprocess.TimeoutExpired:
@@ -279,18 +288,31 @@ class Supervisor:
             with suppress(OSError):
                 os.write(sys.stderr.fileno(), line)
 
-    def _train_arguments(self) -> list[str]:
+    def _sizes(self, hosts: Sequence[Host]) -> tuple[int, int]:
+        """(ranks, spares among them). Of hosts that are lost the spares go first, so that as many train as before."""
+        ranks = min(self.ranks, sum(host.slots for host in hosts)) if hosts else self.ranks
+        return ranks, max(0, min(self._spares, ranks - (self.ranks - self._spares)))
+
+    def _train_arguments(self, spares: int) -> list[str]:
+        """With the number of spares, if there were any: a restart may have fewer."""
+        return [*self._run_arguments(), *(["--run.spares", str(spares)] if self._spares else [])]
+
+    def _run_arguments(self) -> list[str]:
         """A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
         if self.resumes:
             return self.arguments
         if self._was_told:
-            if (self.run / "run.json").exists():
-                return ["--resume", str(self.run), *self.options]
+            if self._has_record():
+                trust = ["--trust-run"] * self._began  # where no signature could be written, too
+                return ["--resume", str(self.run), *without_preset(self.arguments, self._preset), *trust]
             run_folder.set_aside(self.run)  # it failed before it had begun
-        self._was_told = True
+        self._was_told = self._began = True
         return [*self.arguments, "--run.name", self.run.name]
 
     # ---- what became of it ---------------------------------------------------------------------------------------
+
+    def _has_record(self) -> bool:
+        return os.path.exists(self.run / "run.json")  # noqa: PTH110  Path's may raise
 
     def _num_segments(self) -> int:
         try:
@@ -320,7 +342,7 @@ class Supervisor:
         return None
 
     def _answering(self) -> list[Host]:
-        """The hosts that still start a process. Raises PalaError if there were some and none is left."""
+        """The hosts that still start a process."""
         if not self.hosts:
             return []
         with ThreadPoolExecutor(len(self.hosts)) as pool:
@@ -328,8 +350,6 @@ class Supervisor:
         for host, answer in zip(self.hosts, answers, strict=True):
             if not answer:
                 self._say(f"host {host.name} does not start a process and is left out.")
-        if not any(answers):
-            raise PalaError(f"No host starts a process any more; go on later with `--resume {self.run}`.")
         return [host for host, answer in zip(self.hosts, answers, strict=True) if answer]
 
     def _answers(self, host: Host) -> bool:
@@ -346,7 +366,7 @@ class Supervisor:
 
     def _give_up(self, why: str) -> int:
         go_on = f"go on with `--resume {self.run}`"
-        if not (self.run / "run.json").exists():
+        if not self._has_record():
             go_on = "give the same command again; nothing was trained"
         self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
@@ -401,6 +421,13 @@ def with_default(preset: str | None, arguments: list[str]) -> tuple[list[str], C
     return arguments, parse(arguments)
 
 
+def usual_ranks(command: Command) -> int:
+    """How many train if nothing is said of it: 2, or as many as of late in a run that is resumed. Raises PalaError."""
+    if command.resume is None:
+        return 2
+    return int(run_folder.read(command.resume)["segments"][-1].get("ranks", 2))
+
+
 def without_preset(arguments: list[str], preset: Path | None) -> list[str]:
     """The arguments of `pala.train` but for the preset, whose name an option may have as its value, too."""
     for place, argument in enumerate(arguments):
@@ -421,8 +448,9 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "not listed here is passed on to pala.train (python -m pala.train --help).",
     )  # fmt: skip
     parser.add_argument(
-        "-n", "-np", dest="ranks", type=int, metavar="RANKS", help="that train; by default 2, or what hosts take"
-    )
+        "-n", "-np", dest="ranks", type=int, metavar="RANKS",
+        help="that train; by default 2, what hosts take, or in a run that is resumed as many as before",
+    )  # fmt: skip
     parser.add_argument("--spares", type=int, help="so many more, which sleep until one dies ('--run.spares')")
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")

@@ -89,7 +89,7 @@ def main() -> None:
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
         cores = cores_per_rank(comm, command.config.run.spares)
-        if rank == 0 and command.config.run.console != "none":
+        if rank == 0 and command.config.run.console != "none" and comm.size > command.config.run.spares:
             _greet(command, comm.size - command.config.run.spares)
         prepare(command.config.run.threads or cores)
         # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.

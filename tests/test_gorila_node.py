@@ -120,7 +120,7 @@ class Rank:
         self.node = self.exchange._node
         self.filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
         parts = GorilaParts(
-            config, rank, rules, 1, CPU, network, self.flat, AutogradTape(network), self.target,
+            config, rank, rank, rules, 1, CPU, network, self.flat, AutogradTape(network), self.target,
             AutogradTape(target_network), torch.zeros_like(self.flat.data), self.store, self.filter,
         )  # fmt: skip
         start = ExchangeState([0] * num_ranks, 0, 0, 1.0)

@@ -113,7 +113,7 @@ class Rank:
         self.taken, self.asked = 0, 0
         exchange: Any = self
         parts = GorilaParts(
-            CONFIG, rank, rules, 1, torch.device("cpu"), network, flat, self.tape, target, self.target_tape,
+            CONFIG, rank, rank, rules, 1, torch.device("cpu"), network, flat, self.tape, target, self.target_tape,
             torch.zeros_like(flat.data), store, LossFilter(5.0, 1000),
         )  # fmt: skip
         progress = Progress(Counters(), torch.Generator().manual_seed(rank), ExchangeState([0, 0], 0, 0, 1.0))

@@ -176,7 +176,9 @@ def test_the_capacity_that_is_named_fits(available_bytes):
         return 2 * Replay(capacity_steps // 4, 4, Box(0, 255, (4, 84, 84), np.uint8), 4).memory_bytes
 
     reserved = reserved_bytes(1_000_000)
-    check_memory(reserved, reserved, 1_000_000)
+    check_memory(reserved, int(reserved / 0.89), 1_000_000)
+    with pytest.raises(PalaError, match="a tenth must stay free"):
+        check_memory(reserved, int(reserved / 0.91), 1_000_000)
     with pytest.raises(PalaError, match=r"3\.3 GiB, but .* lower 'gorila.replay_capacity_steps'") as caught:
         check_memory(reserved, available_bytes, 1_000_000)
     fitting = int(re.search(r"to ([\d,]+),", str(caught.value))[1].replace(",", ""))

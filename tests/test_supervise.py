@@ -55,7 +55,7 @@ class Scripted(Supervisor):
         self.script, self.told = script, []
 
     def _run_job(self, start, hosts, steps) -> int:
-        self.told.append(self._train_arguments())
+        self.told.append(self._train_arguments(self._sizes(hosts)[1]))
         return self.script[min(start, len(self.script) - 1)](self)
 
 
@@ -310,7 +310,7 @@ def test_a_run_is_resumed_until_its_record_says_that_it_is_complete(there: Path,
     jobs = [attempt(100, 0), attempt(200, 137), attempt(300, 1, completes=True)]
     supervisor = Scripted(["--run.name", "r", "--total-steps", "300"], jobs)
     assert supervisor.supervise() == 0
-    again = ["--resume", "runs/r", "--run.name", "r", "--total-steps", "300"]
+    again = ["--resume", "runs/r", "--run.name", "r", "--total-steps", "300", "--trust-run"]
     assert supervisor.told == [["--run.name", "r", "--total-steps", "300", "--run.name", "r"], again, again]
     said = capsys.readouterr().err
     assert "Checkpoints: 1,100 steps" in said and "is complete after 2 restarts" in said
@@ -372,7 +372,7 @@ def test_the_preset_is_not_given_again(there: Path) -> None:
     (there / "my.toml").write_text("total_steps = 5\n[run]\nname = 'r'\ndir = 'elsewhere'\n")
     supervisor = Scripted(["./my.toml", "--seed", "3"], [attempt(1, 1), attempt(5, 0, completes=True)])
     assert supervisor.supervise() == 0
-    assert supervisor.told[1] == ["--resume", "elsewhere/r", "--seed", "3"]
+    assert supervisor.told[1] == ["--resume", "elsewhere/r", "--seed", "3", "--trust-run"]
     assert parse(supervisor.told[1]).resume == Path("elsewhere/r")
 
 
@@ -431,6 +431,35 @@ def test_spares_come_to_the_ranks_that_train(there: Path) -> None:
     assert Supervisor(*read_options(["--host", "a:4,b:2", "--run.spares", "2"])).ranks == 6
 
 
+@pytest.mark.parametrize(("spares", "sizes"), [(0, (4, 0)), (1, (4, 0)), (4, (4, 0)), (6, (4, 2)), (7, (4, 3))])
+def test_spares_make_up_for_a_host_that_is_lost(there: Path, spares: int, sizes: tuple[int, int]) -> None:
+    """Else a job of four ranks would be asked for with four spares, and refused."""
+    supervisor = Supervisor(*read_options(["--host", "a:4,b:4", "--spares", str(spares), "--run.name", "r"]))
+    assert supervisor._sizes(supervisor.hosts) == (8, spares)
+    assert supervisor._sizes(supervisor.hosts[:1]) == sizes
+    told = parse(supervisor._train_arguments(sizes[1])).config
+    assert told.run.spares == sizes[1]
+
+
+def test_a_resumed_run_has_as_many_ranks_as_before(there: Path) -> None:
+    attempt(5, 0)(Scripted(["--run.name", "r"], []))
+    (there / "runs/old").mkdir()
+    run_folder.RunRecord.begin(there / "runs/old", Config(), {"ranks": 5})
+    for run, ranks in (("r", 2), ("old", 5)):
+        assert Supervisor(*read_options(["--resume", f"runs/{run}"])).ranks == ranks
+    assert Supervisor(*read_options(["--resume", "runs/old", "-n", "3"])).ranks == 3
+
+
+def test_a_signal_between_the_jobs_end_and_the_look_at_its_record_does_not_lose_the_result(there: Path) -> None:
+    def ends(of: Scripted) -> int:
+        status = attempt(9, 0, completes=True)(of)
+        of._starting = True  # as a real job leaves it
+        of.on_signal(signal.SIGUSR1, None)
+        return status
+
+    assert Scripted(["--run.name", "r"], [ends]).supervise() == 0
+
+
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -452,6 +481,7 @@ def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str
         (["--host", "a:2,b", "-n", "4"], "'-n 4' is more than the hosts take, 3"),
         (["--host", "a:2,b", "-n", "3", "--spares", "1"], "'-n 3' and 1 spare is more than the hosts take, 3"),
         (["--spares", "1", "--exchange.kind", "allreduce"], "no rank can take another's place"),
+        (["--host", "a:1", "--spares", "1"], "'--spares' is 1, but the hosts take 1 ranks in all"),
         (["--host", "a b"], "'a b' is no host"), (["--host", ""], "there is no host"),
         (["--host", "a:0"], "that takes no rank"), (["--hostfile", "nowhere"], "Host file 'nowhere' cannot be read"),
         (["--host", "a", "--hostfile", "b"], "not both"), (["missing.toml"], "Preset 'missing.toml' does not exist"),

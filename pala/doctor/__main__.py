@@ -57,6 +57,13 @@ class Command:
 
 def main() -> None:
     """What `python -m pala.doctor` runs on every rank."""
+    try:
+        _advise()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _advise() -> None:
     die_with_launcher()
     launcher = facts.launcher_here()
     if not launcher.processes:
@@ -201,7 +208,4 @@ def _json(job: Job, advice: list[Advice], known: dict[str, Any]) -> bytes:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main()

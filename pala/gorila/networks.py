@@ -6,7 +6,7 @@ import gymnasium
 from torch import Tensor, nn
 
 from pala.config import Config, NetworkConfig
-from pala.networks.distributions import Categorical
+from pala.networks.distributions import Categorical, distribution_of
 from pala.networks.network import Network, orthogonal
 from pala.networks.own import MakeNetwork, OwnNetwork
 from pala.system.errors import PalaError
@@ -40,7 +40,9 @@ def numbered(action_space: gymnasium.Space) -> Categorical:
     """What numbers the actions. Raises PalaError for actions without numbers."""
     if not isinstance(action_space, gymnasium.spaces.Discrete):
         raise PalaError(f"DQN needs Discrete actions, not {action_space}; set 'algorithm' to 'a2c'.")
-    return Categorical(int(action_space.n), int(action_space.start))
+    distribution = distribution_of(action_space)
+    assert isinstance(distribution, Categorical)
+    return distribution
 
 
 def q_network(

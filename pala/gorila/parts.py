@@ -48,6 +48,7 @@ class GorilaParts(Parts[GorilaExchange]):
 
     config: Config
     rank: int
+    place: int  # whose roles it takes: a rank's own, or the one in which a spare takes over
     rules: Rules
     frame_stack: int  # frames of an observation of which each step brings one; 1: whole observations
     device: torch.device
@@ -63,7 +64,7 @@ class GorilaParts(Parts[GorilaExchange]):
 
     @property
     def acts(self) -> bool:
-        return self.rank in self.rules.roles.actors
+        return self.place in self.rules.roles.actors
 
     @property
     def shared_tensors(self) -> list[Tensor]:
@@ -248,7 +249,7 @@ def _build(
     gorila = config.gorila
     loss_filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
     return GorilaParts(
-        config, rank, rules, frame_stack, device, network, flat, tape, target, target_tape,
+        config, rank, place, rules, frame_stack, device, network, flat, tape, target, target_tape,
         torch.zeros_like(flat.data), store, loss_filter,
     )  # fmt: skip
 

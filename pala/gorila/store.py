@@ -129,16 +129,16 @@ _FITTING = 0.9  # of the memory that is available: networks and emulators need s
 
 
 def check_memory(reserved_bytes: int, available_bytes: int, capacity_steps: int) -> None:
-    """Raises PalaError if the replay of this host's ranks, `reserved_bytes` when full, is more than its memory.
+    """Raises PalaError if the replay of this host's ranks, `reserved_bytes` when full, leaves too little of its memory.
 
     `capacity_steps`: the configuration's, of all ranks.
     """
-    if reserved_bytes > available_bytes:
+    if reserved_bytes > _FITTING * available_bytes:
         fitting = int(capacity_steps * _FITTING * available_bytes / reserved_bytes)
         raise PalaError(
             f"When full, the replay of the ranks on {platform.node()} takes {reserved_bytes / 2**30:.1f} GiB, but "
-            f"{available_bytes / 2**30:.1f} GiB of memory are available: lower 'gorila.replay_capacity_steps' from "
-            f"{capacity_steps:,} to {fitting:,}, or use more hosts."
+            f"{available_bytes / 2**30:.1f} GiB of memory are available, and a tenth must stay free: lower "
+            f"'gorila.replay_capacity_steps' from {capacity_steps:,} to {fitting:,}, or use more hosts."
         )
 
 

@@ -171,7 +171,8 @@ def prepare(threads: int) -> None:
     except (OSError, AttributeError):  # not glibc: a matter of speed only
         return
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3
-    mallopt(mmap_threshold, 1 << 30)
+    if not mallopt(mmap_threshold, 1 << 30):
+        mallopt(mmap_threshold, 32 << 20)  # the most that glibc before 2.35 takes
     mallopt(trim_threshold, (1 << 31) - 1)
     mallopt(top_pad, 64 << 20)
 
