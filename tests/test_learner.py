@@ -338,6 +338,22 @@ def test_the_learning_rate_rises_in_the_first_updates_and_again_when_the_mean_sq
     assert run.a2c.warms_up_from == 6
 
 
+def test_updates_that_are_left_out_do_not_use_up_the_warm_up():
+    """The first step that is made has mean squares of 0, however late it comes."""
+    run = Run(configured(7 * BATCH, learning_rate=8.0, learning_rate_warmup_updates=4))
+    differentiate, calls = run.a2c.differentiate, itertools.count(1)
+
+    def spoilt(*arguments):
+        loss = differentiate(*arguments)
+        if next(calls) in (1, 2, 4):
+            run.flat.gradient.fill_(math.nan)
+        return loss
+
+    run.a2c.differentiate = spoilt
+    run.go()
+    assert [rate for *_, rate in run.updates] == pytest.approx([2, 2, 2, 4, 6, 8, 8])
+
+
 def test_a_resumed_rank_does_not_warm_up_again():
     config = configured(12 * BATCH, learning_rate=8.0, learning_rate_warmup_updates=4)
     run = Run(config, counters=Counters(10, 10 * BATCH))

@@ -607,13 +607,27 @@ def test_a_run_of_many_models_goes_on_with_one(kind: str, tmp_path: Path, capsys
     config = replace(trained.config, exchange=ExchangeConfig("allreduce"), total_steps=made + 300)
     resumed = train(2, config, resume=trained.run)
     assert resumed.ended_well() and made + 300 <= resumed.results[0].global_steps
-    assert "The run had a model for each rank and now has one for all: every rank starts" in capsys.readouterr().err
+    assert (
+        "The run had a model for each rank, which are now brought together: every rank starts"
+        in capsys.readouterr().err
+    )
     expected = parameters(before)[0] if kind == "none" else parameters(before).mean(0)
     for state in resumed.states(first=True):
         torch.testing.assert_close(state.tensors["parameters"], expected)
         assert state.counters["base_steps"] == made
     capsys.readouterr()
     assert resumed.resume(2, made + 600).ended_well() and "The run had" not in capsys.readouterr().err
+
+
+def test_independent_learners_go_on_with_gossip_from_the_first_one(tmp_path: Path) -> None:
+    """Unrelated networks have no average that means anything."""
+    trained = train(2, configure(tmp_path, "none"))
+    first = parameters(trained.states())[0]
+    config = replace(trained.config, exchange=ExchangeConfig("gossip"), total_steps=1200)
+    resumed = train(2, config, resume=trained.run)
+    assert resumed.ended_well()
+    for state in resumed.states(first=True):
+        torch.testing.assert_close(state.tensors["parameters"], first)
 
 
 def test_ranks_of_one_model_begin_alike_when_they_saved_at_unlike_times(tmp_path: Path) -> None:

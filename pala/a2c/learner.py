@@ -80,6 +80,8 @@ class Learner(Loop):
         with self._watch.section("update"):
             result = self._a2c.step(loss, self._learning_rate())
         self.counters.updates += 1
+        if not result.applied and self._a2c.warms_up_from == self.counters.updates - 1:
+            self._a2c.warms_up_from += 1  # the mean squares are 0 still
         self.counters.local_steps += self._config.steps_per_update
         self._count(result)
         return result

@@ -44,8 +44,8 @@ class A2CParts(Parts[ModelExchange]):
     a2c: A2C
 
     @property
-    def one_model(self) -> bool:
-        return kind_of(self.config.exchange).one_model
+    def coupling(self) -> int:
+        return kind_of(self.config.exchange).coupling
 
     @property
     def shared_tensors(self) -> list[Tensor]:
@@ -58,7 +58,7 @@ class A2CParts(Parts[ModelExchange]):
             collectively(comm, lambda: checkpoint.check_actor_critic(own))
         state = own or self._average(comm, saved)
         self._take(state)
-        if self.one_model and saved.own is not None:
+        if kind_of(self.config.exchange).one_model and saved.own is not None:
             self._begin_alike(comm, state)
         if saved.own is not None:
             self.a2c.warms_up_from = state.counters.get("warms_up_from", 0)

@@ -97,6 +97,7 @@ class Exchange(abc.ABC):
 
     waited_s = 0.0  # time in which this rank could not go on
     left: Collection[int] = ()  # ranks that have left the job in good order
+    joining: Collection[int] = ()  # spares that take a place and have trained nothing yet, as far as known here
     message_bytes = 0  # of the largest message
 
     @property

@@ -105,6 +105,11 @@ class StepBudget:
         training = {self.rank, *self.living}
         return [r for r in range(self.size) if r not in training and (r < self._num_places or self.local_steps[r] > 0)]
 
+    @property
+    def joining(self) -> list[int]:
+        """Spares that train from now on, and of which no step is known."""
+        return [r for r in self.living if r >= self._num_places and not self.local_steps[r]]
+
     def rank_joined(self, rank: int) -> None:
         """`rank`, a spare, trains from now on."""
         self._asleep.discard(rank)

@@ -42,6 +42,12 @@ class ExchangeKind:
     policy: Literal["mean", "first"] = "mean"
     """The run's policy: the mean of all ranks' models, or the model of the first rank that lives."""
 
+    @property
+    def coupling(self) -> int:
+        """How close the ranks' models are: 0 unrelated, 1 mixed, 2 the same. Ranks go on from models of their own only
+        where those are as close."""
+        return 2 if self.one_model else 0 if self.independent else 1
+
 
 _MODEL_AGE_UPDATES = 0.5  # of a model when it is mixed, on one host; on slow links more, and less is kept
 

@@ -32,7 +32,7 @@ def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, sp
     if segment.previous is None:
         share(comm, parts, root=0)
         return Progress(Counters(), generator, ExchangeState([0] * (comm.size + spares), 0, 0, 1.0))
-    saved = Saved.find(comm, segment.previous, parts.flat, parts.one_model)
+    saved = Saved.find(comm, segment.previous, parts.flat, parts.coupling)
     state = parts.restore(comm, saved)
     if saved.own is not None:
         _restore_generator(comm.rank, generator, saved.own)

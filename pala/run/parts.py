@@ -32,14 +32,14 @@ class Saved:
     """What a run goes on from."""
 
     segment: Path  # folder of the ranks' checkpoints
-    own: RankState | None  # this rank's, if the job has all its old ranks again, and need not hold one model for all
+    own: RankState | None  # this rank's, if the job has all its old ranks again, and their models are close enough
     first: RankState  # rank 0's
     num_lost: int  # ranks that had died
     exchange: ExchangeConfig  # that the run had
 
     @classmethod
-    def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, one_model: bool) -> Saved:
-        """Read the checkpoints of such a network. `one_model`: all ranks are to hold the same. Collective."""
+    def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, coupling: int) -> Saved:
+        """Read the checkpoints of such a network. `coupling`: how close the ranks' models are to be. Collective."""
 
         def earlier() -> ExchangeConfig | None:
             return run_folder.config_of(segment.parents[1]).exchange if comm.rank == 0 else None
@@ -51,7 +51,7 @@ class Saved:
             return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
 
         first = collectively(comm, lambda: load(0))
-        if first.trainers != comm.size or (one_model and not kind_of(exchange).one_model):
+        if first.trainers != comm.size or coupling > kind_of(exchange).coupling:
             return cls(segment, None, first, 0, exchange)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
         num_lost = max(comm.allgather(len(own.counters.get("lost", []))))
@@ -62,7 +62,7 @@ class Saved:
         if comm.rank == 0:
             had = f"had {counted(self.first.trainers, 'rank')} and now has {comm.size}"
             if self.first.trainers == comm.size:
-                had = "had a model for each rank and now has one for all"
+                had = "had a model for each rank, which are now brought together"
             text = f"had lost {counted(self.num_lost, 'rank')}" if self.num_lost else had
             say(f"The run {text}: {what}; the steps made count; random streams are new.")
 
@@ -80,9 +80,9 @@ class Parts(abc.ABC, Generic[ExchangeT]):
         return True
 
     @property
-    def one_model(self) -> bool:
-        """All ranks hold the same parameters."""
-        return False
+    def coupling(self) -> int:
+        """How close the ranks' models are to be (`ExchangeKind.coupling`)."""
+        return 0
 
     @property
     @abc.abstractmethod

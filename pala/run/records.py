@@ -78,26 +78,31 @@ class Records:
         self._close_reporter()
         self._record = None
 
-    def lead_if_first(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> bool:
-        """Take the lead if this is the lowest rank that lives, and note who has died or `left`; whether this rank
-        leads. `time_s`: training time. Not collective."""
-        self._trained |= set(living)
+    def lead_if_first(
+        self, living: Sequence[int], time_s: float, left: Collection[int] = (), joining: Collection[int] = ()
+    ) -> bool:
+        """Take the lead if this is the lowest rank that lives, and note who has died, `left` or joined, but for those
+        who are `joining` and may not come to train; whether this rank leads. `time_s`: training time. Not
+        collective."""
+        self._trained |= set(living).difference(joining)
         if not living or self._rank != living[0]:  # of a rank that has left all others may be gone, too
             return False
         try:
-            self.lead(living, time_s, left)
+            self.lead(living, time_s, left, joining)
         except (OSError, PalaError) as error:  # a full disk: the next interval tries again
             say(f"[rank {self._rank}] 'run.json' cannot be written: {reason(error)}. Training goes on.")
         return True
 
-    def lead(self, living: Sequence[int], time_s: float, left: Collection[int] = ()) -> None:
+    def lead(
+        self, living: Sequence[int], time_s: float, left: Collection[int] = (), joining: Collection[int] = ()
+    ) -> None:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
             self._record = RunRecord.take_over(self._segment.run, self._segment.check_folder)
             if self._record.is_running:
                 self._reporter = self._make_reporter()
-        self._trained |= set(living)
+        self._trained |= set(living).difference(joining)
         gone = sorted(self._trained.difference(living))
         self._take_back("left_ranks", [rank for rank in living if rank not in left])
         self._note("left_ranks", [rank for rank in gone if rank in left], time_s)

@@ -126,6 +126,8 @@ def take_place(
             code = user_code.load(segment.run, UserCode(request.make_env, hooks.make_network))
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
             config = _with_name(config, code, envs)
+            if not sleeping.until_needed():  # no more: it took a while
+                return None
             parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
         except CollectiveError as error:  # of this rank alone
             raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
@@ -367,7 +369,8 @@ class Session:
             exchange.stop_now(Stop.CALLBACK)
 
     def _lead_if_first(self, exchange: Exchange) -> bool:
-        return self._records.lead_if_first(exchange.living, self._progress.counters.time_s, exchange.left)
+        time_s = self._progress.counters.time_s
+        return self._records.lead_if_first(exchange.living, time_s, exchange.left, exchange.joining)
 
     def _signal(self, stop: Stop) -> Signals:
         """Which one ended training. Of a peer's nothing is known here but what it asks for."""
@@ -405,7 +408,7 @@ class Session:
         if not self._leads:  # also if it led while one who had left slept
             self._records.resign()
             return
-        self._records.lead(living.members, self._progress.counters.time_s, exchange.left)
+        self._records.lead(living.members, self._progress.counters.time_s, exchange.left, exchange.joining)
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         header = {
@@ -428,7 +431,7 @@ class Session:
 
         def conclude_first(living: Living) -> None:
             time_s = self._progress.counters.time_s
-            self._leads = self._records.lead_if_first(living.members, time_s, exchange.left)
+            self._leads = self._records.lead_if_first(living.members, time_s, exchange.left, exchange.joining)
             if self._leads and not done:
                 with on_cores(self._job.host_cores):  # the other ranks sleep
                     done.append(conclude(result, self._config, self._interrupt))

@@ -79,7 +79,7 @@ class DataProxy(ThreadedTransport):
                 # rank to tell whom the dead one should have told.
                 if self._closing and barrier is None and not (self._bulk_outbox or self._small_outbox or self._sends):
                     barrier = Barrier(self._comm)
-                if barrier is not None and barrier.done():
+                if barrier is not None and not self._receives and barrier.done():  # a send is done when it is met
                     if not self._deaths.ranks:  # it would have to be freed by all
                         self._comm.Free()
                     return

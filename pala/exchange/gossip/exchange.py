@@ -73,6 +73,10 @@ class Gossip(ModelExchange):
         return self._protocol.budget.left
 
     @property
+    def joining(self) -> Collection[int]:  # type: ignore[override]
+        return self._protocol.budget.joining
+
+    @property
     def stop(self) -> Stop:
         self._transport.raise_failure()
         return self._protocol.budget.stop
@@ -201,6 +205,11 @@ class Gossip(ModelExchange):
                 say(f"[rank {self._comm.rank}] has waited {now - begin:.0f} s for a model from a peer")
                 complain = now + _COMPLAIN_AFTER_S
             if now >= give_up and not self._protocol.healthy:
+                if not self._has_updated:
+                    raise PalaError(
+                        f"[rank {self._comm.rank}] takes a place, but no peer has sent it a model for "
+                        f"{_GIVE_UP_AFTER_S:.0f} s: none answers. Resume from the last checkpoint."
+                    )
                 raise PalaError(
                     f"[rank {self._comm.rank}] has no model of its own that is finite, and no peer has sent one for "
                     f"{_GIVE_UP_AFTER_S:.0f} s. Resume from the last checkpoint, perhaps with a smaller learning rate."
