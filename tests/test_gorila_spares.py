@@ -72,7 +72,9 @@ def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: 
     [(FEW, 4, fail_at(1, 10)), (REMOTE, 5, fail_at_message(1, 60)), (REMOTE, 5, fail_at_message(4, 60))],
     ids=["the only learner", "the only replay", "actor"],
 )
-def test_a_spare_takes_the_only_role_of_a_rank(config: GorilaConfig, ranks: int, fault: Fault, tmp_path: Path) -> None:
+def test_a_spare_takes_the_only_role_of_a_rank(
+    config: GorilaConfig, ranks: int, fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And who is left learns on."""
     dead, learner = fault.rank, config.num_shards + config.num_replays  # type: ignore[union-attr]
     spare = ranks
@@ -88,6 +90,7 @@ def test_a_spare_takes_the_only_role_of_a_rank(config: GorilaConfig, ranks: int,
     job = train(ranks + 1, with_spares(tmp_path, 1, config), [fault], on_update=on_update)
     assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
     assert ranks_in(job, "joined_ranks") == [spare]
+    assert "refused a message" not in capsys.readouterr().err, "a replay asked for a model, which it does not need"
     states = job.states()
     if dead == learner:
         assert job.total("gradients_sent", rank=spare) > 200

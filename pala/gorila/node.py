@@ -250,11 +250,14 @@ class Node:
     # ---- spare ---------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Take the place that this rank was told to, and ask for a model; `has_model` tells when it has come."""
+        """Take the place that this rank was told to, and ask for a model if it learns or acts; `has_model` tells when
+        it has come."""
         self.members.join()
-        for rank in self.roles.shards:
-            self._ask(rank, Kind.PARAMETERS)
-            if self._rank in self.roles.learners:
+        roles = self.roles
+        for rank in roles.shards:
+            if self._rank in (*roles.learners, *roles.actors):
+                self._ask(rank, Kind.PARAMETERS)
+            if self._rank in roles.learners:
                 self._ask(rank, Kind.TARGET)
 
     @property
