@@ -53,11 +53,18 @@ OnUpdate = Callable[[MemoryCommunicator, int], None]
 
 
 class Paced(gymnasium.Wrapper):
-    """Takes its time, so that a job lasts."""
+    """Takes its time, so that a job lasts, and does nothing once it is closed, as a simulator that is gone."""
+
+    is_closed = False
 
     def step(self, action: Any) -> Any:
+        assert not self.is_closed
         time.sleep(0.002)
         return super().step(action)
+
+    def close(self) -> None:
+        self.is_closed = True
+        super().close()
 
 
 gymnasium.register("Paced-v0", lambda: Paced(gymnasium.make("CartPole-v1")))
