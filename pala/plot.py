@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,7 @@ def plot(
     loaded = _read_all(runs)
     figure = _draw_one(loaded[0], smooth) if len(loaded) == 1 else _draw_many(_grouped(loaded, group_by), smooth)
     if title:
-        figure.suptitle(title)
+        figure.suptitle(verbatim(textwrap.fill(title, int(9 * figure.get_figwidth()))))
     output = output or (loaded[0].path / "learning_curve.png" if len(loaded) == 1 else Path("learning_curves.png"))
     write_picture(figure, output)
     return output
