@@ -75,11 +75,13 @@ def fit(
         cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)
         from pala.run.rank import evaluate_and_draw, run_rank
+        from pala.run.request import Request
 
-        result = run_rank(
-            comm, config, make_env=make_env, resume=Path(resume) if resume is not None else None, facts=facts,
-            trust_run=trust_run, hooks=hooks, conclude=evaluate_and_draw,
+        folder = Path(resume) if resume is not None else None
+        request = Request(
+            config, make_env, hooks, folder, facts=facts, trust_run=trust_run, conclude=evaluate_and_draw
         )  # fmt: skip
+        result = run_rank(comm, request)
         if result.departs:
             leave_job()
         return _with_evaluation(result)

@@ -94,12 +94,14 @@ def main() -> None:
         prepare(command.config.run.threads or cores)
         # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
         from pala.run.rank import evaluate_and_draw, run_rank
+        from pala.run.request import Request
 
         preset = command.preset.stem if command.preset else ""
-        result = run_rank(
-            comm, command.config, resume=command.resume, preset=preset, facts=facts, conclude=evaluate_and_draw,
-            trust_run=command.trust_run,
+        request = Request(
+            command.config, resume=command.resume, preset=preset, facts=facts, trust_run=command.trust_run,
+            conclude=evaluate_and_draw,
         )  # fmt: skip
+        result = run_rank(comm, request)
     except CollectiveError as error:  # every rank is here
         if rank == 0:
             say(f"pala: error: {error}")

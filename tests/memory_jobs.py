@@ -33,6 +33,7 @@ from pala.run.checkpoint import RankState, load_policy
 from pala.run.loop import Loop
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
+from pala.run.request import Request
 from pala.run.result import Result
 from pala.system.errors import EndError
 from pala.transport.faults import AtUpdate, Fault
@@ -156,7 +157,7 @@ def train(
     def main(comm: MemoryCommunicator) -> Result:
         with asking_as_abort_does(comm):
             return run_rank(
-                comm, config, resume=resume, on_update=lambda updates: patient(comm, updates), interrupt=comm.interrupt
+                comm, Request(config, resume=resume, on_update=lambda updates: patient(comm, updates)), comm.interrupt
             )
 
     with mock.patch.object(Loop, "run", run_together):

@@ -199,6 +199,7 @@ def train(
     from pala.run.hooks import NO_HOOKS
     from pala.run.loop import Loop
     from pala.run.rank import run_rank
+    from pala.run.request import Request
     from pala.system.errors import CollectiveError
     from pala.system.runtime import say
     from pala.train import parse
@@ -216,7 +217,9 @@ def train(
             return run(loop, *given)
 
         with mock.patch.object(Loop, "run", run_together):
-            result = run_rank(comm, config, make_env, command.resume, preset, hooks=hooks or NO_HOOKS)
+            result = run_rank(
+                comm, Request(config, preset=preset, resume=command.resume, make_env=make_env, hooks=hooks or NO_HOOKS)
+            )
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")

@@ -29,6 +29,7 @@ from pala.exchange.gossip.exchange import Gossip
 from pala.run import checkpoint, conclusion
 from pala.run.job import Job
 from pala.run.rank import run_rank
+from pala.run.request import Request
 from pala.run.result import Conclusion, Result
 from pala.system import waiting
 from pala.system.errors import CollectiveError, EndError
@@ -55,10 +56,10 @@ class Ranks:
             given = self.conclude
             conclude = None if given is None else lambda *arguments: given(comm, *arguments)
             with asking_as_abort_does(comm):
-                return run_rank(
-                    comm, self.config, self.make_env, on_update=lambda updates: on_update(comm, updates),
-                    interrupt=comm.interrupt, conclude=conclude,
-                )  # fmt: skip
+                request = Request(
+                    self.config, self.make_env, on_update=lambda updates: on_update(comm, updates), conclude=conclude
+                )
+                return run_rank(comm, request, comm.interrupt)
 
         self.results = run_ranks(self.size, main)
 

@@ -33,6 +33,7 @@ from pala.networks.network import ActorCritic
 from pala.run import checkpoint, metrics, run_folder, user_code
 from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_rank, read_run
 from pala.run.rank import run_rank
+from pala.run.request import Request
 from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, PalaError
 from pala.train import parse
@@ -261,7 +262,7 @@ def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, someone_e
     config = configure(tmp_path, steps=40)
 
     def session(**options: Any) -> list[Any]:
-        return run_ranks(2, lambda comm: run_rank(comm, config, interrupt=comm.interrupt, **options))
+        return run_ranks(2, lambda comm: run_rank(comm, Request(config, **options), comm.interrupt))
 
     made = session(make_env=local_factory())
     assert [result.status for result in made] == ["completed"] * 2
@@ -350,7 +351,7 @@ def resumed(folder: Path) -> None:
     config = replace(
         config, total_steps=max(steps, config.gorila.min_replay_steps + 1 if config.algorithm == "gorila" else 1)
     )
-    for result in run_ranks(1, lambda comm: run_rank(comm, config, resume=folder, interrupt=comm.interrupt)):
+    for result in run_ranks(1, lambda comm: run_rank(comm, Request(config, resume=folder), comm.interrupt)):
         if isinstance(result, BaseException):
             raise result
 
@@ -563,7 +564,7 @@ def program(of: Any, *arguments: object) -> Program:
 def start_training(run: Path) -> None:
     """What `python -m pala.train --resume` does first."""
     parse(["--resume", str(run)])
-    result = run_ranks(1, lambda comm: run_rank(comm, CARTPOLE, resume=run, interrupt=comm.interrupt))[0]
+    result = run_ranks(1, lambda comm: run_rank(comm, Request(CARTPOLE, resume=run), comm.interrupt))[0]
     if isinstance(result, BaseException):
         raise result
 

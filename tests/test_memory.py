@@ -55,6 +55,7 @@ from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.records import Records
+from pala.run.request import Request
 from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.transport.faults import (
@@ -379,7 +380,7 @@ def test_a_rank_that_fails_leaves_no_thread_behind(kind: str, tmp_path: Path) ->
 
         config = gorila(tmp_path, replace(GORILA, num_shards=1)) if kind == "gorila" else configure(tmp_path, kind)
         try:
-            return run_rank(comm, config, interrupt=comm.interrupt, hooks=Hooks(on_update=fail))
+            return run_rank(comm, Request(config, hooks=Hooks(on_update=fail)), comm.interrupt)
         finally:
             left.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("pala-"))
 
@@ -575,7 +576,7 @@ def test_environments_that_cannot_be_closed_cost_nothing(tmp_path: Path, capsys:
             raise RuntimeError("the viewer is gone")
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, config, make_env=lambda: Stuck(gymnasium.make("CartPole-v1")), interrupt=comm.interrupt)
+        return run_rank(comm, Request(config, make_env=lambda: Stuck(gymnasium.make("CartPole-v1"))), comm.interrupt)
 
     config = configure(tmp_path)
     assert [result.status for result in run_ranks(2, main)] == ["completed"] * 2
@@ -586,7 +587,7 @@ def test_environments_that_cannot_be_closed_cost_nothing(tmp_path: Path, capsys:
 def test_ranks_of_unlike_networks_are_told(tmp_path: Path) -> None:
     def main(comm: MemoryCommunicator) -> Result:
         game = "CartPole-v1" if comm.rank < 2 else "Acrobot-v1"
-        return run_rank(comm, config, make_env=lambda: gymnasium.make(game), interrupt=comm.interrupt)
+        return run_rank(comm, Request(config, make_env=lambda: gymnasium.make(game)), comm.interrupt)
 
     config = configure(tmp_path)
     for result in run_ranks(3, main):
@@ -648,7 +649,7 @@ def test_ranks_with_other_settings_are_told_and_nothing_is_left(tmp_path: Path) 
     config = configure(tmp_path)
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, replace(config, seed=1 + comm.rank // 2))
+        return run_rank(comm, Request(replace(config, seed=1 + comm.rank // 2)))
 
     errors = run_ranks(3, main)
     assert all(isinstance(error, CollectiveError) for error in errors)

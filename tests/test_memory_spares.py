@@ -32,6 +32,7 @@ from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver
 from pala.run.job import Job
 from pala.run.rank import run_rank
+from pala.run.request import Request
 from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.transport.faults import (
@@ -192,7 +193,7 @@ def test_spares_need_others_and_a_job_that_outlives_its_ranks(tmp_path: Path) ->
 
     def main(comm: MemoryCommunicator) -> Result:
         comm.outlives_ranks = False
-        return run_rank(comm, with_spares(tmp_path, spares=1))
+        return run_rank(comm, Request(with_spares(tmp_path, spares=1)))
 
     for result in run_ranks(3, main):
         assert isinstance(result, CollectiveError) and "mpirun --with-ft ulfm" in str(result)
@@ -208,7 +209,7 @@ def test_a_rank_or_a_spare_that_dies_in_the_start_ends_the_job(dead: int, tmp_pa
     def main(comm: MemoryCommunicator) -> Result:
         if comm.rank == dead == 2:
             comm.first = lambda size: comm.die()  # type: ignore[method-assign]
-        return run_rank(comm, with_spares(tmp_path, spares=1), make_env)
+        return run_rank(comm, Request(with_spares(tmp_path, spares=1), make_env=make_env))
 
     for rank, result in enumerate(run_ranks(3, main)):
         assert isinstance(result, Killed if rank == dead else EndError), result

@@ -41,6 +41,7 @@ from pala.run.begin import make_generator
 from pala.run.conclusion import conclude
 from pala.run.hooks import Hooks, Moment, asks_to_stop
 from pala.run.rank import run_rank
+from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.segment import Segment
 from pala.run.user_code import UserCode, keep
@@ -56,7 +57,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 def train(ranks: int, config: Config, hooks: Hooks = Hooks(), **options: Any) -> list[Any]:  # noqa: B008
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, config, interrupt=comm.interrupt, hooks=hooks, **options)
+        return run_rank(comm, Request(config, hooks=hooks, **options), comm.interrupt)
 
     return run_ranks(ranks, main)
 
@@ -101,7 +102,7 @@ def test_one_rank_alone_may_have_a_callback(tmp_path: Path) -> None:
 
     def main(comm: MemoryCommunicator) -> Result:
         hooks = Hooks(on_update=(lambda moment: moment.updates < 5) if comm.rank == 0 else None)
-        return run_rank(comm, config, interrupt=comm.interrupt, hooks=hooks)
+        return run_rank(comm, Request(config, hooks=hooks), comm.interrupt)
 
     assert [result.stopped_early for result in run_ranks(2, main)] == ["on_update of rank 0 returned False"] * 2
 
@@ -120,7 +121,7 @@ def test_the_last_callback_of_a_rank_that_leaves_does_not_end_training(tmp_path:
             return False
 
         hooks = Hooks(on_update=leave, on_interval=end) if comm.rank == 1 else Hooks()
-        return run_rank(comm, config, interrupt=comm.interrupt, hooks=hooks)
+        return run_rank(comm, Request(config, hooks=hooks), comm.interrupt)
 
     first, second = run_ranks(2, main)
     assert second.status == "left" and asked == [1]
@@ -620,7 +621,7 @@ def test_a_worker_that_died_is_not_waited_for(worker: int, tmp_path: Path) -> No
     config = replace(config, env=replace(config.env, num_envs=2, vectorization="async"))
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, config, make_env=lambda: Deadly(worker), interrupt=comm.interrupt)
+        return run_rank(comm, Request(config, make_env=lambda: Deadly(worker)), comm.interrupt)
 
     (error,) = run_ranks(1, main)
     assert isinstance(error, EOFError | BrokenPipeError | ConnectionError), error

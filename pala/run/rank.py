@@ -9,44 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from pala.config import Config
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.sleeping import Beginning, Sleeping
 from pala.gorila.sleeping import SleepingGorila
-from pala.run.hooks import NO_HOOKS, Hooks
 from pala.run.job import Briefing, Job
 from pala.run.request import Request
-from pala.run.result import Conclude, Conclusion, Result
+from pala.run.result import Conclusion, Result
 from pala.system.errors import CollectiveError, EndError
 from pala.system.runtime import Interrupt, loading
 from pala.transport.base import Communicator
-
-if TYPE_CHECKING:
-    from pala.envs import MakeEnv
 
 _SLEEPING: dict[str, Callable[[Communicator, Config, Beginning, Interrupt], Sleeping]] = {  # collective
     "a2c": SleepingGossip, "gorila": SleepingGorila,
 }  # fmt: skip
 
 
-def run_rank(
-    comm: Communicator, config: Config, make_env: MakeEnv | None = None, resume: Path | None = None, preset: str = "",
-    facts: dict[str, Any] | None = None, on_update: Callable[[int], None] | None = None,
-    interrupt: Interrupt | None = None, conclude: Conclude | None = None, trust_run: bool = False,
-    hooks: Hooks = NO_HOOKS,
-) -> Result:  # fmt: skip
+def run_rank(comm: Communicator, request: Request, interrupt: Interrupt | None = None) -> Result:
     """Train on all ranks of `comm`, of which the last `run.spares` sleep until they are needed. Collective.
 
-    `resume`: the run's folder; `preset`: what a new one's name begins with; `facts`: for run.json; `on_update(updates)`
-    is called after each update of this rank; `interrupt`: in place of the process's signals; `conclude`: what the first
-    rank that lives does at the very end, alone; `trust_run`: run the code that a resumed run names though it came from
-    elsewhere (`user_code.py`); `hooks`: what the user gives beside the environment, alike on all ranks.
+    `interrupt`: in place of the process's signals.
     """
-    job = Job(comm, config)
-    request = Request(config, make_env, hooks, resume, preset, facts or {}, trust_run, on_update, conclude)
+    job = Job(comm, request.config)
     if job.trainers is None:
         with (interrupt or Interrupt()).installed() as interrupt:
             comm.heed(interrupt)

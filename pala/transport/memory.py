@@ -1,10 +1,11 @@
 """Ranks as threads of one process, with faults by script: whole trainings in a second, without MPI.
 
     from pala.run.rank import run_rank
+    from pala.run.request import Request
     from pala.transport.faults import drop, fail_at
 
     def main(comm):
-        return run_rank(comm, config, on_update=comm.on_update, interrupt=comm.interrupt)
+        return run_rank(comm, Request(config, on_update=comm.on_update), comm.interrupt)
 
     results = run_ranks(4, main, faults=[fail_at(2, update=10), drop(0, 1, n=3)])
 
