@@ -709,6 +709,7 @@ def test_training_goes_on_beside_metrics_that_cannot_be_read(run: Path, capsys: 
     assert capsys.readouterr().err.count("is a folder, not a file. Training goes on.") == 1
 
 
+@pytest.mark.timeout(30)
 def test_many_starts_that_lead_nowhere_take_no_time(run: Path) -> None:
     """Each start drops what came after it: looked through anew each time, this would take a minute."""
     start = {"type": "start", "time_s": 3.0, "segment": "segment-000"}

@@ -448,11 +448,11 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
     paced = replace(config, env=replace(config.env, id="Paced-v0"))
     trained = train(3, paced, [stop_at(1, update=10, seconds=60.0 if goes_on else 1.0)], on_update=on_update)
     assert trained.ended_well()
-    late = begun[0] + 0.5  # by then, who waits for the others has come to wait for this one
-    meanwhile = [sum(late < at < (freed or [begun[0] + 1.0])[0] for at in times) for times in made]
+    goes_on_s = freed[0] if goes_on else made[1][10]  # when the stopped rank makes its next update
+    meanwhile = [sum(begun[0] < at < goes_on_s for at in times) for times in made]
     assert meanwhile[1] == 0 and len(freed) == goes_on
     if not goes_on and KINDS[kind].one_model:
-        assert meanwhile == [0, 0, 0]
+        assert max(meanwhile) <= 2, "they make the update that this one has made, and wait in the next"
     if kind == "gossip":
         assert trained.total("models_stale", rank=1) + trained.total("waits_given_up") > 0
 

@@ -19,7 +19,7 @@ from pala.exchange.base import ExchangeState
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.topology import out_peers
 from pala.exchange.shared_memory import SharedMemory
-from pala.run.checkpoint import _rank_path, load_policy, newest_segment
+from pala.run.checkpoint import load_policy
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
 from pala.transport.base import Communicator
@@ -171,31 +171,6 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(
     done = standing.train(2, "--resume", str(run), "--total-steps", str(made + 2000), cwd=tmp_path)
     assert done.status == 0, done.output
     assert made + 2000 <= record_of(run)["segments"][-1]["global_steps"] < made + 2000 + 2 * 3 * 20
-
-
-def test_allreduce_resumes_from_one_model_when_ranks_saved_at_unlike_times(
-    standing: StandingRanks, tmp_path: Path
-) -> None:
-    """After a crash, each rank's newest checkpoint is of another update; they must not train apart from then on. Rank
-    1's is here that of the start of training, beside rank 0's of its end."""
-    run = tmp_path / "runs/r"
-    job = standing.start_train(2, *trainer_of("allreduce"), *ENDLESS, cwd=tmp_path)
-    wait_for(lambda: all_train(run, 2), what="training")
-    path = _rank_path(newest_segment(run), 1)
-    first = path.read_bytes()  # no other comes in the next two minutes
-    os.kill(job.pids[0], signal.SIGUSR1)
-    job.wait(60)
-    path.write_bytes(first)
-    killed = states_of(run, 2)
-    assert killed[0].counters["updates"] > killed[1].counters["updates"] == 0
-    steps = max(state.counters["own_steps"] for state in killed) * 2 + 1000
-    done = standing.train(2, "--resume", str(run), "--total-steps", str(steps), cwd=tmp_path)
-    assert done.status == 0, done.output
-    states = states_of(run, 2)
-    assert states[0].tensors["parameters"].equal(states[1].tensors["parameters"])
-    assert states[0].counters["updates"] == states[1].counters["updates"]
-    assert states[0].counters["own_steps"] == states[1].counters["own_steps"] == states[0].counters["updates"] * 20
-    assert not any(torch.equal(states[0].tensors["parameters"], old.tensors["parameters"]) for old in killed)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from conftest import slow_but_for
 
+from pala.a2c.update import A2C, Loss, UpdateResult
 from pala.config import Config, EnvConfig, ExchangeConfig, NetworkConfig
 from pala.simulate import learn as program
 from pala.simulate import progress
@@ -40,10 +43,17 @@ def test_another_seed_gives_another_training() -> None:
 
 @pytest.mark.parametrize("method", ["paired", "allreduce"])
 def test_the_learning_rate_may_fall(method: str) -> None:
-    """Down to a hundredth in the last updates, which move the model as much less."""
     falling = dataclasses.replace(CONFIG, a2c=dataclasses.replace(CONFIG.a2c, learning_rate_decay="linear"))
-    constant, fell = (learn(method, config, Conditions(2)) for config in (CONFIG, falling))
-    assert constant.episodes != fell.episodes
+    rates, step = [], A2C.step
+
+    def noting(a2c: A2C, loss: Loss, rate: float) -> UpdateResult:
+        rates.append(rate)
+        return step(a2c, loss, rate)
+
+    with mock.patch.object(A2C, "step", noting):
+        learn(method, falling, Conditions(2))
+    assert rates[0] == CONFIG.a2c.learning_rate and rates[-1] < 0.15 * rates[0]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
 
 
 @pytest.mark.parametrize("delay", [0.05, 3.0])

@@ -47,16 +47,9 @@ def assert_trained_one_policy(run: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("topology", "mixing"),
-    [
-        (topology, mixing)
-        for mixing in ("uniform", "push_sum", "paired")
-        for topology in ("random", "ring", "exponential", "complete")
-        if (topology, mixing) != ("complete", "paired")
-    ],
+    [("random", "uniform"), ("complete", "push_sum"), ("exponential", "push_sum"), ("ring", "paired")],
 )
-def test_every_topology_and_mixing_under_mpi(
-    standing: StandingRanks, topology: str, mixing: str, tmp_path: Path
-) -> None:
+def test_topologies_and_mixings_under_mpi(standing: StandingRanks, topology: str, mixing: str, tmp_path: Path) -> None:
     done = standing.train(
         3, *CARTPOLE, "--total-steps", "4000", "--run.name", "r", "--exchange.topology", topology,
         "--exchange.mixing", mixing, "--exchange.max-staleness", "2", cwd=tmp_path,
@@ -105,26 +98,6 @@ def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
     models = [parameters_of(run, rank) for rank in range(3)]
     mean = torch.stack(models).mean(0)
     assert all(float((model - mean).norm()) < 0.1 * float(mean.norm()) for model in models)
-
-
-def test_exchange_none_leaves_ranks_apart(standing: StandingRanks, tmp_path: Path) -> None:
-    done = standing.train(
-        2, *CARTPOLE, "--total-steps", "2000", "--run.name", "r", "--exchange.kind", "none", cwd=tmp_path
-    )
-    assert done.status == 0, done.output
-    run = tmp_path / "runs" / "r"
-    first, second = parameters_of(run, 0), parameters_of(run, 1)
-    assert (first - second).norm() > 0.1
-    assert local_steps(run) == [1000, 1000]
-
-
-def test_one_gossiping_rank_equals_no_exchange_bit_for_bit(standing: StandingRanks, tmp_path: Path) -> None:
-    for kind in ("gossip", "none"):
-        done = standing.train(
-            1, *CARTPOLE, "--total-steps", "2000", "--run.name", kind, "--exchange.kind", kind, cwd=tmp_path
-        )
-        assert done.status == 0, done.output
-    assert torch.equal(parameters_of(tmp_path / "runs/gossip", 0), parameters_of(tmp_path / "runs/none", 0))
 
 
 def test_two_gossiping_ranks_learn_cartpole(standing: StandingRanks, tmp_path: Path) -> None:
@@ -211,9 +184,12 @@ def test_resume_with_another_number_of_ranks(standing: StandingRanks, tmp_path: 
     assert standing.train(3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", cwd=tmp_path).status == 0
     run = tmp_path / "runs" / "r"
     done_steps = record_of(run)["segments"][0]["global_steps"]
-    done = standing.train(2, "--resume", str(run), "--total-steps", str(done_steps + 1000), cwd=tmp_path)
+    options = ["--total-steps", str(done_steps + 1000), "--a2c.gamma", "0.9"]
+    done = standing.train(2, "--resume", str(run), *options, cwd=tmp_path)
     assert done.status == 0, done.output
     assert "had 3 ranks and now has 2" in done.output
+    config = record_of(run)["config"]
+    assert config["a2c"]["gamma"] == 0.9 and config["total_steps"] == done_steps + 1000
     assert done_steps + 1000 <= record_of(run)["segments"][1]["global_steps"] < done_steps + 3000
 
 

@@ -2,7 +2,7 @@
 
     Pong, 1 and 2 ranks              python -m pala.benchmark --ranks 1 2
     a preset, with other settings    python -m pala.benchmark pala/pong --a2c.rollout-steps 5
-    under a minute, as CI does it    python -m pala.benchmark --quick
+    under a minute                   python -m pala.benchmark --quick
     another launcher                 python -m pala.benchmark --launcher 'srun -n {ranks}'
 
 Results go to a new folder: benchmark.md, benchmark.json with every round, benchmark.png. docs/benchmark.md tells how to
