@@ -277,6 +277,7 @@ class Supervisor:
             job.wait(_DEAF_S)
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
 
     def _relay(self, stderr: IO[bytes], arrivals: Arrivals) -> None:
         """What ranks say goes on to this process' standard error, and a user's mistake is noticed. What cannot be
@@ -306,7 +307,7 @@ class Supervisor:
                 trust = ["--trust-run"] * self._began  # where no signature could be written, too
                 return ["--resume", str(self.run), *without_preset(self.arguments, self._preset), *trust]
             run_folder.set_aside(self.run)  # it failed before it had begun
-        self._was_told = self._began = True
+        self._was_told, self._began = True, not self._has_record()
         return [*self.arguments, "--run.name", self.run.name]
 
     # ---- what became of it ---------------------------------------------------------------------------------------

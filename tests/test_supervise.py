@@ -450,14 +450,18 @@ def test_a_resumed_run_has_as_many_ranks_as_before(there: Path) -> None:
     assert Supervisor(*read_options(["--resume", "runs/old", "-n", "3"])).ranks == 3
 
 
-def test_a_signal_between_the_jobs_end_and_the_look_at_its_record_does_not_lose_the_result(there: Path) -> None:
-    def ends(of: Scripted) -> int:
-        status = attempt(9, 0, completes=True)(of)
-        of._starting = True  # as a real job leaves it
-        of.on_signal(signal.SIGUSR1, None)
-        return status
+def test_a_signal_between_the_jobs_end_and_the_look_at_its_record_does_not_lose_the_result(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for complete, status in ((True, 0), (False, 128 + signal.SIGUSR1)):
+        supervisor = Supervisor(*read_options(["--mpirun", "true", "--run.name", "r"]))
 
-    assert Scripted(["--run.name", "r"], [ends]).supervise() == 0
+        def look(before: int, of: Supervisor = supervisor, is_complete: bool = complete) -> bool:
+            of.on_signal(signal.SIGUSR1, None)
+            return is_complete
+
+        monkeypatch.setattr(supervisor, "_is_complete", look)
+        assert supervisor.supervise() == status
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,12 @@ def compare(command: Command) -> list[Planned]:
     results = command.output or Path("results") / plan.preset.name
     added = runs_in(command.add)
     if not runs and not (added or command.report_only or command.gather):
-        raise PalaError(f"{plan.source} starts no run here ('ranks = []'); give those made elsewhere by `--add`.")
+        for note in left_out(plan):
+            say(note)
+        raise PalaError(f"{plan.source} starts no run of what was asked for; give those made elsewhere by `--add`.")
+    if not runs and command.dry_run:
+        print(nothing_missing(results))
+        return []
     failures: list[Planned] = []
     if command.submit and runs:
         submission = _submission(plan, runs, command, results)

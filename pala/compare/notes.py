@@ -17,13 +17,15 @@ def notes(comparison: Comparison) -> list[str]:
     """Sentences on what is not alike among the runs, or rough."""
     done = [run for runs in comparison.cells.values() for run in runs]
     hidden = [name for name in comparison.looks if name not in (comparison.preset.drawn or comparison.variants)]
+    cut = [run for run in comparison.runs if not run.completed]
     numbers = {len(runs) for runs in comparison.cells.values()}
     fewest = min(numbers - {1}, default=0)  # of those that have an interval
     return [note for note in (
         "" if comparison.preset.undisturbed else
         "Other work ran on the machine in the meantime, so what depends on time is left out (`undisturbed = false`).",
         f"The learning curves leave out {', '.join(f'`{name}`' for name in hidden)} (`drawn`)." if hidden else "",
-        _named("Not completed, so in the learning curves only", [r for r in comparison.runs if not r.completed]),
+        _named("Not completed, so in the learning curves only", [r for r in cut if r.cell.variant not in hidden]),
+        _named("Not completed", [r for r in cut if r.cell.variant in hidden]),
         "A variant has a single run: nothing is known of its spread." if 1 in numbers else "",
         f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3, 4) else
         f"A variant has {fewest} runs: intervals of so few are rough, and rather too narrow."

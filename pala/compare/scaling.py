@@ -54,9 +54,9 @@ def draw(comparison: Comparison) -> Figure | None:
             _draw_curves(panels[0], panels[1], of, looks, seconds)
             panels[0].set_title(f"{game}, {name}", loc="left")
             panels[1].set_xlabel(f"wall-clock time ({unit})")
-        reference = next((run.reference for run in runs), None)
+        reference, drawn = next((run.reference for run in runs), None), rows[1][0].get_ylim()
         for panel in rows[1:].flat:  # once all curves are there: it ends the scaling of the axis that they share
-            draw_references(panel, reference)
+            draw_references(panel, reference, drawn=drawn)
         for _, panel in rows[1:]:
             panel.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return figure

@@ -96,8 +96,6 @@ class GorilaExchange(Exchange, Receiver):
             self._node.join()
         self._wait_until(lambda: self._node.has_model)
         with self._changed:
-            if not self._node.has_model:
-                return False
             self._node.take_target(target)
             self._node.take_parameters(flat)
         return True

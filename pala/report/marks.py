@@ -33,13 +33,15 @@ def explain_ends(panel: Axes, groups: Sequence[Sequence[Curve]]) -> None:
             return
 
 
-def draw_references(panel: Axes, scores: tuple[float, float] | None, across: bool = False) -> None:
+def draw_references(
+    panel: Axes, scores: tuple[float, float] | None, across: bool = False, drawn: tuple[float, float] | None = None
+) -> None:
     """Draw what random play and a human reach, as lines over what is already drawn; `across` a panel whose returns lie
-    on its x axis. A score that is far from everything drawn is named, with the side on which it lies, and not drawn."""
+    on its x axis. A score that is far from everything drawn is named, with the side on which it lies, and not drawn.
+    `drawn`: from where to where that lies, of panels that share the axis."""
     if scores is None:
         return
-    limits = panel.get_xlim if across else panel.get_ylim
-    low, high = limits()
+    low, high = drawn or (panel.get_xlim() if across else panel.get_ylim())
     farthest = _FARTHEST_REFERENCE * (high - low)
     sides = ("left of", "right of") if across else ("below", "above")
     near = []

@@ -126,14 +126,13 @@ def take_place(
             code = user_code.load(segment.run, UserCode(request.make_env, hooks.make_network))
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
             config = _with_name(config, code, envs)
-            if not sleeping.until_needed():  # no more: it took a while
-                return None
             parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
         except CollectiveError as error:  # of this rank alone
             raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
         segment = stack.enter_context(joined(segment, briefing.is_locked))
         try:
-            exchange = parts.take_place(job.comm, sleeping, interrupt)
+            is_needed = sleeping.until_needed()  # still: to build took a while
+            exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
         except PalaError as error:
             sleeping.transport.abandon()  # who is alone is asked of MPI
             if job.comm.is_alone() or isinstance(error, EndError):

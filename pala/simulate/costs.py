@@ -98,8 +98,6 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         raise PalaError(f"'{path}' was measured with top_k, whose messages differ in length; that is not simulated.")
     check_alike(benchmark, path)
-    if not benchmark["protocol_us"]:
-        raise PalaError(f"'{path}' lacks the protocol's own time, since a job failed or was stopped; measure again.")
     precision, cores = benchmark["config"]["network"]["precision"], benchmark["machine"]["cores"]
     fitting = [job for job in benchmark["jobs"] if job["ranks"] * job["of_ranks"][0]["threads"] <= cores]
     if not fitting:
@@ -108,8 +106,9 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
         return _costs(max(fitting, key=lambda job: job["ranks"]), precision, benchmark)
     except (KeyError, StopIteration):
         raise PalaError(
-            f"'{path}' lacks the times of single updates and models, or training by gossip or without exchange in "
-            f"{precision}; measure again by `python -m pala.benchmark --exchanges none gossip`."
+            f"'{path}' lacks the times of single updates and models, the protocol's own (as where a job failed), or "
+            f"training by gossip or without exchange in {precision}; measure again by `python -m pala.benchmark "
+            "--exchanges none gossip`."
         ) from None
 
 
@@ -137,6 +136,8 @@ def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Co
     optimiser = [rank["optimiser"] for round_ in rounds for rank in round_["network"][precision]]
     steps = config["a2c"]["rollout_steps"] * config["env"]["num_envs"]
     counts = sorted(int(count) for count in benchmark["protocol_us"])
+    if not counts:
+        raise KeyError("protocol_us")
     slope, constant = np.polyfit(counts, [benchmark["protocol_us"][str(count)] for count in counts], 1)
     send_us, receive_us, mix_us = (statistics.median(m[part] for m in models) for part in ("send", "receive", "mix"))
     return Costs(
