@@ -57,8 +57,9 @@ def fit(
 
     Raises PalaError for a mistake that all ranks see; a script that does not catch it ends with the sentence alone,
     printed once. With several ranks, any other error ends the whole job with its traceback, because the other ranks
-    would wait for this one for ever. Where the others go on without a rank, one that was told to leave or a spare that
-    nobody needed, it does not return: the process ends.
+    would wait for this one for ever; where the job outlives its ranks (ULFM), it ends this rank alone. Where the others
+    go on without a rank, one that was told to leave or a spare that nobody needed, it does not return: the process
+    ends.
     """
     from pala.system.errors import CollectiveError
     from pala.system.runtime import one_sentence_for_mistakes, prepare
@@ -66,8 +67,11 @@ def fit(
     from pala.transport.mpi_process import abort, leave_job, start_mpi
 
     facts = _facts()
-    comm = start_mpi()
-    one_sentence_for_mistakes(comm.rank)
+    one_sentence_for_mistakes()
+    try:
+        comm = start_mpi()
+    except PalaError as error:  # of the installation, so on every rank
+        raise CollectiveError(str(error)) from None
     hooks = Hooks(make_network, on_update, on_interval)
     try:
         collectively(comm, lambda: _check_callable(make_env=make_env, **hooks._asdict()))

@@ -48,7 +48,7 @@ def main() -> None:
         sys.exit(2)
     here = str(Path.cwd())
     if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: modules of the user's own are found
+        sys.path.append(here)  # modules of the user's own are found, and take the place of none that is installed
     program = importlib.import_module(_MODULES[name])
     signal.signal(signal.SIGINT, handler)
     sys.argv[:2] = [f"pala {name}"]

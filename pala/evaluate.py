@@ -22,6 +22,7 @@ from typing import Annotated
 import tyro
 
 from pala.config import EvaluationConfig
+from pala.evaluation.record import EPISODES
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.runtime import loading, prepare, tell
@@ -35,7 +36,7 @@ class Command:
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of the run."""
-    episodes: int = 100
+    episodes: int = EPISODES
     """Whole episodes; 0, together with `--video`, makes the video alone."""
     num_envs: int = EvaluationConfig.num_envs
     """Episodes played at the same time."""

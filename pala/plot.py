@@ -129,6 +129,8 @@ def read(path: Path) -> Run:
         "ranks": segment.get("ranks", 1), "python_environment": segment.get("python_environment", False),
         "python_network": segment.get("python_network", False),
     }  # fmt: skip
+    if facts["python_network"]:
+        facts["parameters"] = segment.get("parameters")  # what tells one network made in Python from another
     if facts["python_environment"]:
         facts["env.id"] = segment.get("environment", "environment made in Python")  # early runs kept no name
     records = [record for rank in read_run(path) for record in rank]

@@ -10,6 +10,7 @@ import pickle
 import resource
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 from pala import evaluate as evaluate_program
 from pala import plot as plot_program
 from pala.compare import __main__ as compare_program
+from pala.compare import collect
 from pala.config import EnvConfig
 from pala.evaluation.play import evaluate
 from pala.evaluation.video import record_video
@@ -399,6 +401,35 @@ def test_nothing_is_written_through_a_link(name: str, run: Path, tmp_path: Path,
         run_folder.lock(run)
     assert victim.read_text() == "as it was"
     assert ("it is a link" in capsys.readouterr().err) == (name == "metrics/rank-0000.jsonl")
+
+
+def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(run: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (run / f".evaluation.json.{threading.get_native_id()}.tmp").symlink_to(victim)
+    evaluate_and_save(run)
+    assert victim.read_text() == "as it was" and not (run / "evaluation.json").is_symlink()
+
+
+def test_links_are_not_copied_into_results(run: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    (run / "evaluations.jsonl").unlink(missing_ok=True)
+    (run / "evaluations.jsonl").symlink_to(secret)
+    with pytest.raises(PalaError, match=r"evaluations.jsonl' is a link"):
+        collect.keep(run, tmp_path / "copies")
+
+
+def test_an_evaluation_of_checkpoints_does_not_hide_the_final_one(run: Path) -> None:
+    """It may have been begun while the run trained, and be done after it has completed."""
+    from pala.evaluation import record
+
+    evaluate_and_save(run)
+    final = (run / "evaluation.json").read_bytes()
+    found = evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+    record.save(run, replace(found, policy="mean of checkpoints of 2 ranks"))
+    assert (run / "evaluation.json").read_bytes() == final
+    assert len((run / "evaluations.jsonl").read_text().splitlines()) == 2
 
 
 def evaluate_and_save(run: Path) -> None:

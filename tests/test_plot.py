@@ -15,7 +15,7 @@ from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
 from pala.evaluation.scores import reference_of, score_table
 from pala.plot import _draw_many, _draw_one, _grouped, main, plot, read
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of, running_mean
-from pala.report.marks import draw_references
+from pala.report.marks import Mark, draw_evaluations, draw_references
 from pala.report.pictures import line_look, new_figure
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
@@ -210,6 +210,16 @@ def test_a_network_from_python_tells_runs_apart(tmp_path: Path) -> None:
     record = run_folder.RunRecord.take_over(runs[1])
     record.note(python_network=True)
     assert len(_grouped([read(run) for run in runs], "preset")) == 2
+    run_folder.RunRecord.take_over(runs[0]).note(python_network=True, parameters=7)
+    assert len(_grouped([read(run) for run in runs], "preset")) == 2
+
+
+def test_equal_scores_are_marked_though_their_mean_is_rounded() -> None:
+    """The mean of three times 0.7 is not 0.7."""
+    marks = [Mark(1.0, [{"mean_return": score}] * 3, line_look(0)) for score in (0.7, 0.1, 5.0)]
+    panel = new_figure(4, 3).subplots()
+    draw_evaluations(panel, marks)
+    assert len(panel.containers) == 4, "one of them is the legend's"
 
 
 def test_errors_are_sentences(

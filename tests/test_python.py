@@ -32,6 +32,7 @@ import pala
 from pala import play as play_program
 from pala.config import Config, EnvConfig, EvaluationConfig, checked
 from pala.envs import make_envs
+from pala.evaluation import play
 from pala.evaluation.policy import policy_of
 from pala.evaluation.video import _rendered_env
 from pala.exchange.kinds import KINDS
@@ -268,6 +269,13 @@ def test_a_policy_is_evaluated_with_the_runs_own_settings(tmp_path: Path) -> Non
     assert (evaluation.episodes, evaluation.num_envs, evaluation.greedy) == (3, 2, False)
     assert pala.evaluate_policy(str(run), episodes=1, greedy=True, seed=1).greedy
     assert torch.get_num_threads() == threads and not (run / "evaluation.json").exists()
+
+
+def test_a_run_that_left_its_evaluation_out_can_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(play, "EPISODES", 4)
+    config = replace(CARTPOLE, evaluation=replace(CARTPOLE.evaluation, episodes=0))
+    run = make_run(tmp_path / "run", config, network_of(config))
+    assert pala.evaluate_policy(run).episodes == 4
 
 
 # ---- networks of the user's own --------------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ def keep(run: Path, folder: Path) -> None:
 
 
 def _bytes_of(path: Path) -> bytes:
+    if path.is_symlink():  # what it leads to may be no part of the run, and results are published
+        raise OSError(f"'{path}' is a link, not a file")
     with open_to_read(path) as file:
         return file.read()
 

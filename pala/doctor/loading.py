@@ -18,7 +18,10 @@ def with_torch(host: Host) -> Host:
     return replace(
         host,
         torch_cuda=torch.version.cuda,
-        gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        # As training asks: a driver that is too old for torch is counted, but its name raises.
+        gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else [],
         bfloat16=has_bfloat16(torch.device("cpu")),
         atari_fault=_atari_fault(),
     )

@@ -17,7 +17,7 @@ import torch
 from pala.config import EnvConfig
 from pala.envs import AtariEnvs, Envs, Episode, atari_rom, make_envs
 from pala.evaluation.policy import Actor, load_policy
-from pala.evaluation.record import Evaluation
+from pala.evaluation.record import EPISODES, Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
 from pala.report.text import counted
 from pala.run import run_folder, user_code
@@ -84,7 +84,7 @@ def evaluate_with_defaults(
     settings, before = run_folder.config_of(run).evaluation, torch.get_num_threads()
     try:
         return evaluate(
-            run, settings.episodes if episodes is None else episodes, num_envs or settings.num_envs,
+            run, (settings.episodes or EPISODES) if episodes is None else episodes, num_envs or settings.num_envs,
             settings.greedy if greedy is None else greedy, seed, threads or len(os.sched_getaffinity(0)), trust_run,
         )  # fmt: skip
     finally:

@@ -43,7 +43,6 @@ class Policy:
     action_space: gymnasium.Space
     global_steps: int  # of training, over all ranks
     source: str  # "final", or of which checkpoints
-    environment: str | None = None  # what the run calls an environment made in Python
     epsilon: float | None = None  # of a Q-network; None: of a policy that is sampled
     generator: torch.Generator = field(default_factory=torch.Generator, repr=False)  # of what `act` samples
 
@@ -163,17 +162,17 @@ def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork
         )
     network.eval()
     flat = FlatParameters(network, torch.device("cpu"))
-    file, environment = run / "policy.safetensors", None
+    file = run / "policy.safetensors"
     if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy
         named, header = checkpoint.load_policy(file, network.state_dict())
         network.load_state_dict(named)
-        steps, source, environment = header["global_steps"], "final", header.get("environment")
+        steps, source = header["global_steps"], "final"
     else:
         steps, source = _load_checkpoints(run, config, flat)
     if not flat.data.isfinite().all():
         raise PalaError(f"The policy of run '{run}' ({source}) has parameters that are not finite numbers.")
     epsilon = config.evaluation.epsilon if is_gorila else None
-    return Policy(network, envs.inputs, envs.action_space, steps, source, environment, epsilon)
+    return Policy(network, envs.inputs, envs.action_space, steps, source, epsilon)
 
 
 def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from pala.run import run_folder
 from pala.system.errors import PalaError, reason
 from pala.system.files import is_number, json_text, open_to_append, read_json, write_atomically
 
+EPISODES = 100  # of an evaluation that is asked for by hand, where training made none
 _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
 
 
@@ -72,10 +73,12 @@ def action_words(greedy: bool, epsilon: float | None) -> str:
 
 
 def save(run: Path, evaluation: Evaluation) -> None:
-    """Replace `RUN/evaluation.json` and append to `RUN/evaluations.jsonl`. Raises PalaError."""
+    """Append to `RUN/evaluations.jsonl` and replace `RUN/evaluation.json`, unless the run has completed meanwhile and
+    this is of an earlier policy. Raises PalaError."""
     table = evaluation.to_table()
     try:
-        write_atomically(run / "evaluation.json", (json_text(table, indent=2) + "\n").encode())
+        if evaluation.policy == "final" or not run_folder.read(run)["completed"]:
+            write_atomically(run / "evaluation.json", (json_text(table, indent=2) + "\n").encode())
         with open_to_append(run / "evaluations.jsonl") as file:
             file.write((json_text(table) + "\n").encode())
     except OSError as error:

@@ -84,8 +84,8 @@ def draw_evaluations(panel: Axes, marks: Sequence[Mark]) -> None:
         ends = (scores.min(), scores.max()) if len(scores) > 1 else (scores[0] - error, scores[0] + error)
         mean = scores.mean()
         panel.errorbar(
-            [x], [mean], yerr=[[mean - ends[0]], [ends[1] - mean]], fmt=mark.look["marker"], color=mark.look["color"],
-            **_MARK,
+            [x], [mean], yerr=[[max(0.0, mean - ends[0])], [max(0.0, ends[1] - mean)]],  # equal scores: rounding
+            fmt=mark.look["marker"], color=mark.look["color"], **_MARK,
         )  # fmt: skip
     if drawn:
         meanings = dict.fromkeys(_SEVERAL if len(mark.evaluations) > 1 else _SINGLE for mark in drawn)

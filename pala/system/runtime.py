@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from pala.system.errors import CollectiveError
+from pala.system.errors import CollectiveError, PalaError
 
 _CGROUP, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LAUNCHERS = (
@@ -351,14 +352,16 @@ def _bytes_unread(descriptor: int) -> int:
     return int(number)
 
 
-def one_sentence_for_mistakes(rank: int) -> None:
-    """From here on a mistake that all ranks raise and nobody catches is printed by rank 0 alone, as its sentence."""
-    before = sys.excepthook
+@cache
+def one_sentence_for_mistakes() -> None:
+    """From here on a mistake that nobody catches is printed as its sentence, one that all ranks raise by rank 0
+    alone."""
+    before, rank = sys.excepthook, Launch.detect().rank
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, CollectiveError):
+        if not isinstance(error, PalaError):
             before(kind, error, traceback)
-        elif rank == 0:
+        elif rank == 0 or not isinstance(error, CollectiveError):
             say(f"pala: error: {error}")
 
     sys.excepthook = hook
