@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,34 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_pages_that_are_named_are_linked(page: Path) -> None:
     without_links = re.sub(r"\[[^\]]*\]\([^)]*\)", "", prose(page))
     assert re.findall(r"docs/\w+\.md", without_links) == []
+
+
+COMMAND = r"python -m (pala[.\w]+(?: (?:check|explore|learn|progress|predict)\b)?)([^\n#`&]*)"
+
+
+def options_by_program() -> dict[str, set[str]]:
+    """The options that the pages give to each program, in code and in prose."""
+    found: dict[str, set[str]] = {}
+    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
+        for program, rest in re.findall(COMMAND, page.read_text()):
+            found.setdefault(program, set()).update(re.findall(r"(?<!\S)--[a-z][\w.-]*", rest.partition(" -- ")[0]))
+    return {program: options for program, options in found.items() if options}
+
+
+@pytest.mark.parametrize("program", sorted(options_by_program()))
+def test_options_that_the_pages_give_exist(program: str) -> None:
+    command = [sys.executable, "-m", *program.split(), "--help"]
+    known = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
+    options = set(re.findall(r"--[a-z][\w.-]*", known.stdout))
+    assert {option for option in options_by_program()[program] if option not in options} == set()
+
+
+def test_tests_that_the_table_of_faults_names_exist() -> None:
+    names = {
+        name for page in (REPOSITORY / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)", page.read_text())
+    }
+    rows = re.findall(r"^\|.*\|$", (REPOSITORY / "docs/reliability.md").read_text().split("## Faults")[1], re.MULTILINE)
+    for row in rows[2:]:
+        for name in re.findall(r"`([\w.]+)`", row.rstrip("|").rpartition("|")[2]):
+            file = REPOSITORY / "tests" / name
+            assert file.exists() if name.endswith(".py") else any(name in test for test in names), name
