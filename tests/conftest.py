@@ -329,6 +329,19 @@ if "pala.train" in sys.orig_argv:
     return {"PYTHONPATH": f"{folder}:{REPOSITORY}"}
 
 
+@contextmanager
+def memory_growth_below(most_kib: int) -> Iterator[None]:
+    """Fails if this process takes so much more memory inside the block than before it, if only for a moment."""
+
+    def peak_kib() -> int:
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_kib()
+    yield
+    assert peak_kib() - before < most_kib
+
+
 def record_of(run: Path) -> dict:
     """run.json."""
     return json.loads((run / "run.json").read_text())

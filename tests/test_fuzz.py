@@ -11,7 +11,6 @@ import json
 import math
 import os
 import pickle
-import resource
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import slow_but_for
+from conftest import memory_growth_below, slow_but_for
 from gymnasium.spaces import Box
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -69,9 +68,8 @@ def neither_unpickling_nor_much_memory(monkeypatch: pytest.MonkeyPatch) -> Itera
 
     for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
         monkeypatch.setattr(module, name, never)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    yield
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_GROWTH_KIB
+    with memory_growth_below(MOST_GROWTH_KIB):
+        yield
 
 
 def damaged(data: bytes, damage: list[tuple[str, float, bytes]]) -> bytes:
