@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CARTPOLE, LAUNCHERS, Launcher, assert_all_end, processes_in, record_of, wait_for
+from conftest import (
+    CARTPOLE,
+    LAUNCHERS,
+    SLOW_UNTIL_FREE,
+    Launcher,
+    assert_all_end,
+    processes_in,
+    record_of,
+    wait_for,
+    write_disturbed,
+)
 from runs import all_train, local_steps, total
 from standing_ranks import StandingRanks
 from test_training import assert_trained_one_policy
@@ -239,10 +249,12 @@ def test_a_disk_that_is_full_at_the_end(
 ) -> None:
     """The job does not end well, and says so; with room, resuming gives the policy."""
     run = small_disk / "r"
-    often = ["--run.name", "r", "--run.checkpoint-interval-s", "0.3"]
-    job = any_mpi.start_train(2, *CARTPOLE, *often, "--total-steps", "30000", cwd=tmp_path)
+    often = ["--run.checkpoint-interval-s", "0.3", "--total-steps", "30000"]
+    script = write_disturbed(tmp_path, SLOW_UNTIL_FREE, *often)
+    job = any_mpi.start("-np", "2", str(any_mpi.folder / "python"), script, cwd=tmp_path)
     wait_for((run / "checkpoints/segment-000/rank-0001.previous.safetensors").exists, what="the second checkpoint")
     fill(small_disk)
+    (tmp_path / "free").touch()
     job.wait()
     assert job.status != 0 and "Traceback" not in job.output and not record_of(run)["completed"], job.output
     assert re.search(r"pala: error: rank 0: .*No space left on device.*make room, then `--resume`", job.output)
