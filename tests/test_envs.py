@@ -268,7 +268,7 @@ def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypat
         def close(self):
             print("closed", flush=True)
 
-    monkeypatch.setattr(envs_module, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(envs_module, "_PATIENCE_S", 5.0)
     envs = make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=Slow)
     envs.reset(np.zeros(2, np.int32))
     capfd.readouterr()

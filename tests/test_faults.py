@@ -188,8 +188,8 @@ def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, tmp_path: P
     killed = 0
     pids, run = start_with_spares(any_mpi, 4, 1, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     (job,) = any_mpi.jobs
-    begun_s, slept_s = time.monotonic(), processor_seconds(pids[4])
-    wait_for(lambda: len(intervals(run, 1)) > 6, what="training")
+    begun_s, slept_s, had = time.monotonic(), processor_seconds(pids[4]), len(intervals(run, 1))
+    wait_for(lambda: len(intervals(run, 1)) > had + 6, what="training")
     slept_s, took_s = processor_seconds(pids[4]) - slept_s, time.monotonic() - begun_s
     memory = [resident_bytes(pids[rank]) / 2**20 for rank in (4, 1)]
     assert "libtorch" not in Path(f"/proc/{pids[4]}/maps").read_text() and len(read_run(run)) == 4

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import wait_for
 
-from pala.system import waiting
+from pala.system import runtime, waiting
 from pala.system.device import choose_device
 from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt, Launch, say, share_of_cores, tell
@@ -153,8 +154,9 @@ _SPEAKS = "import os; from pala.system.runtime import wait_until_read; os.write(
 def test_waits_until_its_reader_has_all_of_it() -> None:
     speaker = subprocess.Popen([sys.executable, "-c", _SPEAKS.format(most=60)], stdout=subprocess.PIPE)
     assert speaker.stdout is not None
+    wait_for(lambda: runtime._bytes_unread(speaker.stdout.fileno()) == 99, what="its words")
     with pytest.raises(subprocess.TimeoutExpired):
-        speaker.wait(1.5)  # it waits: nobody has read
+        speaker.wait(0.3)  # it waits: nobody has read
     assert len(os.read(speaker.stdout.fileno(), 200)) == 99
     assert speaker.wait(30) == 0
     speaker.stdout.close()

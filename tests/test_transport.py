@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from signal import SIGUSR1
 
 import numpy as np
 import pytest
+from conftest import wait_for
 
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.runtime import Interrupt
@@ -50,13 +50,6 @@ class Listener(Receiver):
 
 def packet(*values: int) -> Bytes:
     return Bytes(np.array(values, np.uint8))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
