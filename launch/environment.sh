@@ -28,6 +28,10 @@ make_venv() {
         fail "$venv is no Python environment with pip, and holds files that are not PALA's. Set PALA_VENV to another folder," \
             "or empty this one."
     fi
+    if [ -e "$venv/pyvenv.cfg" ] && [ -n "${SLURM_JOB_ID:-}" ]; then # other jobs may run from it
+        fail "$venv does not run on $(uname -n): its Python is $(sed -n 's/^executable = //p' "$venv/pyvenv.cfg"). Load the" \
+            "module that has it, or make it anew where no job runs: ./launch/train.sh --help"
+    fi
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
     mkdir -p "$venv" && touch "$mark" && find "$venv" -mindepth 1 -maxdepth 1 ! -name .pala-made -exec rm -rf {} + ||

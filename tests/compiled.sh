@@ -14,7 +14,8 @@ explore) modules=(pala/simulate/explore_{alike,world}.py) ;;
 *) echo "usage: $0 check|explore [OPTIONS]" >&2 && exit 2 ;;
 esac
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-[ ! -d "$repository/.venv" ] || export PATH="$repository/.venv/bin:$PATH"
+made=${PALA_VENV:-$repository/.venv}
+if "$made/bin/python" -c 'import mypyc' 2>/dev/null; then export PATH="$made/bin:$PATH"; fi
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 cp -r "$repository"/{pala,pyproject.toml} "$copy"

@@ -561,7 +561,8 @@ def test_an_answer_moves_by_its_difference_from_the_offer(
     assert isinstance(peer.receive(data), Message)
     node.parameters += 0.1 * normal(3, device=device)  # it has learned since
     before = node.parameters.cpu().numpy().astype(np.float64)
-    answer = answer_of(peer, peer.inbox.staged_part())
+    with peer.inbox.learners_turn(peer.parameters):
+        answer = answer_of(peer, peer.inbox.staged_part())
     assert len(answer) == len(data)
     assert isinstance(node.receive(answer), Message) and node.inbox.check_answer(held_offer) is None
     change = node.inbox.difference(held_offer, in_place)

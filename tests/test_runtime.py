@@ -16,8 +16,9 @@ import pytest
 import torch
 from conftest import wait_for
 
+from pala.system import device as device_module
 from pala.system import runtime, waiting
-from pala.system.device import choose_device
+from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt, Launch, say, share_of_cores, tell
 from pala.system.seeding import derive, stream
@@ -94,6 +95,25 @@ def test_ranks_of_a_node_take_its_gpus_in_turn(variable, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "3")
     assert choose_device("cuda") == torch.device("cuda:1")
+
+
+def test_a_gpu_that_is_seen_and_cannot_be_used_is_left_alone_by_auto(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that torch is not built for: the first computation on it fails."""
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available\nmore lines")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", fails)
+    for key in device_module._LOCAL_RANKS:
+        monkeypatch.delenv(key, raising=False)
+    assert use_device("auto", 3) == torch.device("cpu")
+    assert "cuda:1 cannot be used: CUDA error: no kernel image is available. This rank" in capsys.readouterr().err
+    with pytest.raises(PalaError, match=r"'run.device' is 'cuda', but cuda:0 cannot be used: CUDA error"):
+        use_device("cuda")
 
 
 @pytest.mark.parametrize("ignored", [False, True])

@@ -19,7 +19,7 @@ from pala.report.text import counted
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress
-from pala.system.device import choose_device, has_bfloat16
+from pala.system.device import has_bfloat16, use_device
 from pala.system.runtime import Interrupt, say
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
@@ -127,9 +127,8 @@ def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeE
 
 def prepare_device(comm: Communicator, config: Config) -> torch.device:
     """The configuration's device, made the current one. Collective."""
-    device = collectively(comm, lambda: choose_device(config.run.device))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # streams and graphs are made on the current device
+    before_this = comm.allgather(comm.host)[: comm.rank].count(comm.host)
+    device = collectively(comm, lambda: use_device(config.run.device, before_this))
     if config.network.precision == "bfloat16" and not has_bfloat16(device) and comm.rank == 0:
         say("'network.precision' is 'bfloat16', for which this machine has no instructions; float32 would be faster.")
     return device

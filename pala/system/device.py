@@ -8,18 +8,38 @@ from pathlib import Path
 import torch
 
 from pala.system.errors import PalaError
+from pala.system.runtime import say
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # of Open MPI, Hydra, srun
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto`: CUDA if there is any; `cuda`: the ranks of a node take its GPUs in turn. Raises PalaError."""
+def use_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device by `choose_device`, tried and made the current one, on which streams and graphs are made. Where a GPU
+    is seen that cannot be used, as one that torch is not built for, `auto` is the CPU. Raises PalaError."""
+    device = choose_device(name, local_rank)
+    if device.type == "cpu":
+        return device
+    try:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        fault = f"{device} cannot be used: {str(error).splitlines()[0]}"
+        if name != "auto":
+            raise PalaError(f"'run.device' is '{name}', but {fault}") from None
+        say(f"{fault}. This rank computes on the CPU.")
+        return torch.device("cpu")
+    return device
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto`: CUDA if there is any; `cuda`: the ranks of a node take its GPUs in turn. `local_rank`: which one this is
+    there, where the launcher does not say it. Raises PalaError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise PalaError(f"'run.device' is '{name}', but torch {torch.__version__} sees no CUDA device here.")
     if name == "cuda":
-        local_rank = next((int(os.environ[key]) for key in _LOCAL_RANKS if os.environ.get(key)), 0)
+        local_rank = next((int(os.environ[key]) for key in _LOCAL_RANKS if os.environ.get(key)), local_rank)
         name = f"cuda:{local_rank % torch.cuda.device_count()}"
     try:
         device = torch.device(name)
@@ -36,7 +56,7 @@ def choose_device(name: str) -> torch.device:
 def has_bfloat16(device: torch.device) -> bool:
     """Whether the processor or GPU has instructions for bfloat16."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # torch also counts where it is emulated
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:

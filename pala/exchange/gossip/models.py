@@ -172,7 +172,10 @@ class ReceiveBuffer:
         self._stream.wait_stream(current)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        if self._stream is None:
+            return contextlib.nullcontext()
+        torch.cuda.set_device(self._stream.device)  # of this thread: else it would take memory on the first GPU as well
+        return torch.cuda.stream(self._stream)
 
 
 class TensorModels:
