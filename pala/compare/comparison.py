@@ -58,6 +58,7 @@ class Comparison:
         method's own, the same in all comparisons; the others have those that are left, in order."""
         methods = {run.cell.variant: _LOOKS.get(_rule_of(run.config)) for run in reversed(self.runs)}
         variants = [variant for variant in self.variants if variant in methods]
+        variants.sort(key=lambda variant: variant not in self.preset.drawn)  # those that are drawn choose first
         looks: dict[str, int] = {}
         for variant in variants:
             if (own := methods[variant]) is not None and own not in looks.values():
