@@ -28,8 +28,9 @@ make_venv() {
         fail "$venv is no Python environment with pip, and holds files that are not PALA's. Set PALA_VENV to another folder," \
             "or empty this one."
     fi
-    if [ -e "$venv/pyvenv.cfg" ] && [ -n "${SLURM_JOB_ID:-}" ]; then # other jobs may run from it
-        fail "$venv does not run on $(uname -n): its Python is $(sed -n 's/^executable = //p' "$venv/pyvenv.cfg"). Load the" \
+    if [ -e "$venv/pyvenv.cfg" ] && [ -n "${SLURM_JOB_ID:-}" ] && [ -z "$(version_of "$venv/bin/python")" ]; then
+        # Other jobs may run from it.
+        fail "$venv does not run on $(uname -n): its Python is of $(sed -n 's/^home = //p' "$venv/pyvenv.cfg"). Load the" \
             "module that has it, or make it anew where no job runs: ./launch/train.sh --help"
     fi
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||

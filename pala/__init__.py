@@ -68,10 +68,7 @@ def fit(
 
     facts = _facts()
     one_sentence_for_mistakes()
-    try:
-        comm = start_mpi()
-    except PalaError as error:  # of the installation, so on every rank
-        raise CollectiveError(str(error)) from None
+    comm = start_mpi()
     hooks = Hooks(make_network, on_update, on_interval)
     try:
         collectively(comm, lambda: _check_callable(make_env=make_env, **hooks._asdict()))

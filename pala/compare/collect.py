@@ -36,6 +36,8 @@ def keep(run: Path, folder: Path) -> None:
     if copy.resolve() == run.resolve() or ((copy / "run.json").exists() and _progress(copy) > _progress(run)):
         return
     try:
+        if (run / "metrics").is_symlink():
+            raise OSError("'metrics' is a link, not a folder")
         (copy / "metrics").mkdir(parents=True, exist_ok=True)
         for file in metrics_files(run):
             data = _bytes_of(file)

@@ -77,7 +77,9 @@ def save(run: Path, evaluation: Evaluation) -> None:
     this is of an earlier policy. Raises PalaError."""
     table = evaluation.to_table()
     try:
-        if evaluation.policy == "final" or not run_folder.read(run)["completed"]:
+        record, steps = run_folder.read(run), evaluation.global_steps
+        is_newest = evaluation.policy == "final" and record["segments"][-1].get("global_steps", steps) == steps
+        if is_newest or not record["completed"]:
             write_atomically(run / "evaluation.json", (json_text(table, indent=2) + "\n").encode())
         with open_to_append(run / "evaluations.jsonl") as file:
             file.write((json_text(table) + "\n").encode())
