@@ -110,7 +110,11 @@ class GorilaTrial(Trial):
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
         """As a `Trial`'s, from the last record before anything is learned."""
         records = super().run(global_steps, seconds, seeds)
-        before = [record for record in records[:-1] if record.get("global_steps", 0) < self.steps_before]
+        learns = any(record["updates"] for record in records)  # else it only acts, or serves
+        before = [
+            record for record in records[:-1]
+            if (not record["updates"] if learns else record.get("global_steps", 0) < self.steps_before)
+        ]  # fmt: skip
         return records[max(len(before) - 1, 0) :]
 
 
