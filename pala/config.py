@@ -143,6 +143,10 @@ class A2CConfig:
     """Weight of the policy's entropy [GALA]."""
     max_gradient_norm: float = 0.5
     """The gradient's global L2 norm is clipped to this; 0 turns clipping off [GALA]."""
+    gradient_clipping: Literal["own", "mean"] = "own"
+    """Of ranks that mix models (gossip, `shared_memory`). `own`: each clips its own gradient [GALA]. `mean`: as much as
+    the mean over the ranks would be clipped if the others' gradients were of their usual size, as `allreduce` clips.
+    Ours (docs/architecture.md)."""
 
 
 @dataclass(frozen=True)

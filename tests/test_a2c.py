@@ -158,6 +158,22 @@ def test_clipping_is_torchs(scale):
     torch.testing.assert_close(gradient, parameter.grad)
 
 
+@pytest.mark.parametrize("size", [0.01, 0.3, 0.5, 40.0])
+def test_one_of_several_is_clipped_as_their_mean_is(size):
+    gradients = torch.eye(4) * torch.tensor([size, 0.3, 0.3, 0.3])  # unrelated
+    mean, own = gradients.mean(0), gradients[0].clone()
+    clipped = mean.clone()
+    clip_gradient_(clipped, 0.1)
+    assert clip_gradient_(own, 0.1, learners=4, usual_square=0.3**2) == pytest.approx(size)
+    torch.testing.assert_close(own[0], size * clipped[0] / mean[0])
+
+
+def test_a_lone_large_gradient_may_be_as_large_as_it_weighs_in_the_mean():
+    gradient = torch.full((4,), 1e4)
+    clip_gradient_(gradient, 0.5, learners=4, usual_square=0.01)
+    assert float(gradient.norm()) == pytest.approx(4 * 0.5, rel=1e-4)
+
+
 def test_clipping_can_be_off():
     gradient = torch.full((4,), 100.0)
     assert clip_gradient_(gradient, 0.0) == 200.0
@@ -177,6 +193,24 @@ def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
     assert result.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
     gradient *= 0.1 / gradient.norm()
     torch.testing.assert_close(flat.data, before - 0.01 * gradient / (0.1 * gradient.abs() + 1e-5), rtol=1e-4, atol=0)
+
+
+def test_others_gradients_are_taken_to_be_as_large_as_this_ranks_were():
+    network, limit = make_network("vector"), 3 * 0.5
+    flat = FlatParameters(network, CPU)
+    config = A2CConfig(max_gradient_norm=0.5, gradient_clipping="mean", rmsprop_alpha=0.0)
+    a2c = A2C(network.distribution, AutogradTape(network), flat, config)
+    loss, usual = Loss(*torch.zeros(4)), None
+    for norm in (0.2, 0.9, 50.0, math.nan, 0.3, 1.2):
+        flat.gradient.fill_(norm / math.sqrt(flat.gradient.numel()))
+        result = a2c.step(loss, 0.0, learners=3)
+        assert result.applied == math.isfinite(norm)
+        if result.applied:
+            usual = norm**2 if usual is None else usual
+            norm_of_mean = math.sqrt(norm**2 + 2 * usual) / 3
+            expected = norm * min(1, 0.5 / norm_of_mean)
+            assert float(flat.gradient.norm()) == pytest.approx(expected, rel=1e-4)
+            usual = 0.99 * usual + 0.01 * min(norm, limit) ** 2
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e30], ids=["nan", "inf", "overflow"])

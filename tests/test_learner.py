@@ -93,7 +93,7 @@ class Run:
     counters: Counters = field(default_factory=Counters)
     interrupt: Interrupt = field(default_factory=Interrupt)
     records: list[Record] = field(default_factory=list)
-    updates: list[tuple[Rollout, torch.Tensor, float]] = field(default_factory=list)
+    updates: list[tuple[Rollout, torch.Tensor, float, int]] = field(default_factory=list)
     saves: int = 0
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Run:
         differentiate, step = self.a2c.differentiate, self.a2c.step
         rollouts = []
         self.a2c.differentiate = lambda *arguments: rollouts.append(arguments) or differentiate(*arguments)
-        self.a2c.step = lambda loss, rate: self.updates.append((*rollouts.pop(), rate)) or step(loss, rate)
+        self.a2c.step = lambda loss, *how: self.updates.append((*rollouts.pop(), *how)) or step(loss, *how)
         comm, start = (
             SimpleNamespace(rank=0, size=1, deaths=SimpleNamespace),
             ExchangeState([self.counters.local_steps], 0, 0, 1.0),
@@ -132,7 +132,7 @@ def test_a_time_limit_is_bootstrapped_with_the_final_observation():
     """Episodes of 3 steps: the truncated step pays 1 + gamma * V(step 3), not V of the next episode's first."""
     run = Run(configured(BATCH, gamma=0.9), network=Teller())
     run.go()
-    (rollout, bootstrap, _), *_ = run.updates
+    (rollout, bootstrap, *_), *_ = run.updates
     for b in range(ENVS):
         assert [float(r[b]) for r in rollout.rewards] == pytest.approx([1, 1, 1 + 0.9 * 30, 1, 1])
         assert [float(e[b]) for e in rollout.ended] == [0, 0, 1, 0, 0]
@@ -318,7 +318,7 @@ def test_a_rank_that_peers_have_to_replace_again_and_again_ends_the_run():
 def test_learning_rate_falls_to_zero_at_the_end_of_the_budget(decay, expected):
     run = Run(configured(4 * BATCH, learning_rate=8.0, learning_rate_decay=decay))
     run.go()
-    assert [rate for *_, rate in run.updates] == pytest.approx(expected)
+    assert [rate for *_, rate, _ in run.updates] == pytest.approx(expected)
     assert run.records[-1]["learning_rate"] == (0 if decay == "linear" else 8)
 
 
@@ -333,7 +333,7 @@ def test_the_learning_rate_rises_in_the_first_updates_and_again_when_the_mean_sq
 
     run = Run(configured(9 * BATCH, learning_rate=8.0, learning_rate_warmup_updates=4), exchange_class=Breaking)
     run.go()
-    assert [rate for *_, rate in run.updates] == pytest.approx([2, 4, 6, 8, 8, 8, 2, 4, 6])
+    assert [rate for *_, rate, _ in run.updates] == pytest.approx([2, 4, 6, 8, 8, 8, 2, 4, 6])
     assert run.learner.num_applied == 8  # all but the sixth
     assert run.a2c.warms_up_from == 6
 
@@ -351,14 +351,14 @@ def test_updates_that_are_left_out_do_not_use_up_the_warm_up():
 
     run.a2c.differentiate = spoilt
     run.go()
-    assert [rate for *_, rate in run.updates] == pytest.approx([2, 2, 2, 4, 6, 8, 8])
+    assert [rate for *_, rate, _ in run.updates] == pytest.approx([2, 2, 2, 4, 6, 8, 8])
 
 
 def test_a_resumed_rank_does_not_warm_up_again():
     config = configured(12 * BATCH, learning_rate=8.0, learning_rate_warmup_updates=4)
     run = Run(config, counters=Counters(10, 10 * BATCH))
     run.go()
-    assert [rate for *_, rate in run.updates] == [8, 8]
+    assert [rate for *_, rate, _ in run.updates] == [8, 8]
 
 
 class NineRanks(NoExchange):
@@ -373,7 +373,7 @@ def test_a_rank_that_leaves_as_all_do_has_the_rate_of_one():
     config = configured(4 * BATCH, learning_rate=1e-3, learning_rate_scaling="ranks")
     run = Run(dataclasses.replace(config, exchange=ExchangeConfig("gossip")), exchange_class=NobodyStays)
     run.go()
-    assert [rate for *_, rate in run.updates] == [1e-3] * 4
+    assert [rate for *_, rate, _ in run.updates] == [1e-3] * 4
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,19 @@ def test_the_learning_rate_is_scaled_by_what_the_exchange_needs(kind, most, expe
     config = configured(4 * BATCH, learning_rate=1e-3, learning_rate_scaling="ranks", learning_rate_most_scaling=most)
     run = Run(dataclasses.replace(config, exchange=ExchangeConfig(kind)), exchange_class=NineRanks)
     run.go()
-    assert [rate for *_, rate in run.updates] == pytest.approx([expected] * 4)
+    assert [rate for *_, rate, _ in run.updates] == pytest.approx([expected] * 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "clipping", "learners"),
+    [("gossip", "mean", 9), ("shared_memory", "mean", 9), ("gossip", "own", 1), ("allreduce", "mean", 1),
+     ("none", "mean", 1)],
+)  # fmt: skip
+def test_a_gradient_is_clipped_as_one_of_those_whose_models_are_mixed(kind, clipping, learners):
+    config = configured(2 * BATCH, gradient_clipping=clipping)
+    run = Run(dataclasses.replace(config, exchange=ExchangeConfig(kind)), exchange_class=NineRanks)
+    run.go()
+    assert [of for *_, of in run.updates] == [learners] * 2
 
 
 def test_continuous_actions_reach_the_environment_inside_the_box():

@@ -78,7 +78,7 @@ class Learner(Loop):
     def step(self, loss: Loss) -> UpdateResult:
         """One step along the gradient."""
         with self._watch.section("update"):
-            result = self._a2c.step(loss, self._learning_rate())
+            result = self._a2c.step(loss, self._learning_rate(), self._learners)
         self.counters.updates += 1
         if not result.applied and self._a2c.warms_up_from == self.counters.updates - 1:
             self._a2c.warms_up_from += 1  # the mean squares are 0 still
@@ -167,6 +167,13 @@ class Learner(Loop):
             fault = f"{where}: {whose}no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}"
         if fault:
             raise (EndError if self._exchange.needs_all else PalaError)(fault)
+
+    @property
+    def _learners(self) -> int:
+        """Of whose gradients, one each, that in hand is to be clipped as one."""
+        config = self._config
+        mixes = kind_of(config.exchange).coupling == 1
+        return max(1, len(self._exchange.living)) if mixes and config.a2c.gradient_clipping == "mean" else 1
 
     def _learning_rate(self) -> float:
         """The rate of this update. Ranks that died do not count."""

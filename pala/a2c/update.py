@@ -76,14 +76,24 @@ def rmsprop_(
     parameters.addcdiv_(gradient, denominator, value=-learning_rate)
 
 
+_NORM_SMOOTHING = 0.99  # an update
 _ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
 
 
-def clip_gradient_(gradient: Tensor, max_norm: float) -> float:
-    """Scale the flat gradient to at most `max_norm` (0: leave it); returns the norm before."""
+def clip_gradient_(
+    gradient: Tensor, max_norm: float, learners: int = 1, usual_square: float | None = None
+) -> float:  # fmt: skip
+    """Scale the flat gradient to at most `max_norm` (0: leave it); returns the norm before.
+
+    Of several `learners`: as their mean would be scaled, if the others' gradients are unrelated to this one and have
+    the squared norm `usual_square` (None: this one's) each. So an ordinary gradient may have √N times `max_norm`, and
+    one that is far above the others' N times.
+    """
     norm = float(gradient.norm())
-    if max_norm > 0 and norm > max_norm:
-        gradient.mul_(max_norm / (norm + 1e-6))
+    others = (learners - 1) * (norm * norm if usual_square is None else usual_square)
+    norm_of_mean = math.hypot(norm, math.sqrt(others)) / learners
+    if max_norm > 0 and norm_of_mean > max_norm:
+        gradient.mul_(max_norm / (norm_of_mean + 1e-6))
     return norm
 
 
@@ -103,6 +113,7 @@ class A2C:
         self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
         self.warms_up_from = 0  # the update after which the mean squares were 0
+        self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew with its next one
         self._momentum: Momentum | None = None
         if config.momentum:
             self._movement = torch.zeros_like(flat.data)
@@ -132,14 +143,16 @@ class A2C:
         if self._momentum is not None:
             self._momentum.restart()
 
-    def step(self, loss: Loss, learning_rate: float) -> UpdateResult:
-        """Clip the gradient in `flat.gradient` and take one optimiser step, unless it is not finite."""
+    def step(self, loss: Loss, learning_rate: float, learners: int = 1) -> UpdateResult:
+        """Clip the gradient in `flat.gradient`, as one of so many `learners`, and take one optimiser step, unless it is
+        not finite."""
         config, learned = self._config, slice(self.flat.num_learned)
         gradient = self.flat.gradient[learned]
-        norm = clip_gradient_(gradient, config.max_gradient_norm)
+        norm = clip_gradient_(gradient, config.max_gradient_norm, learners, self._usual_square)
         finite = self.normalization.is_finite() and math.isfinite(norm)
         self.normalization.learn(finite)
         if finite:
+            self._count_norm(norm, learners)
             if self._momentum is not None:
                 self._momentum.push_()
             rmsprop_(
@@ -147,6 +160,12 @@ class A2C:
                 config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,
             )  # fmt: skip
         return UpdateResult(loss, norm, finite)
+
+    def _count_norm(self, norm: float, learners: int) -> None:
+        """A running mean of the squares, in which a rare large one counts no more than it can be clipped to."""
+        square = min(norm, learners * (self._config.max_gradient_norm or math.inf)) ** 2
+        before = square if self._usual_square is None else self._usual_square
+        self._usual_square = _NORM_SMOOTHING * before + (1 - _NORM_SMOOTHING) * square
 
     def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
         """The rollout's loss; its gradient goes to `flat.gradient`: autograd down to the network's outputs, then the
