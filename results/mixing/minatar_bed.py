@@ -10,6 +10,7 @@ interrupted.
     python results/mixing/minatar_bed.py final          each method at its best setting, with fresh seeds
     python results/mixing/minatar_bed.py stability      how often a training of 4 ranks with momentum does not get on
     python results/mixing/minatar_bed.py delays         gossip under delays, and with a slow rank
+    python results/mixing/minatar_bed.py clipping       gossip whose gradients are clipped as their mean would be
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the page of it.
 """
@@ -64,6 +65,7 @@ class Job(NamedTuple):
     exchanges: int = 1
     envs: int = 16  # of a rank
     total_steps: int = TOTAL_STEPS
+    clipping: str = "own"  # `a2c.gradient_clipping`
 
     @property
     def is_usual(self) -> bool:
@@ -139,6 +141,7 @@ def train(job: Job) -> dict[str, Any]:
     config = Config(total_steps=job.total_steps, seed=job.seed)
     config = replace(config, env=replace(config.env, num_envs=job.envs))
     own = {"learning_rate": job.rate * BASE_RATE, "momentum": job.momentum, "momentum_smoothing": job.smoothing}
+    own["gradient_clipping"] = job.clipping
     exchange = replace(config.exchange, exchanges_per_update=job.exchanges)
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     conditions = Conditions(job.ranks, job.delay, job.slow_ranks)
@@ -229,7 +232,7 @@ _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8)) 
 
 
 def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[Job]:
-    """The trainings of a stage; those of the last two need the others."""
+    """The trainings of a stage; those of the last three need the others."""
     trials = itertools.product(range(1, seeds + 1), ranks, games, METHODS)
     if stage == "sweep":
         return [Job(game, n, method, rate, seed) for seed, n, game, method in trials for rate in _RATES[n]]
@@ -262,6 +265,10 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
     if stage == "final":
         chosen += [(n, setting) for n, setting in _ASKED if n in ranks and (n, setting) not in chosen]
         return [_job(game, n, setting, seed) for seed in fresh for n, setting in chosen for game in games]
+    if stage == "clipping":
+        best = best_settings(read())
+        usual = [_job(game, n, best[n, "paired"], seed) for n in ranks for seed in fresh for game in games]
+        return [job._replace(clipping="mean") for job in usual]
     conditions = [(1.0, 0), (3.0, 0), (10.0, 0), (0.05, 1)]
     return [
         _job(game, n, setting, seed, delay, slow)
@@ -291,7 +298,7 @@ def _commit() -> str:
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = ("sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays")
+    stages = ("sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays", "clipping")
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--games", nargs="+", default=list(SWEPT), choices=GAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16])

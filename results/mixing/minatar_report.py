@@ -160,6 +160,26 @@ def longer(results: Results) -> str:
     return table(header, rows) if rows else "Not run yet."
 
 
+def clipping(results: Results) -> str:
+    """Gradients clipped as their mean would be, beside each rank's own clip with the same seeds."""
+    cells: dict[tuple[str, int, Setting], dict[str, list[float]]] = {}
+    for job, line in results.items():
+        own = job._replace(clipping="own")
+        if job.clipping == "mean" and own in results:
+            pair = cells.setdefault((job.game, job.ranks, job.setting), {"own": [], "mean": []})
+            pair["mean"].append(line.get("mean_height", 0.0))
+            pair["own"].append(results[own].get("mean_height", 0.0))
+    rows = [
+        (
+            game, str(ranks), setting.method, *_texts(setting), str(len(of["mean"])),
+            *(f"{iqm(np.array(of[how])):.2f}" for how in ("own", "mean")), ratio(of["mean"], of["own"]),
+        )
+        for (game, ranks, setting), of in sorted(cells.items())
+    ]  # fmt: skip
+    header = ("game", "ranks", "method", *_SETTING, "seeds", "IQM, own clip", "as the mean", "of own")
+    return table(header, rows) if rows else "Not run yet."
+
+
 def main() -> None:
     """Print the page."""
     results = read()
@@ -182,6 +202,10 @@ def main() -> None:
     print(larger(results))
     print(f"\n## Longer\n\n16 ranks, {4 * TOTAL_STEPS:,} steps, at the best settings of {TOTAL_STEPS:,}.\n")
     print(longer(results))
+    print(
+        "\n## Clipping\n\n`a2c.gradient_clipping`: own, or as the mean over the ranks would be clipped. The same fresh seeds.\n"
+    )
+    print(clipping(results))
     print("\n## Delays, and a slow rank\n\nSlow ranks are 4 times slower than the others.\n")
     print(disturbed(results))
 
