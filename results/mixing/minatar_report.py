@@ -202,9 +202,7 @@ def main() -> None:
     print(larger(results))
     print(f"\n## Longer\n\n16 ranks, {4 * TOTAL_STEPS:,} steps, at the best settings of {TOTAL_STEPS:,}.\n")
     print(longer(results))
-    print(
-        "\n## Clipping\n\n`a2c.gradient_clipping`: own, or as the mean over the ranks would be clipped. The same fresh seeds.\n"
-    )
+    print("\n## Clipping\n\nEach rank's own, and as the mean over the ranks would be clipped; the same fresh seeds.\n")
     print(clipping(results))
     print("\n## Delays, and a slow rank\n\nSlow ranks are 4 times slower than the others.\n")
     print(disturbed(results))
