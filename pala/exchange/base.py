@@ -159,7 +159,6 @@ class Exchange(abc.ABC):
 class ModelExchange(Exchange):
     """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
-    needs_all = False  # whether the job ends when one rank cannot go on
     culprits: Sequence[int] = ()  # other ranks whose gradients made the last average not finite
 
     @property
