@@ -70,10 +70,6 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
             code = _load_code(comm, request.resume, code, request.trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
         config = _with_name(config, code, envs)
-        description = {
-            **request.facts, "threads_per_rank": job.threads, "environment": envs.name,
-            "python_environment": code.make_env is not None, "python_network": code.make_network is not None,
-        }  # fmt: skip
         with envs:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
             if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
@@ -86,7 +82,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
                     collectively(comm, lambda: user_code.keep(segment.run, config, code) if comm.rank == 0 else None)
                     records = _open_records(job, config, progress, segment)
-                    records.begin(comm, _described(job, config, parts, segment, description))
+                    records.begin(comm, _described(job, request, code, envs, parts, segment))
                 if comm.rank == 0 and config.run.console != "none":
                     tell(_header(job, config, parts, progress, segment))
                 if not parts.acts:  # it needed their spaces alone
@@ -180,12 +176,14 @@ def _open_records(job: Job, config: Config, progress: Progress, segment: Segment
 
 
 def _described(
-    job: Job, config: Config, parts: Parts[Any], segment: Segment, description: dict[str, Any]
+    job: Job, request: Request, code: UserCode, envs: Envs, parts: Parts[Any], segment: Segment
 ) -> dict[str, Any]:
     """What run.json says of a segment when it begins."""
-    return description | {
+    return {
+        **request.facts, "threads_per_rank": job.threads, "environment": envs.name,
+        "python_environment": code.make_env is not None, "python_network": code.make_network is not None,
         "ranks": job.num_trainers, "cores": job.cores, "resumed": segment.is_resumed, **job.comm.facts(),
-        "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
+        "device": str(parts.device), "seed": request.config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
 
 
