@@ -5,11 +5,11 @@
     from pala.transport.faults import drop, fail_at
 
     def main(comm):
-        return run_rank(comm, Request(config, on_update=comm.on_update), comm.interrupt)
+        return run_rank(comm, Request(config, on_count=comm.on_count), comm.interrupt)
 
     results = run_ranks(4, main, faults=[fail_at(2, update=10), drop(0, 1, n=3)])
 
-Without `on_update` no fault "at an update" ever happens, without `interrupt` no signal.
+Without `on_count` no fault "at an update" ever happens, without `interrupt` no signal.
 The others survive the death of a rank, as under `mpirun --with-ft ulfm`. A rank that raises something is dead, unless
 that is an EndError, by which it ends the job. Nobody waits for one that has ended or returned.
 """
@@ -217,8 +217,8 @@ class MemoryCommunicator(Communicator):
 
     # ---- faults --------------------------------------------------------------------------------------------------
 
-    def on_update(self, updates: int) -> None:
-        """What the script says of a rank that has made so many updates. For `Loop.run`."""
+    def on_count(self, updates: int) -> None:
+        """What the script says of a rank that has made so many updates."""
         for fault in [fault for fault in self._to_come if updates >= fault.update]:
             self._to_come.remove(fault)
             fault.happens(self)
