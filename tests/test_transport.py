@@ -114,9 +114,9 @@ def test_the_living_agree_without_the_dead(deaths: list[int]) -> None:
             if comm.rank in deaths[1:]:
                 comm.die()
             array = np.array([10.0**comm.rank])
-            living.reduce(array, "sum", PATIENCE_S, Interrupt())
+            living.reduce(array, "sum")
             first = np.array([comm.rank])
-            living.broadcast(first, PATIENCE_S, Interrupt())
+            living.broadcast(first)
             assert first[0] == living.members[0]
             return list(living.members), float(array[0])
 

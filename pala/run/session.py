@@ -280,7 +280,7 @@ class Session:
         def gather(living: Living) -> np.ndarray:
             said = np.zeros(self._comm.size, np.uint64)  # each rank's callback, counted from 1
             said[self._comm.rank] = _CALLBACKS.index(self._asked_to_stop) if self._asked_to_stop else 0
-            living.reduce(said, "max", self._job.patience_s, self._interrupt)
+            living.reduce(said, "max")
             return said
 
         said = self._comm.among_the_living(gather, self._job.patience_s, self._interrupt)
@@ -294,7 +294,7 @@ class Session:
 
         def add_up(living: Living) -> np.ndarray:
             counts = np.array([loop.num_tried, loop.num_applied], np.int64)
-            living.reduce(counts, "sum", self._job.patience_s, self._interrupt)
+            living.reduce(counts, "sum")
             return counts
 
         tried, applied = self._comm.among_the_living(add_up, self._job.patience_s, self._interrupt)

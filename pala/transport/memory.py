@@ -159,14 +159,14 @@ class _Group:
 
 
 class _MemoryLiving(Living):
-    def __init__(self, group: _Group) -> None:
-        self.members, self._group = group.members, group
+    def __init__(self, group: _Group, timeout_s: float | None, interrupt: Interrupt) -> None:
+        self.members, self._group, self._timeout_s, self._interrupt = group.members, group, timeout_s, interrupt
 
-    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
-        array[...] = _reduced(self._group.gather(array.copy(), timeout_s, interrupt), how)
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        array[...] = _reduced(self._group.gather(array.copy(), self._timeout_s, self._interrupt), how)
 
-    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
-        array[...] = self._group.gather(array.copy(), timeout_s, interrupt)[0]
+    def broadcast(self, array: np.ndarray) -> None:
+        array[...] = self._group.gather(array.copy(), self._timeout_s, self._interrupt)[0]
 
 
 def _reduced(arrays: Sequence[np.ndarray], how: Reduction) -> np.ndarray:
@@ -294,7 +294,7 @@ class MemoryCommunicator(Communicator):
             living = self._all.gather_living(None, timeout_s, interrupt)
             group = _Group(self, list(living), ("living", self._all._number))
             try:
-                result, whole = action(_MemoryLiving(group)), True
+                result, whole = action(_MemoryLiving(group, timeout_s, interrupt)), True
             except _MemberDiedError:
                 whole = False
             agreement = _Group(self, group.members, ("agreement", self._all._number))
