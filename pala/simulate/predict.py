@@ -13,14 +13,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.kinds import KINDS
 from pala.report.text import counted
-from pala.run.run_folder import provenance
+from pala.run.run_folder import now_utc, provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.compare import compare
@@ -104,7 +103,7 @@ def predict(command: Command, output: Path) -> dict[str, Any]:
     compared = [(path, read_benchmark(path)) for path in command.compare]
     options = asdict(command) | {"benchmark": str(command.benchmark), "compare": [str(p) for p in command.compare]}
     options["output"] = str(output)
-    facts = provenance() | {"format": 1, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    facts = provenance() | {"format": 1, "date": now_utc()}
     result = facts | {
         "options": options, "costs": asdict(costs), "one_rank_steps_per_s": costs.steps_per_s,
         "measured": {
