@@ -36,7 +36,7 @@ from pala.report.text import counted
 from pala.run.run_folder import now_utc, provenance
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, nearest
-from pala.system.files import json_text, make_output_folder, write_atomically
+from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.runtime import hangup, physical_cores, say, tell
 
@@ -161,7 +161,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
         },
     }  # fmt: skip
     tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
-    write_atomically(output / "benchmark.json", (json_text(result, indent=1) + "\n").encode())
+    write_json(output / "benchmark.json", result, indent=1)
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
     return output, result

