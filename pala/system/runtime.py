@@ -197,22 +197,20 @@ def loading() -> Iterator[None]:
         gc.enable()
 
 
-def _parent(pid: int) -> tuple[str, int]:
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        stat = file.read()
-    name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :]
-    return name, int(rest.split()[1])
+def _ancestors() -> Iterator[tuple[int, str]]:
+    """The processes above this one and their names, the nearest first. Raises OSError."""
+    pid = os.getppid()
+    while pid > 1:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            before, _, after = file.read().rpartition(")")
+        yield pid, before.partition("(")[2]
+        pid = int(after.split()[1])
 
 
 def launcher_process() -> int | None:
     """The nearest process above this one that belongs to a launcher; None if there is none."""
     with suppress(OSError):
-        _, pid = _parent(os.getpid())
-        while pid > 1:
-            name, parent = _parent(pid)
-            if name in _LAUNCHERS:
-                return pid
-            pid = parent
+        return next((pid for pid, name in _ancestors() if name in _LAUNCHERS), None)
     return None
 
 
@@ -225,12 +223,10 @@ def terminal_size(stream: int = 1) -> tuple[int, int] | None:
     """
     owner = os.getpid()
     try:
-        name, parent = _parent(owner)
-        while parent > 1:
-            name, grandparent = _parent(parent)
+        for pid, name in _ancestors():
             if name not in _LAUNCHERS:
                 break
-            owner, parent = parent, grandparent
+            owner = pid
         descriptor = os.open(f"/proc/{owner}/fd/{stream}", os.O_WRONLY | os.O_NOCTTY)
     except (OSError, ValueError):
         return None
