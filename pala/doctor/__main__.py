@@ -31,7 +31,7 @@ from pala.run.run_folder import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_json
-from pala.system.runtime import can_survive, die_with_launcher, prepare, say
+from pala.system.runtime import Launch, can_survive, die_with_launcher, prepare, say
 from pala.transport.agreement import cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 
@@ -110,7 +110,7 @@ def _alone(command: Command, watchdog: Watchdog) -> Job:
             trial = try_mpirun(launcher.command)
     return Job(
         launcher, [facts.host_here(launcher)], [facts.rank_here(0)], library, standard, trial, facts.slurm_here(),
-        facts.local_ranks_here()[1], can_survive(), runs=str(command.runs), python_in_path=facts.python_in_path(),
+        Launch.detect().local_size, can_survive(), runs=str(command.runs), python_in_path=facts.python_in_path(),
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]
     if job.launcher.processes and is_mixed(job):
         return None, job  # nothing to be had of MPI but a crash
     for advice in before_start(job):
-        if facts.local_ranks_here()[0] == 0:
+        if not Launch.detect().local_rank:
             say(f"pala: {advice.text}")  # perhaps the last words,
         else:
             time.sleep(_HEAD_START_S)  # which must not come too late

@@ -61,12 +61,16 @@ class Launch:
 
     rank: int
     size: int
+    local_rank: int | None = None  # among those of this host; None: it does not say
+    local_size: int = 1
 
     @classmethod
     def detect(cls) -> Launch:
         return cls(
             rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0,
             size=_environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") or 1,
+            local_rank=_environment_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+            local_size=_environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1,
         )
 
 
@@ -86,9 +90,9 @@ def can_survive() -> bool:
 def die_with_launcher() -> None:
     """Have the kernel kill this rank when what started it ends, even if the rank is stopped: a launcher that gives up a
     job does not wait for that. Nothing is changed without a launcher."""
-    local_size = _environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1
+    launch = Launch.detect()
     # The signal comes when the thread ends that started the process. PRRTE starts 32 and more by threads of their own.
-    if Launch.detect().size > 1 and local_size < 32:
+    if launch.size > 1 and launch.local_size < 32:
         parent_death_signal = 1
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
 
