@@ -45,10 +45,6 @@ class Evaluation:
     steps_per_s: float
     returns: list[float]
 
-    def to_table(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         """The one line for people."""
         error = "" if self.standard_error is None else f" ± {short_number(self.standard_error)} (standard error)"
@@ -75,7 +71,7 @@ def action_words(greedy: bool, epsilon: float | None) -> str:
 def save(run: Path, evaluation: Evaluation) -> None:
     """Append to `RUN/evaluations.jsonl` and replace `RUN/evaluation.json`, unless the run has completed meanwhile and
     this is of an earlier policy. Raises PalaError."""
-    table = evaluation.to_table()
+    table = asdict(evaluation)
     try:
         record, steps = run_folder.read(run), evaluation.global_steps
         is_newest = evaluation.policy == "final" and record["segments"][-1].get("global_steps", steps) == steps
