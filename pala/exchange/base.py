@@ -26,6 +26,11 @@ class ExchangeState(NamedTuple):
     weight: float
     lost: Sequence[int] = ()  # ranks that died
 
+    @property
+    def global_steps(self) -> int:
+        """Made by all ranks, as far as known."""
+        return self.base_steps + sum(self.local_steps)
+
 
 class End(NamedTuple):
     """What all ranks that live agree on at the end."""

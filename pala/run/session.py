@@ -169,11 +169,11 @@ def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exch
 
 def _open_records(job: Job, config: Config, progress: Progress, segment: Segment) -> Records:
     """Begin this rank's metrics."""
-    counters, start = progress.counters, progress.start
+    counters = progress.counters
     first: Record = {
         "type": "start", "segment": segment.path.name, "rank": job.comm.rank, "ranks": job.num_trainers,
         "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
-        "global_steps": start.base_steps + sum(start.local_steps),
+        "global_steps": progress.start.global_steps,
     }  # fmt: skip
     return Records(job.comm.rank, job.hosts, config, segment, first)
 
@@ -191,7 +191,7 @@ def _described(
 
 
 def _header(job: Job, config: Config, parts: Parts[Any], progress: Progress, segment: Segment) -> str:
-    made, hosts = progress.start.base_steps + sum(progress.start.local_steps), job.hosts[: job.num_trainers]
+    hosts, made = job.hosts[: job.num_trainers], progress.start.global_steps
     return header(config, segment.run, hosts, job.threads, str(parts.device), parts.flat.num_learned, made)
 
 
