@@ -243,9 +243,9 @@ def _gone_on_from(records: list[Record], begins: dict[str, float]) -> list[Recor
 class RunView:
     """A run as its metrics files show it while it goes on."""
 
-    def __init__(self, run: Path, ranks: int, recent_episodes: int = 100) -> None:
+    def __init__(self, run: Path, ranks: int) -> None:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
-        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=recent_episodes)  # time, return, length
+        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=100)  # time, return, length
         self.last: list[Record] = [{} for _ in range(ranks)]
         self._before: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)

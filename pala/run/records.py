@@ -75,7 +75,7 @@ class Records:
         self._record = None
 
     def lead_if_first(
-        self, living: Sequence[int], time_s: float, left: Collection[int] = (), joining: Collection[int] = ()
+        self, living: Sequence[int], time_s: float, left: Collection[int], joining: Collection[int]
     ) -> bool:
         """Take the lead if this is the lowest rank that lives, and note who has died, `left` or joined, but for those
         who are `joining` and may not come to train; whether this rank leads. `time_s`: training time. Not
@@ -89,9 +89,7 @@ class Records:
             say(f"[rank {self._rank}] 'run.json' cannot be written: {reason(error)}. Training goes on.")
         return True
 
-    def lead(
-        self, living: Sequence[int], time_s: float, left: Collection[int] = (), joining: Collection[int] = ()
-    ) -> None:
+    def lead(self, living: Sequence[int], time_s: float, left: Collection[int], joining: Collection[int]) -> None:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
