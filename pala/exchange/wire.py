@@ -93,6 +93,12 @@ class Wire:
             np.uint8
         )
 
+    def encoded(self, message: Message) -> np.ndarray:
+        """A message with nothing behind the counters, in memory of its own: uint8 [control_bytes]."""
+        data = np.zeros(self.control_bytes, np.uint8)
+        self.encode(message, data)
+        return data
+
     def decode(self, data: np.ndarray) -> Message | Refusal:
         """Any uint8 bytes to a Message or a Refusal; what is behind the counters is looked at by others."""
         if len(data) < self.control_bytes:
