@@ -66,6 +66,8 @@ class Refusal(NamedTuple):
     reason: str
 
 
+NOT_FINITE = Refusal("it holds NaN or infinity")
+
 Sizes = Mapping[Format, range]
 KindT = TypeVar("KindT", bound=enum.IntEnum)
 NOTHING: Sizes = {Format.FLOAT32: range(1)}  # behind the counters
