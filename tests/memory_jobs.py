@@ -50,7 +50,7 @@ GORILA = GorilaConfig(
 )
 SEPARATE = replace(GORILA, roles="separate", num_actors=2, num_learners=2)  # shards 0 and 1, learners, actors
 
-OnUpdate = Callable[[MemoryCommunicator, int], None]
+OnCount = Callable[[MemoryCommunicator, int], None]
 
 
 class Paced(gymnasium.Wrapper):
@@ -144,7 +144,7 @@ class Trained:
 
 def train(
     ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None,
-    on_update: OnUpdate = MemoryCommunicator.on_update,
+    on_count: OnCount = MemoryCommunicator.on_count,
 ) -> Trained:  # fmt: skip
     faults, run, together = list(faults), Loop.run, _Together(ranks - config.run.spares)
 
@@ -152,12 +152,12 @@ def train(
         together.meet()
         return run(loop, *given)
 
-    patient = _slow_before(faults, on_update)
+    patient = _slow_before(faults, on_count)
 
     def main(comm: MemoryCommunicator) -> Result:
         with asking_as_abort_does(comm):
             return run_rank(
-                comm, Request(config, resume=resume, on_update=lambda updates: patient(comm, updates)), comm.interrupt
+                comm, Request(config, resume=resume, on_count=lambda updates: patient(comm, updates)), comm.interrupt
             )
 
     with mock.patch.object(Loop, "run", run_together):
@@ -179,15 +179,15 @@ class _Together:
             self._changed.wait_for(lambda: self._missing <= 0, 5.0)
 
 
-def _slow_before(faults: list[Fault], on_update: OnUpdate) -> OnUpdate:
+def _slow_before(faults: list[Fault], on_count: OnCount) -> OnCount:
     """The same, but that ranks which are ahead of what is planned to happen to another take their time."""
     made = dict[int, int]()
     planned = [(fault.rank, fault.update) for fault in faults if isinstance(fault, AtUpdate)]
-    planned += getattr(on_update, "planned", [])
+    planned += getattr(on_count, "planned", [])
 
     def slow(comm: MemoryCommunicator, updates: int) -> None:
         made[comm.rank] = updates
-        on_update(comm, updates)
+        on_count(comm, updates)
         if any(made.get(rank, 0) < update <= updates for rank, update in planned):
             time.sleep(0.02)
 
@@ -208,16 +208,16 @@ def own_steps(states: Iterable[RankState]) -> list[int]:
     return [state.counters["own_steps"] for state in states]
 
 
-def leave_at(*ranks: int, update: int) -> OnUpdate:
+def leave_at(*ranks: int, update: int) -> OnCount:
     """These ranks get SIGUSR2 when they have made so many updates."""
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_update(updates)
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
         if comm.rank in ranks and updates == update:
             comm.interrupt.is_told_to_leave = True
 
-    on_update.planned = [(rank, update) for rank in ranks]  # type: ignore[attr-defined]
-    return on_update
+    on_count.planned = [(rank, update) for rank in ranks]  # type: ignore[attr-defined]
+    return on_count
 
 
 def parameters(states: Iterable[RankState]) -> Tensor:
@@ -229,32 +229,32 @@ def with_spares(folder: Path, spares: int, steps: int = ENDLESS, **settings: Any
     return replace(config, env=replace(config.env, id="Paced-v0"), run=replace(config.run, spares=spares))
 
 
-def stop_when(*ranks: int, updates: int, also: OnUpdate = MemoryCommunicator.on_update) -> OnUpdate:
+def stop_when(*ranks: int, updates: int, also: OnCount = MemoryCommunicator.on_count) -> OnCount:
     """The job gets SIGUSR1 when these ranks have all made so many updates."""
     have_come: set[int] = set()
 
-    def on_update(comm: MemoryCommunicator, made: int) -> None:
+    def on_count(comm: MemoryCommunicator, made: int) -> None:
         also(comm, made)
         if comm.rank in ranks and made >= updates:
             have_come.add(comm.rank)
             if len(have_come) == len(ranks):
                 comm.interrupt.signal = SIGUSR1
 
-    return on_update
+    return on_count
 
 
-def slow_until_joined(spare: int) -> OnUpdate:
+def slow_until_joined(spare: int) -> OnCount:
     """The other ranks take their time until the spare has made an update: else it may come when all is over."""
     has_joined = threading.Event()
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_update(updates)
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
         if comm.rank == spare:
             has_joined.set()
         elif not has_joined.is_set():
             time.sleep(0.05)
 
-    return on_update
+    return on_count
 
 
 def ranks_in(job: Trained, key: str) -> list[int]:

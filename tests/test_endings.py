@@ -50,14 +50,14 @@ class Ranks:
         self.comms: dict[int, MemoryCommunicator] = {}
         self.results: list[Any] = []
 
-    def train(self, on_update: Callable[[MemoryCommunicator, int], None] = MemoryCommunicator.on_update) -> None:
+    def train(self, on_count: Callable[[MemoryCommunicator, int], None] = MemoryCommunicator.on_count) -> None:
         def main(comm: MemoryCommunicator) -> Result:
             self.comms[comm.rank] = comm
             given = self.conclude
             conclude = None if given is None else lambda *arguments: given(comm, *arguments)
             with asking_as_abort_does(comm):
                 request = Request(
-                    self.config, self.make_env, on_update=lambda updates: on_update(comm, updates), conclude=conclude
+                    self.config, self.make_env, on_count=lambda updates: on_count(comm, updates), conclude=conclude
                 )
                 return run_rank(comm, request, comm.interrupt)
 

@@ -30,7 +30,7 @@ from runs import all_train, intervals, local_steps, longest_gap_s, total
 from standing_ranks import StandingRanks
 
 from pala.run.checkpoint import load_policy
-from pala.run.metrics import metrics_path, read_rank, read_run
+from pala.run.metrics import Tail, metrics_path, read_run
 
 pytestmark = pytest.mark.mpi
 
@@ -164,10 +164,14 @@ def start_with_spares(launcher: Launcher, ranks: int, spares: int, *arguments: s
     return wait_until_all_train(cwd, ranks)
 
 
+def num_records(run: Path, rank: int) -> int:
+    return len(list(Tail(metrics_path(run, rank)).read()))
+
+
 def has_joined(run: Path, rank: int) -> bool:
     """True when a spare trains, and the rank that keeps run.json knows."""
     joined = record_of(run)["segments"][-1].get("joined_ranks", [])
-    return rank in [entry["rank"] for entry in joined] and len(read_rank(metrics_path(run, rank))) > 3
+    return rank in [entry["rank"] for entry in joined] and num_records(run, rank) > 3
 
 
 def assert_ends_well_by_usr1(job: Job, cwd: Path) -> dict:
@@ -221,8 +225,8 @@ def test_deaths_one_after_the_other_take_spares_until_there_are_none(any_mpi: La
     wait_for(lambda: has_joined(run, 4) and has_joined(run, 5), what="training of two spares")
     os.kill(pids[4], signal.SIGKILL)
     wait_for(lambda: len(record_of(run)["segments"][0]["lost_ranks"]) == 3, what="the news of the last death")
-    number = len(read_rank(metrics_path(run, 5)))
-    wait_for(lambda: len(read_rank(metrics_path(run, 5))) > number + 3, what="training of the last spare")
+    number = num_records(run, 5)
+    wait_for(lambda: num_records(run, 5) > number + 3, what="training of the last spare")
     segment = assert_ends_well_by_usr1(job, tmp_path)
     assert [lost["rank"] for lost in segment["lost_ranks"]] == [0, 1, 4]
 

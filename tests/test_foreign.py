@@ -33,7 +33,7 @@ from pala.evaluation.video import record_video
 from pala.gorila import scores as scores_program
 from pala.networks.network import ActorCritic
 from pala.run import checkpoint, metrics, run_folder, user_code
-from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_rank, read_run
+from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_run
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.user_code import UserCode
@@ -475,7 +475,7 @@ def test_metrics_beyond_the_limit_are_read_by_request(run: Path, monkeypatch: py
     monkeypatch.setenv(LIMIT, "1")
     with pytest.raises(PalaError, match=rf"metrics of '{run}' are larger than 1 MiB; .* {LIMIT} to more"):
         plot_program.read(run)
-    assert len(read_rank(metrics_path(run, 1))) == 3000, "of each alone there is less"
+    assert metrics_path(run, 1).stat().st_size < 1 << 20, "of each alone there is less"
     monkeypatch.setenv(LIMIT, "1.5")
     assert sum(map(len, read_run(run))) == 12002
     monkeypatch.setenv(LIMIT, "much")
@@ -726,7 +726,7 @@ def test_a_damaged_packed_file_is_told(run: Path) -> None:
     ):
         file.write_bytes(data)
         if data == b"":
-            assert Tail(file).read() == []
+            assert list(Tail(file).read()) == []
             continue
         with pytest.raises(PalaError, match=r"rank-0001.jsonl.gz' cannot be read, or are damaged"):
             plot_program.read(run)

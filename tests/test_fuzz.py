@@ -216,9 +216,7 @@ def valid_messages(compression: str) -> dict[str, bytes]:
     found |= {kind.name: with_fields(found["whole"], {"kind": kind}) for kind in (Kind.OFFER, Kind.ANSWER)}
     steps = np.arange(RANKS, dtype=np.uint64)
     for kind in WITHOUT_MODEL:
-        data = np.zeros(CONTROL, np.uint8)
-        sender.wire.encode(Message(kind, 1, 2, 1.0, 0, steps), data)
-        found[kind.name] = data.tobytes()
+        found[kind.name] = sender.wire.encoded(Message(kind, 1, 2, 1.0, 0, steps)).tobytes()
     return found
 
 
@@ -349,9 +347,7 @@ def gossip_messages(paired: bool, compression: str) -> dict[str, bytes]:
         fields = {"kind": Kind[kind], "sender": 1, "round": 1, "weight": weight}
         found |= {f"{kind} {size}": with_fields(data, fields) for size, data in (("whole", whole), ("part", part))}
     for kind in WITHOUT_MODEL:
-        data = np.zeros(CONTROL, np.uint8)
-        sender.wire.encode(Message(kind, 1, 1, 1.0, 0, np.zeros(RANKS, np.uint64)), data)
-        found[kind.name] = data.tobytes()
+        found[kind.name] = sender.wire.encoded(Message(kind, 1, 1, 1.0, 0, np.zeros(RANKS, np.uint64))).tobytes()
     return found
 
 

@@ -195,7 +195,7 @@ def test_an_actor_plays_on_without_its_replay_until_that_answers(
     silent, answers = "[rank 7] rank 3 has not answered for 1 s", "[rank 7] rank 3 answers again"
     learned = 0
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
         nonlocal learned
         learned += silent in said and answers not in said
         if learned > 20:
@@ -203,7 +203,7 @@ def test_an_actor_plays_on_without_its_replay_until_that_answers(
         if answers in said and comm.rank == 4:
             comm.interrupt.signal = SIGUSR1
 
-    trained = train(8, gorila(tmp_path, config, ENDLESS), [stop_at_message(3, 10)], on_update=on_update)
+    trained = train(8, gorila(tmp_path, config, ENDLESS), [stop_at_message(3, 10)], on_count=on_count)
     assert all(getattr(result, "status", result) == "stopped" for result in trained.results), trained.results
     assert trained.total("steps_not_sent", rank=7) > 0 == trained.total("steps_not_sent", rank=6)
     assert trained.total("messages_refused") == 0
@@ -213,7 +213,7 @@ def test_an_actor_plays_on_without_its_replay_until_that_answers(
 @pytest.mark.parametrize("rank", [0, 1, 3], ids=["shard", "replay", "actor"])
 def test_a_rank_that_stops_for_less_than_the_patience_changes_nothing(rank: int, tmp_path: Path) -> None:
     fault = stop_at_message(rank, 20, seconds=0.5)
-    trained = train(4, gorila(tmp_path, FEW, ENDLESS), [fault], on_update=stop_when(2, updates=100))
+    trained = train(4, gorila(tmp_path, FEW, ENDLESS), [fault], on_count=stop_when(2, updates=100))
     assert stopped_well(trained, but_for=[])
     assert trained.total("messages_refused") == trained.total("steps_not_sent") == 0
     assert 80 < trained.total("gradients_sent") <= (trained.results[0].global_steps - 60) // 4

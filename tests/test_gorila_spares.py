@@ -52,7 +52,7 @@ def with_spares(folder: Path, spares: int, config: GorilaConfig = BUNDLED, steps
 
 @pytest.mark.parametrize("dead", slow_but_for([1, 2], 2))
 def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    job = train(4, with_spares(tmp_path, 1), [fail_at(dead, 5)], on_update=stop_when(3, updates=20))
+    job = train(4, with_spares(tmp_path, 1), [fail_at(dead, 5)], on_count=stop_when(3, updates=20))
     assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
     assert ranks_in(job, "lost_ranks") == [dead] and ranks_in(job, "joined_ranks") == [3]
     assert job.total("gradients_sent", rank=3) >= 19 and own_steps(job.states())[3] > 60
@@ -80,14 +80,14 @@ def test_a_spare_takes_the_only_role_of_a_rank(
     spare = ranks
     at_spare: set[int] = set()
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_update(updates)
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
         if comm.world.dead:
             at_spare.add(updates)
             if len(at_spare) > 300:
                 comm.interrupt.signal = SIGUSR1
 
-    job = train(ranks + 1, with_spares(tmp_path, 1, config), [fault], on_update=on_update)
+    job = train(ranks + 1, with_spares(tmp_path, 1, config), [fault], on_count=on_count)
     assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
     assert ranks_in(job, "joined_ranks") == [spare]
     assert "refused a message" not in capsys.readouterr().err, "a replay asked for a model, which it does not need"
@@ -102,7 +102,7 @@ def test_a_spare_takes_the_only_role_of_a_rank(
 
 
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
-    job = train(4, with_spares(tmp_path, 1, steps=800), [fail_at(2, 5)], on_update=slow_until_joined(3))
+    job = train(4, with_spares(tmp_path, 1, steps=800), [fail_at(2, 5)], on_count=slow_until_joined(3))
     assert job.ended_well(but_for=[2]) and 800 <= job.segment["global_steps"] < 900
 
 
@@ -135,7 +135,7 @@ def test_the_death_of_a_shard_ends_the_job_and_the_spares(has_joined: bool, tmp_
 def test_a_spare_may_die_with_any_of_its_messages(n: int, tmp_path: Path) -> None:
     """As it tells that it joins, as it asks for a model, as it sends its first gradient."""
     faults = [fail_at(1, 5), fail_at_message(3, n)]
-    job = train(5, with_spares(tmp_path, 2), faults, on_update=stop_when(4, updates=5))
+    job = train(5, with_spares(tmp_path, 2), faults, on_count=stop_when(4, updates=5))
     assert stopped_well(job, but_for=[1, 3]) and 4 in ranks_in(job, "joined_ranks")
 
 
@@ -143,14 +143,14 @@ def test_two_that_die_one_after_the_other_and_a_sleeping_spare(tmp_path: Path) -
     faults = [fail_at(1, 5), fail_at(2, 6)]
     slept = []
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
         if not slept:
             slept.append(comm.world.say_that(3, comm.world.dead))  # it sleeps, and is gone
-        comm.on_update(updates)
+        comm.on_count(updates)
         stop(comm, updates)
 
     stop = stop_when(4, 5, updates=5)
-    job = train(6, with_spares(tmp_path, 3), faults, on_update=on_update)
+    job = train(6, with_spares(tmp_path, 3), faults, on_count=on_count)
     assert stopped_well(job, but_for=[1, 2, 3]) and ranks_in(job, "joined_ranks") == [4, 5]
     assert ranks_in(job, "lost_ranks") == [1, 2]
 
@@ -170,14 +170,14 @@ def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
 ) -> None:
     leave, since = leave_at(2, update=5), list[int]()
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
         leave(comm, updates)
         if comm.rank == (3 if spares else 1) and 2 in comm.world.dead:
             since.append(updates)
             if len(since) == 40:
                 comm.interrupt.signal = SIGUSR1
 
-    job = train(3 + spares, with_spares(tmp_path, spares), on_update=on_update)
+    job = train(3 + spares, with_spares(tmp_path, spares), on_count=on_count)
     assert stopped_well(job, but_for=[2]) and job.results[2].status == "left"
     assert ranks_in(job, "left_ranks") == [2] and "lost_ranks" not in job.segment
     assert ranks_in(job, "joined_ranks") == [3] * spares
@@ -186,7 +186,7 @@ def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
 
 
 def test_a_shard_that_is_told_to_leave_stays_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    job = train(2, with_spares(tmp_path, 0, steps=400), on_update=leave_at(0, update=5))
+    job = train(2, with_spares(tmp_path, 0, steps=400), on_count=leave_at(0, update=5))
     assert job.ended_well()
     assert "[rank 0] was told to leave (SIGUSR2), but it serves a shard: it stays" in capsys.readouterr().err
 
@@ -203,7 +203,7 @@ def test_when_the_shard_dies_a_rank_that_was_about_to_go_stops_the_run(
         return leaves
 
     monkeypatch.setattr(GorilaExchange, "leave", outlive)
-    job = train(2, with_spares(tmp_path, 0), on_update=leave_at(1, update=5))
+    job = train(2, with_spares(tmp_path, 0), on_count=leave_at(1, update=5))
     assert stopped_well(job, but_for=[0]) and job.results[1].leads and ranks_in(job, "lost_ranks") == [0]
     assert train(2, replace(job.config, total_steps=400), resume=job.run).ended_well()
 
@@ -220,7 +220,7 @@ def test_of_the_last_two_of_a_role_that_leave_in_the_same_moment_one_stays(
         return why_stay(members, *arguments)
 
     monkeypatch.setattr(Members, "why_stay", ask_together)
-    job = train(5, with_spares(tmp_path, 0, replace(SEPARATE, num_shards=1), 600), on_update=leave_at(1, 2, update=5))
+    job = train(5, with_spares(tmp_path, 0, replace(SEPARATE, num_shards=1), 600), on_count=leave_at(1, 2, update=5))
     (left,) = ranks_in(job, "left_ranks")
     assert job.ended_well(but_for=[left]) and job.results[left].status == "left" and left in (1, 2)
     stayed = 3 - left
@@ -229,11 +229,11 @@ def test_of_the_last_two_of_a_role_that_leave_in_the_same_moment_one_stays(
 
 
 def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
         comm.outlives_ranks = False
         leave_at(2, update=5)(comm, updates)
 
-    job = train(3, with_spares(tmp_path, 0, steps=600), on_update=on_update)
+    job = train(3, with_spares(tmp_path, 0, steps=600), on_count=on_count)
     assert job.ended_well() and ranks_in(job, "left_ranks") == [2]
     assert job.segment["global_steps"] == sum(own_steps(job.states())) >= 600
 

@@ -129,7 +129,7 @@ def test_one_gossiping_rank_equals_an_independent_one_bit_for_bit(tmp_path: Path
 
 def test_a_callback_hears_of_every_update(tmp_path: Path) -> None:
     heard: list[list[int]] = [[], []]
-    train(2, configure(tmp_path, "none", 200), on_update=lambda comm, updates: heard[comm.rank].append(updates))
+    train(2, configure(tmp_path, "none", 200), on_count=lambda comm, updates: heard[comm.rank].append(updates))
     assert heard == [list(range(1, 11))] * 2
 
 
@@ -210,7 +210,7 @@ def test_a_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) ->
 def test_the_others_go_on_when_ranks_leave(
     left: list[int], mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    job = train(4, configure(tmp_path, steps=1200, mixing=mixing, max_staleness=1), on_update=leave_at(*left, update=5))
+    job = train(4, configure(tmp_path, steps=1200, mixing=mixing, max_staleness=1), on_count=leave_at(*left, update=5))
     assert job.ended_well(but_for=left)
     assert [job.results[rank].status for rank in left] == ["left"] * len(left)
     assert [entry["rank"] for entry in job.segment["left_ranks"]] == left and "lost_ranks" not in job.segment
@@ -240,7 +240,7 @@ def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
 
     monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
     monkeypatch.setattr("pala.exchange.gossip.exchange.average_of_ranks", average)
-    job = train(2, configure(tmp_path, steps=400), on_update=leave_at(leaver, update=3))
+    job = train(2, configure(tmp_path, steps=400), on_count=leave_at(leaver, update=3))
     assert job.ended_well() and weights == {0: 1.0, 1: 1.0} and not ranks_in(job, "left_ranks")
 
 
@@ -258,18 +258,18 @@ def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
 
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
     monkeypatch.setattr(Gossip, "leave", leave)
-    job = train(3, configure(tmp_path, steps=ENDLESS), on_update=leave_at(0, 1, 2, update=5))
+    job = train(3, configure(tmp_path, steps=ENDLESS), on_count=leave_at(0, 1, 2, update=5))
     assert [result.status for result in job.results] == ["stopped"] * 3
     assert [result.leads for result in job.results] == [True, False, False]
     assert job.segment["status"] == "stopped" and job.segment["saved"] and "left_ranks" not in job.segment
 
 
 def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
         comm.outlives_ranks = False
         leave_at(0, update=5)(comm, updates)
 
-    job = train(3, configure(tmp_path, steps=900), on_update=on_update)
+    job = train(3, configure(tmp_path, steps=900), on_count=on_count)
     assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
     assert own_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(own_steps(job.states()))
     others = job.states()[1:]
@@ -289,7 +289,7 @@ def test_who_leads_while_the_first_sleeps_writes_nothing_of_its_own_at_the_end(
         saved(records)
 
     monkeypatch.setattr(Records, "saved", save_late)
-    job = train(3, configure(tmp_path, steps=900), on_update=leave_at(0, update=5))
+    job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and job.segment["saved"]
 
 
@@ -303,20 +303,20 @@ def test_a_signal_to_the_job_is_named_even_by_a_rank_that_was_about_to_leave(
         about_to_go.set()
         wait_for(lambda: driver.protocol.budget.stop is not Stop.NONE, 60, "the end")
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
         leave_at(0, update=3)(comm, updates)
         if comm.rank == 1 and about_to_go.is_set():
             comm.interrupt.signal = SIGTERM
 
     monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
-    job = train(2, configure(tmp_path, steps=ENDLESS), on_update=on_update)
+    job = train(2, configure(tmp_path, steps=ENDLESS), on_count=on_count)
     assert [result.status for result in job.results] == ["stopped"] * 2
     assert job.segment["signal"] == "SIGTERM" and {result.signal for result in job.results} == {SIGTERM}
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp_path: Path) -> None:
-    job = train(ranks, configure(tmp_path, steps=ENDLESS), on_update=leave_at(*range(ranks), update=5))
+    job = train(ranks, configure(tmp_path, steps=ENDLESS), on_count=leave_at(*range(ranks), update=5))
     statuses = [result.status for result in job.results]
     assert set(statuses) <= {"left", "stopped"} and "stopped" in statuses
     assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
@@ -342,7 +342,7 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
 
     monkeypatch.setattr(Gossip, "leave", outlive)
     faults = [fail_at(rank, update=5) for rank in (1,) if rank not in leavers]
-    job = train(3, configure(tmp_path, steps=ENDLESS), faults, on_update=leave_at(*leavers, update=9))
+    job = train(3, configure(tmp_path, steps=ENDLESS), faults, on_count=leave_at(*leavers, update=9))
     assert isinstance(job.results[2], Killed) and {job.results[rank].status for rank in leavers} == {"stopped"}
     assert [rank for rank in leavers if job.results[rank].leads] == [0]
     assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
@@ -352,7 +352,7 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
 
 @pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
 def test_who_cannot_leave_says_so_and_stays(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    job = train(2, configure(tmp_path, kind, steps=300), on_update=leave_at(1, update=5))
+    job = train(2, configure(tmp_path, kind, steps=300), on_count=leave_at(1, update=5))
     assert job.ended_well() and "only ranks that gossip can: it stays" in capsys.readouterr().err
 
 
@@ -365,7 +365,7 @@ def test_a_rank_that_fails_is_as_good_as_dead(tmp_path: Path) -> None:
             raise RuntimeError("the planted fault")
 
     fail.planned = [(1, 10)]  # type: ignore[attr-defined]
-    trained = train(3, configure(tmp_path, patience_s=0.5), on_update=fail)
+    trained = train(3, configure(tmp_path, patience_s=0.5), on_count=fail)
     assert isinstance(trained.results[1], RuntimeError) and trained.ended_well(but_for=[1])
 
 
@@ -433,7 +433,7 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
     goes_on, made = KINDS[kind].outlives_ranks, [list[float](), list[float](), list[float]()]
     begun, freed = list[float](), list[float]()
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
         made[comm.rank].append(time.monotonic())
         if (comm.rank, updates) == (1, 10):
             begun.append(time.monotonic())
@@ -441,12 +441,12 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
         if is_long and all(sum(at > begun[0] for at in made[rank]) > 20 for rank in (0, 2)):
             freed.append(time.monotonic())
             comm.world.stopped_until_s[1] = 0.0
-        comm.on_update(updates)
+        comm.on_count(updates)
 
     steps = 2400 if goes_on else 900  # the others must not have ended before
     config = configure(tmp_path, kind, steps, patience_s=0.1)
     paced = replace(config, env=replace(config.env, id="Paced-v0"))
-    trained = train(3, paced, [stop_at(1, update=10, seconds=60.0 if goes_on else 1.0)], on_update=on_update)
+    trained = train(3, paced, [stop_at(1, update=10, seconds=60.0 if goes_on else 1.0)], on_count=on_count)
     assert trained.ended_well()
     goes_on_s = freed[0] if goes_on else made[1][10]  # when the stopped rank makes its next update
     meanwhile = [sum(begun[0] < at < goes_on_s for at in times) for times in made]
@@ -468,7 +468,7 @@ def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsy
     damaged = (2, 3, 4)
     config = configure(tmp_path, topology="ring", steps=ENDLESS)
     # Every ten updates rank 2 has to take in a model of rank 1's, so that more than these three are sent.
-    trained = train(3, config, [corrupt(1, 2, n) for n in damaged], on_update=stop_when(1, 2, updates=60))
+    trained = train(3, config, [corrupt(1, 2, n) for n in damaged], on_count=stop_when(1, 2, updates=60))
     assert stopped_well(trained, but_for=[])
     said = [line for line in capsys.readouterr().err.splitlines() if "rejected" in line]
     assert len(said) == 1 and said[0].startswith("[rank 2] rejected a model from rank 1: it begins with")

@@ -61,7 +61,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
     dead: int, mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = with_spares(tmp_path, spares=1, mixing=mixing)
-    job = train(4, config, [fail_at(dead, update=5)], on_update=stop_when(3, updates=20))
+    job = train(4, config, [fail_at(dead, update=5)], on_count=stop_when(3, updates=20))
     assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
     assert ranks_in(job, "lost_ranks") == [dead] and ranks_in(job, "joined_ranks") == [3]
     own, others = job.states()[3], [rank for rank in (0, 1, 2) if rank != dead]
@@ -77,21 +77,21 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
 @pytest.mark.parametrize("topology", slow_but_for(["ring", "exponential", "complete"], "ring"))
 def test_a_spare_takes_a_place_in_any_topology(topology: str, tmp_path: Path) -> None:
     config = with_spares(tmp_path, spares=1, topology=topology, compression="top_k")
-    job = train(5, config, [fail_at(1, update=5)], on_update=stop_when(4, updates=10))
+    job = train(5, config, [fail_at(1, update=5)], on_count=stop_when(4, updates=10))
     assert stopped_well(job, but_for=[1]) and ranks_in(job, "joined_ranks") == [4]
     assert job.total("models_mixed", rank=4) > 0
 
 
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
     faults = [fail_at(0, update=5)]
-    job = train(3, with_spares(tmp_path, spares=1, steps=1000), faults, on_update=slow_until_joined(2))
+    job = train(3, with_spares(tmp_path, spares=1, steps=1000), faults, on_count=slow_until_joined(2))
     assert job.ended_well(but_for=[0]) and job.segment["global_steps"] >= 1000
 
 
 @pytest.mark.parametrize("dead", slow_but_for([(0, 1), (1, 2)], (0, 1)))
 def test_two_that_die_one_after_the_other_are_both_replaced(dead: tuple[int, int], tmp_path: Path) -> None:
     faults = [fail_at(dead[0], update=5), fail_at(dead[1], update=6)]
-    job = train(5, with_spares(tmp_path, spares=2), faults, on_update=stop_when(3, 4, updates=5))
+    job = train(5, with_spares(tmp_path, spares=2), faults, on_count=stop_when(3, 4, updates=5))
     assert stopped_well(job, but_for=dead)
     assert ranks_in(job, "lost_ranks") == list(dead) and ranks_in(job, "joined_ranks") == [3, 4]
 
@@ -105,7 +105,7 @@ def test_a_spare_that_dies_is_replaced_by_the_next_and_then_the_others_go_on(tmp
 @pytest.mark.parametrize("n", slow_but_for([1, 2, 3, 5], 2))
 def test_a_spare_may_die_with_any_of_its_messages(n: int, tmp_path: Path) -> None:
     faults = [fail_at(0, update=5), fail_at_message(3, n)]
-    job = train(5, with_spares(tmp_path, spares=2), faults, on_update=stop_when(4, updates=5))
+    job = train(5, with_spares(tmp_path, spares=2), faults, on_count=stop_when(4, updates=5))
     assert stopped_well(job, but_for=[0, 3]) and 4 in ranks_in(job, "joined_ranks")
 
 
@@ -142,7 +142,7 @@ def test_ranks_that_all_leave_in_the_same_moment_are_not_lost(
     monkeypatch.setattr(StepBudget, "is_needed", property(lambda budget: False))
     config = with_spares(tmp_path, spares=spares)
     faults = [fail_at(dead, update=5)] if dead is not None else []
-    job = train(ranks, config, faults, on_update=leave_at(0, 1, update=20))
+    job = train(ranks, config, faults, on_count=leave_at(0, 1, update=20))
     assert stopped_well(job, but_for=[dead] if dead is not None else [])
     assert [state.counters["lost"] for state in job.states(ranks=2)] == [[] if dead is None else [dead]] * 2
     resumed = train(ranks, replace(job.config, total_steps=2000), resume=job.run)
@@ -150,8 +150,8 @@ def test_ranks_that_all_leave_in_the_same_moment_are_not_lost(
 
 
 def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:
-    on_update = stop_when(3, updates=5, also=leave_at(1, update=5))
-    job = train(4, with_spares(tmp_path, spares=1), on_update=on_update)
+    on_count = stop_when(3, updates=5, also=leave_at(1, update=5))
+    job = train(4, with_spares(tmp_path, spares=1), on_count=on_count)
     assert stopped_well(job, but_for=[1]) and job.results[1].status == "left"
     assert ranks_in(job, "left_ranks") == [1] and ranks_in(job, "joined_ranks") == [3]
 
@@ -160,13 +160,13 @@ def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path, monkeypat
     abandoned = list[str]()
     monkeypatch.setattr(Envs, "abandon", lambda envs: abandoned.append(threading.current_thread().name))
 
-    def on_update(comm: MemoryCommunicator, updates: int) -> None:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
         if comm.rank == 0 and updates >= 5:
             with comm.world.changed:  # both in one moment: the other must not answer the spare
                 comm.world.dead.update({0, 1})
             comm.die()
 
-    job = train(3, with_spares(tmp_path, spares=1), on_update=on_update)
+    job = train(3, with_spares(tmp_path, spares=1), on_count=on_count)
     assert isinstance(job.results[2], PalaError) and "no rank is left that has a model" in str(job.results[2])
     assert "rank-2" in abandoned
     assert job.segment["status"] == "failed" and "no rank is left that has a model" in job.segment["error"]
@@ -174,7 +174,7 @@ def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path, monkeypat
 
 
 def test_a_signal_ends_ranks_that_have_joined_and_ranks_that_sleep(tmp_path: Path) -> None:
-    job = train(4, with_spares(tmp_path, spares=2), [fail_at(0, update=5)], on_update=stop_when(2, updates=5))
+    job = train(4, with_spares(tmp_path, spares=2), [fail_at(0, update=5)], on_count=stop_when(2, updates=5))
     assert [result.status for result in job.results[1:]] == ["stopped", "stopped", "spared"]
     assert ranks_in(job, "joined_ranks") == [2]
 

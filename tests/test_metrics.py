@@ -32,7 +32,6 @@ from pala.run.metrics import (
     Stopwatch,
     Tail,
     metrics_path,
-    read_rank,
     read_run,
 )
 from pala.run.panel import Panel
@@ -70,12 +69,12 @@ def interval(**values: object) -> Record:
 
 def test_a_tail_reads_each_record_once(run):
     tail = Tail(metrics_path(run, 0))
-    assert tail.read() == []
+    assert list(tail.read()) == []
     write(run, start(0), episode(1, return_=-0.1))
-    assert tail.read() == [start(0), episode(1, return_=-0.1)]
+    assert list(tail.read()) == [start(0), episode(1, return_=-0.1)]
     write(run, episode(2))
-    assert tail.read() == [episode(2)]
-    assert tail.read() == []
+    assert list(tail.read()) == [episode(2)]
+    assert list(tail.read()) == []
 
 
 def test_a_line_waits_for_its_end(run):
@@ -85,10 +84,10 @@ def test_a_line_waits_for_its_end(run):
         path = metrics_path(run, cut)
         path.write_bytes(data[:cut])
         tail = Tail(path)
-        first = tail.read()
+        first = list(tail.read())
         assert len(first) == data[:cut].count(b"\n")
         path.write_bytes(data)
-        assert first + tail.read() == [episode(n) for n in range(3)]
+        assert [*first, *tail.read()] == [episode(n) for n in range(3)]
 
 
 def test_a_cut_line_costs_no_other_record(run):
@@ -97,21 +96,21 @@ def test_a_cut_line_costs_no_other_record(run):
     with metrics_path(run, 0).open("a") as file:
         file.write('{"type":"episode","lo')
     write(run, start(10), episode(20))
-    assert read_rank(metrics_path(run, 0)) == [episode(10), start(10), episode(20)]
+    assert read_run(run) == [[episode(10), start(10), episode(20)]]
 
 
 def test_a_resumed_run_drops_what_was_lost(run):
     write(run, start(0), episode(10), episode(20), episode(30))
     write(run, start(20), episode(25), episode(40))  # crashed after 30, the checkpoint was made at 20
     write(run, start(15), episode(16))  # and again, from an older one
-    assert read_rank(metrics_path(run, 0)) == [start(0), episode(10), start(15), episode(16)]
+    assert read_run(run) == [[start(0), episode(10), start(15), episode(16)]]
 
 
 def test_a_run_resumed_with_other_ranks_drops_nothing_before_its_start(run):
     """Then each rank counts its own steps from 0 again, but time goes on."""
     records = [start(0), episode(10), start(0, time_s=12.0), episode(5, time_s=17.0)]
     write(run, *records)
-    assert read_rank(metrics_path(run, 0)) == records
+    assert read_run(run) == [records]
 
 
 def test_a_run_is_read_rank_by_rank(run):
@@ -173,7 +172,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(run, capsys):
     assert str(path) in said
     path.unlink()
     writer.write([start(1)])
-    assert read_rank(path) == [start(1)]
+    assert read_run(run) == [[start(1)]]
     path.unlink()
     path.symlink_to("/dev/full")
     writer.write([start(2)])
@@ -341,7 +340,7 @@ def test_what_is_not_finite_is_null(run, capsys):
     write(run, episode(1, 1.0, float("nan")), interval(loss_policy=float("inf"), own_movement=None), rank=0)
     for line in metrics_path(run, 0).read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(name))
-    (record,) = [record for record in read_rank(metrics_path(run, 0)) if record["type"] != "start"]
+    (record,) = [record for record in read_run(run)[0] if record["type"] != "start"]
     assert record["loss_policy"] is None and not capsys.readouterr().err
     assert json_text({"a": (1.0, float("-inf")), "b": [{"c": float("nan")}]}) == '{"a":[1.0,null],"b":[{"c":null}]}'
 

@@ -252,11 +252,11 @@ def test_a_record_that_could_not_be_written_is_tried_again(tmp_path: Path, monke
     records.begin(Alone("here"), {})
     records.note_later(message_bytes=7)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "write_atomically", full)
+        patch.setattr(run_folder, "write_json", full)
         records.report(0)
         with pytest.raises(OSError, match="No space left") as caught:
             records.end("completed")

@@ -16,12 +16,18 @@ import pytest
 import torch
 from conftest import wait_for
 
-from pala.system import device as device_module
 from pala.system import runtime, waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt, Launch, say, share_of_cores, tell
 from pala.system.seeding import derive, stream
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the environment says what started this process."""
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "MPI_", "SLURM_"))]:
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
@@ -46,21 +52,28 @@ def test_threads_are_a_ranks_share_of_the_cores(ranks, threads):
     [
         ({}, Launch(0, 1)),
         (
-            {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"},
-            Launch(5, 8),
+            {
+                "OMPI_COMM_WORLD_RANK": "5",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            },
+            Launch(5, 8, 1, 4),
         ),
         ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Launch(3, 4)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, Launch(3, 4, 0, 2)),
         ({"PMI_RANK": "", "PMI_SIZE": "what"}, Launch(0, 1)),
         # A task of srun; a batch script; mpirun -np 1 in a task of srun; MPICH's mpirun, which starts its own by srun.
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, Launch(3, 4)),
+        (
+            {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"},
+            Launch(3, 4, 1),
+        ),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch(0, 1)),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "4"}, Launch(0, 1)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Launch(1, 2)),
     ],
 )
-def test_the_launcher_is_read_from_the_environment(environment, launch, monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "MPI_", "SLURM_"))]:
-        monkeypatch.delenv(name)
+def test_the_launcher_is_read_from_the_environment(environment, launch, monkeypatch, no_launcher):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert Launch.detect() == launch
@@ -88,17 +101,15 @@ def test_a_device_that_is_not_there_is_told(name, says, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"])
-def test_ranks_of_a_node_take_its_gpus_in_turn(variable, monkeypatch):
+def test_ranks_of_a_node_take_its_gpus_in_turn(variable, monkeypatch, no_launcher):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "3")
     assert choose_device("cuda") == torch.device("cuda:1")
 
 
 def test_a_gpu_that_is_seen_and_cannot_be_used_is_left_alone_by_auto(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, no_launcher: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one that torch is not built for: the first computation on it fails."""
 
@@ -108,8 +119,6 @@ def test_a_gpu_that_is_seen_and_cannot_be_used_is_left_alone_by_auto(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", fails)
-    for key in device_module._LOCAL_RANKS:
-        monkeypatch.delenv(key, raising=False)
     assert use_device("auto", 3) == torch.device("cpu")
     assert "cuda:1 cannot be used: CUDA error: no kernel image is available. This rank" in capsys.readouterr().err
     with pytest.raises(PalaError, match=r"'run.device' is 'cuda', but cuda:0 cannot be used: CUDA error"):

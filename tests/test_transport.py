@@ -114,9 +114,9 @@ def test_the_living_agree_without_the_dead(deaths: list[int]) -> None:
             if comm.rank in deaths[1:]:
                 comm.die()
             array = np.array([10.0**comm.rank])
-            living.reduce(array, "sum", PATIENCE_S, Interrupt())
+            living.reduce(array, "sum")
             first = np.array([comm.rank])
-            living.broadcast(first, PATIENCE_S, Interrupt())
+            living.broadcast(first)
             assert first[0] == living.members[0]
             return list(living.members), float(array[0])
 
@@ -226,7 +226,7 @@ def test_a_death_is_heard_of_and_what_was_under_way_is_given_up() -> None:
         transport.start(listener)
         if comm.rank == 2:
             comm.be_stopped_until(time.monotonic() + 0.2)
-            comm.on_update(3)  # dies
+            comm.on_count(3)  # dies
         stuck = packet(7)
         transport.send(2, stuck)
         wait_for(lambda: listener.deaths == [2])
@@ -264,7 +264,7 @@ def test_a_stopped_rank_neither_works_nor_answers() -> None:
         begin_s, mine = time.monotonic(), packet(1)
         comm.meet()
         transport.start(listener)
-        comm.on_update(1)
+        comm.on_count(1)
         if comm.rank == 0:
             wait_for(lambda: comm.world.stopped_until_s[1] > 0)
             time.sleep(0.15)
@@ -282,7 +282,7 @@ def test_a_stopped_rank_neither_works_nor_answers() -> None:
 
 def test_a_signal_comes_by_script() -> None:
     def main(comm: MemoryCommunicator) -> object:
-        comm.on_update(5)
+        comm.on_count(5)
         return comm.interrupt.signal
 
     assert run_ranks(2, main, [signal_at(1, update=4)]) == [None, SIGUSR1]

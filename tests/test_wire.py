@@ -49,9 +49,7 @@ def message(kind: Kind = Kind.MODEL, **changes) -> Message:
 def encoded(of: Message, parameters: torch.Tensor | None = None) -> np.ndarray:
     """The bytes that go over the network."""
     if of.kind not in WITH_MODEL:
-        data = np.zeros(wire().control_bytes, np.uint8)
-        wire().encode(of, data)
-        return data
+        return wire().encoded(of)
     buffer = send_buffer()
     buffer.fill(of, torch.zeros(PARAMETERS) if parameters is None else parameters)
     return buffer.data

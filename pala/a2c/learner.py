@@ -166,7 +166,7 @@ class Learner(Loop):
             whose = f"rank {culprits} has given " if culprits else ""
             fault = f"{where}: {whose}no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}"
         if fault:
-            raise (EndError if self._exchange.needs_all else PalaError)(fault)
+            raise (PalaError if kind_of(self._config.exchange).outlives_ranks else EndError)(fault)
 
     @property
     def _learners(self) -> int:

@@ -20,7 +20,6 @@ from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
-from pala.networks.tape import Tape
 from pala.run import checkpoint
 from pala.run.begin import share
 from pala.run.checkpoint import RankState
@@ -40,7 +39,6 @@ class A2CParts(Parts[ModelExchange]):
     device: torch.device
     network: Network
     flat: FlatParameters
-    tape: Tape
     a2c: A2C
 
     @property
@@ -133,4 +131,4 @@ def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetw
     collectively(comm, lambda: check_size(config.exchange, flat.data, flat.num_moments))
     observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
-    return A2CParts(config, device, network, flat, tape, A2C(network.distribution, tape, flat, config.a2c))
+    return A2CParts(config, device, network, flat, A2C(network.distribution, tape, flat, config.a2c))

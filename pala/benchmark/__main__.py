@@ -20,7 +20,6 @@ import shutil
 import signal
 import sys
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,10 +33,10 @@ from pala.benchmark.request import Request
 from pala.config import Config, check, load_preset, to_table
 from pala.exchange.kinds import KINDS
 from pala.report.text import counted
-from pala.run.run_folder import provenance
+from pala.run.run_folder import now_utc, provenance
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, nearest
-from pala.system.files import json_text, make_output_folder, write_atomically
+from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.runtime import hangup, physical_cores, say, tell
 
@@ -134,7 +133,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     """Measure and write everything; returns the folder and what is in benchmark.json. Raises PalaError."""
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
-    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    started = now_utc()
     jobs, failures, status = _measure_all(command, output)
     if command.quick and not failures and far_off(jobs, _LOWEST_RATIO):
         say("An exchange looks slow: measuring once more, to tell it from noise.")
@@ -162,7 +161,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
         },
     }  # fmt: skip
     tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
-    write_atomically(output / "benchmark.json", (json_text(result, indent=1) + "\n").encode())
+    write_json(output / "benchmark.json", result, indent=1)
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
     return output, result

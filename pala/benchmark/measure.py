@@ -132,7 +132,7 @@ def environment_us(envs: ContinuedEnvs, agent: A2CParts | GorilaParts, seconds: 
 def network_us(agent: A2CParts, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
     """Microseconds a step of `forward` (all acting passes of a rollout and its bootstrap), `backward` and `optimiser`
     (clipping and RMSprop)."""
-    tape, flat, settings, now = agent.tape, agent.flat, config.a2c, clock(agent.device)
+    tape, flat, settings, now = agent.a2c.tape, agent.flat, config.a2c, clock(agent.device)
     images = torch.from_numpy(observations).to(agent.device)
     batch = (settings.rollout_steps, len(images))
     outputs = [head.out_features for head in agent.network.heads]

@@ -112,9 +112,7 @@ class _NoModels:
         return self.fill(snapshot, message, whole=True)
 
     def control(self, message: Message) -> Bytes:
-        packet = self.new_snapshot()
-        self._wire.encode(message, packet.data)
-        return packet
+        return Bytes(self._wire.encoded(message))
 
     def open(self, received: Received, offer: Bytes | None = None) -> Opened:
         message = self._wire.decode(received.data)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.doctor import facts
-from pala.doctor.advice import Advice, advise, before_start, is_mixed
+from pala.doctor.advice import advise, before_start, is_mixed
 from pala.doctor.facts import Host, Job
 from pala.doctor.ping import ping
 from pala.doctor.report import report
@@ -29,9 +29,9 @@ from pala.doctor.trial import identified, try_mpirun
 from pala.doctor.watchdog import Watchdog
 from pala.run.run_folder import provenance
 from pala.system.command_line import read_command
-from pala.system.errors import PalaError
-from pala.system.files import json_text, write_atomically
-from pala.system.runtime import can_survive, die_with_launcher, prepare, say
+from pala.system.errors import PalaError, reason
+from pala.system.files import write_json
+from pala.system.runtime import Launch, can_survive, die_with_launcher, prepare, say
 from pala.transport.agreement import cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 
@@ -110,7 +110,7 @@ def _alone(command: Command, watchdog: Watchdog) -> Job:
             trial = try_mpirun(launcher.command)
     return Job(
         launcher, [facts.host_here(launcher)], [facts.rank_here(0)], library, standard, trial, facts.slurm_here(),
-        facts.local_ranks_here()[1], can_survive(), runs=str(command.runs), python_in_path=facts.python_in_path(),
+        Launch.detect().local_size, can_survive(), runs=str(command.runs), python_in_path=facts.python_in_path(),
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]
     if job.launcher.processes and is_mixed(job):
         return None, job  # nothing to be had of MPI but a crash
     for advice in before_start(job):
-        if facts.local_ranks_here()[0] == 0:
+        if not Launch.detect().local_rank:
             say(f"pala: {advice.text}")  # perhaps the last words,
         else:
             time.sleep(_HEAD_START_S)  # which must not come too late
@@ -193,18 +193,13 @@ def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
     advice = advise(job)
     print(report(job, advice), flush=True)
     if command.json is not None:
+        table = {"format": 1} | known | {"job": asdict(job), "advice": [asdict(item) for item in advice]}
         try:
-            write_atomically(command.json, _json(job, advice, known))
+            write_json(command.json, table, indent=1)
         except OSError as error:
-            why = error.strerror or error
-            say(f"pala: error: '--json': '{command.json}' cannot be written ({why}); name another file.")
+            say(f"pala: error: '--json': '{command.json}' cannot be written ({reason(error)}); name another file.")
             return 2
     return 1 if any(item.stops for item in advice) else 0
-
-
-def _json(job: Job, advice: list[Advice], known: dict[str, Any]) -> bytes:
-    table = {"format": 1} | known | {"job": asdict(job), "advice": [asdict(item) for item in advice]}
-    return (json_text(table, indent=1) + "\n").encode()
 
 
 if __name__ == "__main__":

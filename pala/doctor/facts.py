@@ -195,13 +195,6 @@ def slurm_here() -> dict[str, str]:
     return {name: os.environ[name] for name in _SLURM if name in os.environ}
 
 
-def local_ranks_here() -> tuple[int, int]:
-    """This rank among those of this host, and their number, as the launcher says; (0, 1) if it does not."""
-    rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or os.environ.get("MPI_LOCALRANKID") or 0
-    size = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or 1
-    return int(rank), int(size)
-
-
 def python_in_path() -> str:
     """The `python` that a launcher would find, if it is not this one."""
     found = shutil.which("python") or "missing"

@@ -7,7 +7,6 @@ import os
 import statistics
 import time
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def evaluate(
             f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps')."
         )
     return Evaluation(
-        finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        finished=run_folder.now_utc(),
         policy=policy.source,
         global_steps=policy.global_steps,
         num_envs=envs.num_envs,

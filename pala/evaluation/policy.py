@@ -27,7 +27,7 @@ from pala.networks.own import MakeNetwork, actor_critic
 from pala.report.text import counted
 from pala.run import checkpoint, run_folder, user_code
 from pala.spaces import Inputs
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.seeding import torch_weights
 
@@ -86,7 +86,7 @@ class Policy:
         try:
             write_atomically(Path(file), program.getvalue())
         except OSError as error:
-            raise PalaError(f"'{file}' cannot be written: {error}.") from None
+            raise PalaError(f"'{file}' cannot be written: {reason(error)}.") from None
 
     def actor(self, greedy: bool, seed: int) -> Actor:
         """A function from observations to actions, with a random stream of its own: sampled from the policy or, if

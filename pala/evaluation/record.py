@@ -10,7 +10,7 @@ from typing import Any
 from pala.report.text import counted, short_number
 from pala.run import run_folder
 from pala.system.errors import PalaError, reason
-from pala.system.files import is_number, json_text, open_to_append, read_json, write_atomically
+from pala.system.files import is_number, json_text, open_to_append, read_json, write_json
 
 EPISODES = 100  # of an evaluation that is asked for by hand, where training made none
 _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
@@ -45,10 +45,6 @@ class Evaluation:
     steps_per_s: float
     returns: list[float]
 
-    def to_table(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         """The one line for people."""
         error = "" if self.standard_error is None else f" ± {short_number(self.standard_error)} (standard error)"
@@ -75,12 +71,12 @@ def action_words(greedy: bool, epsilon: float | None) -> str:
 def save(run: Path, evaluation: Evaluation) -> None:
     """Append to `RUN/evaluations.jsonl` and replace `RUN/evaluation.json`, unless the run has completed meanwhile and
     this is of an earlier policy. Raises PalaError."""
-    table = evaluation.to_table()
+    table = asdict(evaluation)
     try:
         record, steps = run_folder.read(run), evaluation.global_steps
         is_newest = evaluation.policy == "final" and record["segments"][-1].get("global_steps", steps) == steps
         if is_newest or not record["completed"]:
-            write_atomically(run / "evaluation.json", (json_text(table, indent=2) + "\n").encode())
+            write_json(run / "evaluation.json", table, indent=2)
         with open_to_append(run / "evaluations.jsonl") as file:
             file.write((json_text(table) + "\n").encode())
     except OSError as error:

@@ -28,8 +28,6 @@ class AllReduce(ModelExchange):
     """One reduction an update, of the flat gradient and some words more: whether a rank ends training, whether by a
     signal, and which ranks' gradients are not finite."""
 
-    needs_all = True
-
     def __init__(
         self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
     ) -> None:

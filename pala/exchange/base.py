@@ -26,6 +26,11 @@ class ExchangeState(NamedTuple):
     weight: float
     lost: Sequence[int] = ()  # ranks that died
 
+    @property
+    def global_steps(self) -> int:
+        """Made by all ranks, as far as known."""
+        return self.base_steps + sum(self.local_steps)
+
 
 class End(NamedTuple):
     """What all ranks that live agree on at the end."""
@@ -49,7 +54,7 @@ def agree_on_end(
         left = np.zeros(comm.size, np.uint64)
         left[comm.rank] = has_left
         table = np.array([stop, *local_steps, *left], np.uint64)
-        living.reduce(table, "max", timeout_s, interrupt)
+        living.reduce(table, "max")
         steps, left = np.split(table[1:], [len(local_steps)])
         stayed = [rank for rank in living.members if not left[rank]]
         return End(Stop(int(table[0])), steps, living.members, stayed or living.members)
@@ -69,8 +74,8 @@ def average_of_ranks(
 
     def average(living: Living) -> Tensor:
         total, weights = mine * weight, np.array([weight], np.float64)
-        living.reduce(weights, "sum", timeout_s, interrupt)
-        living.reduce(total.numpy(), "sum", timeout_s, interrupt)
+        living.reduce(weights, "sum")
+        living.reduce(total.numpy(), "sum")
         if weights[0] == 0:
             raise PalaError(
                 "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning rate."
@@ -86,7 +91,7 @@ def model_of_first(comm: Communicator, parameters: Tensor, timeout_s: float, int
 
     def of_first(living: Living) -> Tensor:
         final = mine.clone()
-        living.broadcast(final.numpy(), timeout_s, interrupt)
+        living.broadcast(final.numpy())
         return final
 
     return comm.among_the_living(of_first, timeout_s, interrupt)
@@ -159,7 +164,6 @@ class Exchange(abc.ABC):
 class ModelExchange(Exchange):
     """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
-    needs_all = False  # whether the job ends when one rank cannot go on
     culprits: Sequence[int] = ()  # other ranks whose gradients made the last average not finite
 
     @property

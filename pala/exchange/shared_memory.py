@@ -77,8 +77,6 @@ class Window:
 class SharedMemory(ModelExchange):
     """One broadcast buffer a rank; whoever reads it says so before it is written again."""
 
-    needs_all = True
-
     def __init__(
         self, comm: Communicator, parameters: Tensor, config: ExchangeConfig, budget_steps: int, start: ExchangeState,
         interrupt: Interrupt, num_exact: int = 0,

@@ -66,6 +66,8 @@ class Refusal(NamedTuple):
     reason: str
 
 
+NOT_FINITE = Refusal("it holds NaN or infinity")
+
 Sizes = Mapping[Format, range]
 KindT = TypeVar("KindT", bound=enum.IntEnum)
 NOTHING: Sizes = {Format.FLOAT32: range(1)}  # behind the counters
@@ -92,6 +94,12 @@ class Wire:
         into[_ALIGNMENT : _ALIGNMENT + 8 * self.num_ranks] = message.local_steps.astype("<u8", copy=False).view(
             np.uint8
         )
+
+    def encoded(self, message: Message) -> np.ndarray:
+        """A message with nothing behind the counters, in memory of its own: uint8 [control_bytes]."""
+        data = np.zeros(self.control_bytes, np.uint8)
+        self.encode(message, data)
+        return data
 
     def decode(self, data: np.ndarray) -> Message | Refusal:
         """Any uint8 bytes to a Message or a Refusal; what is behind the counters is looked at by others."""

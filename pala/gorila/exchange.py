@@ -231,7 +231,7 @@ class GorilaExchange(Exchange, Receiver):
             whole = torch.zeros(rules.wire.num_parameters)
             if shard is not None:
                 whole[rules.slices[rules.roles.shards.index(self._comm.rank)]] = shard.parameters
-            living.reduce(whole.numpy(), "sum", timeout_s, self._interrupt)
+            living.reduce(whole.numpy(), "sum")
             return whole, living.members
 
         final, members = self._comm.among_the_living(join, timeout_s, self._interrupt)

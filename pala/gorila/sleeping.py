@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
-
 from pala.config import Config
 from pala.exchange.budget import Stop, budget_of
 from pala.exchange.sleeping import Beginning, Sleeping
@@ -91,9 +89,7 @@ class SleepingGorila(Sleeping, Receiver):
         return self.members.hear(message)
 
     def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:
-        data = np.zeros(self._wire.control_bytes, np.uint8)
         message = Message(kind, self.members.rank, round_, 1.0, self._budget.stop, self._budget.local_steps)
-        self._wire.encode(message, data)
-        packet = Bytes(data)
+        packet = Bytes(self._wire.encoded(message))
         self.transport.send(rank, packet)
         return packet

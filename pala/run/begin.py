@@ -19,7 +19,7 @@ from pala.system.seeding import derive
 from pala.transport.base import Communicator
 
 
-def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, spares: int = 0) -> Progress:
+def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, spares: int) -> Progress:
     """Give the parts what they begin with; how far this rank is. `spares`: that follow the ranks of `comm`.
     Collective."""
     signatures = comm.allgather(parts.flat.signature)

@@ -10,6 +10,7 @@ from pathlib import Path
 from pala.config import Config, flatten, to_table
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
+from pala.report.text import counted
 from pala.system.errors import CollectiveError, PalaError
 from pala.transport.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.transport.base import Communicator
@@ -93,9 +94,9 @@ def check_spares_can_sleep(comm: Communicator, spares: int) -> None:
 
     def check() -> None:
         if spares >= comm.size:
-            ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
             raise PalaError(
-                f"'run.spares' is {spares}, but the job has {ranks}, the spares among them; start more than {spares}."
+                f"'run.spares' is {spares}, but the job has {counted(comm.size, 'rank')}, the spares among them; start "
+                f"more than {spares}."
             )
         if spares > 0 and not comm.outlives_ranks:
             raise PalaError(

@@ -92,12 +92,8 @@ class Tail:
         self._num_lines = self._left_out = self._first_left_out = 0
         self._in_long_line = False
 
-    def read(self) -> list[Record]:
+    def read(self) -> Iterator[Record]:
         """The new whole records. Raises PalaError if the file is damaged, none, or too large."""
-        return list(self.stream())
-
-    def stream(self) -> Iterator[Record]:
-        """The same, one after the other."""
         left_out = self._left_out
         try:
             with open_to_read(self._path) as packed:
@@ -196,15 +192,10 @@ def limit_mib() -> float:
         raise PalaError(f"The environment variable {LIMIT} is '{text}', but must be a number of MiB.") from None
 
 
-def read_rank(path: Path) -> list[Record]:
-    """All records of a rank that count: those made after a checkpoint and lost with a crash are left out. Raises
-    PalaError."""
-    return _counting(Tail(path, limit_mib() * 2**20))
-
-
 def _counting(tail: Tail) -> list[Record]:
+    """All records of a rank but those that were made after a checkpoint and lost with a crash."""
     kept: list[Record] = []
-    for record in tail.stream():
+    for record in tail.read():
         while record["type"] == "start" and kept and kept[-1]["time_s"] > record["time_s"]:
             kept.pop()  # they are in the order of time
         kept.append(record)
@@ -212,8 +203,9 @@ def _counting(tail: Tail) -> list[Record]:
 
 
 def read_run(run: Path) -> list[list[Record]]:
-    """`read_rank` for every rank of a run, without what segments that began without a rank did not go on from. Raises
-    PalaError if a file is damaged, or all are too large together."""
+    """All records of every rank that count: not those made after a checkpoint and lost with a crash, nor what segments
+    that began without a rank did not go on from. Raises PalaError if a file is damaged, or all are too large together.
+    """
     ranks, left_bytes = [], limit_mib() * 2**20
     for path in metrics_files(run):
         tail = Tail(path, left_bytes)
@@ -243,9 +235,9 @@ def _gone_on_from(records: list[Record], begins: dict[str, float]) -> list[Recor
 class RunView:
     """A run as its metrics files show it while it goes on."""
 
-    def __init__(self, run: Path, ranks: int, recent_episodes: int = 100) -> None:
+    def __init__(self, run: Path, ranks: int) -> None:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
-        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=recent_episodes)  # time, return, length
+        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=100)  # time, return, length
         self.last: list[Record] = [{} for _ in range(ranks)]
         self._before: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)
@@ -258,7 +250,7 @@ class RunView:
         for rank, tail in enumerate(self._tails):
             mine: list[tuple[float, float, float | None]] = []
             try:
-                for record in tail.stream():
+                for record in tail.read():
                     if record["type"] == "episode":
                         mine.append((record["time_s"], record["return"], record.get("length_steps")))
                     elif record["type"] == "start":  # what was made after the checkpoint before it was lost

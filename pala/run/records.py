@@ -52,13 +52,9 @@ class Records:
         if self._record is not None:
             self._reporter = self._make_reporter(self._begin_steps)
 
-    def note(self, **facts: Any) -> None:
-        """Add to run.json, if this rank leads."""
-        if self._record is not None:
-            self._record.note(**facts)
-
     def note_later(self, **facts: Any) -> None:
-        """The same at the next report: a file system that is slow now would have this rank train after all others."""
+        """Add to run.json at the next report, if this rank leads: a file system that is slow now would have this rank
+        train after all others."""
         self._to_note |= facts
 
     def write(self, records: list[Record]) -> None:
@@ -79,7 +75,7 @@ class Records:
         self._record = None
 
     def lead_if_first(
-        self, living: Sequence[int], time_s: float, left: Collection[int] = (), joining: Collection[int] = ()
+        self, living: Sequence[int], time_s: float, left: Collection[int], joining: Collection[int]
     ) -> bool:
         """Take the lead if this is the lowest rank that lives, and note who has died, `left` or joined, but for those
         who are `joining` and may not come to train; whether this rank leads. `time_s`: training time. Not
@@ -93,9 +89,7 @@ class Records:
             say(f"[rank {self._rank}] 'run.json' cannot be written: {reason(error)}. Training goes on.")
         return True
 
-    def lead(
-        self, living: Sequence[int], time_s: float, left: Collection[int] = (), joining: Collection[int] = ()
-    ) -> None:
+    def lead(self, living: Sequence[int], time_s: float, left: Collection[int], joining: Collection[int]) -> None:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
@@ -164,9 +158,10 @@ class Records:
         self._note_or_say(saved=True)
 
     def _note_or_say(self, **facts: Any) -> bool:
-        """Returns whether it could be written."""
+        """Add to run.json, if this rank leads. Returns whether it could be written."""
         try:
-            self.note(**facts)
+            if self._record is not None:
+                self._record.note(**facts)
         except OSError as error:
             say(f"run.json cannot be written: {reason(error)}.")
             return False

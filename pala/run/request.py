@@ -32,7 +32,7 @@ class Request:
     """For run.json, from the first rank."""
     trust_run: bool = False
     """Run the code that a resumed run names though it came from elsewhere (`user_code.py`)."""
-    on_update: Callable[[int], None] | None = None
-    """Called with the number of updates of this rank, after each."""
+    on_count: Callable[[int], None] | None = None
+    """Called with the number of updates of this rank, after each: where tests plant faults."""
     conclude: Conclude | None = None
     """What the first rank that lives does at the very end, alone."""

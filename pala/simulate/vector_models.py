@@ -9,11 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pala.exchange.gossip.driver import Opened
-from pala.exchange.wire import Format, Message, Refusal
+from pala.exchange.wire import NOT_FINITE, Format, Message
 from pala.transport.base import Received
 from pala.transport.virtual import VirtualNetwork
-
-_NOT_FINITE = Refusal("it holds NaN or infinity")
 
 
 class Sent(NamedTuple):
@@ -82,7 +80,7 @@ class VectorModels:
             return Opened(message)
         assert self._network.delivering is not None
         self._opened = model, message, self._network.delivering.time_s
-        return Opened(message, None if is_finite(model) else _NOT_FINITE)
+        return Opened(message, None if is_finite(model) else NOT_FINITE)
 
     def add(self, weight: float) -> None:
         model, message, time_s = self._opened

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
 from pala.system.errors import PalaError
-from pala.system.runtime import say
-
-_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # of Open MPI, Hydra, srun
+from pala.system.runtime import Launch, say
 
 
 def use_device(name: str, local_rank: int = 0) -> torch.device:
@@ -39,8 +36,8 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise PalaError(f"'run.device' is '{name}', but torch {torch.__version__} sees no CUDA device here.")
     if name == "cuda":
-        local_rank = next((int(os.environ[key]) for key in _LOCAL_RANKS if os.environ.get(key)), local_rank)
-        name = f"cuda:{local_rank % torch.cuda.device_count()}"
+        told = Launch.detect().local_rank
+        name = f"cuda:{(local_rank if told is None else told) % torch.cuda.device_count()}"
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -29,6 +29,11 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """`write_atomically` of `json_text`."""
+    write_atomically(path, (json_text(value, indent) + "\n").encode())
+
+
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """`write_atomically` for what is too large to be held as bytes: the file takes its place when the block ends."""

@@ -61,12 +61,16 @@ class Launch:
 
     rank: int
     size: int
+    local_rank: int | None = None  # among those of this host; None: it does not say
+    local_size: int = 1
 
     @classmethod
     def detect(cls) -> Launch:
         return cls(
             rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0,
             size=_environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") or 1,
+            local_rank=_environment_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+            local_size=_environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1,
         )
 
 
@@ -86,9 +90,9 @@ def can_survive() -> bool:
 def die_with_launcher() -> None:
     """Have the kernel kill this rank when what started it ends, even if the rank is stopped: a launcher that gives up a
     job does not wait for that. Nothing is changed without a launcher."""
-    local_size = _environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1
+    launch = Launch.detect()
     # The signal comes when the thread ends that started the process. PRRTE starts 32 and more by threads of their own.
-    if Launch.detect().size > 1 and local_size < 32:
+    if launch.size > 1 and launch.local_size < 32:
         parent_death_signal = 1
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
 
@@ -197,22 +201,20 @@ def loading() -> Iterator[None]:
         gc.enable()
 
 
-def _parent(pid: int) -> tuple[str, int]:
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        stat = file.read()
-    name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :]
-    return name, int(rest.split()[1])
+def _ancestors() -> Iterator[tuple[int, str]]:
+    """The processes above this one and their names, the nearest first. Raises OSError."""
+    pid = os.getppid()
+    while pid > 1:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            before, _, after = file.read().rpartition(")")
+        yield pid, before.partition("(")[2]
+        pid = int(after.split()[1])
 
 
 def launcher_process() -> int | None:
     """The nearest process above this one that belongs to a launcher; None if there is none."""
     with suppress(OSError):
-        _, pid = _parent(os.getpid())
-        while pid > 1:
-            name, parent = _parent(pid)
-            if name in _LAUNCHERS:
-                return pid
-            pid = parent
+        return next((pid for pid, name in _ancestors() if name in _LAUNCHERS), None)
     return None
 
 
@@ -225,12 +227,10 @@ def terminal_size(stream: int = 1) -> tuple[int, int] | None:
     """
     owner = os.getpid()
     try:
-        name, parent = _parent(owner)
-        while parent > 1:
-            name, grandparent = _parent(parent)
+        for pid, name in _ancestors():
             if name not in _LAUNCHERS:
                 break
-            owner, parent = parent, grandparent
+            owner = pid
         descriptor = os.open(f"/proc/{owner}/fd/{stream}", os.O_WRONLY | os.O_NOCTTY)
     except (OSError, ValueError):
         return None

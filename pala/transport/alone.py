@@ -17,10 +17,10 @@ T = TypeVar("T")
 class _Me(Living):
     members = (0,)
 
-    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
         """One value is its own sum and maximum."""
 
-    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
+    def broadcast(self, array: np.ndarray) -> None:
         """To nobody."""
 
 

@@ -184,17 +184,18 @@ class SharedBlock(abc.ABC):
 
 
 class Living(abc.ABC):
-    """Those ranks that live, inside `Communicator.among_the_living`. Every method is collective among them."""
+    """Those ranks that live, inside `Communicator.among_the_living`, whose limits hold here, too. Every method is
+    collective among them."""
 
     members: Sequence[int]
     """Their ranks, rising."""
 
     @abc.abstractmethod
-    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
         """In place: the sum or maximum over all members, element by element; waited for asleep."""
 
     @abc.abstractmethod
-    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
+    def broadcast(self, array: np.ndarray) -> None:
         """In place: what the first of the members has; waited for asleep."""
 
 

@@ -5,11 +5,11 @@
     from pala.transport.faults import drop, fail_at
 
     def main(comm):
-        return run_rank(comm, Request(config, on_update=comm.on_update), comm.interrupt)
+        return run_rank(comm, Request(config, on_count=comm.on_count), comm.interrupt)
 
     results = run_ranks(4, main, faults=[fail_at(2, update=10), drop(0, 1, n=3)])
 
-Without `on_update` no fault "at an update" ever happens, without `interrupt` no signal.
+Without `on_count` no fault "at an update" ever happens, without `interrupt` no signal.
 The others survive the death of a rank, as under `mpirun --with-ft ulfm`. A rank that raises something is dead, unless
 that is an EndError, by which it ends the job. Nobody waits for one that has ended or returned.
 """
@@ -159,14 +159,14 @@ class _Group:
 
 
 class _MemoryLiving(Living):
-    def __init__(self, group: _Group) -> None:
-        self.members, self._group = group.members, group
+    def __init__(self, group: _Group, timeout_s: float | None, interrupt: Interrupt) -> None:
+        self.members, self._group, self._timeout_s, self._interrupt = group.members, group, timeout_s, interrupt
 
-    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
-        array[...] = _reduced(self._group.gather(array.copy(), timeout_s, interrupt), how)
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        array[...] = _reduced(self._group.gather(array.copy(), self._timeout_s, self._interrupt), how)
 
-    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
-        array[...] = self._group.gather(array.copy(), timeout_s, interrupt)[0]
+    def broadcast(self, array: np.ndarray) -> None:
+        array[...] = self._group.gather(array.copy(), self._timeout_s, self._interrupt)[0]
 
 
 def _reduced(arrays: Sequence[np.ndarray], how: Reduction) -> np.ndarray:
@@ -217,8 +217,8 @@ class MemoryCommunicator(Communicator):
 
     # ---- faults --------------------------------------------------------------------------------------------------
 
-    def on_update(self, updates: int) -> None:
-        """What the script says of a rank that has made so many updates. For `Loop.run`."""
+    def on_count(self, updates: int) -> None:
+        """What the script says of a rank that has made so many updates."""
         for fault in [fault for fault in self._to_come if updates >= fault.update]:
             self._to_come.remove(fault)
             fault.happens(self)
@@ -294,7 +294,7 @@ class MemoryCommunicator(Communicator):
             living = self._all.gather_living(None, timeout_s, interrupt)
             group = _Group(self, list(living), ("living", self._all._number))
             try:
-                result, whole = action(_MemoryLiving(group)), True
+                result, whole = action(_MemoryLiving(group, timeout_s, interrupt)), True
             except _MemberDiedError:
                 whole = False
             agreement = _Group(self, group.members, ("agreement", self._all._number))

@@ -30,18 +30,19 @@ _OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 
 
 class _Living(Living):
-    def __init__(self, comm: MPI.Comm, world: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, world: MPI.Comm, timeout_s: float | None, interrupt: Interrupt) -> None:
         """`comm`: of those in `world` who live."""
-        self._comm = comm
+        self._comm, self._timeout_s, self._interrupt = comm, timeout_s, interrupt
         self.members: Sequence[int] = sorted(
             MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world.group)
         )  # fmt: skip
 
-    def reduce(self, array: np.ndarray, how: Reduction, timeout_s: float | None, interrupt: Interrupt) -> None:
-        wait_quietly(self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how]).Test, timeout_s, interrupt)
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        request = self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
+        wait_quietly(request.Test, self._timeout_s, self._interrupt)
 
-    def broadcast(self, array: np.ndarray, timeout_s: float | None, interrupt: Interrupt) -> None:
-        wait_quietly(self._comm.Ibcast(array, root=0).Test, timeout_s, interrupt)
+    def broadcast(self, array: np.ndarray) -> None:
+        wait_quietly(self._comm.Ibcast(array, root=0).Test, self._timeout_s, self._interrupt)
 
 
 class _Window(SharedBlock):
@@ -119,7 +120,7 @@ class MpiCommunicator(Communicator):
             wait_quietly(Barrier(self.mpi).done, timeout_s, interrupt)  # asleep: what follows would spin
             living = self._shrink(timeout_s, interrupt)
             try:
-                result, whole = action(_Living(living, self.mpi)), True
+                result, whole = action(_Living(living, self.mpi, timeout_s, interrupt)), True
             except MPI.Exception as error:
                 if not is_death(error):
                     raise

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from pala.config import ExchangeConfig
-from pala.exchange.wire import Format, Refusal
+from pala.exchange.wire import NOT_FINITE, Format, Refusal
 from pala.system.blocks import in_blocks
 
-_NOT_FINITE = Refusal("it holds NaN or infinity")
 _SAMPLE = 16384
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -155,7 +154,7 @@ class Float32(Codec):
             self._staged = values
         else:
             self._staged.copy_(values.to(self._staged.device, non_blocking=True))  # cast on the device
-        return None if _is_finite(self._staged) else _NOT_FINITE
+        return None if _is_finite(self._staged) else NOT_FINITE
 
     def add(self, weight: float) -> bool:
         first = self._total_weight == 0
@@ -312,7 +311,7 @@ class TopK(Codec):
         self._indices, self._values = self._read(format_, received)
         if self._indices is not None and not _rises_within(self._indices, self._sum.numel()):
             return Refusal("its indices do not rise, or name parameters that do not exist")
-        return None if _is_finite(self._values) else _NOT_FINITE
+        return None if _is_finite(self._values) else NOT_FINITE
 
     def _read(self, format_: Format, data: Tensor) -> tuple[Part, Tensor]:
         """(indices, values), on the parameters' device."""

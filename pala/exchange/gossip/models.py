@@ -204,9 +204,7 @@ class TensorModels:
         return len(snapshot.data)
 
     def control(self, message: Message) -> Bytes:
-        data = np.zeros(self._wire.control_bytes, np.uint8)
-        self._wire.encode(message, data)
-        return Bytes(data)
+        return Bytes(self._wire.encoded(message))
 
     def open(self, received: Received, offer: SendBuffer | None = None) -> Opened:
         message = self._wire.decode(received.data)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numpy as np
-
 from pala.config import Config
 from pala.exchange.budget import Stop, budget_of
 from pala.exchange.gossip.driver import GossipDriver, Models, Opened
@@ -27,9 +25,7 @@ class _NoModels:
         self._wire = wire
 
     def control(self, message: Message) -> Packet:
-        data = np.zeros(self._wire.control_bytes, np.uint8)
-        self._wire.encode(message, data)
-        return Bytes(data)
+        return Bytes(self._wire.encoded(message))
 
     def open(self, received: Received, offer: Any = None) -> Opened:
         message = self._wire.decode(received.data)
