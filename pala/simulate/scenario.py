@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pala.transport.virtual import Range
+Range = tuple[float, float]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.gossip.protocols import PROTOCOLS
 from pala.simulate.scenario import Scenario
 from pala.simulate.vector_models import Sent, VectorModels, is_finite
-from pala.transport.virtual import OnItsWay, VirtualNetwork, VirtualTransport
+from pala.simulate.virtual_network import OnItsWay, VirtualNetwork, VirtualTransport
 
 Learn = Callable[[int, np.ndarray], None]
 
@@ -60,8 +60,8 @@ class VirtualCluster(VirtualNetwork):
         """`models`: [size, parameters], by default each rank's number; `learn(rank, model)` changes a model in place at
         each update; `observe(self)` is called after each event; `protocol` (by default, the mixing rule's) and `driver`
         let tests plant a bug."""
-        super().__init__(scenario, scenario.size, scenario.seed)
-        s = self.scenario = scenario
+        super().__init__(scenario)
+        s = scenario
         self._learn, self._protocol, self._driver = learn, protocol or PROTOCOLS[scenario.mixing], driver
         self.observe = partial(observe, self) if observe is not None else None
         models = np.arange(s.size, dtype=np.float64)[:, None] if models is None else models
