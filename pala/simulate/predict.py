@@ -96,12 +96,11 @@ def parse(arguments: list[str]) -> Command:
     return command
 
 
-def predict(command: Command, output: Path) -> dict[str, Any]:
-    """Simulate and write everything; returns what is in simulation.json. Raises PalaError."""
-    assert command.benchmark is not None
-    benchmark = read_benchmark(command.benchmark)
-    costs = costs_of(benchmark, command.benchmark)
-    compared = [(path, read_benchmark(path)) for path in command.compare]
+def predict(
+    command: Command, benchmark: dict[str, Any], costs: Costs, compared: list[tuple[Path, dict[str, Any]]], output: Path
+) -> dict[str, Any]:
+    """Simulate and write everything; returns what is in simulation.json. `costs` are of `benchmark`, `compared` are the
+    benchmarks of `command.compare`. Raises PalaError."""
     options = asdict(command) | {"benchmark": str(command.benchmark), "compare": [str(p) for p in command.compare]}
     options["output"] = str(output)
     facts = provenance() | {"format": 1, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
@@ -206,10 +205,12 @@ def run(arguments: list[str]) -> None:
     command = parse(arguments)
     assert command.benchmark is not None
     # A mistake should be told before anything is made.
-    costs = costs_of(read_benchmark(command.benchmark), command.benchmark)
+    benchmark = read_benchmark(command.benchmark)
+    costs = costs_of(benchmark, command.benchmark)
     _check_that_something_is_left(command, costs)
-    for path in command.compare:
-        check_alike(read_benchmark(path), path)
+    compared = [(path, read_benchmark(path)) for path in command.compare]
+    for path, other in compared:
+        check_alike(other, path)
     output = make_output_folder(command.output, "simulation")
-    result = predict(command, output)
+    result = predict(command, benchmark, costs, compared, output)
     print(f"\n{markdown(result)}\n{output}/simulation.md, simulation.json, simulation.png", flush=True)
