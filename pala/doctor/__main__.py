@@ -159,7 +159,6 @@ def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
 
         host = with_torch(host)
     watchdog.expect("waiting for torch and Atari on other hosts", 2 * _LOADING_S, _TOGETHER)
-    comm.meet()
     hosts: dict[str, Host] = {}
     for found in comm.allgather(host):
         hosts.setdefault(found.name, found)  # the first of a host has seen most
