@@ -35,8 +35,8 @@ from pala.config import Config, check, load_preset, to_table
 from pala.exchange.kinds import KINDS
 from pala.report.text import counted
 from pala.run.run_folder import provenance
-from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.errors import PalaError, nearest
+from pala.system.command_line import check_choices, exit_on_mistake, read_command
+from pala.system.errors import PalaError
 from pala.system.files import json_text, make_output_folder, write_atomically
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.runtime import hangup, physical_cores, say, tell
@@ -85,15 +85,9 @@ def parse(arguments: list[str]) -> Command:
     if command.config.algorithm == "gorila" and command.exchanges:
         raise PalaError("'--exchanges' is for A2C: Gorila has one way to exchange, its roles; leave it out.")
     command = _completed(command)
-    known = exchange_kinds() if command.config.algorithm == "a2c" else command.exchanges
-    for option, values, allowed in (
-        ("exchanges", command.exchanges, known), ("precisions", command.precisions, _PRECISIONS),
-    ):  # fmt: skip
-        for value in values:
-            if value not in allowed:
-                raise PalaError(
-                    f"'--{option}': '{value}' is none of {', '.join(allowed)}{nearest(value, allowed) or '.'}"
-                )
+    if command.config.algorithm == "a2c":
+        check_choices("exchanges", command.exchanges, exchange_kinds())
+    check_choices("precisions", command.precisions, _PRECISIONS)
     if not all(ranks >= 1 for ranks in command.ranks):
         raise PalaError(f"'--ranks' is {shlex.join(map(str, command.ranks))} but every number must be at least 1.")
     if (command.rounds or 0) < 1:

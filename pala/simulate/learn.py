@@ -43,7 +43,7 @@ from pala.run.run_folder import provenance
 from pala.simulate.alone import Alone
 from pala.simulate.scenario import Scenario
 from pala.simulate.virtual_cluster import VirtualCluster
-from pala.system.command_line import read_command
+from pala.system.command_line import check_choices, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import json_text, write_atomically
 from pala.system.runtime import Interrupt
@@ -311,9 +311,7 @@ def parse(arguments: list[str]) -> Command:
     if pairwise and exchange.graph != "complete":  # so its settings may be others than their defaults
         exchange = dataclasses.replace(exchange, mixing=pairwise[0])  # type: ignore[arg-type]
     check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
-    for method in command.methods:
-        if method not in METHODS:
-            raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}.")
+    check_choices("methods", command.methods, METHODS)
     for option, value, least in (
         ("ranks", conditions.ranks, 1), ("slow-ranks", conditions.slow_ranks, 0), ("slowness", conditions.slowness, 1),
         ("delay-updates", conditions.delay_updates, 0), ("deaths", conditions.deaths, 0),

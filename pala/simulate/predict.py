@@ -28,8 +28,8 @@ from pala.simulate.costs import Costs, check_alike, costs_of, read_benchmark
 from pala.simulate.gossip import predict_gossip, predict_shared_memory
 from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
-from pala.system.command_line import read_command
-from pala.system.errors import PalaError, nearest
+from pala.system.command_line import check_choices, check_named, read_command
+from pala.system.errors import PalaError
 from pala.system.files import json_text, make_output_folder, write_atomically
 from pala.system.runtime import say
 
@@ -73,12 +73,8 @@ class Command:
 def parse(arguments: list[str]) -> Command:
     """The checked command line. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
-    for option, values in (("methods", command.methods), ("ranks", command.ranks)):
-        if not values:
-            raise PalaError(f"'--{option}' names nothing.")
-    for method in command.methods:
-        if method not in METHODS:
-            raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}{nearest(method, METHODS) or '.'}")
+    check_named(command, "methods", "ranks")
+    check_choices("methods", command.methods, METHODS)
     for ranks in command.ranks:
         if not 2 <= ranks <= _MOST_RANKS:
             raise PalaError(f"'--ranks' has {ranks} but every number must lie between 2 and {_MOST_RANKS}.")

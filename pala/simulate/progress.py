@@ -18,7 +18,7 @@ from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.report.text import table
 from pala.simulate.scenario import Scenario
 from pala.simulate.virtual_cluster import VirtualCluster
-from pala.system.command_line import read_command
+from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
 
 _PROGRAM = "pala.simulate progress"
@@ -81,18 +81,14 @@ def measure(
 def run(arguments: list[str]) -> None:
     """What `python -m pala.simulate progress` does. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
-    for option, values, known in (("mixings", command.mixings, RULES), ("topology", (command.topology,), TOPOLOGIES)):
-        for value in values:
-            if value not in known:
-                raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
+    check_choices("mixings", command.mixings, RULES)
+    check_choices("topology", [command.topology], TOPOLOGIES)
     pairwise = [mixing for mixing in command.mixings if RULES[mixing].by_pairs]
     if pairwise and command.topology == "complete":
         raise PalaError(
             f"'--mixings' has '{pairwise[0]}', where a rank has one open offer: not with '--topology complete'."
         )
-    for option in ("mixings", "ranks", "delays", "slowness"):
-        if not getattr(command, option):
-            raise PalaError(f"'--{option}' names nothing.")
+    check_named(command, "mixings", "ranks", "delays", "slowness")
     finite = all(map(math.isfinite, (*command.delays, *command.slowness)))
     if not finite or min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
         raise PalaError("'--ranks' must be at least 2, '--delays' 0 and '--slowness' 1; all are finite.")
