@@ -41,7 +41,7 @@ from pala.report.text import table
 from pala.run.loop import Counters, Progress
 from pala.run.run_folder import provenance
 from pala.simulate.alone import Alone
-from pala.simulate.scenario import Scenario
+from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import check_choices, read_command
 from pala.system.errors import PalaError, reason
@@ -221,15 +221,15 @@ def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
     """The simulated network and ranks of a training by gossip."""
     n, draw, delay, exchange = conditions.ranks, random.Random(config.seed), conditions.delay_updates, config.exchange
     rounds = config.total_steps / (n * config.steps_per_update)
-    return Scenario(
+    made = Scenario(
         n, exchange.graph, method, exchange.max_staleness, config.total_steps,
-        config.steps_per_update, config.seed, update_s=(0.95, 1.05), slowness=_slowness(conditions),
-        model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
+        config.steps_per_update, config.seed, slowness=_slowness(conditions),
         deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
-        again_s=20.0 + 5 * delay, patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
+        patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
         exchanges_per_update=exchange.exchanges_per_update if RULES[method].by_pairs else 1,
         rollout_steps=config.a2c.rollout_steps,
     )  # fmt: skip
+    return timed_in_updates(made, delay)
 
 
 def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
@@ -249,9 +249,7 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     cluster.run()
     if cluster.stuck:
         raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
-    # Moves that are still owed count as made.
-    total = cluster.sum_of_models if RULES[method].by_pairs else np.sum([rank.model for rank in cluster.ranks], 0)
-    mean = torch.from_numpy(np.asarray(total / n, np.float32))
+    mean = torch.from_numpy(np.asarray(cluster.mean_model, np.float32))
     return _learned(learners, mean, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent)
 
 

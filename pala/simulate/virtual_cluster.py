@@ -154,6 +154,13 @@ class VirtualCluster(VirtualNetwork):
         owed = [move for models in all_models for move in models.owed.values()]
         return np.add.reduce([models.with_owed - models.unmatched for models in all_models] + owed)
 
+    @property
+    def mean_model(self) -> np.ndarray:
+        """Over all ranks, the dead as they were. Moves that are owed to answers on their way count as made."""
+        by_pairs = RULES[self.scenario.mixing].by_pairs
+        total = self.sum_of_models if by_pairs else np.sum([rank.model for rank in self.ranks], 0)
+        return np.asarray(total / len(self.ranks))
+
     # ---- a rank ----------------------------------------------------------------------------------------------------
 
     def _start_update(self, rank: Rank) -> None:
