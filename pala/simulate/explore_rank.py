@@ -35,6 +35,9 @@ ANY, CURRENT, STALE = 0, 1, 2
 later offer never gets the number of an earlier one, so what is stale stays stale. Rounds begin above these."""
 _FIRST_ROUND = 3
 _MANY_STEPS = 1 << 62
+_NOT_OF_PROTOCOL = {"budget", "mixing", "rules", "rank", "size", "lock", "counts"}
+_NOT_OF_BUDGET = {"rank", "size", "budget_steps"}
+"""Attributes that are not frozen: they never change, are frozen by themselves, or only count."""
 _PLAIN = (bool, int, float, Stop)
 """Types of attributes that are frozen as they are."""
 _OF_PEERS = {"silent", "present", "living", "left", "_asleep", "_owed", "_inbox", "_stale", "_wants_whole"}
@@ -500,8 +503,7 @@ class LocalRank:
         """What it is now."""
         p = self.protocol
         self._forget()
-        fields = _freeze_fields(p, {"budget", "mixing", "rules", "rank", "size", "lock", "counts"})
-        budget = _freeze_fields(p.budget, {"rank", "size", "budget_steps"})
+        fields, budget = _freeze_fields(p, _NOT_OF_PROTOCOL), _freeze_fields(p.budget, _NOT_OF_BUDGET)
         lock = sorted(p.lock._held_since_s.items(), key=lambda held: (held[1], held[0]))
         peer_of = {id(snapshot): peer for peer, snapshot in self.driver._offers.items()}
         snapshots = [self._freeze_snapshot(s, peer_of.get(id(s), -1)) for s in self.driver._snapshots]
@@ -521,8 +523,8 @@ class LocalRank:
     def load(self, frozen: Frozen) -> None:
         """Be that."""
         p, driver, models = self.protocol, self.driver, self.models
-        _thaw_fields(p, frozen.protocol, {"budget", "mixing", "rules", "rank", "size", "lock", "counts"})
-        _thaw_fields(p.budget, frozen.budget, {"rank", "size", "budget_steps"})
+        _thaw_fields(p, frozen.protocol, _NOT_OF_PROTOCOL)
+        _thaw_fields(p.budget, frozen.budget, _NOT_OF_BUDGET)
         p.lock._held_since_s = dict(frozen.lock)
         p.mixing.weight = frozen.weight
         p.counts.clear()
