@@ -72,14 +72,9 @@ def run(arguments: list[str]) -> None:
             print(f"{held.schedules:,} schedules held ({pace}): {faults}.")
 
 
-def try_all(numbers: range, processes: int = 0, protocol: type[GossipProtocol] | None = None) -> Tried:
-    """Try the schedules of these numbers, in batches side by side, up to the first failure."""
-    *_, tried = try_in_batches(numbers, processes, protocol)
-    return tried
-
-
 def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProtocol] | None = None) -> Iterator[Tried]:
-    """The same; yields what came of all schedules so far after each batch."""
+    """Try the schedules of these numbers, in batches side by side, up to the first failure. Yields what came of all so
+    far after each batch."""
     batches = [numbers[i : i + _BATCH] for i in range(0, len(numbers), _BATCH)]
     processes = min(processes or len(os.sched_getaffinity(0)), len(batches))
     sofar = Tried()

@@ -123,27 +123,10 @@ class VirtualCluster(VirtualNetwork):
         return sum(rank.driver.counts["models_sent"] for rank in self.ranks)
 
     @property
-    def mixes(self) -> int:
-        """Mixes of all ranks."""
-        return sum(rank.models.mixes for rank in self.ranks)
-
-    @property
-    def models_refused(self) -> int:
-        """Models that all ranks rejected, since they were not finite."""
-        return sum(rank.protocol.counts["models_refused"] for rank in self.ranks)
-
-    @property
     def total_weight(self) -> float:
         """Sum of the push-sum weights of the living, in their inboxes and on the way."""
         held = sum((rank.protocol.mixing.weight + rank.models.inbox_weight for rank in self.living), 0.0)
         return held + sum((_weight(on_its_way) for on_its_way in self.on_their_way.values()), 0.0)
-
-    @property
-    def weighted_sum(self) -> np.ndarray:
-        """Sum of weight times model, of the same."""
-        held = [rank.protocol.mixing.weight * rank.model + rank.models.inbox for rank in self.living]
-        sent = (on_its_way.data for on_its_way in self.on_their_way.values())
-        return np.sum(held + [s.message.weight * s.model for s in sent if s.model is not None], axis=0)
 
     @property
     def sum_of_models(self) -> np.ndarray:
