@@ -208,7 +208,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     request.write(folder / "request.json")
     variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
     expected_s = 10 + command.rounds * command.seconds * (variants + 1)
-    print(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s", flush=True)
+    tell(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s")
     worker = [sys.executable, "-m", "pala.benchmark.worker", str(folder.resolve() / "request.json")]
     run_job([*launcher_of(command.launcher, ranks), *worker], folder / "output.txt", limit_s=300 + 5 * expected_s)
     try:
@@ -231,7 +231,7 @@ def main() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = parse(sys.argv[1:])
     output, result = benchmark(command)
-    print(f"{output}/benchmark.md, benchmark.json, benchmark.png", flush=True)
+    tell(f"{output}/benchmark.md, benchmark.json, benchmark.png")
     slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
     for sentence in slow:
         say(f"pala: {sentence}")

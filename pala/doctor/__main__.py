@@ -31,7 +31,7 @@ from pala.run.run_folder import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import json_text, write_atomically
-from pala.system.runtime import can_survive, die_with_launcher, prepare, say
+from pala.system.runtime import can_survive, die_with_launcher, prepare, say, tell
 from pala.transport.agreement import cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 
@@ -190,7 +190,7 @@ def _with_runs(comm: MpiCommunicator, job: Job) -> Host:
 def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
     """Print and write everything; the exit status."""
     advice = advise(job)
-    print(report(job, advice), flush=True)
+    tell(report(job, advice))
     if command.json is not None:
         try:
             write_atomically(command.json, _json(job, advice, known))

@@ -24,6 +24,7 @@ from pala.simulate.explore_rank import Case, Mode
 from pala.simulate.explore_world import FAULTS, RARE, UNFAIR, Label, State, World
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
+from pala.system.runtime import tell
 
 _PROGRAM = "pala.simulate explore"
 _LOOK_EVERY = 1024
@@ -267,17 +268,17 @@ def run(arguments: list[str]) -> None:
     """The program. Raises PalaError after a mistake, or if something does not hold."""
     command = read_command(_PROGRAM, arguments, Command())
     if command.faults == ("help",):
-        print(table(("fault", "what may happen"), list(FAULTS.items())))
+        tell(table(("fault", "what may happen"), list(FAULTS.items())))
         return
     rows, violations = [], 0
     for case in cases(command):
         explored = _explored(case, command)
         rows.append(row(case, explored))
-        print(*rows[-1], sep=", ", flush=True)
+        tell(", ".join(rows[-1]))
         for violation in explored.violations:
-            print(violation, flush=True)
+            tell(str(violation))
         violations += len(explored.violations)
-    print(table(HEADER, rows))
+    tell(table(HEADER, rows))
     if violations:
         raise PalaError(f"{violations} things do not hold; their traces are above.")
 

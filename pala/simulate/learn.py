@@ -46,7 +46,7 @@ from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import check_choices, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import json_text, write_atomically
-from pala.system.runtime import Interrupt
+from pala.system.runtime import Interrupt, tell
 from pala.system.seeding import derive, torch_weights
 
 METHODS = (*RULES, "allreduce", "none")
@@ -355,12 +355,12 @@ def run(arguments: list[str]) -> None:
             config = dataclasses.replace(command.config, seed=seed)
             trainings.append(learn(method, config, command.conditions))
             height = trainings[-1].mean_height(config.total_steps)
-            print(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}", flush=True)
+            tell(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}")
             results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
             _write(command, results)  # what comes next may fail, or be stopped
         rows.append(_row(method, trainings, command.config.total_steps))
     header = ["method", "mean height", "range", "last return", "kept", "distance", "KL", "models an update", "time"]
-    print("\n" + table(header, rows))
+    tell("\n" + table(header, rows))
 
 
 def _write(command: Command, results: list[dict[str, Any]]) -> None:

@@ -31,7 +31,7 @@ from pala.simulate.server import predict_server
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
 from pala.system.files import json_text, make_output_folder, write_atomically
-from pala.system.runtime import say
+from pala.system.runtime import say, tell
 
 _PROGRAM = "pala.simulate predict"
 METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
@@ -157,10 +157,10 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
     prediction = _simulation(method, cluster, costs, command)()
     seconds = time.perf_counter() - begin
     row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
-    print(
+    tell(
         f"PALA  {method}, {ranks} ranks{f', one {straggler:g} times slower' if straggler > 1 else ''}: "
-        f"{prediction.steps_per_s:,.0f} steps/s, efficiency {row['efficiency']:.3f} ({seconds:.1f} s)", flush=True,
-    )  # fmt: skip
+        f"{prediction.steps_per_s:,.0f} steps/s, efficiency {row['efficiency']:.3f} ({seconds:.1f} s)"
+    )
     return row | {"updates_a_rank": cluster.updates_a_rank, "seconds_to_simulate": round(seconds, 2)}
 
 
@@ -209,4 +209,4 @@ def run(arguments: list[str]) -> None:
         check_alike(other, path)
     output = make_output_folder(command.output, "simulation")
     result = predict(command, benchmark, costs, compared, output)
-    print(f"\n{markdown(result)}\n{output}/simulation.md, simulation.json, simulation.png", flush=True)
+    tell(f"\n{markdown(result)}\n{output}/simulation.md, simulation.json, simulation.png")
