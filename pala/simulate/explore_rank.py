@@ -474,8 +474,8 @@ class LocalRank:
         if len(open_) > 1 and any(letter.kind is Kind.OFFER for _, letter in sent):
             faults.append(f"second offer: to ranks {open_}")
         damaged = self._case.most_rare if "garbled" in self._case.faults else 0
-        if self.driver.num_snapshots > max(self._case.snapshots, 2 * self._case.ranks) + damaged:
-            faults.append(f"memory for {self.driver.num_snapshots} snapshots")
+        if self.driver.num_snapshots_held > max(self._case.snapshots, 2 * self._case.ranks) + damaged:
+            faults.append(f"memory for {self.driver.num_snapshots_held} snapshots")
         if set(self.models.inbox) != set(self.protocol._inbox):
             faults.append(f"inbox: models of {sorted(self.models.inbox)}, counted {sorted(self.protocol._inbox)}")
         open_or_answered = {*getattr(self.protocol, "_offers", ()), *getattr(self.protocol, "_answers", ())}
