@@ -40,7 +40,7 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.report.text import table
 from pala.run.loop import Counters, Progress
 from pala.run.run_folder import provenance
-from pala.simulate.alone import Alone
+from pala.simulate.passive import PassiveExchange
 from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import check_choices, read_command
@@ -200,7 +200,7 @@ class _Rank:
         generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
         a2c = A2C(self.network.distribution, tape, self.flat, config.a2c)
         progress = Progress(Counters(), generator, ExchangeState([0], 0, 0, 1.0))
-        self.exchange = Alone(ranks)
+        self.exchange = PassiveExchange(ranks)
         self.learner = Learner(config, rank, envs, a2c, self.exchange, progress, Interrupt())
         self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
 
