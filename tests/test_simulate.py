@@ -27,7 +27,7 @@ MODEL_BYTES = 4_000_000
 COSTS = Costs(
     tuple(np.linspace(0.07, 0.09, 21)), steps_per_update=80, rollout_steps=5, acting_share=0.6, send_s=5e-4,
     receive_s=6e-4, mix_s=3e-4, apply_s=1e-3, protocol_s=(28e-6, 3e-8), model_bytes=MODEL_BYTES, max_staleness=10,
-    mixing="uniform", cores=2, threads=1,
+    mixing="uniform", threads=1,
 )  # fmt: skip
 FREE = replace(
     COSTS, update_quantiles_s=(0.1, 0.1), send_s=0.0, receive_s=0.0, mix_s=0.0, apply_s=0.0, protocol_s=(0.0, 0.0)
