@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pala.exchange.gossip.protocol import Rules
 from pala.simulate.cluster import Cluster, Link, Prediction
 from pala.simulate.costs import Costs
 from pala.simulate.scenario import Scenario
@@ -23,7 +24,6 @@ _DIMENSION = 64  # of the models: the more, the less the distances scatter
 _LOOKS_AT_DISTANCE = 40
 _GROWING = 1.1  # the second half's distance over the first's
 _HURRY_S = 0.0003  # a waiting rank looks for messages this often (`data_proxy.py`)
-_SEND_AGAIN_AFTER_S = 2.0  # `protocol.py`
 
 
 class GossipCluster(VirtualCluster):
@@ -46,7 +46,7 @@ class GossipCluster(VirtualCluster):
         self._phases = np.ones(cluster.ranks) if in_phase else self._generator.random(cluster.ranks)
         scenario = Scenario(
             cluster.ranks, topology, costs.mixing, costs.max_staleness, budget_steps=1 << 62,
-            steps_per_update=costs.steps_per_update, seed=seed, wake_s=(0.0, _HURRY_S), again_s=_SEND_AGAIN_AFTER_S,
+            steps_per_update=costs.steps_per_update, seed=seed, wake_s=(0.0, _HURRY_S), again_s=Rules.again_s,
         )  # fmt: skip
         super().__init__(scenario, np.zeros((cluster.ranks, _DIMENSION)), learn=self._step_at_random)
 
