@@ -109,7 +109,7 @@ def _alone(command: Command, watchdog: Watchdog) -> Job:
         if not launcher.processes:
             trial = try_mpirun(launcher.command)
     return Job(
-        launcher, [facts.host_here(launcher)], [facts.rank_here(0)], library, standard, trial, facts.slurm_here(),
+        launcher, [facts.host_here(launcher)], [facts.rank_here()], library, standard, trial, facts.slurm_here(),
         facts.local_ranks_here()[1], can_survive(), runs=str(command.runs), python_in_path=facts.python_in_path(),
     )  # fmt: skip
 
