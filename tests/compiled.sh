@@ -7,9 +7,9 @@
 set -euo pipefail
 case ${1-} in
 check)
-    modules=(pala/exchange/{budget,wire}.py pala/transport/{base,virtual}.py
+    modules=(pala/exchange/{budget,wire}.py pala/transport/base.py
         pala/exchange/gossip/{actions,driver,messages,mixing,paired,process_lock,protocol,protocols,topology}.py
-        pala/simulate/{costs,scenario,schedules,vector_models,virtual_cluster}.py) ;;
+        pala/simulate/{costs,scenario,schedules,vector_models,virtual_network,virtual_cluster}.py) ;;
 explore) modules=(pala/simulate/explore_{alike,world}.py) ;;
 *) echo "usage: $0 check|explore [OPTIONS]" >&2 && exit 2 ;;
 esac

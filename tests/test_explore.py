@@ -18,7 +18,7 @@ from pala.exchange.gossip.topology import OFFSETS
 from pala.simulate import explore, explore_world
 from pala.simulate.explore import Explored, Explorer
 from pala.simulate.explore_alike import NotAlikeError
-from pala.simulate.explore_rank import Case, Frozen
+from pala.simulate.explore_states import Case, Frozen
 from pala.simulate.explore_world import State, World
 from pala.system.errors import PalaError
 

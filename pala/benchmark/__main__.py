@@ -34,8 +34,8 @@ from pala.config import Config, check, load_preset, to_table
 from pala.exchange.kinds import KINDS
 from pala.report.text import counted
 from pala.run.run_folder import now_utc, provenance
-from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.errors import PalaError, nearest
+from pala.system.command_line import check_choices, exit_on_mistake, read_command
+from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.runtime import hangup, physical_cores, say, tell
@@ -84,15 +84,9 @@ def parse(arguments: list[str]) -> Command:
     if command.config.algorithm == "gorila" and command.exchanges:
         raise PalaError("'--exchanges' is for A2C: Gorila has one way to exchange, its roles; leave it out.")
     command = _completed(command)
-    known = exchange_kinds() if command.config.algorithm == "a2c" else command.exchanges
-    for option, values, allowed in (
-        ("exchanges", command.exchanges, known), ("precisions", command.precisions, _PRECISIONS),
-    ):  # fmt: skip
-        for value in values:
-            if value not in allowed:
-                raise PalaError(
-                    f"'--{option}': '{value}' is none of {', '.join(allowed)}{nearest(value, allowed) or '.'}"
-                )
+    if command.config.algorithm == "a2c":
+        check_choices("exchanges", command.exchanges, exchange_kinds())
+    check_choices("precisions", command.precisions, _PRECISIONS)
     if not all(ranks >= 1 for ranks in command.ranks):
         raise PalaError(f"'--ranks' is {shlex.join(map(str, command.ranks))} but every number must be at least 1.")
     if (command.rounds or 0) < 1:
@@ -213,7 +207,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     request.write(folder / "request.json")
     variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
     expected_s = 10 + command.rounds * command.seconds * (variants + 1)
-    print(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s", flush=True)
+    tell(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s")
     worker = [sys.executable, "-m", "pala.benchmark.worker", str(folder.resolve() / "request.json")]
     run_job([*launcher_of(command.launcher, ranks), *worker], folder / "output.txt", limit_s=300 + 5 * expected_s)
     try:
@@ -236,7 +230,7 @@ def main() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = parse(sys.argv[1:])
     output, result = benchmark(command)
-    print(f"{output}/benchmark.md, benchmark.json, benchmark.png", flush=True)
+    tell(f"{output}/benchmark.md, benchmark.json, benchmark.png")
     slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
     for sentence in slow:
         say(f"pala: {sentence}")

@@ -105,7 +105,8 @@ class GorilaTrial(Trial):
         parts = build(self._comm, config, self._envs.real)
         exchange = parts.make_exchange(self._comm, start, interrupt)
         progress = Progress(Counters(), self._generator(parts.device), start)
-        return Worker(parts, _AnewEachRun(self._envs.real, self._envs), exchange, progress, interrupt), exchange
+        envs = _AnewEachRun(self._envs.real, self._envs)
+        return parts.make_loop(self._comm.rank, envs, exchange, progress, interrupt), exchange
 
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
         """As a `Trial`'s, from the last record before anything is learned."""

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pala.a2c.learner import Learner
 from pala.a2c.parts import A2CParts
 from pala.a2c.update import clip_gradient_, rmsprop_
 from pala.config import Config, ExchangeConfig
@@ -30,7 +29,6 @@ from pala.exchange.budget import Stop
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
-from pala.exchange.make import make_exchange
 from pala.exchange.wire import Message, Wire
 from pala.gorila.parts import GorilaParts
 from pala.networks.conv_tape import fast_linear
@@ -277,15 +275,13 @@ class Trial:
 
     def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, Exchange]:
         """What trains, from the first weights. Collective."""
-        agent, comm = self._agent, self._comm
-        agent.flat.data.copy_(self._first_weights)
-        agent.a2c.restart_mean_square(updates=0)
-        agent.a2c.restart_momentum()
-        exchange = make_exchange(
-            comm, agent.flat.data, agent.flat.signature, config, start, interrupt, agent.flat.num_moments
-        )  # fmt: skip
-        progress = Progress(Counters(), self._generator(agent.device), start)
-        return Learner(config, comm.rank, self._envs, agent.a2c, exchange, progress, interrupt), exchange
+        parts = replace(self._agent, config=config)
+        parts.flat.data.copy_(self._first_weights)
+        parts.a2c.restart_mean_square(updates=0)
+        parts.a2c.restart_momentum()
+        exchange = parts.make_exchange(self._comm, start, interrupt)
+        progress = Progress(Counters(), self._generator(parts.device), start)
+        return parts.make_loop(self._comm.rank, self._envs, exchange, progress, interrupt), exchange
 
     def _generator(self, device: torch.device) -> torch.Generator:
         generator = torch.Generator(device)

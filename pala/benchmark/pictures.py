@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.benchmark.analysis import all_training, parts_of, training_of
-from pala.report.pictures import COLOURS, MARKERS, new_figure, write_picture
+from pala.report.pictures import COLOURS, MARKERS, new_figure, tidy, write_picture
 from pala.report.text import counted
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def draw(benchmark: dict[str, Any], output: Path) -> None:
     _draw_speed(speed, jobs)
     _mark_beyond_cores(speed, beyond)
     for panel, columns in ((split, 4), (speed, 2)):
-        panel.spines[["top", "right"]].set_visible(False)
         handles, labels = panel.get_legend_handles_labels()
         panel.legend(
             handles,
@@ -90,7 +89,7 @@ def _draw_split(axes: Axes, jobs: list[dict[str, Any]], beyond: list[bool]) -> N
     axes.set_ylim(places[-1] + 0.7, -0.7)
     axes.set_xlim(0, 1.13 * max(left))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.grid(axis="x", alpha=0.25)
+    tidy(axes, "x")
     axes.set_axisbelow(True)
     axes.set_xlabel("microseconds a step of a rank (median)")
 
@@ -124,7 +123,7 @@ def _draw_speed(axes: Axes, jobs: list[dict[str, Any]]) -> None:
     axes.set_xticks(range(len(jobs)), [str(job["ranks"]) for job in jobs])
     axes.set_xlim(-0.5, len(jobs) - 0.5)
     axes.set_ylim(bottom=0)
-    axes.grid(axis="y", alpha=0.25)
+    tidy(axes, "y")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("ranks")
     axes.set_ylabel("global steps a second (median and range)")

@@ -124,15 +124,15 @@ class Rounds:
         self.comm.meet()
         first = self.agents[self.precisions[0]]
         environment = environment_us(self.envs, first, seconds)
-        parts: dict[str, Any] = {"environment_us": self._gather(environment), "network": {}}
+        parts: dict[str, Any] = {"environment_us": self.comm.allgather(environment), "network": {}}
         if not self.is_gorila:
-            parts["model_us"] = self._gather(model_us(first.flat.data, self.config.exchange, seconds))
+            parts["model_us"] = self.comm.allgather(model_us(first.flat.data, self.config.exchange, seconds))
         for precision, agent in self.agents.items():
             agent.flat.data.copy_(self.first_weights)
             times = self._network_us(agent, seconds)
             self.comm.meet()
             rate = matrix_gflops(self.device, precision, seconds)
-            parts["network"][precision] = self._gather(times | {"matrix_gflops": rate})
+            parts["network"][precision] = self.comm.allgather(times | {"matrix_gflops": rate})
         return parts
 
     def _network_us(self, agent: A2CParts | GorilaParts, seconds: float) -> dict[str, float]:
@@ -151,8 +151,8 @@ class Rounds:
     def _train(self, key: Key, global_steps: int, seconds: float) -> list[dict[str, Any]]:
         self.comm.meet()
         records = self.trials[key].run(global_steps, seconds, self.seeds)
-        until_s = min(self._gather(records[-1]["time_s"]))
-        ranks = self._gather(figures_of(records, until_s, self.threads))
+        until_s = min(self.comm.allgather(records[-1]["time_s"]))
+        ranks = self.comm.allgather(figures_of(records, until_s, self.threads))
         self.rates[key] = sum(figures["steps_per_s"] for figures in ranks)
         return ranks
 
@@ -160,7 +160,7 @@ class Rounds:
         cuda = self.device.type == "cuda"
         count = gorila.flops_per_step if self.is_gorila else flops_per_step
         forward, backward = count(self.envs.observation_space, self.envs.action_space, self.config)
-        of_ranks = self._gather({
+        of_ranks = self.comm.allgather({
             "host": self.comm.host, "device": str(self.device), "threads": self.threads,
             "gpu": torch.cuda.get_device_name(self.device) if cuda else None,
             "seconds_to_first_step": round(first_step_s, 2),
@@ -175,7 +175,3 @@ class Rounds:
             "message_bytes": {exchange: trial.message_bytes for (_, exchange), trial in self.trials.items()},
             "mpi": self.comm.facts()["mpi"],
         }  # fmt: skip
-
-    def _gather(self, mine: Any) -> list[Any]:
-        self.comm.meet()
-        return self.comm.allgather(mine)

@@ -17,6 +17,7 @@ from pala.compare.execute import Task, task_of, tasks_of
 from pala.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
+from pala.system.runtime import tell
 
 _SCRIPT = Path("launch/slurm/several_nodes.sbatch")
 _WHERE = {"partition": "SLURM_JOB_PARTITION", "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS"}
@@ -68,13 +69,13 @@ class Submission:
             try:
                 run_folder.set_aside(task.run.folder)
                 fresh.append(_ask(self._command(task)))
-                print(f"      {task.run}: job {fresh[-1]}", flush=True)
+                tell(f"      {task.run}: job {fresh[-1]}")
             except PalaError as error:
                 refused.append(task.run)
-                print(f"      {task.run}: NOT SUBMITTED. {error}", flush=True)
+                tell(f"      {task.run}: NOT SUBMITTED. {error}")
         waiting = [(run, queue[_name(run)]) for run in self._plan.runs if _name(run) in queue]
         for run, job in waiting:
-            print(f"      {run}: job {job} waits or runs", flush=True)
+            tell(f"      {run}: job {job} waits or runs")
         self.jobs = [*(job for _, job in waiting), *fresh]
         if fresh or (waiting and self._report_name not in queue):
             all_chosen = all(run in self._runs for run, _ in waiting)  # else the last job judges others, too
@@ -94,7 +95,7 @@ class Submission:
         asked = [option for option in self._plan.preset.slurm.options if option.startswith(_OF_EVERY_JOB)]
         size = [*asked, "--nodes=1", "--ntasks=1"]
         job = _ask([*_sbatch(self._report_name), *_output(log), *size, after, f"--wrap=exec {command}"])
-        print(f"      report, after them: job {job}; what it says is in '{log}'", flush=True)
+        tell(f"      report, after them: job {job}; what it says is in '{log}'")
         if earlier:
             _ask(["scancel", "--state=PENDING", earlier])
 

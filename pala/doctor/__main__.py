@@ -31,7 +31,7 @@ from pala.run.run_folder import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
-from pala.system.runtime import Launch, can_survive, die_with_launcher, prepare, say
+from pala.system.runtime import Launch, can_survive, die_with_launcher, prepare, say, tell
 from pala.transport.agreement import cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 
@@ -109,7 +109,7 @@ def _alone(command: Command, watchdog: Watchdog) -> Job:
         if not launcher.processes:
             trial = try_mpirun(launcher.command)
     return Job(
-        launcher, [facts.host_here(launcher)], [facts.rank_here(0)], library, standard, trial, facts.slurm_here(),
+        launcher, [facts.host_here(launcher)], [facts.rank_here()], library, standard, trial, facts.slurm_here(),
         Launch.detect().local_size, can_survive(), runs=str(command.runs), python_in_path=facts.python_in_path(),
     )  # fmt: skip
 
@@ -159,7 +159,6 @@ def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
 
         host = with_torch(host)
     watchdog.expect("waiting for torch and Atari on other hosts", 2 * _LOADING_S, _TOGETHER)
-    comm.meet()
     hosts: dict[str, Host] = {}
     for found in comm.allgather(host):
         hosts.setdefault(found.name, found)  # the first of a host has seen most
@@ -191,7 +190,7 @@ def _with_runs(comm: MpiCommunicator, job: Job) -> Host:
 def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
     """Print and write everything; the exit status."""
     advice = advise(job)
-    print(report(job, advice), flush=True)
+    tell(report(job, advice))
     if command.json is not None:
         table = {"format": 1} | known | {"job": asdict(job), "advice": [asdict(item) for item in advice]}
         try:

@@ -216,9 +216,9 @@ def host_here(launcher: Launcher) -> Host:
     )
 
 
-def rank_here(number: int) -> Rank:
-    """This rank, without what MPI tells of it."""
-    return Rank(number, platform.node(), sorted(os.sched_getaffinity(0)))
+def rank_here() -> Rank:
+    """This rank, without what MPI tells of it, as rank 0."""
+    return Rank(0, platform.node(), sorted(os.sched_getaffinity(0)))
 
 
 def _cores_of_launcher(launcher: Launcher) -> list[int]:

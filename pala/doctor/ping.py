@@ -68,7 +68,6 @@ def ping(comm: MpiCommunicator, hosts: Sequence[str], expect: Callable[[str], No
                 measured = _measure(comm, pair)
                 mine += [measured] if comm.rank == pair[0] else []
     expect("waiting for the pings of other ranks")
-    comm.meet()
     return sorted((found for of_rank in comm.allgather(mine) for found in of_rank), key=lambda found: found.ranks)
 
 

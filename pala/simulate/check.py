@@ -19,6 +19,7 @@ from pala.exchange.gossip.protocol import GossipProtocol
 from pala.simulate.schedules import InvariantError, check, schedule
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
+from pala.system.runtime import tell
 
 _BATCH = 50
 _PROGRESS_S = 30.0
@@ -59,27 +60,22 @@ def run(arguments: list[str]) -> None:
             if held.failure is not None:
                 raise PalaError(held.failure)
             if (now_s := time.perf_counter()) > said_s + _PROGRESS_S:
-                print(f"{held.schedules:,} of {command.schedules:,} schedules held", flush=True)
+                tell(f"{held.schedules:,} of {command.schedules:,} schedules held")
                 said_s = now_s
     except KeyboardInterrupt:
-        print(f"Interrupted. Go on with --first {command.first + held.schedules}.")
+        tell(f"Interrupted. Go on with --first {command.first + held.schedules}.")
         raise
     finally:
         if held.failure is None and held.schedules:
             minutes = (time.perf_counter() - begin_s) / 60
             faults = ", ".join(f"{count:,} with {fault}" for fault, count in sorted(held.faults.items()))
             pace = f"{held.schedules / minutes:,.0f} a minute, {held.events:,} events"
-            print(f"{held.schedules:,} schedules held ({pace}): {faults}.")
-
-
-def try_all(numbers: range, processes: int = 0, protocol: type[GossipProtocol] | None = None) -> Tried:
-    """Try the schedules of these numbers, in batches side by side, up to the first failure."""
-    *_, tried = try_in_batches(numbers, processes, protocol)
-    return tried
+            tell(f"{held.schedules:,} schedules held ({pace}): {faults}.")
 
 
 def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProtocol] | None = None) -> Iterator[Tried]:
-    """The same; yields what came of all schedules so far after each batch."""
+    """Try the schedules of these numbers, in batches side by side, up to the first failure. Yields what came of all so
+    far after each batch."""
     batches = [numbers[i : i + _BATCH] for i in range(0, len(numbers), _BATCH)]
     processes = min(processes or len(os.sched_getaffinity(0)), len(batches))
     sofar = Tried()

@@ -22,8 +22,8 @@ _MEMORY_BYTES_PER_S = float("inf")  # a link that is never used
 
 
 def compare(name: str, benchmark: dict[str, Any], costs: Costs, seed: int) -> list[dict[str, Any]]:
-    """A row for each job of a benchmark.json in its configured precision, with both of `none` and `gossip`. None if its
-    messages differ in length (`top_k`)."""
+    """A row for each job of a benchmark.json in its configured precision, with both of `none` and `gossip`. No row if
+    its messages differ in length (`top_k`)."""
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         return []
     precision = benchmark["config"]["network"]["precision"]

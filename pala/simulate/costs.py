@@ -48,8 +48,6 @@ class Costs:
     """A model, or a gradient, without header and counters."""
     max_staleness: int
     mixing: str
-    cores: int
-    """Cores of the machine that was measured."""
     threads: int
     """Cores that a rank has for itself."""
     compression: str = "none"
@@ -148,8 +146,7 @@ def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Co
         protocol_s=(1e-6 * float(constant), 1e-6 * max(0.0, float(slope))),
         model_bytes=model_bytes_of(job),
         max_staleness=config["exchange"]["max_staleness"], mixing=config["exchange"]["mixing"],
-        cores=benchmark["machine"]["cores"], threads=job["of_ranks"][0]["threads"],
-        compression=config["exchange"]["compression"],
+        threads=job["of_ranks"][0]["threads"], compression=config["exchange"]["compression"],
     )  # fmt: skip
 
 

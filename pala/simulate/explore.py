@@ -20,10 +20,11 @@ from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.report.text import table
 from pala.simulate.explore_alike import NotAlikeError
-from pala.simulate.explore_rank import Case, Mode
+from pala.simulate.explore_states import Case, Mode
 from pala.simulate.explore_world import FAULTS, RARE, UNFAIR, Label, State, World
-from pala.system.command_line import read_command
+from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
+from pala.system.runtime import tell
 
 _PROGRAM = "pala.simulate explore"
 _LOOK_EVERY = 1024
@@ -267,17 +268,17 @@ def run(arguments: list[str]) -> None:
     """The program. Raises PalaError after a mistake, or if something does not hold."""
     command = read_command(_PROGRAM, arguments, Command())
     if command.faults == ("help",):
-        print(table(("fault", "what may happen"), list(FAULTS.items())))
+        tell(table(("fault", "what may happen"), list(FAULTS.items())))
         return
     rows, violations = [], 0
     for case in cases(command):
         explored = _explored(case, command)
         rows.append(row(case, explored))
-        print(*rows[-1], sep=", ", flush=True)
+        tell(", ".join(rows[-1]))
         for violation in explored.violations:
-            print(violation, flush=True)
+            tell(str(violation))
         violations += len(explored.violations)
-    print(table(HEADER, rows))
+    tell(table(HEADER, rows))
     if violations:
         raise PalaError(f"{violations} things do not hold; their traces are above.")
 
@@ -297,14 +298,10 @@ def _explored(case: Case, command: Command) -> Explored:
 
 def cases(command: Command) -> list[Case]:
     """What a command asks for. Raises PalaError."""
-    named = (("topologies", TOPOLOGIES), ("mixings", RULES), ("faults", FAULTS))
-    for option, known in named:
-        for value in getattr(command, option):
-            if value not in known:
-                raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
-    for option in ("ranks", "topologies", "mixings", "staleness"):
-        if not getattr(command, option):
-            raise PalaError(f"'--{option}' names nothing.")
+    check_choices("topologies", command.topologies, TOPOLOGIES)
+    check_choices("mixings", command.mixings, RULES)
+    check_choices("faults", command.faults, FAULTS)
+    check_named(command, "ranks", "topologies", "mixings", "staleness")
     if min(command.ranks) < 2 or min(*command.staleness, command.updates, command.together, command.rare) < 0:
         raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
     if not command.most_s > 0:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.messages import Kind
-from pala.simulate.explore_rank import NO_PATIENCE_S, Case, Frozen, Letter, Mode
+from pala.simulate.explore_states import NO_PATIENCE_S, Case, Frozen, Letter, Mode
 
 _NOBODY: tuple[Any, ...] = ()
 

@@ -6,149 +6,40 @@ out of a frozen state, or made alike in it, must not matter to anything that can
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
-from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip import topology as graph
-from pala.exchange.gossip.driver import GossipDriver, Opened, _Snapshot
-from pala.exchange.gossip.messages import WITH_MODEL, Kind
+from pala.exchange.gossip.driver import _Snapshot
+from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.mixing import RULES
-from pala.exchange.gossip.paired import _Offer
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.gossip.protocols import PROTOCOLS
-from pala.exchange.wire import NOT_FINITE, Format, Message, Refusal
+from pala.simulate.explore_models import SymbolicModels, SymbolicPacket
+from pala.simulate.explore_states import (
+    AGAIN_S,
+    ANY,
+    CURRENT,
+    FIRST_ROUND,
+    NO_PATIENCE_S,
+    PATIENCE_S,
+    STALE,
+    Case,
+    Frozen,
+    Letter,
+    Mode,
+    Snapshot,
+    freeze_fields,
+    thaw_fields,
+)
 from pala.transport.base import Packet, Received, Receiver, Transport
 
-AGAIN_S, PATIENCE_S, NO_PATIENCE_S = 1.0, 1000.0, 1e9
 _OLD_S = 2 * PATIENCE_S
-ANY, CURRENT, STALE = 0, 1, 2
-"""All that matters of the number in a reply: it means any offer, the one that is open, or one that is open no more. A
-later offer never gets the number of an earlier one, so what is stale stays stale. Rounds begin above these."""
-_FIRST_ROUND = 3
 _MANY_STEPS = 1 << 62
-_PLAIN = (bool, int, float, Stop)
-"""Types of attributes that are frozen as they are."""
-_OF_PEERS = {"silent", "present", "living", "left", "_asleep", "_owed", "_inbox", "_stale", "_wants_whole"}
-"""Attributes of protocol and budget that hold ranks' numbers."""
-
-
-class Mode(enum.IntEnum):
-    """What a rank's learner does."""
-
-    UPDATES = 0
-    WAITS = 1
-    ENDED = 2
-    LEFT = 3
-    DEAD = 4
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is explored."""
-
-    ranks: int = 2
-    topology: str = "random"
-    mixing: str = "uniform"
-    max_staleness: int = 1
-    faults: frozenset[str] = frozenset()
-    updates: int = 0
-    """The budget in updates of all ranks together; 0: none, and by the fault `stop` any rank may find the budget met at
-    any time. Steps are only ever compared with the budget, so that covers whatever the counters say."""
-    whole_every: int = 1
-    exchanges_per_update: int = 1
-    snapshots: int = 2
-    rare: frozenset[str] = frozenset()
-    """Of the faults, those that come at most `most_rare` times in a run, together; damage and doubles always do."""
-    most_rare: int = 2
-    protocol: type[GossipProtocol] | None = None
-    driver: type[GossipDriver] = GossipDriver
-
-    @property
-    def has_clock(self) -> bool:
-        """Whether a patience can end."""
-        return not self.faults.isdisjoint({"patience", "absence"})
-
-    @property
-    def period(self) -> int:
-        """Rounds that are so far apart have the same peers, however many ranks live."""
-        if self.topology != "exponential":
-            return 1
-        return math.lcm(*((n - 1).bit_length() for n in range(2, self.ranks + 1)))
-
-    @cached_property
-    def first_rounds(self) -> list[int]:
-        """Rounds of the random graph, one for each possible set of offsets of what one event may begin: one round, or,
-        where a rank that must wait for each mix owes for several, as many as there are ranks. The explorer takes any of
-        them at each step: whatever the seed, what a run can do is among that."""
-        if self.topology != "random" or self.ranks == 2:
-            return []
-        num_rounds = self.ranks if self.max_staleness == 0 else 1
-        num_choices = math.lcm(*range(1, self.ranks)) ** num_rounds  # the offsets are the rests of one number
-        found: dict[tuple[int, ...], int] = {}
-        round_ = _FIRST_ROUND
-        while len(found) < num_choices:
-            offsets = tuple(
-                graph.OFFSETS["random"](n, round_ + k, 0) for k in range(num_rounds) for n in range(2, self.ranks + 1)
-            )
-            found.setdefault(offsets, round_)
-            round_ += 1
-        return sorted(found.values())
-
-
-class Letter(NamedTuple):
-    """A message on its way, with what is known of its model."""
-
-    kind: Kind
-    number: int = ANY  # of the offer that it is or answers
-    weight: Any = 1.0
-    stop: Stop = Stop.NONE
-    local_steps: tuple[int, ...] = ()
-    whole: bool = True
-    finite: bool = True
-    old: bool = False  # it was sent to a rank that was away then
-
-    @property
-    def bulk(self) -> bool:
-        """Whether it holds a model."""
-        return self.kind in WITH_MODEL
-
-
-class Snapshot(NamedTuple):
-    """A snapshot in use."""
-
-    to: tuple[tuple[int, Kind], ...]  # that it has not left for
-    offered_to: int = -1
-    is_old: bool = False  # sent longer ago than the patience
-    answer: Any = None  # the fraction in the answer to it
-    before_heal: bool = False
-
-
-class Frozen(NamedTuple):
-    """A rank, comparable."""
-
-    number: int
-    mode: Mode
-    made: int  # updates, if they are counted
-    since_mix: int  # updates; counted here, and not by the protocol
-    excused: bool  # its patience has ended since its last mix
-    protocol: tuple[tuple[str, Any], ...] = ()
-    budget: tuple[tuple[str, Any], ...] = ()
-    lock: tuple[tuple[int, float], ...] = ()
-    weight: Any = 1.0
-    snapshots: tuple[Snapshot, ...] = ()
-    num_snapshots: int = 0
-    finite: bool = True
-    old: bool = False
-    inbox: tuple[tuple[int, Letter], ...] = ()
+_NOT_OF_PROTOCOL = {"budget", "mixing", "rules", "rank", "size", "lock", "counts"}
+_NOT_OF_BUDGET = {"rank", "size", "budget_steps"}
+"""Attributes that are not frozen: they never change, are frozen by themselves, or only count."""
 
 
 class Outcome(NamedTuple):
@@ -159,150 +50,6 @@ class Outcome(NamedTuple):
     closed: tuple[int, ...]  # peers to which the offer that was open is open no more
     faults: tuple[str, ...]
     failed: bool  # by an exception
-
-
-class _Packet:
-    def __init__(self, letter: Letter | None = None) -> None:
-        self.data, self.pending = letter, 0
-        self.to: list[tuple[int, Kind]] = []
-        self.answer: Any = None
-        self.before_heal = False
-
-    def ready(self) -> bool:
-        return True
-
-
-class SymbolicModels:
-    """A rank's model as the driver's `Models`: whether it is finite and fresh, and who is in the inbox."""
-
-    def __init__(self) -> None:
-        self.finite, self.old = True, False
-        self.inbox: dict[int, Letter] = {}
-        self.offered: Callable[[], list[_Packet]] = list  # the open offers
-        self._opened = (-1, Letter(Kind.STOP))
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Forget what happened in the last one."""
-        self.faults: list[str] = []
-        self.mixes, self.healed = 0, False
-        self.in_rollout = False  # the rank acts: its model must not move, but a copy may
-        self.is_ahead = self.settled = False
-        self.moved: list[_Packet] = []
-        self._answered: dict[int, Any] = {}  # the fractions
-
-    def new_snapshot(self) -> Packet:
-        return _Packet()
-
-    def fill(self, snapshot: _Packet, message: Message, whole: bool) -> int:
-        if snapshot.pending:
-            self.faults.append("wrote over a message on its way")
-        if self.in_rollout and not self.is_ahead:
-            self.faults.append("exchanged the model that acts")
-        if self.offered().count(snapshot) > (message.kind is Kind.OFFER):
-            self.faults.append("wrote over an open offer")
-        snapshot.data = _letter(message)._replace(whole=whole, finite=self.finite, old=False)
-        snapshot.answer, snapshot.before_heal = None, False
-        return 0
-
-    def fill_answer(self, snapshot: _Packet, message: Message, peer: int) -> int:
-        if peer not in self.inbox:
-            self.faults.append("answered an offer after it had moved, or that it has not")
-        self._answered[peer] = message.weight
-        return self.fill(snapshot, message, whole=True)
-
-    def control(self, message: Message) -> Packet:
-        return _Packet(_letter(message))
-
-    def open(self, received: Received, offer: Any = None) -> Opened:
-        if received.data is None:
-            return Opened(None, Refusal("it cannot be read"))
-        letter: Letter
-        sender, letter, size = received.data
-        self._opened = sender, letter
-        steps = np.array(letter.local_steps or (0,) * size, np.uint64)
-        format_ = Format.FLOAT32 if letter.whole else Format.TOP_K
-        message = Message(letter.kind, sender, letter.number, letter.weight, letter.stop, steps, format_)
-        if not letter.bulk or received.too_late:
-            return Opened(message)
-        return Opened(message, None if letter.finite else NOT_FINITE)
-
-    def add(self, weight: float) -> None:
-        sender, letter = self._opened
-        if sender in self.inbox:
-            self.faults.append(f"counts rank {sender} twice")
-        if letter.kind is Kind.ANSWER:
-            self.faults.append("sum of all models: took an answer for an offer")
-        self.inbox[sender] = letter._replace(weight=weight)
-
-    def clear(self) -> None:
-        self.inbox.clear()
-
-    def mix(self, own_weight: float, measure: bool) -> None:
-        if not self.inbox:
-            self.faults.append("mixed nothing")
-        self._take(mixes=True)
-
-    def pull(self, fraction: float, measure: bool) -> None:
-        if self._answered != dict.fromkeys(self.inbox, fraction):
-            self.faults.append("sum of all models: moved otherwise than it answered")
-        self._answered = {}
-        self._take(mixes=True)
-
-    def keep(self, offer: _Packet) -> None:
-        if self._opened[1].number != CURRENT:
-            self.faults.append("took the answer to another offer")
-        offer.answer = self._opened[1].weight
-
-    def move(self, offer: _Packet, fraction: float) -> None:
-        assert offer.answer is not None, "an offer moves this rank's model only when it was answered"
-        if offer.before_heal:
-            self.faults.append("moved by what its model was before it was healed")
-        if offer.answer != fraction:
-            self.faults.append("sum of all models: moved by another fraction than its peer")
-        if offer in self.moved:
-            self.faults.append("sum of all models: moved twice")
-        if self.in_rollout and not self.is_ahead:
-            self.faults.append("moved the model that acts")
-        self.moved.append(offer)
-        self.mixes += 1
-
-    def look_ahead(self) -> None:
-        self.is_ahead = True
-
-    def settle(self) -> None:
-        self.settled = True
-
-    def heal(self) -> None:
-        if self.in_rollout:
-            self.faults.append("was healed in the middle of a rollout")
-        if not any(letter.whole for letter in self.inbox.values()):
-            self.faults.append("was healed by a part of a model")
-        self.finite = self.healed = True
-        for offer in self.offered():
-            offer.before_heal = True
-        self._take()
-
-    def memory_for(self, num_bytes: int) -> None:
-        return None
-
-    def give_up_memory(self) -> None:
-        pass
-
-    def _take(self, mixes: bool = False) -> None:
-        """The inbox into the model; `mixes`: and not in its place."""
-        letters = self.inbox.values()
-        if not all(letter.finite for letter in letters):
-            self.faults.append("poison was mixed")
-        if any(letter.old for letter in letters):
-            self.faults.append("stale: took what was sent while it was away")
-        if self.in_rollout and not self.is_ahead:
-            self.faults.append("moved the model that acts")
-        if mixes and self.old:
-            self.faults.append("stale: mixed its own model of before it was away")
-        self.old = False
-        self.mixes += 1
-        self.inbox.clear()
 
 
 class _Outbox(Transport):
@@ -318,7 +65,7 @@ class _Outbox(Transport):
         return self.now
 
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
-        assert isinstance(packet, _Packet) and packet.data is not None
+        assert isinstance(packet, SymbolicPacket) and packet.data is not None
         packet.pending += 1
         packet.to.append((peer, packet.data.kind))
         self.sent.append((peer, packet.data))
@@ -456,9 +203,9 @@ class LocalRank:
         """All ranks have ended, and nothing is on its way."""
         self.driver.finish()
 
-    def _open_packets(self) -> dict[int, _Packet]:
+    def _open_packets(self) -> dict[int, SymbolicPacket]:
         """The packets of the offers that are open or answered."""
-        return {peer: cast(_Packet, offer.packet) for peer, offer in self.driver._offers.items()}
+        return {peer: cast(SymbolicPacket, offer.packet) for peer, offer in self.driver._offers.items()}
 
     def _is_still_open(self, peer: int) -> bool:
         """The offer that was open when the step began."""
@@ -471,8 +218,8 @@ class LocalRank:
         if len(open_) > 1 and any(letter.kind is Kind.OFFER for _, letter in sent):
             faults.append(f"second offer: to ranks {open_}")
         damaged = self._case.most_rare if "garbled" in self._case.faults else 0
-        if self.driver.num_snapshots > max(self._case.snapshots, 2 * self._case.ranks) + damaged:
-            faults.append(f"memory for {self.driver.num_snapshots} snapshots")
+        if self.driver.num_snapshots_held > max(self._case.snapshots, 2 * self._case.ranks) + damaged:
+            faults.append(f"memory for {self.driver.num_snapshots_held} snapshots")
         if set(self.models.inbox) != set(self.protocol._inbox):
             faults.append(f"inbox: models of {sorted(self.models.inbox)}, counted {sorted(self.protocol._inbox)}")
         open_or_answered = {*getattr(self.protocol, "_offers", ()), *getattr(self.protocol, "_answers", ())}
@@ -500,8 +247,7 @@ class LocalRank:
         """What it is now."""
         p = self.protocol
         self._forget()
-        fields = _freeze_fields(p, {"budget", "mixing", "rules", "rank", "size", "lock", "counts"})
-        budget = _freeze_fields(p.budget, {"rank", "size", "budget_steps"})
+        fields, budget = freeze_fields(p, _NOT_OF_PROTOCOL), freeze_fields(p.budget, _NOT_OF_BUDGET)
         lock = sorted(p.lock._held_since_s.items(), key=lambda held: (held[1], held[0]))
         peer_of = {id(snapshot): peer for peer, snapshot in self.driver._offers.items()}
         snapshots = [self._freeze_snapshot(s, peer_of.get(id(s), -1)) for s in self.driver._snapshots]
@@ -521,8 +267,8 @@ class LocalRank:
     def load(self, frozen: Frozen) -> None:
         """Be that."""
         p, driver, models = self.protocol, self.driver, self.models
-        _thaw_fields(p, frozen.protocol, {"budget", "mixing", "rules", "rank", "size", "lock", "counts"})
-        _thaw_fields(p.budget, frozen.budget, {"rank", "size", "budget_steps"})
+        thaw_fields(p, frozen.protocol, _NOT_OF_PROTOCOL)
+        thaw_fields(p.budget, frozen.budget, _NOT_OF_BUDGET)
         p.lock._held_since_s = dict(frozen.lock)
         p.mixing.weight = frozen.weight
         p.counts.clear()
@@ -534,7 +280,7 @@ class LocalRank:
         driver._offers.clear()
         driver._snapshots.clear()
         for snapshot in frozen.snapshots:
-            packet = _Packet(Letter(Kind.OFFER, CURRENT))
+            packet = SymbolicPacket(Letter(Kind.OFFER, CURRENT))
             packet.to, packet.pending = list(snapshot.to), len(snapshot.to)
             packet.answer, packet.before_heal = snapshot.answer, snapshot.before_heal
             peers = tuple(peer for peer, _ in snapshot.to)
@@ -550,7 +296,7 @@ class LocalRank:
         models.begin_step()
 
     def _freeze_snapshot(self, snapshot: Any, offered_to: int) -> Snapshot:
-        packet: _Packet = snapshot.packet
+        packet: SymbolicPacket = snapshot.packet
         to = () if self._is_done else tuple(sorted(packet.to))  # it fills no more
         # The paired exchange takes more memory when there is none, however old what is on its way is.
         is_old = self._case.mixing != "paired" and self._age(snapshot.sent_s) > PATIENCE_S
@@ -564,7 +310,7 @@ class LocalRank:
         p, case = self.protocol, self._case
         self._forget_times(p)
         # Rounds matter by their peers, and as numbers of offers (see CURRENT).
-        p.round = _FIRST_ROUND + (p.round - _FIRST_ROUND) % case.period
+        p.round = FIRST_ROUND + (p.round - FIRST_ROUND) % case.period
         for offer in getattr(p, "_offers", {}).values():
             offer.number = CURRENT
         p._num_sends %= case.whole_every
@@ -592,7 +338,7 @@ class LocalRank:
                 p.lock._held_since_s.clear()
         if self._is_done:  # nor does it mix, but at the close
             p.lock._held_since_s.clear()
-            p._num_rejected, p._rounds_due, p.round = 0, 1, _FIRST_ROUND
+            p._num_rejected, p._rounds_due, p.round = 0, 1, FIRST_ROUND
 
     def _forget_times(self, p: GossipProtocol) -> None:
         """Times are only ever compared with the patience, or with the time until a rank sends again, each of which goes
@@ -616,78 +362,3 @@ class LocalRank:
 def _least(count: int, cap: int, period: int) -> int:
     """The least number that is `count` up to the cap, and beyond it the same as `count` modulo the period."""
     return count if count <= cap else cap + (count - cap) % period
-
-
-def _letter(message: Message) -> Letter:
-    steps = tuple(int(s) for s in message.local_steps)
-    return Letter(Kind(message.kind), message.round, message.weight, message.stop, steps if any(steps) else ())
-
-
-_NAME = itemgetter(0)
-
-
-def _freeze_fields(object_: Any, without: set[str]) -> tuple[tuple[str, Any], ...]:
-    fields = sorted([item for item in vars(object_).items() if item[0] not in without], key=_NAME)
-    return tuple([(name, value if type(value) in _PLAIN else _freeze(value)) for name, value in fields])
-
-
-def _thaw_fields(object_: Any, fields: tuple[tuple[str, Any], ...], without: set[str]) -> None:
-    attributes = vars(object_)
-    if len(attributes) > len(fields) + len(without):
-        for name in set(attributes).difference(without, (name for name, _ in fields)):
-            del attributes[name]
-    for name, value in fields:
-        attributes[name] = _thaw(value) if type(value) is tuple else value
-
-
-def _freeze(value: Any) -> Any:
-    """Orders are dropped where nothing but messages to different peers follows them."""
-    if isinstance(value, dict):
-        return "dict", tuple(sorted((key, _freeze(item)) for key, item in value.items()))
-    if isinstance(value, (set, frozenset)):
-        return "set", tuple(sorted(value))
-    if isinstance(value, (list, range)):
-        return "list", tuple(value)
-    if isinstance(value, np.ndarray):
-        return "array", tuple(int(item) for item in value)
-    if isinstance(value, _Offer):
-        return "offer", (value.number, value.void)
-    return value
-
-
-def _thaw(value: Any) -> Any:
-    if not isinstance(value, tuple):
-        return value
-    kind, items = value
-    if kind == "dict":
-        return {key: _thaw(item) for key, item in items}
-    if kind == "array":
-        return np.array(items, np.uint64)
-    return _Offer(*items) if kind == "offer" else {"set": set, "list": list}[kind](items)
-
-
-def relabelled(frozen: Frozen, numbers: tuple[int, ...]) -> Frozen:
-    """The same rank where rank r is called numbers[r]; of one-way rules without counts of steps."""
-    if frozen.mode is Mode.DEAD:
-        return frozen._replace(number=numbers[frozen.number])
-    fields = []
-    for name, value in (*frozen.protocol, *frozen.budget):
-        if name in _OF_PEERS:
-            kind, items = value
-            if kind == "dict":
-                value = kind, tuple(sorted((numbers[peer], item) for peer, item in items))
-            else:
-                peers = tuple(numbers[peer] for peer in items)
-                value = kind, peers if name == "_owed" else tuple(sorted(peers))
-        fields.append((name, value))
-    num = len(frozen.protocol)
-    lock = tuple(sorted(((numbers[peer], since) for peer, since in frozen.lock), key=lambda held: (held[1], held[0])))
-    snapshots = (
-        snapshot._replace(to=tuple(sorted((numbers[peer], kind) for peer, kind in snapshot.to)))
-        for snapshot in frozen.snapshots
-    )
-    return frozen._replace(
-        number=numbers[frozen.number], protocol=tuple(fields[:num]), budget=tuple(fields[num:]), lock=lock,
-        snapshots=tuple(sorted(snapshots)),
-        inbox=tuple(sorted((numbers[sender], letter) for sender, letter in frozen.inbox)),
-    )  # fmt: skip

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.messages import Kind
 from pala.simulate.explore_alike import NotAlikeError, simplest, simplest_letter, takes_no_model
-from pala.simulate.explore_rank import CURRENT, STALE, Case, Frozen, Letter, LocalRank, Mode, relabelled
+from pala.simulate.explore_rank import LocalRank
+from pala.simulate.explore_states import CURRENT, STALE, Case, Frozen, Letter, Mode, relabelled
 
 State = tuple[int, ...]
 Label = tuple[Any, ...]

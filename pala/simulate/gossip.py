@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pala.exchange.gossip.protocol import Rules
 from pala.simulate.cluster import Cluster, Link, Prediction
 from pala.simulate.costs import Costs
 from pala.simulate.scenario import Scenario
@@ -23,7 +24,6 @@ _DIMENSION = 64  # of the models: the more, the less the distances scatter
 _LOOKS_AT_DISTANCE = 40
 _GROWING = 1.1  # the second half's distance over the first's
 _HURRY_S = 0.0003  # a waiting rank looks for messages this often (`data_proxy.py`)
-_SEND_AGAIN_AFTER_S = 2.0  # `protocol.py`
 
 
 class GossipCluster(VirtualCluster):
@@ -41,12 +41,12 @@ class GossipCluster(VirtualCluster):
         self._owed_s = [0.0] * cluster.ranks  # processor time of messages that the next update has to pay
         self._waited_s = 0.0
         self._announced: list[deque[int]] = [deque() for _ in range(cluster.ranks)]  # the first is being received
-        self.models_received = self.bytes_sent = 0
+        self.bytes_sent = 0
         self._generator = np.random.default_rng(seed)
         self._phases = np.ones(cluster.ranks) if in_phase else self._generator.random(cluster.ranks)
         scenario = Scenario(
             cluster.ranks, topology, costs.mixing, costs.max_staleness, budget_steps=1 << 62,
-            steps_per_update=costs.steps_per_update, seed=seed, wake_s=(0.0, _HURRY_S), again_s=_SEND_AGAIN_AFTER_S,
+            steps_per_update=costs.steps_per_update, seed=seed, wake_s=(0.0, _HURRY_S), again_s=Rules.again_s,
         )  # fmt: skip
         super().__init__(scenario, np.zeros((cluster.ranks, _DIMENSION)), learn=self._step_at_random)
 
@@ -72,11 +72,6 @@ class GossipCluster(VirtualCluster):
     def link_bytes(self) -> np.ndarray:
         """Bytes so far in each direction of each host's link."""
         return np.array([link.carried_bytes(self.now) for link in self._links_out + self._links_in])
-
-    @property
-    def models_in_flight(self) -> int:
-        """Models sent and not yet received."""
-        return sum(message.bulk for message in self.on_their_way.values())
 
     @property
     def squared_distance(self) -> float:
@@ -164,7 +159,6 @@ class GossipCluster(VirtualCluster):
         """A model has come as a whole; the receiver can turn to the next."""
         number = self.on_their_way[ticket].receiver
         self._owed_s[number] += self.costs.receive_s + self._protocol_s
-        self.models_received += 1
         self._deliver(ticket)
         queue = self._announced[number]
         queue.popleft()
@@ -189,7 +183,6 @@ class SharedMemoryCluster(GossipCluster):
         if message.bulk:
             self._owed_s[message.sender] += self.costs.send_s
             self.bytes_sent += self.costs.model_bytes
-            self.models_received += 1
         self._at(self.now, self._deliver, ticket)
 
 

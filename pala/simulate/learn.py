@@ -40,13 +40,13 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.report.text import table
 from pala.run.loop import Counters, Progress
 from pala.run.run_folder import provenance
-from pala.simulate.alone import Alone
-from pala.simulate.scenario import Scenario
+from pala.simulate.passive import PassiveExchange
+from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster
-from pala.system.command_line import read_command
+from pala.system.command_line import check_choices, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
-from pala.system.runtime import Interrupt
+from pala.system.runtime import Interrupt, tell
 from pala.system.seeding import derive, torch_weights
 
 METHODS = (*RULES, "allreduce", "none")
@@ -200,7 +200,7 @@ class _Rank:
         generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
         a2c = A2C(self.network.distribution, tape, self.flat, config.a2c)
         progress = Progress(Counters(), generator, ExchangeState([0], 0, 0, 1.0))
-        self.exchange = Alone(ranks)
+        self.exchange = PassiveExchange(ranks)
         self.learner = Learner(config, rank, envs, a2c, self.exchange, progress, Interrupt())
         self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
 
@@ -221,15 +221,15 @@ def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
     """The simulated network and ranks of a training by gossip."""
     n, draw, delay, exchange = conditions.ranks, random.Random(config.seed), conditions.delay_updates, config.exchange
     rounds = config.total_steps / (n * config.steps_per_update)
-    return Scenario(
+    made = Scenario(
         n, exchange.graph, method, exchange.max_staleness, config.total_steps,
-        config.steps_per_update, config.seed, update_s=(0.95, 1.05), slowness=_slowness(conditions),
-        model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
+        config.steps_per_update, config.seed, slowness=_slowness(conditions),
         deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
-        again_s=20.0 + 5 * delay, patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
+        patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
         exchanges_per_update=exchange.exchanges_per_update if RULES[method].by_pairs else 1,
         rollout_steps=config.a2c.rollout_steps,
     )  # fmt: skip
+    return timed_in_updates(made, delay)
 
 
 def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
@@ -249,9 +249,7 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     cluster.run()
     if cluster.stuck:
         raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
-    # Moves that are still owed count as made.
-    total = cluster.sum_of_models if RULES[method].by_pairs else np.sum([rank.model for rank in cluster.ranks], 0)
-    mean = torch.from_numpy(np.asarray(total / n, np.float32))
+    mean = torch.from_numpy(np.asarray(cluster.mean_model, np.float32))
     return _learned(learners, mean, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent)
 
 
@@ -311,9 +309,7 @@ def parse(arguments: list[str]) -> Command:
     if pairwise and exchange.graph != "complete":  # so its settings may be others than their defaults
         exchange = dataclasses.replace(exchange, mixing=pairwise[0])  # type: ignore[arg-type]
     check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
-    for method in command.methods:
-        if method not in METHODS:
-            raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}.")
+    check_choices("methods", command.methods, METHODS)
     for option, value, least in (
         ("ranks", conditions.ranks, 1), ("slow-ranks", conditions.slow_ranks, 0), ("slowness", conditions.slowness, 1),
         ("delay-updates", conditions.delay_updates, 0), ("deaths", conditions.deaths, 0),
@@ -359,12 +355,12 @@ def run(arguments: list[str]) -> None:
             config = dataclasses.replace(command.config, seed=seed)
             trainings.append(learn(method, config, command.conditions))
             height = trainings[-1].mean_height(config.total_steps)
-            print(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}", flush=True)
+            tell(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}")
             results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
             _write(command, results)  # what comes next may fail, or be stopped
         rows.append(_row(method, trainings, command.config.total_steps))
     header = ["method", "mean height", "range", "last return", "kept", "distance", "KL", "models an update", "time"]
-    print("\n" + table(header, rows))
+    tell("\n" + table(header, rows))
 
 
 def _write(command: Command, results: list[dict[str, Any]]) -> None:

@@ -27,10 +27,10 @@ from pala.simulate.costs import Costs, check_alike, costs_of, read_benchmark
 from pala.simulate.gossip import predict_gossip, predict_shared_memory
 from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
-from pala.system.command_line import read_command
-from pala.system.errors import PalaError, nearest
+from pala.system.command_line import check_choices, check_named, read_command
+from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
-from pala.system.runtime import say
+from pala.system.runtime import say, tell
 
 _PROGRAM = "pala.simulate predict"
 METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
@@ -72,12 +72,8 @@ class Command:
 def parse(arguments: list[str]) -> Command:
     """The checked command line. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
-    for option, values in (("methods", command.methods), ("ranks", command.ranks)):
-        if not values:
-            raise PalaError(f"'--{option}' names nothing.")
-    for method in command.methods:
-        if method not in METHODS:
-            raise PalaError(f"'--methods': '{method}' is none of {', '.join(METHODS)}{nearest(method, METHODS) or '.'}")
+    check_named(command, "methods", "ranks")
+    check_choices("methods", command.methods, METHODS)
     for ranks in command.ranks:
         if not 2 <= ranks <= _MOST_RANKS:
             raise PalaError(f"'--ranks' has {ranks} but every number must lie between 2 and {_MOST_RANKS}.")
@@ -95,12 +91,11 @@ def parse(arguments: list[str]) -> Command:
     return command
 
 
-def predict(command: Command, output: Path) -> dict[str, Any]:
-    """Simulate and write everything; returns what is in simulation.json. Raises PalaError."""
-    assert command.benchmark is not None
-    benchmark = read_benchmark(command.benchmark)
-    costs = costs_of(benchmark, command.benchmark)
-    compared = [(path, read_benchmark(path)) for path in command.compare]
+def predict(
+    command: Command, benchmark: dict[str, Any], costs: Costs, compared: list[tuple[Path, dict[str, Any]]], output: Path
+) -> dict[str, Any]:
+    """Simulate and write everything; returns what is in simulation.json. `costs` are of `benchmark`, `compared` are the
+    benchmarks of `command.compare`. Raises PalaError."""
     options = asdict(command) | {"benchmark": str(command.benchmark), "compare": [str(p) for p in command.compare]}
     options["output"] = str(output)
     facts = provenance() | {"format": 1, "date": now_utc()}
@@ -161,10 +156,10 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
     prediction = _simulation(method, cluster, costs, command)()
     seconds = time.perf_counter() - begin
     row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
-    print(
+    tell(
         f"PALA  {method}, {ranks} ranks{f', one {straggler:g} times slower' if straggler > 1 else ''}: "
-        f"{prediction.steps_per_s:,.0f} steps/s, efficiency {row['efficiency']:.3f} ({seconds:.1f} s)", flush=True,
-    )  # fmt: skip
+        f"{prediction.steps_per_s:,.0f} steps/s, efficiency {row['efficiency']:.3f} ({seconds:.1f} s)"
+    )
     return row | {"updates_a_rank": cluster.updates_a_rank, "seconds_to_simulate": round(seconds, 2)}
 
 
@@ -205,10 +200,12 @@ def run(arguments: list[str]) -> None:
     command = parse(arguments)
     assert command.benchmark is not None
     # A mistake should be told before anything is made.
-    costs = costs_of(read_benchmark(command.benchmark), command.benchmark)
+    benchmark = read_benchmark(command.benchmark)
+    costs = costs_of(benchmark, command.benchmark)
     _check_that_something_is_left(command, costs)
-    for path in command.compare:
-        check_alike(read_benchmark(path), path)
+    compared = [(path, read_benchmark(path)) for path in command.compare]
+    for path, other in compared:
+        check_alike(other, path)
     output = make_output_folder(command.output, "simulation")
-    result = predict(command, output)
-    print(f"\n{markdown(result)}\n{output}/simulation.md, simulation.json, simulation.png", flush=True)
+    result = predict(command, benchmark, costs, compared, output)
+    tell(f"\n{markdown(result)}\n{output}/simulation.md, simulation.json, simulation.png")

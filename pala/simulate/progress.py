@@ -16,10 +16,11 @@ import numpy as np
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.report.text import table
-from pala.simulate.scenario import Scenario
+from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster
-from pala.system.command_line import read_command
+from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
+from pala.system.runtime import tell
 
 _PROGRAM = "pala.simulate progress"
 
@@ -58,12 +59,10 @@ class Progress:
 def measure(
     mixing: str, topology: str, ranks: int, delay: float, slowness: float, updates: int, seed: int, exchanges: int = 1
 ) -> Progress:
-    """Play it. Moves that are still owed to answers on their way count as made."""
+    """Play it."""
     scenario = Scenario(
-        ranks, topology, mixing, budget_steps=ranks * updates, seed=seed, update_s=(0.95, 1.05),
-        model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay), wake_s=(0.0, 0.001),
-        slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)), again_s=20 + 5 * delay,
-        exchanges_per_update=exchanges,
+        ranks, topology, mixing, budget_steps=ranks * updates, seed=seed, exchanges_per_update=exchanges,
+        slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)),
     )  # fmt: skip
     made = np.zeros(ranks)
 
@@ -71,28 +70,24 @@ def measure(
         model += 1
         made[rank] += 1
 
-    cluster = VirtualCluster(scenario, np.zeros((ranks, 1)), learn=learn)
+    cluster = VirtualCluster(timed_in_updates(scenario, delay), np.zeros((ranks, 1)), learn=learn)
     cluster.run()
-    total = cluster.sum_of_models if RULES[mixing].by_pairs else np.sum([rank.model for rank in cluster.ranks], 0)
+    kept = float(cluster.mean_model[0]) / float(made.mean())
     models = [float(rank.model[0]) for rank in cluster.ranks]
-    return Progress(float(total[0]) / float(made.sum()), float(np.std(models)), cluster.models_sent / float(made.sum()))
+    return Progress(kept, float(np.std(models)), cluster.models_sent / float(made.sum()))
 
 
 def run(arguments: list[str]) -> None:
     """What `python -m pala.simulate progress` does. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
-    for option, values, known in (("mixings", command.mixings, RULES), ("topology", (command.topology,), TOPOLOGIES)):
-        for value in values:
-            if value not in known:
-                raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}.")
+    check_choices("mixings", command.mixings, RULES)
+    check_choices("topology", [command.topology], TOPOLOGIES)
     pairwise = [mixing for mixing in command.mixings if RULES[mixing].by_pairs]
     if pairwise and command.topology == "complete":
         raise PalaError(
             f"'--mixings' has '{pairwise[0]}', where a rank has one open offer: not with '--topology complete'."
         )
-    for option in ("mixings", "ranks", "delays", "slowness"):
-        if not getattr(command, option):
-            raise PalaError(f"'--{option}' names nothing.")
+    check_named(command, "mixings", "ranks", "delays", "slowness")
     finite = all(map(math.isfinite, (*command.delays, *command.slowness)))
     if not finite or min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
         raise PalaError("'--ranks' must be at least 2, '--delays' 0 and '--slowness' 1; all are finite.")
@@ -106,4 +101,4 @@ def run(arguments: list[str]) -> None:
             figures = (f"{found.kept:.2f}", f"{found.apart_updates:.2f}", f"{found.models_an_update:.2f}")
             rows.append((str(ranks), f"{delay:g}", f"{slowness:g}", mixing, *figures))
     header = ("ranks", "delay, updates", "slowest rank", "mixing", "kept", "apart, updates", "models an update")
-    print(table(header, rows))
+    tell(table(header, rows))

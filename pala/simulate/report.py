@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.report.pictures import COLOURS, new_figure, tidy, write_picture
-from pala.report.text import Spread, table
+from pala.report.text import Spread, counted, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def _inputs(simulation: dict[str, Any]) -> str:
     return (
         "Not measured but simulated: the protocol's own code on a virtual cluster, with costs measured on "
         f"{measured['cpu']} (commit {measured['git_commit']}, {measured['date']}).\n"
-        f"Hosts of {options['ranks_per_host']} ranks with {costs['threads']} core{'s' * (costs['threads'] > 1)} each, "
+        f"Hosts of {options['ranks_per_host']} ranks with {counted(costs['threads'], 'core')} each, "
         f"one link of {options['bandwidth_gbit']:g} Gbit/s and {options['latency_us']:g} µs; seed {options['seed']}.\n"
         f"An update takes {min(update_ms):.1f} to {max(update_ms):.1f} ms; one rank without exchange makes "
         f"{simulation['one_rank_steps_per_s']:,.0f} steps/s. A model has {costs['model_bytes'] / 2**20:.2f} MiB; "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pala.transport.virtual import Range
+Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,11 @@ class Scenario:
     """Offers that a rank may make in an update of the paired exchange; with more than 1, between two steps, too."""
     rollout_steps: int = 5
     """Steps of an update, at equal intervals, after which a rank may exchange."""
+
+
+def timed_in_updates(scenario: Scenario, delay: float) -> Scenario:
+    """The same, where the unit of time is one update, and a model is on its way for `delay` of them."""
+    return replace(
+        scenario, update_s=(0.95, 1.05), model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay),
+        wake_s=(0.0, 0.001), again_s=20.0 + 5 * delay,
+    )  # fmt: skip

@@ -166,7 +166,7 @@ def _check_sum(cluster: VirtualCluster) -> None:
         drift = float(cluster.sum_of_models[0]) - size * (size - 1) / 2
         _demand(abs(drift) < 1e-6, f"paired: the sum of all models has changed by {drift}")
     apart = float(np.fmax.reduce(models) - np.fmin.reduce(models))
-    most = max(rank.driver.num_snapshots for rank in cluster.ranks)
+    most = max(rank.driver.num_snapshots_held for rank in cluster.ranks)
     _demand(most <= max(scenario.send_buffers, 2 * size), f"paired: there is memory for {most} snapshots")
     _demand(apart <= 2 * size, f"paired: the models of {size} ranks are {apart} apart")
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from pala.exchange.gossip.driver import Opened
 from pala.exchange.wire import NOT_FINITE, Format, Message
+from pala.simulate.virtual_network import VirtualNetwork
 from pala.transport.base import Received
-from pala.transport.virtual import VirtualNetwork
 
 
 class Sent(NamedTuple):

@@ -24,7 +24,7 @@ from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.gossip.protocols import PROTOCOLS
 from pala.simulate.scenario import Scenario
 from pala.simulate.vector_models import Sent, VectorModels, is_finite
-from pala.transport.virtual import OnItsWay, VirtualNetwork, VirtualTransport
+from pala.simulate.virtual_network import OnItsWay, VirtualNetwork, VirtualTransport
 
 Learn = Callable[[int, np.ndarray], None]
 
@@ -60,8 +60,8 @@ class VirtualCluster(VirtualNetwork):
         """`models`: [size, parameters], by default each rank's number; `learn(rank, model)` changes a model in place at
         each update; `observe(self)` is called after each event; `protocol` (by default, the mixing rule's) and `driver`
         let tests plant a bug."""
-        super().__init__(scenario, scenario.size, scenario.seed)
-        s = self.scenario = scenario
+        super().__init__(scenario)
+        s = scenario
         self._learn, self._protocol, self._driver = learn, protocol or PROTOCOLS[scenario.mixing], driver
         self.observe = partial(observe, self) if observe is not None else None
         models = np.arange(s.size, dtype=np.float64)[:, None] if models is None else models
@@ -123,27 +123,10 @@ class VirtualCluster(VirtualNetwork):
         return sum(rank.driver.counts["models_sent"] for rank in self.ranks)
 
     @property
-    def mixes(self) -> int:
-        """Mixes of all ranks."""
-        return sum(rank.models.mixes for rank in self.ranks)
-
-    @property
-    def models_refused(self) -> int:
-        """Models that all ranks rejected, since they were not finite."""
-        return sum(rank.protocol.counts["models_refused"] for rank in self.ranks)
-
-    @property
     def total_weight(self) -> float:
         """Sum of the push-sum weights of the living, in their inboxes and on the way."""
         held = sum((rank.protocol.mixing.weight + rank.models.inbox_weight for rank in self.living), 0.0)
         return held + sum((_weight(on_its_way) for on_its_way in self.on_their_way.values()), 0.0)
-
-    @property
-    def weighted_sum(self) -> np.ndarray:
-        """Sum of weight times model, of the same."""
-        held = [rank.protocol.mixing.weight * rank.model + rank.models.inbox for rank in self.living]
-        sent = (on_its_way.data for on_its_way in self.on_their_way.values())
-        return np.sum(held + [s.message.weight * s.model for s in sent if s.model is not None], axis=0)
 
     @property
     def sum_of_models(self) -> np.ndarray:
@@ -153,6 +136,13 @@ class VirtualCluster(VirtualNetwork):
         all_models = [rank.models for rank in self.ranks]
         owed = [move for models in all_models for move in models.owed.values()]
         return np.add.reduce([models.with_owed - models.unmatched for models in all_models] + owed)
+
+    @property
+    def mean_model(self) -> np.ndarray:
+        """Over all ranks, the dead as they were. Moves that are owed to answers on their way count as made."""
+        by_pairs = RULES[self.scenario.mixing].by_pairs
+        total = self.sum_of_models if by_pairs else np.sum([rank.model for rank in self.ranks], 0)
+        return np.asarray(total / len(self.ranks))
 
     # ---- a rank ----------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,12 @@ import dataclasses
 import difflib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import tyro
 
-from pala.system.errors import PalaError, reason
+from pala.system.errors import PalaError, nearest, reason
 from pala.system.runtime import Launch, say, tell
 
 C = TypeVar("C")
@@ -37,6 +37,20 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
         unknown = _unknown(arguments, default)
         why = f": {unknown} `{_called(program)} --help` lists all." if unknown else f".\n{printed.getvalue()}"
         raise PalaError(f"the command line was not understood{why}") from None
+
+
+def check_choices(option: str, values: Iterable[str], known: Collection[str]) -> None:
+    """Raise PalaError if one of an option's values is none of those that are known."""
+    for value in values:
+        if value not in known:
+            raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}{nearest(value, known) or '.'}")
+
+
+def check_named(command: Any, *options: str) -> None:
+    """Raise PalaError if one of these options of a command has no value."""
+    for option in options:
+        if not getattr(command, option):
+            raise PalaError(f"'--{option}' names nothing.")
 
 
 def _called(program: str) -> str:

@@ -341,7 +341,7 @@ class GossipDriver(Receiver):
         return None if snapshot is None else snapshot.packet
 
     @property
-    def num_snapshots(self) -> int:
+    def num_snapshots_held(self) -> int:
         """Copies of the model that there is memory for."""
         return len(self._snapshots)
 

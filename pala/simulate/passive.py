@@ -11,7 +11,7 @@ from pala.exchange.base import ExchangeState, ModelExchange
 from pala.exchange.budget import Stop
 
 
-class Alone(ModelExchange):
+class PassiveExchange(ModelExchange):
     """Tells nobody anything, and never ends."""
 
     global_steps = 0  # whoever passes models on counts

@@ -2,51 +2,18 @@
 
 No MPI, no threads, no waiting: a heap of events and one random stream. Packets are delayed, overtake each other, and
 are lost with ranks that die, all from the seed, so every failure replays. What ranks do between messages is up to
-whoever uses the network (`pala/simulate/virtual_cluster.py`).
+whoever uses the network (`virtual_cluster.py`).
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from pala.simulate.scenario import Range, Scenario
 from pala.transport.base import Packet, Received, Receiver, Transport
-
-Range = tuple[float, float]
-
-
-class Conditions(Protocol):
-    """What the network does to packets, and what happens to ranks. Times are seconds of the virtual clock; a range is
-    drawn from uniformly."""
-
-    @property
-    def model_s(self) -> Range:
-        """A bulk packet on its way."""
-
-    @property
-    def control_s(self) -> Range:
-        """Any other; it may overtake a bulk packet."""
-
-    @property
-    def death_notice_s(self) -> Range:
-        """Until a rank hears of a death."""
-
-    @property
-    def death_loss(self) -> float:
-        """Probability that a packet on its way from a dying rank is lost; one to it always is."""
-
-    @property
-    def stops(self) -> Mapping[int, Range]:
-        """When which ranks are stopped and go on (SIGSTOP, SIGCONT)."""
-
-    @property
-    def cut_s(self) -> Range:
-        """When the links are cut between the ranks below `cut_at` and the others; what was sent comes after that."""
-
-    @property
-    def cut_at(self) -> int: ...
 
 
 class OnItsWay(NamedTuple):
@@ -80,14 +47,14 @@ class VirtualTransport(Transport):
 class VirtualNetwork:
     """Events in the order of time. Ranks are numbers here."""
 
-    def __init__(self, conditions: Conditions, size: int, seed: int) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.now = 0.0
         self.observe: Callable[[], None] | None = None  # called after each event
         self.dead: set[int] = set()
         self.receivers: dict[int, Receiver] = {}
         self.on_their_way: dict[int, OnItsWay] = {}
         self.delivering: OnItsWay | None = None  # what its receiver is being told of
-        self._conditions, self._size, self._random = conditions, size, random.Random(seed)
+        self.scenario, self._random = scenario, random.Random(scenario.seed)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._ticket = 0
 
@@ -128,21 +95,21 @@ class VirtualNetwork:
         self._carry(ticket)
 
     def _carry(self, ticket: int) -> None:
-        """See to it that the packet is delivered. `pala.simulate` models a network here."""
+        """See to it that the packet is delivered. `gossip.py` models links and cores here."""
         bulk = self.on_their_way[ticket].bulk
-        self._after(self._conditions.model_s if bulk else self._conditions.control_s, self._deliver, ticket)
+        self._after(self.scenario.model_s if bulk else self.scenario.control_s, self._deliver, ticket)
 
     def _deliver(self, ticket: int) -> None:
         on_its_way = self.on_their_way.get(ticket)
         if on_its_way is None:  # lost with its sender
             return
         sender, receiver, packet, data, bulk, time_s = on_its_way
-        begin_s, end_s = self._conditions.cut_s
-        cut_at = self._conditions.cut_at
+        begin_s, end_s = self.scenario.cut_s
+        cut_at = self.scenario.cut_at
         if begin_s <= self.now < end_s and (sender < cut_at) != (receiver < cut_at):
             if ticket % 2:  # not even its announcement has come: nobody can tell how old it will be
                 self.on_their_way[ticket] = on_its_way._replace(time_s=end_s)
-            self._at(end_s + self._draw(self._conditions.control_s), self._deliver, ticket)
+            self._at(end_s + self._draw(self.scenario.control_s), self._deliver, ticket)
             return
         if self.is_stopped(receiver, self._deliver, ticket):
             return
@@ -157,7 +124,7 @@ class VirtualNetwork:
         if receiver in self.dead:
             self.lost(on_its_way)
             return
-        went_on_s = self._conditions.stops.get(receiver, (0.0, 0.0))[1]  # it cannot tell what came while it was stopped
+        went_on_s = self.scenario.stops.get(receiver, (0.0, 0.0))[1]  # it cannot tell what came while it was stopped
         took_s = self.now - (went_on_s if time_s < went_on_s <= self.now else time_s)
         self.delivering = on_its_way
         self.receivers[receiver].on_message(Received(sender, data, bulk, took_s))
@@ -169,12 +136,12 @@ class VirtualNetwork:
         """Some of what it has sent is lost; the others hear of it after a while."""
         self.dead.add(rank)
         for ticket, on_its_way in list(self.on_their_way.items()):
-            if on_its_way.sender == rank and self._random.random() < self._conditions.death_loss:
+            if on_its_way.sender == rank and self._random.random() < self.scenario.death_loss:
                 del self.on_their_way[ticket]
                 self.lost(on_its_way)
-        for peer in range(self._size):
+        for peer in range(self.scenario.size):
             if peer not in self.dead:
-                self._after(self._conditions.death_notice_s, self._hear_of_death, peer, rank)
+                self._after(self.scenario.death_notice_s, self._hear_of_death, peer, rank)
 
     def _hear_of_death(self, rank: int, dead: int) -> None:
         if rank not in self.dead:
@@ -183,9 +150,9 @@ class VirtualNetwork:
 
     def is_stopped(self, rank: int, handler: Callable[..., None], *arguments: Any) -> bool:
         """If the rank is stopped now, this happens when it goes on. Who is dead holds nothing up."""
-        if rank in self.dead or not self._conditions.stops:
+        if rank in self.dead or not self.scenario.stops:
             return False
-        begin_s, end_s = self._conditions.stops.get(rank, (0.0, 0.0))
+        begin_s, end_s = self.scenario.stops.get(rank, (0.0, 0.0))
         if stopped := begin_s <= self.now < end_s:
             self._at(end_s, handler, *arguments)
         return stopped
