@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -200,17 +201,32 @@ def test_others_gradients_are_taken_to_be_as_large_as_this_ranks_were():
     flat = FlatParameters(network, CPU)
     config = A2CConfig(max_gradient_norm=0.5, gradient_clipping="mean", rmsprop_alpha=0.0)
     a2c = A2C(network.distribution, AutogradTape(network), flat, config)
-    loss, usual = Loss(*torch.zeros(4)), None
-    for norm in (0.2, 0.9, 50.0, math.nan, 0.3, 1.2):
+    loss, squares = Loss(*torch.zeros(4)), []
+    for norm in (0.9, 1.2, 50.0, math.nan, 0.9, 1.2):
         flat.gradient.fill_(norm / math.sqrt(flat.gradient.numel()))
         result = a2c.step(loss, 0.0, learners=3)
         assert result.applied == math.isfinite(norm)
         if result.applied:
-            usual = norm**2 if usual is None else usual
-            norm_of_mean = math.sqrt(norm**2 + 2 * usual) / 3
-            expected = norm * min(1, 0.5 / norm_of_mean)
+            usual = statistics.fmean(squares or [norm**2])
+            expected = norm * min(1, 0.5 / (math.sqrt(norm**2 + 2 * usual) / 3))
             assert float(flat.gradient.norm()) == pytest.approx(expected, rel=1e-4)
-            usual = 0.99 * usual + 0.01 * min(norm, limit) ** 2
+            squares.append(min(norm, limit) ** 2)
+    a2c.restart_mean_square(6)
+    flat.gradient.fill_(0.9 / math.sqrt(flat.gradient.numel()))
+    a2c.step(loss, 0.0, learners=3)
+    assert float(flat.gradient.norm()) == pytest.approx(0.5 * math.sqrt(3), rel=1e-4)  # nothing is known of others
+
+
+def test_what_is_usual_of_gradients_is_forgotten_in_time():
+    network = make_network("vector")
+    flat = FlatParameters(network, CPU)
+    config = A2CConfig(max_gradient_norm=0.5, gradient_clipping="mean", rmsprop_alpha=0.0)
+    a2c = A2C(network.distribution, AutogradTape(network), flat, config)
+    norms = [1.0] * 300 + [0.9] * 400
+    for norm in norms:
+        flat.gradient.fill_(norm / math.sqrt(flat.gradient.numel()))
+        a2c.step(Loss(*torch.zeros(4)), 0.0, learners=3)
+    assert float(flat.gradient.norm()) == pytest.approx(0.5 * math.sqrt(3), abs=2e-3)  # as if all had been of 0.9
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e30], ids=["nan", "inf", "overflow"])

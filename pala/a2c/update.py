@@ -76,7 +76,7 @@ def rmsprop_(
     parameters.addcdiv_(gradient, denominator, value=-learning_rate)
 
 
-_NORM_SMOOTHING = 0.99  # an update
+_NORM_HORIZON = 100  # updates
 _ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
 
 
@@ -113,7 +113,8 @@ class A2C:
         self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
         self.warms_up_from = 0  # the update after which the mean squares were 0
-        self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew with its next one
+        self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew
+        self._num_norms = 0  # in that
         self._momentum: Momentum | None = None
         if config.momentum:
             self._movement = torch.zeros_like(flat.data)
@@ -137,6 +138,7 @@ class A2C:
         """Forget them after so many updates: those of parameters that were not finite are not either."""
         self.mean_square.zero_()
         self.warms_up_from = updates
+        self._usual_square, self._num_norms = None, 0
 
     def restart_momentum(self) -> None:
         """The exchange has put another model in the place of this one."""
@@ -162,10 +164,11 @@ class A2C:
         return UpdateResult(loss, norm, finite)
 
     def _count_norm(self, norm: float, learners: int) -> None:
-        """A running mean of the squares, in which a rare large one counts no more than it can be clipped to."""
+        """The mean of the squares so far, later a running one; a large one counts as what it can be clipped to."""
+        self._num_norms += 1
         square = min(norm, learners * (self._config.max_gradient_norm or math.inf)) ** 2
-        before = square if self._usual_square is None else self._usual_square
-        self._usual_square = _NORM_SMOOTHING * before + (1 - _NORM_SMOOTHING) * square
+        before = self._usual_square or 0.0
+        self._usual_square = before + (square - before) / min(self._num_norms, _NORM_HORIZON)
 
     def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
         """The rollout's loss; its gradient goes to `flat.gradient`: autograd down to the network's outputs, then the

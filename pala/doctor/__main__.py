@@ -29,7 +29,7 @@ from pala.doctor.trial import identified, try_mpirun
 from pala.doctor.watchdog import Watchdog
 from pala.run.run_folder import provenance
 from pala.system.command_line import read_command
-from pala.system.errors import PalaError, reason
+from pala.system.errors import PalaError
 from pala.system.files import write_json
 from pala.system.runtime import Launch, can_survive, die_with_launcher, prepare, say, tell
 from pala.transport.agreement import cores_per_rank
@@ -196,7 +196,8 @@ def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
         try:
             write_json(command.json, table, indent=1)
         except OSError as error:
-            say(f"pala: error: '--json': '{command.json}' cannot be written ({reason(error)}); name another file.")
+            why = error.strerror or error
+            say(f"pala: error: '--json': '{command.json}' cannot be written ({why}); name another file.")
             return 2
     return 1 if any(item.stops for item in advice) else 0
 

@@ -19,7 +19,6 @@ from pala.exchange.gossip.protocol import GossipProtocol
 from pala.simulate.schedules import InvariantError, check, schedule
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from pala.system.runtime import tell
 
 _BATCH = 50
 _PROGRESS_S = 30.0
@@ -60,17 +59,17 @@ def run(arguments: list[str]) -> None:
             if held.failure is not None:
                 raise PalaError(held.failure)
             if (now_s := time.perf_counter()) > said_s + _PROGRESS_S:
-                tell(f"{held.schedules:,} of {command.schedules:,} schedules held")
+                print(f"{held.schedules:,} of {command.schedules:,} schedules held", flush=True)
                 said_s = now_s
     except KeyboardInterrupt:
-        tell(f"Interrupted. Go on with --first {command.first + held.schedules}.")
+        print(f"Interrupted. Go on with --first {command.first + held.schedules}.")
         raise
     finally:
         if held.failure is None and held.schedules:
             minutes = (time.perf_counter() - begin_s) / 60
             faults = ", ".join(f"{count:,} with {fault}" for fault, count in sorted(held.faults.items()))
             pace = f"{held.schedules / minutes:,.0f} a minute, {held.events:,} events"
-            tell(f"{held.schedules:,} schedules held ({pace}): {faults}.")
+            print(f"{held.schedules:,} schedules held ({pace}): {faults}.")
 
 
 def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProtocol] | None = None) -> Iterator[Tried]:

@@ -24,7 +24,6 @@ from pala.simulate.explore_states import Case, Mode
 from pala.simulate.explore_world import FAULTS, RARE, UNFAIR, Label, State, World
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
-from pala.system.runtime import tell
 
 _PROGRAM = "pala.simulate explore"
 _LOOK_EVERY = 1024
@@ -268,17 +267,17 @@ def run(arguments: list[str]) -> None:
     """The program. Raises PalaError after a mistake, or if something does not hold."""
     command = read_command(_PROGRAM, arguments, Command())
     if command.faults == ("help",):
-        tell(table(("fault", "what may happen"), list(FAULTS.items())))
+        print(table(("fault", "what may happen"), list(FAULTS.items())))
         return
     rows, violations = [], 0
     for case in cases(command):
         explored = _explored(case, command)
         rows.append(row(case, explored))
-        tell(", ".join(rows[-1]))
+        print(*rows[-1], sep=", ", flush=True)
         for violation in explored.violations:
-            tell(str(violation))
+            print(violation, flush=True)
         violations += len(explored.violations)
-    tell(table(HEADER, rows))
+    print(table(HEADER, rows))
     if violations:
         raise PalaError(f"{violations} things do not hold; their traces are above.")
 

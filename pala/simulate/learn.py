@@ -46,7 +46,7 @@ from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import check_choices, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
-from pala.system.runtime import Interrupt, tell
+from pala.system.runtime import Interrupt
 from pala.system.seeding import derive, torch_weights
 
 METHODS = (*RULES, "allreduce", "none")
@@ -237,6 +237,7 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     updates = [0] * n
 
     def update(number: int, model: np.ndarray) -> None:
+        learners.ranks[number].exchange.living = cluster.ranks[number].protocol.living
         learners.update(number, torch.from_numpy(model), cluster.global_steps)
         updates[number] += 1
         learners.note(number, cluster.global_steps + config.steps_per_update, cluster.now)
@@ -355,12 +356,12 @@ def run(arguments: list[str]) -> None:
             config = dataclasses.replace(command.config, seed=seed)
             trainings.append(learn(method, config, command.conditions))
             height = trainings[-1].mean_height(config.total_steps)
-            tell(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}")
+            print(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}", flush=True)
             results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
             _write(command, results)  # what comes next may fail, or be stopped
         rows.append(_row(method, trainings, command.config.total_steps))
     header = ["method", "mean height", "range", "last return", "kept", "distance", "KL", "models an update", "time"]
-    tell("\n" + table(header, rows))
+    print("\n" + table(header, rows))
 
 
 def _write(command: Command, results: list[dict[str, Any]]) -> None:

@@ -20,7 +20,6 @@ from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
-from pala.system.runtime import tell
 
 _PROGRAM = "pala.simulate progress"
 
@@ -101,4 +100,4 @@ def run(arguments: list[str]) -> None:
             figures = (f"{found.kept:.2f}", f"{found.apart_updates:.2f}", f"{found.models_an_update:.2f}")
             rows.append((str(ranks), f"{delay:g}", f"{slowness:g}", mixing, *figures))
     header = ("ranks", "delay, updates", "slowest rank", "mixing", "kept", "apart, updates", "models an update")
-    tell(table(header, rows))
+    print(table(header, rows))
