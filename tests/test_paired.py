@@ -468,6 +468,57 @@ def test_who_waits_or_is_alone_makes_no_offer_in_a_rollout() -> None:
     assert not waits(p.advance(0.2)) and p.between_steps(0.3) == []
 
 
+# ---- in step ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_late_answer_moves_a_rank_in_step_but_does_not_let_it_go_on() -> None:
+    p = paired(0, 4, max_staleness=0)
+    ((peer, number),) = offered(update(p))
+    offer_came(p, 3, 5)
+    actions = p.advance(0.0)
+    assert answered(actions) == [(3, 5, 0.5)] and not waits(actions), "it has mixed; its own offer is open"
+    answer_came(p, peer, number)
+    actions = update(p)
+    assert moved(actions) == [Move(peer, 0.5)] and waits(actions) and p.staleness == 1
+    ((peer, number),) = offered(actions)
+    answer_came(p, peer, number)
+    actions = p.advance(0.0)
+    assert moved(actions) == [Move(peer, 0.5)] and not waits(actions) and p.staleness == 0
+
+
+def test_who_has_mixed_in_step_makes_no_offer_but_to_who_needs_a_model() -> None:
+    p = paired(0, 4, max_staleness=0)
+    offer_came(p, 3, 5)
+    actions = update(p)
+    assert answered(actions) == [(3, 5, 0.5)] and offered(actions) == [] and not waits(actions)
+    offer_came(p, 3, 6)
+    p._wants_whole.add(2)
+    actions = update(p)
+    assert answered(actions) == [(3, 6, 0.5)] and [peer for peer, _ in offered(actions)] == [2]
+
+
+@pytest.mark.parametrize("delay", [0.05, 2.0])
+def test_two_ranks_in_step_hold_the_same_model_before_every_rollout(delay: float) -> None:
+    """As long as no model of a rank overtakes another of the same, as between two of MPI's processes."""
+    begins: dict[int, list[float]] = {0: [], 1: []}
+
+    def learn(rank: int, model: np.ndarray) -> None:
+        begins[rank].append(float(model[0]))  # in a rollout it does not change
+        model += 1 + rank
+
+    scenario = Scenario(
+        2, "ring", "paired", max_staleness=0, budget_steps=100, seed=3, update_s=(0.5, 1.5), patience_s=1e3,
+        again_s=1e2, model_s=(delay, delay), control_s=(0.01, 0.02),
+    )  # fmt: skip
+    cluster = VirtualCluster(scenario, learn=learn)
+    cluster.run()
+    assert not cluster.stuck and not cluster.violations
+    assert len(begins[0]) > 40 and abs(len(begins[0]) - len(begins[1])) <= 1
+    means = 0.5 + 1.5 * np.arange(1, len(begins[0]))  # the models begin as 0 and 1, and learn 1 and 2
+    np.testing.assert_allclose(begins[0][1:], means)
+    np.testing.assert_allclose(begins[1][1:], means[: len(begins[1]) - 1])
+
+
 # ---- whole schedules -------------------------------------------------------------------------------------------------
 
 

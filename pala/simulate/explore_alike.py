@@ -85,7 +85,12 @@ def _never_looked_at(p: dict[str, Any], frozen: Frozen, case: Case) -> None:
 
 def _only_whole(case: Case) -> bool:
     """All models are whole, and it is always the only peer's turn: so who asks for a whole model gets what all get."""
-    return case.ranks == 2 and case.whole_every == 1 and case.exchanges_per_update == 1
+    return case.ranks == 2 and case.whole_every == 1 and case.exchanges_per_update == 1 and not _in_step(case)
+
+
+def _in_step(case: Case) -> bool:
+    """Who goes on without a mix makes an offer, who has mixed none but to a rank that needs a model."""
+    return case.mixing == "paired" and case.max_staleness == 0
 
 
 def _waits_for_nobody(p: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +134,8 @@ def _counts_anew(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any
     is_back = p["_returning"] or away
     one_will_do = case.topology != "complete"
     can_mix = len(p["_inbox"][1]) > 0 and one_will_do and not _may_lose_touch(p, case)
+    if _in_step(case):  # a mix is more than leave to go on
+        one_will_do, can_mix = False, can_mix and not is_back
     gave_up = p["_gave_up"] and one_will_do
     will_move = len(p.get("_answers", (0, _NOBODY))[1]) > 0
     for_good = "patience" not in case.faults  # it can do nothing but heal

@@ -169,7 +169,7 @@ def _freeze(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return "array", tuple(int(item) for item in value)
     if isinstance(value, _Offer):
-        return "offer", (value.number, value.void)
+        return "offer", (value.number, value.void, value.is_late)
     return value
 
 

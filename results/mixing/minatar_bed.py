@@ -11,6 +11,7 @@ interrupted.
     python results/mixing/minatar_bed.py stability      how often a training of 4 ranks with momentum does not get on
     python results/mixing/minatar_bed.py delays         gossip under delays, and with a slow rank
     python results/mixing/minatar_bed.py clipping       gossip whose gradients are clipped as their mean would be
+    python results/mixing/minatar_bed.py in_step        pairs that go in step, with either clipping
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the page of it.
 """
@@ -31,6 +32,9 @@ from typing import Any, NamedTuple
 from pala.system.runtime import prepare
 
 FOLDER = Path(__file__).resolve().parent
+STAGES = (
+    "sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays", "clipping", "in_step",
+)  # fmt: skip
 SWEPT = ("breakout", "space_invaders")  # settings are chosen on these
 GAMES = (*SWEPT, "asterix")
 METHODS = ("allreduce", "uniform", "paired")
@@ -66,6 +70,7 @@ class Job(NamedTuple):
     envs: int = 16  # of a rank
     total_steps: int = TOTAL_STEPS
     clipping: str = "own"  # `a2c.gradient_clipping`
+    max_staleness: int = 10
 
     @property
     def is_usual(self) -> bool:
@@ -142,7 +147,7 @@ def train(job: Job) -> dict[str, Any]:
     config = replace(config, env=replace(config.env, num_envs=job.envs))
     own = {"learning_rate": job.rate * BASE_RATE, "momentum": job.momentum, "momentum_smoothing": job.smoothing}
     own["gradient_clipping"] = job.clipping
-    exchange = replace(config.exchange, exchanges_per_update=job.exchanges)
+    exchange = replace(config.exchange, exchanges_per_update=job.exchanges, max_staleness=job.max_staleness)
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     conditions = Conditions(job.ranks, job.delay, job.slow_ranks)
     try:
@@ -232,7 +237,7 @@ _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8)) 
 
 
 def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[Job]:
-    """The trainings of a stage; those of the last three need the others."""
+    """The trainings of a stage; those of the last four need the others."""
     trials = itertools.product(range(1, seeds + 1), ranks, games, METHODS)
     if stage == "sweep":
         return [Job(game, n, method, rate, seed) for seed, n, game, method in trials for rate in _RATES[n]]
@@ -265,10 +270,12 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
     if stage == "final":
         chosen += [(n, setting) for n, setting in _ASKED if n in ranks and (n, setting) not in chosen]
         return [_job(game, n, setting, seed) for seed in fresh for n, setting in chosen for game in games]
-    if stage == "clipping":
+    if stage in ("clipping", "in_step"):
         best = best_settings(read())
         usual = [_job(game, n, best[n, "paired"], seed) for n in ranks for seed in fresh for game in games]
-        return [job._replace(clipping="mean") for job in usual]
+        if stage == "clipping":
+            return [job._replace(clipping="mean") for job in usual]
+        return [job._replace(clipping=how, max_staleness=0) for job in usual for how in ("own", "mean")]
     conditions = [(1.0, 0), (3.0, 0), (10.0, 0), (0.05, 1)]
     return [
         _job(game, n, setting, seed, delay, slow)
@@ -298,8 +305,7 @@ def _commit() -> str:
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = ("sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays", "clipping")
-    parser.add_argument("stage", choices=stages)
+    parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--games", nargs="+", default=list(SWEPT), choices=GAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--seeds", type=int, default=2)

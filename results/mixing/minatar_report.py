@@ -160,23 +160,26 @@ def longer(results: Results) -> str:
     return table(header, rows) if rows else "Not run yet."
 
 
-def clipping(results: Results) -> str:
-    """Gradients clipped as their mean would be, beside each rank's own clip with the same seeds."""
-    cells: dict[tuple[str, int, Setting], dict[str, list[float]]] = {}
+def variants(results: Results) -> str:
+    """Gradients clipped as their mean would be, and pairs in step, beside the usual with the same seeds."""
+    cells: dict[tuple[str, int, Setting, int, str], tuple[list[float], list[float]]] = {}
     for job, line in results.items():
-        own = job._replace(clipping="own")
-        if job.clipping == "mean" and own in results:
-            pair = cells.setdefault((job.game, job.ranks, job.setting), {"own": [], "mean": []})
-            pair["mean"].append(line.get("mean_height", 0.0))
-            pair["own"].append(results[own].get("mean_height", 0.0))
+        usual = job._replace(clipping="own", max_staleness=10)
+        if job != usual and usual in results:
+            ours, theirs = cells.setdefault(
+                (job.game, job.ranks, job.setting, job.max_staleness, job.clipping), ([], [])
+            )
+            ours.append(line.get("mean_height", 0.0))
+            theirs.append(results[usual].get("mean_height", 0.0))
     rows = [
         (
-            game, str(ranks), setting.method, *_texts(setting), str(len(of["mean"])),
-            *(f"{iqm(np.array(of[how])):.2f}" for how in ("own", "mean")), ratio(of["mean"], of["own"]),
+            game, str(ranks), setting.method, *_texts(setting), str(staleness), clipping, str(len(ours)),
+            f"{iqm(np.array(theirs)):.2f}", f"{iqm(np.array(ours)):.2f}", ratio(ours, theirs),
         )
-        for (game, ranks, setting), of in sorted(cells.items())
+        for (game, ranks, setting, staleness, clipping), (ours, theirs) in sorted(cells.items())
     ]  # fmt: skip
-    header = ("game", "ranks", "method", *_SETTING, "seeds", "IQM, own clip", "as the mean", "of own")
+    header = ("game", "ranks", "method", *_SETTING, "max staleness", "clipping", "seeds", "IQM of the usual",
+              "IQM of this", "of the usual")  # fmt: skip
     return table(header, rows) if rows else "Not run yet."
 
 
@@ -202,8 +205,11 @@ def main() -> None:
     print(larger(results))
     print(f"\n## Longer\n\n16 ranks, {4 * TOTAL_STEPS:,} steps, at the best settings of {TOTAL_STEPS:,}.\n")
     print(longer(results))
-    print("\n## Clipping\n\nEach rank's own, and as the mean over the ranks would be clipped; the same fresh seeds.\n")
-    print(clipping(results))
+    print("\n## Clipping, and pairs in step\n\nGradients clipped as the mean over the ranks would be (`mean`), and an")
+    print(
+        "exchange after each update (max staleness 0), beside the usual: each rank's own clip, and 10; equal seeds.\n"
+    )
+    print(variants(results))
     print("\n## Delays, and a slow rank\n\nSlow ranks are 4 times slower than the others.\n")
     print(disturbed(results))
 

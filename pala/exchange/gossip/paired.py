@@ -30,6 +30,10 @@ that is said above of x holds of y.
 An offer to a peer that has stopped (`silent`) stays open beside a new one to somebody else, since it may be answered
 late. A late answer does no harm: it is a difference, so it pulls nobody back.
 
+With `max_staleness` 0 pairs go in step: each update ends with an exchange of what it has brought. So an answer to an
+offer made before the update moves, but does not count as a mix; and who has mixed makes no offer that would be open in
+its rollout.
+
 What can change the sum: a rank that dies or heals, an answer that is lost or damaged, and a resume, each by at most one
 move. Pure, as `protocol.py`, of which this keeps the clock, the patience, the budget and the deaths.
 """
@@ -54,6 +58,7 @@ _ANY = 0  # in a refusal: of whichever offer is open; the first offer is number 
 class _Offer:
     number: int  # as the reply says it
     void: bool = False  # of a model that has been replaced since
+    is_late: bool = False  # made before the last update ended; noted where ranks go in step
 
 
 class PairedProtocol(GossipProtocol):
@@ -67,6 +72,7 @@ class PairedProtocol(GossipProtocol):
         super().__init__(budget, mixing, rules, round_)
         self._offers = {}  # to peers that have not replied
         self._answers: dict[int, float] = {}  # that came: the fraction to move by
+        self._answered_late = False  # none of them is to an offer of this update
         self._numbers: dict[int, int] = {}  # of the offers in the inbox
         self._refusing: set[int] = set()  # peers that have refused this rank's last offer to them
         self._num_offers = 0  # made since the last update ended
@@ -75,6 +81,10 @@ class PairedProtocol(GossipProtocol):
 
     def update_finished(self, now_s: float, steps: int, healthy: bool = True) -> list[Action]:
         self._num_offers = 0
+        if self._in_step:
+            self._answered_late = True
+            for offer in self._offers.values():
+                offer.is_late = True
         return super().update_finished(now_s, steps, healthy)
 
     def between_steps(self, now_s: float) -> list[Action]:
@@ -100,6 +110,8 @@ class PairedProtocol(GossipProtocol):
         self._begin_update()
         if self._mix_is_due:
             actions += self._mix(give_credit=True)
+        if self._in_step and self.staleness == 0:
+            self._owed = [peer for peer in self._owed if peer in self._wants_whole]
         return [*actions, *self._offer(), GoOn()]
 
     def unreadable_model_came(self, sender: int) -> list[Action]:
@@ -117,6 +129,10 @@ class PairedProtocol(GossipProtocol):
         return super().finish()
 
     # ---- offers --------------------------------------------------------------------------------------------------
+
+    @property
+    def _in_step(self) -> bool:
+        return self.rules.max_staleness == 0
 
     @property
     def _waits_for_reply(self) -> bool:
@@ -188,12 +204,15 @@ class PairedProtocol(GossipProtocol):
         self._refusing.discard(sender)
         del self._offers[sender]
         self._answers[sender] = fraction
+        self._answered_late &= offer.is_late
         return [Keep(sender)]
 
     def _refused(self, peer: int) -> list[Action]:
-        """Nothing came of the offer to this peer. A rank that waits makes the next one."""
+        """Nothing came of the offer to this peer. A rank that waits makes the next one; in step not at once if the
+        peer may have refused because its own is on the way."""
         closed = self._close(peer)
-        if self._between_updates and not self._owed and not self._waits_for_reply:
+        is_to_come = self._in_step and peer < self.rank
+        if self._between_updates and not self._owed and not self._waits_for_reply and not is_to_come:
             self._owed += self._next_peers()
         return closed
 
@@ -213,7 +232,9 @@ class PairedProtocol(GossipProtocol):
             return []
         moves: list[Action] = [Move(peer, fraction) for peer, fraction in self._answers.items()]
         self._answers.clear()
-        self._gave_up, self._num_rejected, self.staleness = False, 0, 0
+        self._gave_up, self._num_rejected = False, 0
+        if not self._answered_late:
+            self.staleness = 0
         return moves
 
     def _mix(self, give_credit: bool) -> list[Action]:
