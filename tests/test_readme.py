@@ -69,7 +69,7 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     fast, gorila = (line for line in commands("./launch/train.sh") if "gorila" in line)
     for command, folder in ((fast, "fast"), (gorila.replace("-n 4", "-n 2"), "games")):
         few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes 2 --run.dir {tmp_path / folder}"
-        assert "completed after 400 steps" in run(f"{command} {few}", any_mpi)
+        assert "PALA  completed after" in run(f"{command} {few}", any_mpi)
     scores = commands("python -m pala.gorila.scores")[0]
     run(scores.replace(" runs", f" {tmp_path / 'games'} --output {tmp_path / 'scores'}"), any_mpi)
     assert "1 completed run of 1 of the 49 games" in (tmp_path / "scores" / "scores.md").read_text()
