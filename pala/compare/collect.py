@@ -111,12 +111,11 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
         exchange = ExchangeConfig(config.exchange.kind)
         alike = {method: replace(other, algorithm=config.algorithm, exchange=exchange, gorila=config.gorila)}
     differing = {variant: differences(config, settings) for variant, settings in alike.items()}
-    names = {v: f"{v}-{game}-{ranks}-{config.seed}" for v in alike}
     variant = min(
         alike,
         key=lambda v: (
             len(differing[v]),
-            names[v] != config.run.name,
+            Cell(v, game, ranks).run_name(config.seed) != config.run.name,
             ranks not in plan.ranks_of(v),
             alike[v].total_steps != config.total_steps,
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,10 @@ class Cell:
     variant: str
     game: str
     ranks: int
+
+    def run_name(self, seed: int) -> str:
+        """What the comparison calls its run with this seed."""
+        return f"{self.variant}-{self.game}-{self.ranks}-{seed}"
 
     def __str__(self) -> str:
         return f"{self.variant} {self.game}, {counted(self.ranks, 'rank')}"
@@ -171,13 +175,13 @@ class Plan:
         return sorted({ranks for ranks_list in (self.preset.ranks, *own) for ranks in ranks_list})
 
     def _planned(self, cell: Cell, seed: int) -> Planned:
-        names = {variant: f"{variant}-{cell.game}-{cell.ranks}-{seed}" for variant in self.preset.variants}
-        name = names.pop(cell.variant)
+        name = cell.run_name(seed)
+        others = {replace(cell, variant=variant).run_name(seed) for variant in self.preset.variants} - {name}
         config = self.config_of(cell)
         given = {"seed": seed, "run": {"name": name, "dir": str(Path(config.run.dir) / self.preset.name)}}
         launcher = self.preset.variants[cell.variant].get("launcher", self.preset.launcher)
         return Planned(
-            cell, self.preset.games[cell.game], _over(config, given, self.source), launcher, frozenset(names.values())
+            cell, self.preset.games[cell.game], _over(config, given, self.source), launcher, frozenset(others)
         )
 
     def config_of(self, cell: Cell) -> Config:
