@@ -159,7 +159,7 @@ class Executor:
 
     def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
         """Raises PalaError if a run that exists is not what the plan asks for."""
-        self._plan, self._results, self._runs, self._num_runs = plan, results, runs, len(runs)
+        self._plan, self._results, self._runs = plan, results, runs
         self.tasks, self.unfit = tasks_of(runs, results)
         self._seconds = self._steps = 0.0  # of runs trained from start to end
 
@@ -179,15 +179,15 @@ class Executor:
             return self._run()
 
     def _run(self) -> list[Planned]:
-        done = self._num_runs - len(self.tasks) - len(self.unfit)
-        tell(f"PALA  {self._plan.preset.name}: {done} of {self._num_runs} runs are complete")
+        done = len(self._runs) - len(self.tasks) - len(self.unfit)
+        tell(f"PALA  {self._plan.preset.name}: {done} of {len(self._runs)} runs are complete")
         if not self.tasks and not self.unfit:
             tell(f"      {nothing_missing(self._results)}")
         for run, why in self.unfit.items():
             tell(f"      {run}: FAILED. {why}")
         failures = list(self.unfit)
         for number, task in enumerate(self.tasks):
-            place = f"      {done + number + 1}/{self._num_runs}  {task.run}"
+            place = f"      {done + number + 1}/{len(self._runs)}  {task.run}"
             tell(f"{place}: {_VERBS[task.what]}")
             begin = time.monotonic()
             fault = self._do(task)

@@ -29,7 +29,7 @@ class Submission:
     """The jobs of a comparison, for those of its runs that are chosen."""
 
     def __init__(
-        self, plan: Plan, runs: Sequence[Planned], results: Path, report: Sequence[str], only: Sequence[str] = ()
+        self, plan: Plan, runs: Sequence[Planned], results: Path, report: Sequence[str], only: Sequence[str]
     ) -> None:
         """`report`: arguments of pala.compare for the last job; `only`: how `runs` were chosen. Raises PalaError if a
         run that exists is not what the plan asks for, or this is not PALA's repository."""

@@ -46,9 +46,8 @@ def numbered(action_space: gymnasium.Space) -> Categorical:
 
 
 def q_network(
-    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config,
-    make_network: MakeNetwork | None = None,
-) -> Network:  # fmt: skip
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config, make_network: MakeNetwork | None
+) -> Network:
     """PALA's, or the user's own."""
     if make_network is None:
         return QNetwork(observation_space, action_space, config.network)

@@ -401,7 +401,7 @@ def _nothing() -> None:
 class RunRecord:
     """Writes `run.json`; one segment for each start. Only the lowest rank that lives has one."""
 
-    def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None] = _nothing) -> None:
+    def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None]) -> None:
         """`check` is called before each writing, and may raise."""
         self._file, self._record, self._check = path / "run.json", record, check
 
