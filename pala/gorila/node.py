@@ -116,8 +116,8 @@ class Node:
         self._next_step: dict[int, int] = {}  # actor -> number of its step, or new games, that is to come
         self._refused: set[int] = set()
         places = Places(rules.roles, budget.size)
-        self.members = members or Members(budget, places, self._config.patience_s, self._tell)
-        self.members.tell = self._tell  # of a rank that has slept, its sleeping node's before
+        self.members = members or Members(budget, places, self._config.patience_s, self._send)
+        self.members.tell = self._send  # of a rank that has slept, its sleeping node's before
         self.members.on_gone, self.members.on_change = self._forget, self._share_out_replays
 
     @property
@@ -235,7 +235,7 @@ class Node:
             if kind is Kind.GRADIENT_AND_FETCH:
                 self._open[rank, Kind.PARAMETERS] = self._periods
                 self._steps_since_fetch = 0
-            self._send(rank, kind, part.numpy(), version)
+            self._send(rank, kind, version, part.numpy())
         self.counts["gradients_sent"] += 1
 
     def ask_for_parameters(self) -> None:
@@ -327,9 +327,9 @@ class Node:
         if self.budget.stop is not Stop.NONE:
             return None
         if message.kind in (Kind.FETCH, Kind.GRADIENT_AND_FETCH):
-            self._send(message.sender, Kind.PARAMETERS, shard.parameters.numpy(), shard.version)
+            self._send(message.sender, Kind.PARAMETERS, shard.version, shard.parameters.numpy())
         elif message.kind is Kind.FETCH_TARGET:
-            self._send(message.sender, Kind.TARGET, shard.target.numpy(), shard.num_targets)
+            self._send(message.sender, Kind.TARGET, shard.num_targets, shard.target.numpy())
         return None
 
     def _from_shard(self, message: Message, payload: np.ndarray) -> Refusal | None:
@@ -442,26 +442,22 @@ class Node:
             else:
                 self._send_arrays(learner, Kind.BATCH, self._formats.batch, batch)
 
-    def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:
-        return self._send(rank, kind, round_=round_)
-
-    def _send(self, rank: int, kind: Kind, values: np.ndarray | None = None, round_: int = 0) -> Bytes:
+    def _send(self, rank: int, kind: Kind, round_: int = 0, values: np.ndarray | None = None) -> Bytes:
         """A message with nothing, or with float32 values, which are copied."""
         payload = np.empty(0, np.uint8) if values is None else values.view(np.uint8)
         data = np.empty(self._wire.control_bytes + len(payload), np.uint8)
         data[self._wire.control_bytes :] = payload
-        message = Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.local_steps)
-        return self._post(rank, message, data)
+        return self._post(rank, kind, round_, Format.FLOAT32, data)
 
     def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any, round_: int = 0) -> Bytes:
         header = self._wire.control_bytes
         data = np.empty(header + format_.sizes[-1], np.uint8)
         used = format_.encode(value, data[header:])
-        stop, steps = self.budget.stop, self.budget.local_steps
-        message = Message(kind, self._rank, round_, 1.0, stop, steps, Format.ARRAYS)
-        return self._post(rank, message, data[: header + len(used)])
+        return self._post(rank, kind, round_, Format.ARRAYS, data[: header + len(used)])
 
-    def _post(self, rank: int, message: Message, data: np.ndarray) -> Bytes:
+    def _post(self, rank: int, kind: Kind, round_: int, format_: Format, data: np.ndarray) -> Bytes:
+        """Write the header and the counters to the front of `data`, and send it."""
+        message = Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.local_steps, format_)
         self._wire.encode(message, data)
         self.counts["bytes_sent"] += len(data)
         return self._send_bytes(rank, data)
