@@ -240,8 +240,12 @@ class Node:
 
     def ask_for_parameters(self) -> None:
         """Unless they are on their way already. The period counts what is sent, so it says nothing of what is not."""
-        if not self._is_owed(Kind.PARAMETERS):
-            self._fetch()
+        if self._is_owed(Kind.PARAMETERS):
+            return
+        self._steps_since_fetch = 0
+        for rank in self.roles.shards:
+            if rank != self._rank:
+                self._ask(rank, Kind.PARAMETERS)
 
     @property
     def _next_fetches(self) -> bool:
@@ -399,12 +403,6 @@ class Node:
         if target > self._targets[index] and rank != self._rank and self._rank in self.roles.learners:
             self._targets[index] = target  # asked for
             self._ask(rank, Kind.TARGET)
-
-    def _fetch(self) -> None:
-        self._steps_since_fetch = 0
-        for rank in self.roles.shards:
-            if rank != self._rank:
-                self._ask(rank, Kind.PARAMETERS)
 
     def _share_out_replays(self) -> None:
         """Among the learners that live. Those that are new to this one owe it a minibatch, too."""
