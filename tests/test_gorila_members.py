@@ -150,8 +150,9 @@ def test_all_agree_on_who_has_which_place_whatever_dies_is_late_or_is_lost(monke
         if any(company.members[rank].fault for rank in alive):
             return  # as `Company.check` found right
         # Which of the dead had a place last not everybody knows.
-        living = [(place, rank) for place, rank in enumerate(company.truth) if rank in company.alive]
-        assert all([*of_rank.held_by(alive)] == living for of_rank in places)
+        living = [rank if rank in company.alive else None for rank in company.truth]
+        for of_rank in places:
+            assert [rank if rank in company.alive else None for rank in of_rank._holders] == living
         assert all(of_rank.spares == places[0].spares for of_rank in places)
         vacant = [holder for holder in company.truth if holder not in company.alive]
         assert not (vacant and places[0].spares), "a place is vacant and a spare asleep"

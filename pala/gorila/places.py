@@ -42,11 +42,7 @@ class Places:
     @property
     def replaced(self) -> list[tuple[int, int]]:
         """(place, rank) of all spares that have one."""
-        return self.held_by(range(self.num_places, self.size))
-
-    def held_by(self, ranks: Container[int]) -> list[tuple[int, int]]:
-        """(place, rank) of all places that one of these ranks has."""
-        return [(place, rank) for place, rank in enumerate(self._holders) if rank in ranks]
+        return [(place, rank) for place, rank in enumerate(self._holders) if rank >= self.num_places]
 
     def lose(self, rank: int) -> None:
         """`rank` has died or left."""
