@@ -460,8 +460,8 @@ def test_a_small_job_by_hand():
     local = assign(GorilaConfig("separate", num_actors=3, num_learners=2), 6)
     assert [local.sampled_by(learner, range(6)) for learner in local.learners] == [(3, 5), (4,)]
     assert local.sampled_by(2, {2, 4, 5}) == (4, 5)
-    assert [local.watched_by(rank) for rank in (0, 1, 3)] == [(1, 2, 3, 4, 5), (0,), (0,)]
-    assert [assign(config, 8).watched_by(rank) for rank in (2, 6)] == [(0,), (0, 2)]
+    assert [local.watched_by(rank) for rank in (0, 1, 3)] == [{1, 2, 3, 4, 5}, {0}, {0}]
+    assert [assign(config, 8).watched_by(rank) for rank in (2, 6)] == [{0}, {0, 2}]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 5, 7, 100])

@@ -200,8 +200,10 @@ class Members:
                 self.tell(peer, kind, self._number(place, self.rank))
 
     def _watched(self) -> set[int]:
-        watched = {*self.places.roles.watched_by(self.rank), *(self.places.spares if self.is_first else ())}
-        return watched.intersection(self.budget.present).difference({self.rank}, self.places.gone)
+        watched = self.places.roles.watched_by(self.rank)
+        if self.is_first:
+            watched |= {*self.places.spares}
+        return watched.intersection(self.budget.present).difference(self.places.gone)
 
     def _ping(self, rank: int) -> Packet:
         if self.is_first:

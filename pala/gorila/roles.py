@@ -51,13 +51,13 @@ class Roles(NamedTuple):
         groups = min(len(learners), len(replays))
         return replays[learners.index(learner) % groups :: groups]
 
-    def watched_by(self, rank: int) -> tuple[int, ...]:
-        """The ranks of which this one looks whether they answer: all shards, and an actor's replay; the first shard
-        looks at everybody."""
+    def watched_by(self, rank: int) -> set[int]:
+        """The other ranks of which this one looks whether they answer: all shards, and an actor's replay; the first
+        shard looks at everybody."""
         watched = self.everybody if rank == self.shards[0] else {*self.shards}
         if rank in self.actors:
             watched |= {self.replay_of(rank)}
-        return tuple(sorted(watched - {rank}))
+        return watched - {rank}
 
 
 def assign(config: GorilaConfig, num_ranks: int, num_spares: int = 0) -> Roles:
