@@ -31,7 +31,7 @@ from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.places import Places
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
-from pala.gorila.shard import Shard, slices
+from pala.gorila.shard import Shard, slices, targets_at
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
 from pala.transport.base import Bytes
@@ -103,7 +103,7 @@ class Node:
         self._config, self._wire, self._formats, self._parts = rules.config, rules.wire, rules.formats, rules.slices
         self._rank, self._send_bytes = budget.rank, send
         self._versions = [version] * len(self._parts)  # of the parameters last taken
-        self._targets = [version // self._config.target_period_updates] * len(self._parts)
+        self._targets = [targets_at(version, self._config)] * len(self._parts)
         self._arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
         self._arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
         self._open: dict[tuple[int, Kind], int] = {}  # (rank, what it owes) -> the period in which it was asked
@@ -398,7 +398,7 @@ class Node:
     def _take(self, flat: Tensor, index: int, version: int, values: Tensor) -> None:
         flat[self._parts[index]].copy_(values)
         self._versions[index] = version
-        target = version // self._config.target_period_updates
+        target = targets_at(version, self._config)
         rank = self.roles.shards[index]
         if target > self._targets[index] and rank != self._rank and self._rank in self.roles.learners:
             self._targets[index] = target  # asked for

@@ -20,7 +20,7 @@ from pala.gorila.networks import q_network
 from pala.gorila.node import Formats, Rules
 from pala.gorila.places import check_spares
 from pala.gorila.roles import Roles, assign
-from pala.gorila.shard import ServedModel, Shard, assemble
+from pala.gorila.shard import ServedModel, Shard, assemble, targets_at
 from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
@@ -141,7 +141,7 @@ class GorilaParts(Parts[GorilaExchange]):
             }  # fmt: skip
         return tensors, {"gorila": {
             "shard": index, "num_shards": len(self.rules.roles.shards), "version": self.version,
-            "num_targets": self.version // self.config.gorila.target_period_updates, "filter": asdict(self.filter),
+            "num_targets": targets_at(self.version, self.config.gorila), "filter": asdict(self.filter),
         }}  # fmt: skip
 
     def before_training(self, rank: int, previous: Path | None) -> None:

@@ -45,6 +45,11 @@ def adagrad_(
     )  # fmt: skip
 
 
+def targets_at(version: int, config: GorilaConfig) -> int:
+    """How often the target network has been copied when so many gradients have been applied."""
+    return version // config.target_period_updates
+
+
 class ServedModel(NamedTuple):
     """What all shards serve together: flat vectors of the whole network, and how many gradients are in them."""
 
@@ -84,7 +89,7 @@ class Shard:
     @property
     def num_targets(self) -> int:
         """How often the target was copied."""
-        return self.version // self._config.target_period_updates
+        return targets_at(self.version, self._config)
 
     def apply(self, gradient: Tensor, computed_at_version: int) -> bool:
         """Take one optimiser step, unless the gradient [n] is older than `max_staleness_updates` or not finite.
