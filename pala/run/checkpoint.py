@@ -67,17 +67,22 @@ def _rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
     return folder / f"rank-{rank:04d}{'.previous' if previous else ''}.safetensors"
 
 
+def _generations(folder: Path, rank: int) -> tuple[Path, Path]:
+    """Where a rank's checkpoint is, and the one before it."""
+    return _rank_path(folder, rank), _rank_path(folder, rank, previous=True)
+
+
 def save_rank(folder: Path, state: RankState) -> None:
     """Write a rank's checkpoint and keep the one before it. Raises OSError and then leaves both as they were."""
     tensors = {name: tensor.detach().cpu() for name, tensor in state.tensors.items()}
     tensors |= {f"{_STREAM}{name}": value for name, value in state.random_states.items()}
     header = {"rank": state.rank, "ranks": state.ranks, "signature": state.signature, "counters": state.counters}
     data = _pack(tensors, header)
-    path = _rank_path(folder, state.rank)
+    path, previous = _generations(folder, state.rank)
     fresh = path.with_name(f".{path.name}.new")
     write_atomically(fresh, data)
     if path.exists():
-        os.replace(path, _rank_path(folder, state.rank, previous=True))
+        os.replace(path, previous)
     os.replace(fresh, path)
     sync_folder(folder)
 
@@ -91,7 +96,7 @@ def load_rank(
     the disk can say that they are gigabytes. Raises PalaError if neither generation can be read.
     """
     faults = []
-    for path in (_rank_path(folder, rank), _rank_path(folder, rank, previous=True)):
+    for path in _generations(folder, rank):
         try:
             state = _read_rank(path, parameters, signature)
             _check_owner(path, state, rank, ranks)
@@ -199,9 +204,7 @@ def newest_segment(run: Path) -> Path:
     """The folder of the newest segment in which every rank has saved. Raises PalaError if there is none."""
     for folder in sorted((run / "checkpoints").glob("segment-*"), key=_segment_number, reverse=True):
         ranks = _ranks_of(folder)
-        if ranks and all(
-            any(_rank_path(folder, rank, previous).exists() for previous in (False, True)) for rank in range(ranks)
-        ):
+        if ranks and all(any(path.exists() for path in _generations(folder, rank)) for rank in range(ranks)):
             return folder
     raise PalaError(f"Run '{run}' has no checkpoint in '{run / 'checkpoints'}'.")
 
@@ -214,7 +217,7 @@ def _segment_number(folder: Path) -> int:
 def _ranks_of(segment: Path) -> int:
     """Ranks that save in it, as rank 0's newest readable file says; 0 if it has none, 1 if all are damaged, which
     `load_rank` says."""
-    files = [_rank_path(segment, 0, previous) for previous in (False, True)]
+    files = _generations(segment, 0)
     for file in files:
         with contextlib.suppress(PalaError):
             return _read_head(file).trainers
