@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pala.exchange.base import Exchange, ExchangeState, agree_on_end
 from pala.exchange.budget import StepBudget, Stop
-from pala.gorila.members import Members
+from pala.gorila.members import NOBODY_ELSE, Members
 from pala.gorila.node import Node, Rules
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
@@ -107,7 +107,7 @@ class GorilaExchange(Exchange, Receiver):
                 return False
             why = members.why_stay()
         if not why and not self._is_let_go():
-            why = "no other rank can do what it does"
+            why = NOBODY_ELSE
         with self._changed:
             if members.budget.stop is not Stop.NONE:
                 return False

@@ -20,6 +20,8 @@ from pala.gorila.places import Places, lost_by_deaths, lost_by_silence
 from pala.gorila.watch import Watch
 from pala.transport.base import Packet
 
+NOBODY_ELSE = "no other rank can do what it does"
+
 
 class Members:
     """What one rank knows. Whoever has it may set `on_gone` and `on_change`."""
@@ -164,7 +166,7 @@ class Members:
         for spare, place in successors.items():
             without.take(place, spare, certain=True)
         living = {*self.budget.living, *successors} - going
-        return "no other rank can do what it does" if lost_by_deaths(without, living, is_over=False) else ""
+        return NOBODY_ELSE if lost_by_deaths(without, living, is_over=False) else ""
 
     def ask_to_leave(self) -> None:
         """`may_leave` tells when the first shard has answered."""

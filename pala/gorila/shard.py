@@ -14,7 +14,7 @@ from torch.optim.adagrad import adagrad
 from pala.a2c.update import rmsprop_
 from pala.config import GorilaConfig
 from pala.gorila.dqn import LossFilter
-from pala.run.checkpoint import RankState
+from pala.run.checkpoint import OF_ANOTHER_ALGORITHM, RankState
 from pala.system.errors import PalaError
 from pala.system.files import is_number
 
@@ -140,7 +140,7 @@ def assemble(states: Sequence[RankState], parameters: int | None = None) -> Serv
     """What the checkpoints of a run's ranks hold of its shards, which together must have so many `parameters`. Raises
     PalaError if a shard is missing."""
     if not all(_is_of_shard(state) for state in states):
-        raise PalaError("The checkpoints are of another algorithm than the run; its 'run.json' or they were changed.")
+        raise PalaError(OF_ANOTHER_ALGORITHM)
     saved = {state.counters["gorila"]["shard"]: state for state in states if state.tensors}
     num_shards = max((state.counters["gorila"]["num_shards"] for state in states), default=0)
     missing = sorted(set(range(num_shards)) - set(saved))

@@ -26,6 +26,7 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import open_to_read, sync_folder, write_atomically
 from pala.system.runtime import say
 
+OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; its 'run.json' or they were changed."
 _FORMAT = 1
 _MOST_HEADER_BYTES = 4 << 20  # counters of 100,000 ranks fit
 _COUNTS = ("updates", "own_steps", "base_steps", "round")
@@ -189,7 +190,7 @@ def average(states: list[RankState], first_only: bool = False) -> RankState:
 def check_actor_critic(state: RankState) -> None:
     """Raise PalaError for another algorithm's."""
     if set(state.tensors) not in _ACTOR_CRITIC:
-        raise PalaError("The checkpoints are of another algorithm than the run; its 'run.json' or they were changed.")
+        raise PalaError(OF_ANOTHER_ALGORITHM)
 
 
 def joint_counters(states: list[RankState]) -> dict[str, Any]:
