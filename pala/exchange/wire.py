@@ -128,3 +128,10 @@ class Wire:
         if (most := int(local_steps.max())) > _MOST_STEPS:
             return Refusal(f"it says that a rank made {most} steps")
         return Message(known_kind, sender, round_, weight, Stop(stop), local_steps, Format(format_))
+
+    def decode_from(self, source: int, data: np.ndarray) -> Message | Refusal:
+        """The same of bytes that came from this rank, which they must name as their sender."""
+        message = self.decode(data)
+        if isinstance(message, Message) and message.sender != source:
+            return Refusal(f"it says it comes from rank {message.sender}")
+        return message

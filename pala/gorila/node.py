@@ -273,11 +273,9 @@ class Node:
 
     def on_message(self, source: int, data: np.ndarray) -> None:
         """Any bytes from any rank."""
-        message = self._wire.decode(data)
+        message = self._wire.decode_from(source, data)
         if isinstance(message, Refusal):
             refusal: Refusal | None = message
-        elif message.sender != source:
-            refusal = Refusal(f"it says it comes from rank {message.sender}")
         else:
             self.budget.news(message.local_steps, message.stop)
             refusal = self._act_on(message, data[self._wire.control_bytes :])

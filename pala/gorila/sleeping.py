@@ -80,11 +80,9 @@ class SleepingGorila(Sleeping, Receiver):
             self.members.look(self.transport.now_s())
 
     def _hear(self, received: Received) -> Refusal | None:
-        message = self._wire.decode(received.data)
+        message = self._wire.decode_from(received.source, received.data)
         if isinstance(message, Refusal):
             return message
-        if message.sender != received.source:
-            return Refusal(f"it says it comes from rank {message.sender}")
         self._budget.news(message.local_steps, message.stop)
         return self.members.hear(message)
 
