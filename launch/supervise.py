@@ -135,7 +135,8 @@ class Supervisor:
         self._was_told = options.go_on  # a job has been told to make the run
         self._began = False  # by a job of this supervisor
         self._job: subprocess.Popen[bytes] | None = None
-        self._starting = self._said_mistake = False
+        self._said_mistake = False
+        self._only_notes_signals = False  # if no job runs; else one ends this process
         self._signal: int | None = None
 
     def supervise(self) -> int:
@@ -164,7 +165,7 @@ class Supervisor:
             before = self._num_segments()
             status = self._run_job(start, hosts, steps)
             complete = self._is_complete(before)
-            self._starting = complete  # until then, and for good if it is, a signal is noted and does not end this
+            self._only_notes_signals = complete  # from the job's start until here, and for good if it is
             if self._signal is not None:
                 end = "the run is complete" if complete else "the run is not complete"
                 self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}; {end}.")
@@ -195,7 +196,7 @@ class Supervisor:
         again, self._signal = self._signal is not None, number
         if self._job is not None:
             self._job.send_signal(number if again and number == signal.SIGINT else _GENTLY)
-        elif not self._starting:
+        elif not self._only_notes_signals:
             sys.exit(128 + number)
 
     # ---- one job -------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ class Supervisor:
         self._say(f"{verb}: {who}{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}.")
         placed = ["-np", str(ranks), *(["--host", where] if where else [])]
         self._said_mistake = False
-        self._starting = True
+        self._only_notes_signals = True
         # A session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here alone. Nor shall
         # it see the SIGTERM that a scheduler sends to every process of a job.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
