@@ -192,7 +192,7 @@ def limit_mib() -> float:
         raise PalaError(f"The environment variable {LIMIT} is '{text}', but must be a number of MiB.") from None
 
 
-def _counting(tail: Tail) -> list[Record]:
+def _without_lost(tail: Tail) -> list[Record]:
     """All records of a rank but those that were made after a checkpoint and lost with a crash."""
     kept: list[Record] = []
     for record in tail.read():
@@ -209,7 +209,7 @@ def read_run(run: Path) -> list[list[Record]]:
     ranks, left_bytes = [], limit_mib() * 2**20
     for path in metrics_files(run):
         tail = Tail(path, left_bytes)
-        ranks.append(_counting(tail))
+        ranks.append(_without_lost(tail))
         left_bytes -= tail.num_bytes
     starts = [record for records in ranks for record in records if record["type"] == "start"]
     starts.sort(key=lambda start: start["time_s"], reverse=True)
