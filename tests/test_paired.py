@@ -497,9 +497,28 @@ def test_who_has_mixed_in_step_makes_no_offer_but_to_who_needs_a_model() -> None
     assert answered(actions) == [(3, 6, 0.5)] and [peer for peer, _ in offered(actions)] == [2]
 
 
-@pytest.mark.parametrize("delay", [0.05, 2.0])
-def test_two_ranks_in_step_hold_the_same_model_before_every_rollout(delay: float) -> None:
-    """As long as no model of a rank overtakes another of the same, as between two of MPI's processes."""
+def test_who_is_refused_in_step_waits_only_for_an_offer_that_has_crossed_its_own() -> None:
+    replies = {
+        "crossed": lambda p, number: came(p, Kind.CREDIT, 0, number),
+        "has no model": lambda p, number: came(p, Kind.ASK_WHOLE, 0, number),
+        "could not read it": lambda p, number: came(p, Kind.CREDIT, 0, 0),
+        "not finite": lambda p, number: answer_came(p, 0, number, rejected=True),
+    }
+    for why, reply in replies.items():
+        p = paired(1, 2, max_staleness=0)
+        ((_, number),) = offered(update(p))
+        reply(p, number)
+        actions = p.advance(0.0)
+        assert waits(actions) and len(offered(actions)) == (why != "crossed"), why
+
+
+class WaitsForAnyMix(PairedProtocol):
+    _in_step = False  # type: ignore[assignment]
+
+
+def are_in_step(protocol: type[PairedProtocol], delay: float, seed: int) -> bool:
+    """Whether two ranks hold the same model before every rollout, the mean of what both have learned. No model of a
+    rank overtakes another of the same, as between two of MPI's processes."""
     begins: dict[int, list[float]] = {0: [], 1: []}
 
     def learn(rank: int, model: np.ndarray) -> None:
@@ -507,16 +526,23 @@ def test_two_ranks_in_step_hold_the_same_model_before_every_rollout(delay: float
         model += 1 + rank
 
     scenario = Scenario(
-        2, "ring", "paired", max_staleness=0, budget_steps=100, seed=3, update_s=(0.5, 1.5), patience_s=1e3,
+        2, "ring", "paired", max_staleness=0, budget_steps=100, seed=seed, update_s=(0.5, 1.5), patience_s=1e3,
         again_s=1e2, model_s=(delay, delay), control_s=(0.01, 0.02),
     )  # fmt: skip
-    cluster = VirtualCluster(scenario, learn=learn)
+    cluster = VirtualCluster(scenario, learn=learn, protocol=protocol)
     cluster.run()
-    assert not cluster.stuck and not cluster.violations
-    assert len(begins[0]) > 40 and abs(len(begins[0]) - len(begins[1])) <= 1
-    means = 0.5 + 1.5 * np.arange(1, len(begins[0]))  # the models begin as 0 and 1, and learn 1 and 2
-    np.testing.assert_allclose(begins[0][1:], means)
-    np.testing.assert_allclose(begins[1][1:], means[: len(begins[1]) - 1])
+    assert not cluster.stuck and not cluster.violations and len(begins[0]) > 40
+    means = 0.5 + 1.5 * np.arange(1, len(begins[0]) + len(begins[1]))  # they begin as 0 and 1, and learn 1 and 2
+    return all(np.allclose(models[1:], means[: len(models) - 1]) for models in begins.values())
+
+
+@pytest.mark.parametrize("delay", [0.05, 2.0])
+def test_two_ranks_in_step_hold_the_same_model_before_every_rollout(delay: float) -> None:
+    assert all(are_in_step(PairedProtocol, delay, seed) for seed in range(5))
+
+
+def test_ranks_that_wait_for_any_mix_are_not_in_step() -> None:
+    assert not any(are_in_step(WaitsForAnyMix, delay, seed) for delay in (0.05, 2.0) for seed in range(5))
 
 
 # ---- whole schedules -------------------------------------------------------------------------------------------------
@@ -702,7 +728,7 @@ class AnswersOnlyTheFirst(PairedProtocol):
 
 
 class ClosesNothingThatIsRefused(PairedProtocol):
-    def _refused(self, peer):
+    def _refused(self, peer, waits_for_its=False):
         return []
 
 

@@ -90,7 +90,7 @@ def _only_whole(case: Case) -> bool:
 
 def _in_step(case: Case) -> bool:
     """Who goes on without a mix makes an offer, who has mixed none but to a rank that needs a model."""
-    return case.mixing == "paired" and case.max_staleness == 0
+    return case.mixing == "paired" and case.max_staleness == 0 and case.exchanges_per_update == 1
 
 
 def _waits_for_nobody(p: dict[str, Any]) -> dict[str, Any]:

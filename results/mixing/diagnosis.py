@@ -12,7 +12,7 @@
 | pairs | as `exact`, but that so many times the ranks are paired at random, and each pair averages its models |
 | mixed_first | paired; a step is acted with one update later, when it is mixed. Gained nothing; commit 6bc2fae has it |
 | paired | paired exchanges as training makes them |
-| waits | paired; after an update a rank waits until it has exchanged since (`max_staleness` 0) |
+| waits | paired; after an update a rank waits until it has exchanged since (`max_staleness` 0 until commit 83ca3fc) |
 | tracking | paired exchanges of model and tracker, each rank steps by its tracker, an estimate of the mean gradient |
 | tracking_late | the same, by the tracker before the newest gradient comes to it, so that what it steps by is mixed |
 

@@ -30,9 +30,9 @@ that is said above of x holds of y.
 An offer to a peer that has stopped (`silent`) stays open beside a new one to somebody else, since it may be answered
 late. A late answer does no harm: it is a difference, so it pulls nobody back.
 
-With `max_staleness` 0 pairs go in step: each update ends with an exchange of what it has brought. So an answer to an
-offer made before the update moves, but does not count as a mix; and who has mixed makes no offer that would be open in
-its rollout.
+With `max_staleness` 0 and one exchange an update pairs go in step: each update ends with an exchange of what it has
+brought. So an answer to an offer made before the update moves, but does not count as a mix; who has mixed makes no
+offer that would be open in its rollout; and a rank whose offer has crossed that of a lower one waits for that.
 
 What can change the sum: a rank that dies or heals, an answer that is lost or damaged, and a resume, each by at most one
 move. Pure, as `protocol.py`, of which this keeps the clock, the patience, the budget and the deaths.
@@ -132,7 +132,7 @@ class PairedProtocol(GossipProtocol):
 
     @property
     def _in_step(self) -> bool:
-        return self.rules.max_staleness == 0
+        return self.rules.max_staleness == 0 and self.rules.exchanges_per_update == 1
 
     @property
     def _waits_for_reply(self) -> bool:
@@ -170,7 +170,8 @@ class PairedProtocol(GossipProtocol):
         if offer is not None and is_refusal and message.round in (offer.number, _ANY):
             self._credit_came(sender, wants_whole=message.kind is Kind.ASK_WHOLE)
             self._refusing.add(sender)
-            return self._refused(sender)
+            has_crossed = message.kind is Kind.CREDIT and message.round != _ANY and sender < self.rank
+            return self._refused(sender, waits_for_its=self._in_step and has_crossed)
         return []
 
     def _offer_came(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
@@ -207,12 +208,11 @@ class PairedProtocol(GossipProtocol):
         self._answered_late &= offer.is_late
         return [Keep(sender)]
 
-    def _refused(self, peer: int) -> list[Action]:
-        """Nothing came of the offer to this peer. A rank that waits makes the next one; in step not at once if the
-        peer may have refused because its own is on the way."""
+    def _refused(self, peer: int, waits_for_its: bool = False) -> list[Action]:
+        """Nothing came of the offer to this peer. A rank that waits makes the next one, but not at once if it
+        `waits_for_its`, which is on the way."""
         closed = self._close(peer)
-        is_to_come = self._in_step and peer < self.rank
-        if self._between_updates and not self._owed and not self._waits_for_reply and not is_to_come:
+        if self._between_updates and not self._owed and not self._waits_for_reply and not waits_for_its:
             self._owed += self._next_peers()
         return closed
 
