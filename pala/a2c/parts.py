@@ -52,15 +52,14 @@ class A2CParts(Parts[ModelExchange]):
     def restore(self, comm: Communicator, saved: Saved) -> RankState:
         """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
         own = saved.own
-        if own is not None:
-            collectively(comm, lambda: checkpoint.check_actor_critic(own))
-        state = own or self._average(comm, saved)
-        self._take(state)
-        if kind_of(self.config.exchange).one_model and saved.own is not None:
-            self._begin_alike(comm, state)
-        if saved.own is not None:
-            self.a2c.warms_up_from = state.counters.get("warms_up_from", 0)
-        return state
+        if own is None:
+            return self._average(comm, saved)
+        collectively(comm, lambda: checkpoint.check_actor_critic(own))
+        self._take(own)
+        if kind_of(self.config.exchange).one_model:
+            self._begin_alike(comm, own)
+        self.a2c.warms_up_from = own.counters.get("warms_up_from", 0)
+        return own
 
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self.a2c.tensors, {"warms_up_from": self.a2c.warms_up_from}
