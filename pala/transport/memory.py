@@ -143,7 +143,7 @@ class _Group:
         self._comm.end_if_dead()
         self._comm.check_that_no_transport_is_open()
         self._number += 1
-        return self._comm.world.join(self._context, self._number, self._comm.number, value)
+        return self._comm.world.join(self._context, self._number, self._comm.rank, value)
 
     def gather(self, value: Any, timeout_s: float | None, interrupt: Interrupt) -> list[Any]:
         """What each member gave; raises _MemberDiedError if one died before it gave something."""
@@ -209,7 +209,6 @@ class MemoryCommunicator(Communicator):
 
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.rank, self.size, self.host = world, rank, world.size, platform.node()
-        self.number = rank  # in the world, however few ranks this is a communicator of
         self.interrupt = Interrupt()
         self._all = _Group(self, range(world.size), "all")
         self._patient = Interrupt()  # never signalled
@@ -240,12 +239,12 @@ class MemoryCommunicator(Communicator):
 
     def end_if_dead(self) -> None:
         """Raise Killed if this rank is."""
-        if self.number in self.world.dead:
+        if self.rank in self.world.dead:
             raise Killed
 
     def check_that_no_transport_is_open(self) -> None:
         """Over MPI its thread may be inside a call, and one thread at a time is allowed there."""
-        assert self.number not in self.world.in_transport, "a transport is open: two threads would call MPI"
+        assert self.rank not in self.world.in_transport, "a transport is open: two threads would call MPI"
 
     # ---- the seam ------------------------------------------------------------------------------------------------
 
@@ -265,12 +264,11 @@ class MemoryCommunicator(Communicator):
         if size == self.size:
             return self
         self.meet()
-        return self._part(range(size), self.rank, ("first", size, self._all._number)) if self.rank < size else None
-
-    def _part(self, members: Sequence[int], rank: int, context: Any) -> MemoryCommunicator:
-        part = MemoryCommunicator(self.world, self.number)
-        part.rank, part.size, part.interrupt = rank, len(members), self.interrupt
-        part._all = _Group(part, members, context)
+        if self.rank >= size:
+            return None
+        part = MemoryCommunicator(self.world, self.rank)
+        part.size, part.interrupt = size, self.interrupt
+        part._all = _Group(part, range(size), ("first", size, self._all._number))
         return part
 
     def barrier(self) -> Callable[[], bool]:
