@@ -58,6 +58,13 @@ class WaitsForTheAnswerOfWhoLeft(PairedProtocol):
         return []
 
 
+class AnswersAnother(GossipDriver):
+    """What cannot be read names nobody: whom to answer, the transport alone says."""
+
+    def on_message(self, message):
+        super().on_message(message._replace(source=(message.source + 1) % self.protocol.size))
+
+
 PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (LosesCreditsWhileItWaits, "deadlock", {}),
     (of_schedules.CountsReceivedWeightTwice, "push-sum weight", {"mixing": "push_sum", "updates": 6}),
@@ -111,7 +118,7 @@ DRIVER_BUGS: list[tuple[type[GossipDriver], str, dict[str, Any]]] = [
     (of_schedules.AddsNothing, "inbox", {}),
     (of_schedules.KeepsWhatItShouldForget, "inbox", {"faults": "nan", "whole_every": 5}),
     (of_schedules.FillsASnapshotOnItsWay, "wrote over a message", {"ranks": 3, "topology": "complete"}),
-    (of_schedules.DoesNotLookAtWhoSent, "to itself", {}),
+    (AnswersAnother, "to itself", {"faults": "garbled"}),
     (of_schedules.SendsToOneOnly, "deadlock", {"ranks": 3, "topology": "complete"}),
     (of_paired.ReusesAnOpenOffersSnapshot, "wrote over an open offer", {"mixing": "paired"}),
     (of_paired.AnswersFromItsOffersSnapshot, "wrote over an open offer", {"mixing": "paired"}),

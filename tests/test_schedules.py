@@ -671,11 +671,6 @@ class HasNoSpareSnapshots(GossipDriver):
         return next((snapshot for snapshot in self._snapshots if snapshot.is_free), None)
 
 
-class DoesNotLookAtWhoSent(GossipDriver):
-    def on_message(self, message):
-        super().on_message(message._replace(source=(message.source + 1) % self.protocol.size))
-
-
 class SendsToOneOnly(GossipDriver):
     def _send_model(self, action):
         super()._send_model(action._replace(peers=action.peers[:1]))
@@ -688,7 +683,6 @@ DRIVER_BUGS = {
     AddsNothing: "push-sum weight|zero|nan",
     KeepsWhatItShouldForget: "push-sum weight|healed by a part|stale",
     FillsASnapshotOnItsWay: "wrote over a message",
-    DoesNotLookAtWhoSent: "deadlock|push-sum weight",
     SendsToOneOnly: "deadlock|push-sum weight",
 }
 

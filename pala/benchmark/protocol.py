@@ -115,7 +115,7 @@ class _NoModels:
         return Bytes(self._wire.encoded(message))
 
     def open(self, received: Received, offer: Bytes | None = None) -> Opened:
-        message = self._wire.decode(received.data)
+        message = self._wire.decode_from(received.source, received.data)
         assert not isinstance(message, Refusal), message
         return Opened(message)
 

@@ -71,8 +71,8 @@ class Models(Protocol):
         """A message without a model, in memory of its own."""
 
     def open(self, received: Received, offer: Any = None) -> Opened:
-        """Read a packet; a model that may be accepted is held until `add`, `keep` or the next one. `offer`: the open
-        offer to its sender, if there is one."""
+        """Read a packet, and refuse one that names another sender; a model that may be accepted is held until `add`,
+        `keep` or the next one. `offer`: the open offer to its sender, if there is one."""
 
     def add(self, weight: float) -> None:
         """Add the model that was opened last to the inbox."""
@@ -220,8 +220,6 @@ class GossipDriver(Receiver):
 
     def on_message(self, message: Received) -> None:
         source, opened = message.source, self.models.open(message, self.offer_to(message.source))
-        if opened.message is not None and opened.message.sender != source:
-            opened = Opened(None, Refusal(f"it says it comes from rank {opened.message.sender}"))
         with self.lock:
             if self._takes_nothing(source) and (opened.message is None or opened.message.kind not in NEWS):
                 self.counts["models_refused"] += 1

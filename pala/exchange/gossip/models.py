@@ -207,7 +207,7 @@ class TensorModels:
         return Bytes(self._wire.encoded(message))
 
     def open(self, received: Received, offer: SendBuffer | None = None) -> Opened:
-        message = self._wire.decode(received.data)
+        message = self._wire.decode_from(received.source, received.data)
         if isinstance(message, Refusal):
             return Opened(None, message)
         if message.kind not in WITH_MODEL or received.too_late:

@@ -28,7 +28,7 @@ class _NoModels:
         return Bytes(self._wire.encoded(message))
 
     def open(self, received: Received, offer: Any = None) -> Opened:
-        message = self._wire.decode(received.data)
+        message = self._wire.decode_from(received.source, received.data)
         return Opened(None, message) if isinstance(message, Refusal) else Opened(message)
 
     def memory_for(self, num_bytes: int) -> None:
