@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from typing import cast
 
 import numpy as np
 
 from pala.exchange.budget import StepBudget
-from pala.exchange.gossip.driver import GossipDriver, Opened
+from pala.exchange.gossip.driver import GossipDriver, Models, Opened
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.mixing import Uniform
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
@@ -62,7 +63,7 @@ class _Job:
 def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> GossipDriver:
     budget = StepBudget(rank, num_ranks, budget_steps=1 << 62)
     protocol = GossipProtocol(budget, Uniform(), Rules("random", max_staleness=10, seed=1))
-    driver = GossipDriver(protocol, _Post(rank, post), _NoModels(num_ranks))
+    driver = GossipDriver(protocol, _Post(rank, post), cast(Models, _NoModels(num_ranks)))
     driver.start()
     return driver
 
@@ -96,7 +97,7 @@ class _Post(Transport):
 
 
 class _NoModels:
-    """Messages as they are, with models that have no parameters."""
+    """As much of `Models` as uniform mixing needs: messages as they are, with models that have no parameters."""
 
     def __init__(self, num_ranks: int) -> None:
         self._wire = Wire(num_ranks, 0, signature=1, sizes=gossip_sizes(NOTHING))
@@ -107,9 +108,6 @@ class _NoModels:
     def fill(self, snapshot: Bytes, message: Message, whole: bool) -> int:
         self._wire.encode(message, snapshot.data)
         return len(snapshot.data)
-
-    def fill_answer(self, snapshot: Bytes, message: Message, peer: int) -> int:
-        return self.fill(snapshot, message, whole=True)
 
     def control(self, message: Message) -> Bytes:
         return Bytes(self._wire.encoded(message))
@@ -125,29 +123,11 @@ class _NoModels:
     def clear(self) -> None:
         pass
 
-    def look_ahead(self) -> None:
-        pass
-
     def settle(self) -> None:
         pass
 
     def mix(self, own_weight: float, measure: bool) -> None:
         pass
 
-    def pull(self, fraction: float, measure: bool) -> None:
-        pass
-
-    def keep(self, offer: Bytes) -> None:
-        pass
-
-    def move(self, offer: Bytes, fraction: float) -> None:
-        pass
-
     def heal(self) -> None:
-        pass
-
-    def memory_for(self, num_bytes: int) -> None:
-        return None
-
-    def give_up_memory(self) -> None:
         pass
