@@ -26,7 +26,7 @@ from pala.benchmark.pictures import _is_beyond_cores, draw
 from pala.benchmark.report import markdown
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
 from pala.envs import make_envs
-from pala.exchange.base import ExchangeState
+from pala.exchange.budget import ExchangeState
 from pala.gorila.worker import minibatches_at_hand
 from pala.report.text import Spread, table
 from pala.run.metrics import SECTIONS
@@ -227,7 +227,7 @@ def test_each_training_starts_alike() -> None:
         agent = build(comm, config, envs)
         trial, models = Trial(comm, config, envs, agent, agent.flat.data.clone()), []
         for _ in range(2):
-            trial._loop(config, ExchangeState([0], 0, 0, 1.0), Interrupt())
+            trial._loop(config, ExchangeState([0]), Interrupt())
             assert agent.a2c.warms_up_from == 0
             for _ in range(2):
                 agent.flat.gradient.fill_(1.0)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
-from pala.exchange.base import ExchangeState
-from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.exchange.wire import Message
 from pala.gorila import worker as worker_module
 from pala.gorila.dqn import LossFilter
@@ -123,7 +122,7 @@ class Rank:
             config, rank, rank, rules, 1, CPU, network, self.flat, AutogradTape(network), self.target,
             AutogradTape(target_network), torch.zeros_like(self.flat.data), self.store, self.filter,
         )  # fmt: skip
-        start = ExchangeState([0] * num_ranks, 0, 0, 1.0)
+        start = ExchangeState([0] * num_ranks)
         progress = Progress(Counters(), torch.Generator().manual_seed(SEED), start)
         self.worker = Worker(parts, envs, self.exchange, progress, Interrupt())
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig
 from pala.envs import make_envs
-from pala.exchange.base import ExchangeState
-from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.gorila import worker as worker_module
 from pala.gorila.dqn import Loss, LossFilter, Transitions, differentiate
 from pala.gorila.networks import QNetwork
@@ -116,7 +115,7 @@ class Rank:
             CONFIG, rank, rank, rules, 1, torch.device("cpu"), network, flat, self.tape, target, self.target_tape,
             torch.zeros_like(flat.data), store, LossFilter(5.0, 1000),
         )  # fmt: skip
-        progress = Progress(Counters(), torch.Generator().manual_seed(rank), ExchangeState([0, 0], 0, 0, 1.0))
+        progress = Progress(Counters(), torch.Generator().manual_seed(rank), ExchangeState([0, 0]))
         self.worker = Worker(parts, make_envs(env, 1, Noise), exchange, progress, Interrupt())
 
     def __getattr__(self, name: str) -> Any:

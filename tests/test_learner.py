@@ -21,8 +21,7 @@ from pala.a2c.learner import Learner
 from pala.a2c.update import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, RunConfig
 from pala.envs import make_envs
-from pala.exchange.base import ExchangeState
-from pala.exchange.budget import Stop
+from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.none import NoExchange
 from pala.networks.distributions import Categorical
 from pala.networks.network import ActorCritic, FlatParameters
@@ -110,7 +109,7 @@ class Run:
         self.a2c.step = lambda loss, *how: self.updates.append((*rollouts.pop(), *how)) or step(loss, *how)
         comm, start = (
             SimpleNamespace(rank=0, size=1, deaths=SimpleNamespace),
-            ExchangeState([self.counters.local_steps], 0, 0, 1.0),
+            ExchangeState([self.counters.local_steps]),
         )
         self.exchange = self.exchange_class(comm, self.flat.data, config.total_steps, start, self.interrupt)
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))

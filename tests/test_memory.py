@@ -42,8 +42,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pala.a2c.learner import Learner
 from pala.config import Config, ExchangeConfig
 from pala.exchange import make as make_module
-from pala.exchange.base import ExchangeState, average_of_ranks
-from pala.exchange.budget import Stop
+from pala.exchange.base import average_of_ranks
+from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.kinds import KINDS
@@ -161,7 +161,7 @@ def test_a_rival_makes_no_pass_that_it_does_not_need(kind: str, ranks: int, expe
 
     def main(comm: MemoryCommunicator) -> tuple[list[str], Tensor]:
         parameters, gradient = torch.full((2, 1000), float(comm.rank))
-        start = ExchangeState([0] * ranks, 0, 0, 1.0)
+        start = ExchangeState([0] * ranks)
         exchange = make_exchange(comm, parameters, 0, config, start, comm.interrupt)
         for _ in range(2):  # the first mix is measured
             with Passes(1000) as passes:

@@ -15,8 +15,7 @@ from standing_ranks import StandingRanks
 
 from pala.config import ExchangeConfig
 from pala.exchange.allreduce import AllReduce
-from pala.exchange.base import ExchangeState
-from pala.exchange.budget import Stop
+from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.topology import out_peers
 from pala.exchange.shared_memory import SharedMemory
 from pala.run.checkpoint import load_policy
@@ -31,7 +30,7 @@ ENDLESS = ["--total-steps", "100000000"]
 
 
 def start_of(comm: Communicator) -> ExchangeState:
-    return ExchangeState([0] * comm.size, 0, 0, 1.0)
+    return ExchangeState([0] * comm.size)
 
 
 def trainer_of(kind: str) -> list[str]:

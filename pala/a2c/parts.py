@@ -12,7 +12,8 @@ from pala.a2c.learner import Learner
 from pala.a2c.update import A2C
 from pala.config import Config
 from pala.envs import Envs
-from pala.exchange.base import ExchangeState, ModelExchange
+from pala.exchange.base import ModelExchange
+from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.kinds import kind_of

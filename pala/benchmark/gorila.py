@@ -17,7 +17,7 @@ import torch
 from pala.benchmark.measure import ContinuedEnvs, Trial, clock, flops_of
 from pala.config import Config
 from pala.envs import Envs
-from pala.exchange.base import ExchangeState
+from pala.exchange.budget import ExchangeState
 from pala.gorila.dqn import Transitions, differentiate
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import QNetwork

@@ -24,8 +24,8 @@ from pala.a2c.parts import A2CParts
 from pala.a2c.update import clip_gradient_, rmsprop_
 from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
-from pala.exchange.base import Exchange, ExchangeState
-from pala.exchange.budget import Stop
+from pala.exchange.base import Exchange
+from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
@@ -260,7 +260,7 @@ class Trial:
             ),
         )  # fmt: skip
         interrupt = Interrupt()
-        loop, exchange = self._loop(config, ExchangeState([0] * self._comm.size, 0, 0, 1.0), interrupt)
+        loop, exchange = self._loop(config, ExchangeState([0] * self._comm.size), interrupt)
         self.message_bytes = exchange.message_bytes
         records: list[Record] = [{"time_s": 0.0, "updates": 0, "local_steps": 0} | _process_figures()]
 

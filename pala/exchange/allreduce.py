@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, model_of_first
-from pala.exchange.budget import Stop
+from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
+from pala.exchange.budget import ExchangeState, Stop
 from pala.system.runtime import Interrupt, say
 from pala.system.waiting import wait_quietly
 from pala.transport.base import Communicator
@@ -100,7 +100,7 @@ class AllReduce(ModelExchange):
         return {}
 
     def state(self) -> ExchangeState:
-        return ExchangeState([int(s) for s in self._local_steps], self._base_steps, 0, 1.0)
+        return ExchangeState([int(s) for s in self._local_steps], self._base_steps)
 
     def _reduce(self, timeout_s: float | None) -> None:
         """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core."""

@@ -11,25 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.exchange.budget import Stop
+from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import PalaError
 from pala.system.runtime import LEAVE, Interrupt, say
 from pala.transport.base import Communicator, Living
-
-
-class ExchangeState(NamedTuple):
-    """What a checkpoint keeps of an exchange."""
-
-    local_steps: list[int]  # of every rank, as far as known
-    base_steps: int  # steps made before the run's number of ranks changed
-    round: int
-    weight: float
-    lost: Sequence[int] = ()  # ranks that died
-
-    @property
-    def global_steps(self) -> int:
-        """Made by all ranks, as far as known."""
-        return self.base_steps + sum(self.local_steps)
 
 
 class End(NamedTuple):

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from pala.config import Config
-    from pala.exchange.base import ExchangeState
-    from pala.exchange.sleeping import Beginning
     from pala.transport.base import Communicator
 
 
@@ -143,7 +141,22 @@ class StepBudget:
             self.stop_now(Stop.BUDGET)
 
 
-def budget_of(comm: Communicator, config: Config, start: ExchangeState | Beginning) -> StepBudget:
+class ExchangeState(NamedTuple):
+    """What a checkpoint keeps of an exchange."""
+
+    local_steps: list[int]  # of every rank, as far as known
+    base_steps: int = 0  # steps made before the run's number of ranks changed
+    round: int = 0
+    weight: float = 1.0
+    lost: Sequence[int] = ()  # ranks that died
+
+    @property
+    def global_steps(self) -> int:
+        """Made by all ranks, as far as known."""
+        return self.base_steps + sum(self.local_steps)
+
+
+def budget_of(comm: Communicator, config: Config, start: ExchangeState) -> StepBudget:
     """What a rank of a job knows when it begins, or begins to sleep."""
     return StepBudget(
         comm.rank, comm.size, config.total_steps, start.local_steps, start.base_steps, config.run.spares

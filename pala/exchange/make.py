@@ -6,7 +6,8 @@ from torch import Tensor
 
 from pala.config import Config, ExchangeConfig
 from pala.exchange.allreduce import AllReduce
-from pala.exchange.base import ExchangeState, ModelExchange
+from pala.exchange.base import ModelExchange
+from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.kinds import kind_of

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, model_of_first
-from pala.exchange.budget import Stop
+from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
+from pala.exchange.budget import ExchangeState, Stop
 from pala.system.runtime import Interrupt
 from pala.transport.base import Bytes, Communicator, Received, Receiver
 
@@ -98,7 +98,7 @@ class NoExchange(ModelExchange):
         steps = list(self._start.local_steps)
         steps[self._comm.rank] = self._local_steps
         lost = [rank for rank in range(self._comm.size) if rank not in self.living]
-        return ExchangeState(steps, self._start.base_steps, 0, 1.0, lost)
+        return ExchangeState(steps, self._start.base_steps, lost=lost)
 
     def _check_budget(self) -> None:
         if self._local_steps >= self._share:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from pala.config import ExchangeConfig
-from pala.exchange.base import End, ExchangeState, ModelExchange, agree_on_end, average_of_ranks
-from pala.exchange.budget import Stop
+from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_ranks
+from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.topology import out_peers
 from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt
@@ -147,7 +147,7 @@ class SharedMemory(ModelExchange):
         return {"consensus_distance": consensus} | {key: counts[key] for key in _COUNTS}
 
     def state(self) -> ExchangeState:
-        return ExchangeState([int(s) for s in self._steps], self._base_steps, 0, 1.0)
+        return ExchangeState([int(s) for s in self._steps], self._base_steps)
 
     @property
     def _steps(self) -> np.ndarray:

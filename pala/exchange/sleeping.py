@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from typing import NamedTuple
 
-from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.system.runtime import Interrupt
 from pala.transport.base import Transport
 
@@ -17,9 +17,7 @@ class Beginning(NamedTuple):
 
     num_parameters: int
     signature: int  # of the network's layout
-    local_steps: list[int]  # of every rank, those that sleep too
-    base_steps: int
-    round: int
+    start: ExchangeState  # of every rank, those that sleep too
 
 
 class Sleeping(abc.ABC):

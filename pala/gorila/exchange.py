@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.exchange.base import Exchange, ExchangeState, agree_on_end
-from pala.exchange.budget import StepBudget, Stop
+from pala.exchange.base import Exchange, agree_on_end
+from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.gorila.members import NOBODY_ELSE, Members
 from pala.gorila.node import Node, Rules
 from pala.gorila.replay import Batch, Experience
@@ -269,7 +269,7 @@ class GorilaExchange(Exchange, Receiver):
         with self._changed:
             budget, shards = self._node.budget, self.roles.shards
             lost = [rank for rank in budget.lost if rank not in shards]  # so, too, if this rank was about to leave
-            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, 0, 1.0, lost)
+            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, lost=lost)
 
     def shard_state(self) -> tuple[dict[str, Tensor], int]:
         """(copies of this rank's slices, version) for the checkpoint; ({}, 0) without a shard."""

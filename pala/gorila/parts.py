@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pala.config import Config
 from pala.envs import AtariEnvs, Envs
-from pala.exchange.base import ExchangeState
-from pala.exchange.budget import budget_of
+from pala.exchange.budget import ExchangeState, budget_of
 from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network

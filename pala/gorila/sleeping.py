@@ -23,7 +23,7 @@ class SleepingGorila(Sleeping, Receiver):
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
         """Collective."""
         spares = config.run.spares
-        budget = budget_of(comm, config, begin)
+        budget = budget_of(comm, config, begin.start)
         places = Places(assign(config.gorila, comm.size - spares, spares), comm.size)
         self.members = Members(budget, places, config.gorila.patience_s, self._tell)
         self._wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(ABOUT_MEMBERS, NOTHING))

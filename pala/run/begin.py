@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pala.exchange.base import ExchangeState
+from pala.exchange.budget import ExchangeState
 from pala.run.checkpoint import RankState
 from pala.run.loop import Counters, Progress
 from pala.run.parts import Parts, Saved
@@ -31,7 +31,7 @@ def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, sp
     generator = make_generator(seed, comm.rank, parts, segment)
     if segment.previous is None:
         share(comm, parts, root=0)
-        return Progress(Counters(), generator, ExchangeState([0] * (comm.size + spares), 0, 0, 1.0))
+        return Progress(Counters(), generator, ExchangeState([0] * (comm.size + spares)))
     saved = Saved.find(comm, segment.previous, parts.flat, parts.coupling)
     state = parts.restore(comm, saved)
     if saved.own is not None:

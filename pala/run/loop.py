@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pala.config import RunConfig
-from pala.exchange.base import Exchange, ExchangeState
-from pala.exchange.budget import Stop
+from pala.exchange.base import Exchange
+from pala.exchange.budget import ExchangeState, Stop
 from pala.run.metrics import Record, Stopwatch
 from pala.system.runtime import Interrupt
 

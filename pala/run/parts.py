@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, MakeEnv, make_envs
-from pala.exchange.base import Exchange, ExchangeState
+from pala.exchange.base import Exchange
+from pala.exchange.budget import ExchangeState
 from pala.exchange.kinds import kind_of
 from pala.networks.network import FlatParameters
 from pala.report.text import counted

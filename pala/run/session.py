@@ -232,7 +232,7 @@ class Session:
         collectively(self._job.trainers, self._records.open_reporter)
         self._parts.before_training(self._comm.rank, self._segment.previous)
         segment, start, flat = self._segment, self._progress.start, self._parts.flat
-        told = Beginning(flat.data.numel(), flat.signature, start.local_steps, start.base_steps, start.round)
+        told = Beginning(flat.data.numel(), flat.signature, start)
         time_s = self._progress.counters.time_s
         is_locked = segment.identity is not None
         self._job.brief(Briefing(segment.run, segment.path, segment.previous, is_locked, time_s, told))

@@ -32,7 +32,7 @@ from pala.a2c.learner import Learner
 from pala.a2c.update import A2C
 from pala.config import Config, EnvConfig, check, load_preset
 from pala.envs import Envs, make_envs
-from pala.exchange.base import ExchangeState
+from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.mixing import RULES
 from pala.networks.distributions import Categorical
 from pala.networks.make import blank_observations, make_tape
@@ -199,7 +199,7 @@ class _Rank:
         generator = torch.Generator()
         generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
         a2c = A2C(self.network.distribution, tape, self.flat, config.a2c)
-        progress = Progress(Counters(), generator, ExchangeState([0], 0, 0, 1.0))
+        progress = Progress(Counters(), generator, ExchangeState([0]))
         self.exchange = PassiveExchange(ranks)
         self.learner = Learner(config, rank, envs, a2c, self.exchange, progress, Interrupt())
         self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pala.exchange.base import ExchangeState, ModelExchange
-from pala.exchange.budget import Stop
+from pala.exchange.base import ModelExchange
+from pala.exchange.budget import ExchangeState, Stop
 
 
 class PassiveExchange(ModelExchange):
@@ -38,4 +38,4 @@ class PassiveExchange(ModelExchange):
         return {}
 
     def state(self) -> ExchangeState:
-        return ExchangeState([0], 0, 0, 1.0)
+        return ExchangeState([0])

@@ -132,7 +132,7 @@ class Segments:
     def segment(self, steps: int) -> dict[str, Any]:
         """Train for `steps` of all ranks, then probe. Collective."""
         from pala.a2c.learner import Learner
-        from pala.exchange.base import ExchangeState
+        from pala.exchange.budget import ExchangeState
         from pala.exchange.make import make_exchange
         from pala.run.loop import Counters, Progress
 
@@ -141,7 +141,7 @@ class Segments:
             self.config, total_steps=steps,
             run=replace(self.config.run, log_interval_s=1e9, checkpoint_interval_s=1e9),
         )  # fmt: skip
-        start = ExchangeState([0] * comm.size, 0, 0, 1.0)
+        start = ExchangeState([0] * comm.size)
         exchange = make_exchange(comm, agent.flat.data, agent.flat.signature, config, start, interrupt)
         if self.every > 1:
             share_seldom(exchange, self.every)

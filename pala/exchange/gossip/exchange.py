@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pala.config import Config
-from pala.exchange.base import ExchangeState, ModelExchange, agree_on_end, average_of_ranks
-from pala.exchange.budget import Stop, budget_of
+from pala.exchange.base import ModelExchange, agree_on_end, average_of_ranks
+from pala.exchange.budget import ExchangeState, Stop, budget_of
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.messages import gossip_sizes

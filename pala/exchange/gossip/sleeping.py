@@ -40,8 +40,8 @@ class SleepingGossip(Sleeping):
 
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
         """Collective."""
-        budget = budget_of(comm, config, begin)
-        protocol = make_protocol(config, budget, begin.round, weight=0.0, whole_every=1)
+        budget = budget_of(comm, config, begin.start)
+        protocol = make_protocol(config, budget, begin.start.round, weight=0.0, whole_every=1)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
         super().__init__(budget, comm.open_transport(), interrupt)
         self.driver = GossipDriver(protocol, self.transport, cast(Models, _NoModels(wire)), num_snapshots=0)
