@@ -564,7 +564,7 @@ def test_other_ranks_go_on_from_the_runs_policy(
     resumed = trained.resume(ranks, made + 300)
     assert resumed.ended_well() and made + 300 <= resumed.results[0].global_steps
     assert f"The run had 2 ranks and now has {ranks}: every rank starts from" in capsys.readouterr().err
-    expected = parameters(before)[0] if KINDS[kind].policy == "first" else parameters(before).mean(0)
+    expected = parameters(before)[0] if KINDS[kind].independent else parameters(before).mean(0)
     for state in resumed.states(first=True):
         torch.testing.assert_close(state.tensors["parameters"], expected)
         assert (state.counters["own_steps"], state.counters["base_steps"]) == (0, made)

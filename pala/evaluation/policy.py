@@ -184,7 +184,7 @@ def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[
     if config.algorithm == "gorila":
         flat.data.copy_(assemble(states, len(flat.data)).parameters)
         return steps, f"checkpoints of {ranks}"
-    first_only = kind_of(config.exchange).policy == "first"
+    first_only = kind_of(config.exchange).independent
     state = checkpoint.average(states, first_only)
     flat.data.copy_(state.tensors["parameters"])
     return steps, f"checkpoint of rank {state.rank} of {ranks}" if first_only else f"mean of checkpoints of {ranks}"

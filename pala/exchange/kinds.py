@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pala.exchange.gossip.mixing import RULES
 
@@ -30,7 +30,8 @@ class ExchangeKind:
     default_topology: str = "random"
     """What the topology `auto` stands for."""
     independent: bool = False
-    """The ranks tell each other nothing while they train: the upper bound of the others' speed."""
+    """The ranks tell each other nothing while they train: the upper bound of the others' speed. The run's policy is the
+    model of the first rank that lives, else the mean of all ranks' models."""
     one_host: bool = False
     """All ranks must be on one host."""
     outlives_ranks: bool = False
@@ -39,8 +40,6 @@ class ExchangeKind:
     """A spare rank can take the place of one that died."""
     one_model: bool = False
     """All ranks hold the same model after every update, so a resumed run begins with the same on all."""
-    policy: Literal["mean", "first"] = "mean"
-    """The run's policy: the mean of all ranks' models, or the model of the first rank that lives."""
 
     @property
     def coupling(self) -> int:
@@ -90,7 +89,7 @@ KINDS: Mapping[str, ExchangeKind] = {
             allows={"topology": ("auto", "ring", "complete"), **_WHOLE_MODELS},
         ),
         ExchangeKind("allreduce", one_model=True, reads=(), allows=_WHOLE_MODELS),
-        ExchangeKind("none", independent=True, outlives_ranks=True, policy="first", reads=()),
+        ExchangeKind("none", independent=True, outlives_ranks=True, reads=()),
     )
 }  # fmt: skip
 
