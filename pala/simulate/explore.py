@@ -251,7 +251,7 @@ def told(label: Label) -> str:
     """An event in words."""
     word, *rest = label
     ranks, more = [x for x in rest if isinstance(x, int)], [x for x in rest if isinstance(x, str)]
-    if len(ranks) == 2 and word not in ("notice", "false death"):
+    if len(ranks) == 2 and word not in ("notice", "false-death"):
         text = f"{word} {more.pop(0)} {ranks[0]} -> {ranks[1]}"
     elif len(ranks) == 2:
         text = f"{word} of {ranks[1]} at {ranks[0]}"
@@ -318,7 +318,7 @@ def cases(command: Command) -> list[Case]:
     for fault in command.rare_faults:
         if fault not in command.faults:
             raise PalaError(f"'--rare-faults': '{fault}' is none of '--faults' ({', '.join(command.faults)}).")
-        if fault.replace("-", " ") not in UNFAIR:
+        if fault not in UNFAIR:
             raise PalaError(f"'--rare-faults': '{fault}' cannot be rare: ranks need it to go on.")
     together = command.together or len(command.faults)
     if together > len(command.faults):

@@ -45,7 +45,7 @@ FAULTS = {
 NORMAL = frozenset({"stop", "signal", "timer", "resume"})
 """What costs no model: with nothing else, nobody should need to send again."""
 UNFAIR = frozenset(
-    {"stop", "signal", "death", "leave", "nan", "absence", "late", "garbled", "refused", "duplicate", "false death"}
+    {"stop", "signal", "death", "leave", "nan", "absence", "late", "garbled", "refused", "duplicate", "false-death"}
     | {"lose", "depart"}
 )
 """Labels of what need not happen, ever."""
@@ -222,7 +222,7 @@ class World:
 
     def _rationed(self, found: list[Successor], state: State) -> list[Successor]:
         """Rare faults come so many times in a run, and are counted."""
-        is_rare = [successor.label[0].replace(" ", "-") in self._rare for successor in found]
+        is_rare = [successor.label[0] in self._rare for successor in found]
         if state[-1] == self.case.most_rare:
             return [successor for successor, rare in zip(found, is_rare, strict=True) if not rare]
         return [
@@ -257,7 +257,7 @@ class World:
                 if about[peer].mode is Mode.DEAD:
                     self._happens(found, ("notice", r, peer), state, r, ("notice", peer))
                 elif "false-death" in self._faults and peer != r:
-                    self._happens(found, ("false death", r, peer), state, r, ("notice", peer))
+                    self._happens(found, ("false-death", r, peer), state, r, ("notice", peer))
             if about[r].mode is Mode.LEFT:
                 found.append(Successor(("depart", r), self._die(state, r), ()))
             elif "death" in self._faults and len(alive) > 1 and not (last and about[r].useful):
