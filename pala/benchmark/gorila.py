@@ -105,7 +105,7 @@ class GorilaTrial(Trial):
         parts = build(self._comm, config, self._envs.real)
         exchange = parts.make_exchange(self._comm, start, interrupt)
         progress = Progress(Counters(), self._generator(parts.device), start)
-        envs = _AnewEachRun(self._envs.real, self._envs)
+        envs = _AnewEachRun(self._envs)
         return parts.make_loop(self._comm.rank, envs, exchange, progress, interrupt), exchange
 
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
@@ -122,12 +122,12 @@ class GorilaTrial(Trial):
 class _AnewEachRun(Envs):
     """Environments that really begin new games, and are timed as the continued ones are."""
 
-    def __init__(self, envs: Envs, timed: ContinuedEnvs) -> None:
-        self._envs, self._timed, self.num_envs = envs, timed, envs.num_envs
-        self.observation_space, self.action_space = envs.observation_space, envs.action_space
+    def __init__(self, timed: ContinuedEnvs) -> None:
+        self._timed, self.num_envs = timed, timed.num_envs
+        self.observation_space, self.action_space = timed.observation_space, timed.action_space
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
-        self._timed.observations = self._envs.reset(seeds)
+        self._timed.observations = self._timed.real.reset(seeds)
         return self._timed.observations
 
     def step(self, actions: np.ndarray) -> Any:

@@ -78,7 +78,7 @@ class ContinuedEnvs(Envs):
     """
 
     def __init__(self, envs: Envs, seeds: np.ndarray, threads: int = 1, slowdown: float = 1.0) -> None:
-        self.real, self._envs, self.num_envs = envs, envs, envs.num_envs
+        self.real, self.num_envs = envs, envs.num_envs
         self._sleep_per_cpu_s, self._cpu_s = (slowdown - 1) / threads, time.process_time()
         self.observation_space, self.action_space = envs.observation_space, envs.action_space
         self.observations = envs.reset(seeds)  # the newest
@@ -88,7 +88,7 @@ class ContinuedEnvs(Envs):
         return self.observations
 
     def step(self, actions: np.ndarray) -> Step:
-        step = self._envs.step(actions)
+        step = self.real.step(actions)
         self.observations = step.observations
         if self._sleep_per_cpu_s > 0:
             cpu_s, self._cpu_s = self._cpu_s, time.process_time()
@@ -107,7 +107,7 @@ class ContinuedEnvs(Envs):
         self._stepped_at_s, self._cpu_s = [], time.process_time()
 
     def close(self) -> None:
-        self._envs.close()
+        self.real.close()
 
 
 def environment_us(envs: ContinuedEnvs, agent: A2CParts | GorilaParts, seconds: float) -> float:
