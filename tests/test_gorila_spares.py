@@ -29,11 +29,12 @@ from pala.envs import Envs
 from pala.exchange.budget import Stop
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.members import Members
-from pala.gorila.parts import GorilaParts, build_spare
+from pala.gorila.parts import GorilaParts, build
 from pala.gorila.shard import assemble
 from pala.gorila.sleeping import SleepingGorila
 from pala.run import session
 from pala.system.errors import EndError
+from pala.transport.base import Communicator
 from pala.transport.faults import Fault, fail_at, fail_at_message
 from pala.transport.memory import Killed, MemoryCommunicator
 
@@ -245,13 +246,14 @@ def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build_slowly(
-        alone: MemoryCommunicator, config: Config, envs: Envs, make_network: None, sleeping: SleepingGorila
+        comm: Communicator, config: Config, envs: Envs, make_network: None, sleeping: SleepingGorila | None
     ) -> GorilaParts:
-        parts = build_spare(alone, config, envs, make_network, sleeping)
-        wait_for(lambda: sleeping.members.budget.stop is not Stop.NONE, 60, "the end")
+        parts = build(comm, config, envs, make_network, sleeping)
+        if sleeping is not None:
+            wait_for(lambda: sleeping.members.budget.stop is not Stop.NONE, 60, "the end")
         return parts
 
-    monkeypatch.setitem(session._BUILD_SPARE, "gorila", build_slowly)
+    monkeypatch.setitem(session._BUILD, "gorila", build_slowly)
     job = train(3, with_spares(tmp_path, 1, steps=500), [fail_at(1, 5)])
     assert job.ended_well(but_for=[1, 2]) and job.results[2].status == "spared"
     assert ranks_in(job, "lost_ranks") == [1] and "joined_ranks" not in job.segment

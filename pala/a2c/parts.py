@@ -117,8 +117,11 @@ class A2CParts(Parts[ModelExchange]):
         state.counters["warms_up_from"] = newest.get("warms_up_from", 0)
 
 
-def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> A2CParts:
-    """Network, tape and optimiser, with the seed's first weights. Collective."""
+def build(
+    comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+    sleeping: SleepingGossip | None = None,
+) -> A2CParts:  # fmt: skip
+    """Network, tape and optimiser, with the seed's first weights; a spare builds the same. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
     device = prepare_device(comm, config)
 

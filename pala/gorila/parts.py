@@ -195,31 +195,13 @@ class GorilaParts(Parts[GorilaExchange]):
         return Worker(self, envs, exchange, progress, interrupt)
 
 
-def build(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> GorilaParts:
-    """Networks with the seed's first weights, and what the rank's roles need. Collective."""
-
-    def make_roles() -> Roles:
-        roles = assign(config.gorila, comm.size, config.run.spares)
-        check_spares(roles, config.run.spares)
-        return roles
-
-    return _build(comm, config, envs, make_network, comm.rank, comm.rank, collectively(comm, make_roles))
-
-
-def build_spare(
-    comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None, sleeping: SleepingGorila
-) -> GorilaParts:
-    """The same for a spare that is needed, and alone in `comm`."""
-    members, place = sleeping.members, sleeping.members.order
-    assert place is not None
-    return _build(comm, config, envs, make_network, members.rank, place, members.places.first_roles)
-
-
-def _build(
-    comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None, rank: int, place: int,
-    roles: Roles,
+def build(
+    comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+    sleeping: SleepingGorila | None = None,
 ) -> GorilaParts:  # fmt: skip
-    """Make the parts of a rank of the job, perhaps alone in `comm`, for this place. Collective."""
+    """Networks with the seed's first weights, and what the rank's roles need. `sleeping`: of a spare that is needed,
+    and alone in `comm`. Collective."""
+    rank, place, roles = _find_place(comm, config, sleeping)
     device = prepare_device(comm, config)
 
     def make_one() -> Network:
@@ -251,6 +233,21 @@ def _build(
         config, rank, place, rules, frame_stack, device, network, flat, tape, target, target_tape,
         torch.zeros_like(flat.data), store, loss_filter,
     )  # fmt: skip
+
+
+def _find_place(comm: Communicator, config: Config, sleeping: SleepingGorila | None) -> tuple[int, int, Roles]:
+    """Which rank of the job this is, whose roles it takes, and the roles of all. Collective."""
+    if sleeping is not None:
+        members, place = sleeping.members, sleeping.members.order
+        assert place is not None
+        return members.rank, place, members.places.first_roles
+
+    def make_roles() -> Roles:
+        roles = assign(config.gorila, comm.size, config.run.spares)
+        check_spares(roles, config.run.spares)
+        return roles
+
+    return comm.rank, comm.rank, collectively(comm, make_roles)
 
 
 def _warn_of_staleness(config: Config, num_learners: int) -> None:

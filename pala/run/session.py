@@ -49,15 +49,11 @@ from pala.transport.alone import Alone
 from pala.transport.base import Communicator, Living
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
-_BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None], Parts[Any]]] = {  # collective
+# Collective; last, what a spare has slept by.
+_BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any], Parts[Any]]] = {
     "a2c": a2c.build, "gorila": gorila.build,
 }  # fmt: skip
 _CALLBACKS = ("", "on_update", "on_interval")
-# of a spare that was asleep
-_BUILD_SPARE: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any], Parts[Any]]] = {
-    "a2c": lambda alone, config, envs, make_network, sleeping: a2c.build(alone, config, envs, make_network),
-    "gorila": gorila.build_spare,
-}  # fmt: skip
 
 
 def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
@@ -72,7 +68,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
         request = _with_name(request, code, envs)
         config = request.config
         with envs:
-            parts = _BUILD[config.algorithm](comm, config, envs, code.make_network)
+            parts = _BUILD[config.algorithm](comm, config, envs, code.make_network, None)
             if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
                 say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
             with open_segment(comm, config, request.resume, request.preset or config.env.short_id) as segment:
@@ -125,7 +121,7 @@ def take_place(
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
             request = _with_name(request, code, envs)
             config = request.config
-            parts = _BUILD_SPARE[config.algorithm](alone, config, envs, code.make_network, sleeping)
+            parts = _BUILD[config.algorithm](alone, config, envs, code.make_network, sleeping)
         except CollectiveError as error:  # of this rank alone
             raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
         segment = stack.enter_context(joined(segment, briefing.is_locked))
