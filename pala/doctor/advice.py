@@ -12,7 +12,7 @@ from pala.doctor.ping import MODEL_BYTES
 from pala.report.text import counted
 from pala.system.jobs import MORE_RANKS_THAN_CORES
 
-RANK_MEMORY_BYTES = 361 << 20  # a rank of Pong with 16 environments, at its peak (README)
+RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (README)
 _OPEN_MPI_SHM_BYTES = 16 << 20  # that Open MPI 5.0.11 wants to be free; else it does without shared memory
 _MPICH_SHM_BYTES = 6 << 20  # a rank of MPICH 5.0.2 took 5.1 MiB; a rank that gets less is killed by a signal
 _HOST, _MOST_NAMES = "{host}", 4  # in an advice's text: the hosts that it is for

@@ -148,7 +148,7 @@ class ExchangeState(NamedTuple):
     base_steps: int = 0  # steps made before the run's number of ranks changed
     round: int = 0
     weight: float = 1.0
-    lost: Sequence[int] = ()  # ranks that died
+    lost: Sequence[int] = ()  # other ranks that have trained and train no more: dead, or told to leave
 
     @property
     def global_steps(self) -> int:

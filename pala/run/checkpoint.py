@@ -161,10 +161,11 @@ def global_steps(run: Path) -> int:
 def average(states: list[RankState], first_only: bool = False) -> RankState:
     """One state from many, for another number of ranks.
 
-    Of A2C. Kept: the parameters, averaged with their push-sum weights; RMSprop's mean squares, averaged; all steps
-    made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random streams.
-    A rank whose parameters are not finite, or that saved nothing beside others that did, is left out; raises PalaError
-    if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means nothing.
+    Of A2C. Kept: parameters, RMSprop's mean squares and momentum's movement, averaged with the push-sum weights; all
+    steps made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random
+    streams. A rank whose parameters are not finite, or that made no update beside others that did, is left out; raises
+    PalaError if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means
+    nothing.
     """
     for state in states:
         check_actor_critic(state)

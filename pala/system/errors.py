@@ -30,7 +30,8 @@ def reason(error: Exception) -> str:
 
 
 class EndError(PalaError):
-    """The ranks did not come together at the end: the job ends as it is, with its checkpoints."""
+    """Ends the whole job, though other ranks live: they do not answer, cannot go on without one that is gone, or are no
+    better off."""
 
 
 class CollectiveError(PalaError):

@@ -1,4 +1,4 @@
-"""The data proxy: the one place that calls MPI between start-up and the end of training.
+"""The data proxy: with gossip and Gorila the one place that calls MPI between start-up and the end of training.
 
 It moves bytes for its rank. The learner hands it what to send and goes on at once; what arrives is handed to the
 `Receiver`. It never blocks inside MPI and never spins: the learner's thread lets it look after its messages between

@@ -122,7 +122,8 @@ class _Snapshot:
 
 
 class GossipDriver(Receiver):
-    """One rank's protocol over a transport. Every method but `start` may be called on either thread."""
+    """One rank's protocol over a transport, whose calls may come on either thread. All others come on the learner's:
+    some of them touch the parameters."""
 
     def __init__(
         self, protocol: GossipProtocol, transport: Transport, models: Models, num_snapshots: int = _SNAPSHOTS,
