@@ -275,7 +275,7 @@ class Session:
 
         def gather(living: Living) -> np.ndarray:
             said = np.zeros(self._comm.size, np.uint64)  # each rank's callback, counted from 1
-            said[self._comm.rank] = _CALLBACKS.index(self._asked_to_stop) if self._asked_to_stop else 0
+            said[self._comm.rank] = _CALLBACKS.index(self._asked_to_stop)
             living.reduce(said, "max")
             return said
 

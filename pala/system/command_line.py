@@ -87,10 +87,10 @@ def _nearest_option(name: str, known: list[str]) -> str:
     """What is probably meant: `a2c.lr` and `learning-rate` are `a2c.learning-rate`; empty if nothing is alike."""
     section, _, last = name.rpartition(".")
     within = [option for option in known if not section or option.startswith(f"{section}.")] or known
-    for candidates, cutoff in ((within, 0.75), (known, 0.75)):
+    for candidates in (within, known):
         ends = {option.rpartition(".")[2]: option for option in reversed(candidates)}
         short = [option for end, option in ends.items() if "".join(word[0] for word in end.split("-")) == last]
-        alike = difflib.get_close_matches(last[:_LONGEST], ends, n=1, cutoff=cutoff)
+        alike = difflib.get_close_matches(last[:_LONGEST], ends, n=1, cutoff=0.75)
         if short or alike:
             return short[-1] if short else ends[alike[0]]
     return next(iter(difflib.get_close_matches(name[:_LONGEST], known, n=1, cutoff=0.6)), "")
