@@ -143,11 +143,11 @@ class GorilaParts(Parts[GorilaExchange]):
             "num_targets": targets_at(self.version, self.config.gorila), "filter": asdict(self.filter),
         }}  # fmt: skip
 
-    def before_training(self, rank: int, previous: Path | None) -> None:
+    def before_training(self, previous: Path | None) -> None:
         """From now on a resume begins with the new segment; the replay of the one before would only take room."""
-        if rank == 0:
+        if self.rank == 0:
             _warn_of_staleness(self.config, len(self.rules.roles.learners))
-        if rank == 0 and previous is not None:
+        if self.rank == 0 and previous is not None:
             for file in previous.glob("*.replay"):
                 file.unlink()
 

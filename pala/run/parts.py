@@ -112,7 +112,7 @@ class Parts(abc.ABC, Generic[ExchangeT]):
     def make_loop(self, rank: int, envs: Envs, exchange: ExchangeT, progress: Progress, interrupt: Interrupt) -> Loop:
         """The training loop of this rank."""
 
-    def before_training(self, rank: int, previous: Path | None) -> None:
+    def before_training(self, previous: Path | None) -> None:
         """Everything is saved in a new segment; `previous`: the one before."""
 
     def after_training(self, comm: Communicator, segment: Path) -> None:

@@ -226,7 +226,7 @@ class Session:
         """The exchange of ranks that train from the beginning. Collective."""
         assert self._job.trainers is not None
         collectively(self._job.trainers, self._records.open_reporter)
-        self._parts.before_training(self._comm.rank, self._segment.previous)
+        self._parts.before_training(self._segment.previous)
         segment, start, flat = self._segment, self._progress.start, self._parts.flat
         told = Beginning(flat.data.numel(), flat.signature, start)
         time_s = self._progress.counters.time_s
