@@ -17,7 +17,7 @@ from pala.simulate import predict
 from pala.simulate.allreduce import halving_doubling_s, predict_allreduce, ring_s
 from pala.simulate.cluster import Cluster, Link, Prediction
 from pala.simulate.compare import cluster_of, compare
-from pala.simulate.costs import Costs, costs_of
+from pala.simulate.costs import Costs, control_bytes, costs_of
 from pala.simulate.gossip import GossipCluster, predict_gossip, predict_shared_memory
 from pala.simulate.gossip import measured as played
 from pala.simulate.server import ServerCluster, predict_server
@@ -222,7 +222,7 @@ def test_costs_come_from_training_without_exchange() -> None:
     assert costs.apply_s == pytest.approx(80 * 10e-6) and costs.steps_per_update == 80
     low, middle, high = costs.update_quantiles_s
     assert (middle / low, high / low) == pytest.approx((8 / 6, 12 / 6))
-    assert costs.control_bytes(2) == 128 and costs.control_bytes(9) == 192
+    assert control_bytes(2) == 128 and control_bytes(9) == 192
 
 
 def test_virtual_hosts_share_the_cores_and_have_the_link_that_was_asked_for() -> None:

@@ -71,10 +71,6 @@ class Costs:
     def _grid(self) -> np.ndarray:
         return np.linspace(0, 1, len(self.update_quantiles_s))
 
-    def control_bytes(self, ranks: int) -> int:
-        """A credit, or a model's header and counters."""
-        return _header_bytes(ranks)
-
 
 def read_benchmark(path: Path) -> dict[str, Any]:
     """A benchmark.json, or benchmark.json.gz. Raises PalaError."""
@@ -164,10 +160,11 @@ def _mean(quantiles: Sequence[float] | np.ndarray) -> float:
 
 def model_bytes_of(job: dict[str, Any]) -> int:
     """What a job's gossip sends of a model."""
-    return job["message_bytes"]["gossip"] - _header_bytes(job["ranks"])
+    return job["message_bytes"]["gossip"] - control_bytes(job["ranks"])
 
 
-def _header_bytes(ranks: int) -> int:
+def control_bytes(ranks: int) -> int:
+    """A credit, or a model's header and counters."""
     return Wire(ranks, 0, 0, gossip_sizes(NOTHING)).control_bytes
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from pala.exchange.gossip.protocol import Rules
 from pala.simulate.cluster import Cluster, Link, Prediction
-from pala.simulate.costs import Costs
+from pala.simulate.costs import Costs, control_bytes
 from pala.simulate.scenario import Scenario
 from pala.simulate.virtual_cluster import Rank, VirtualCluster
 
@@ -33,7 +33,7 @@ class GossipCluster(VirtualCluster):
         """`in_phase`: all ranks begin at once, as at the start of a job; else spread over an update, as after many."""
         self.costs, self._cluster = costs, cluster
         self.slowness = cluster.slowness(costs.threads)
-        self._control_bytes = costs.control_bytes(cluster.ranks)
+        self._control_bytes = control_bytes(cluster.ranks)
         self._protocol_s = costs.protocol_s[0] / 2 + costs.protocol_s[1] / 2 * cluster.ranks  # on one side
         self._links_out = [Link(cluster.bandwidth_bytes_per_s) for _ in range(cluster.num_hosts)]
         self._links_in = [Link(cluster.bandwidth_bytes_per_s) for _ in range(cluster.num_hosts)]
