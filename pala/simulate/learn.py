@@ -43,7 +43,7 @@ from pala.run.run_folder import provenance
 from pala.simulate.passive import PassiveExchange
 from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster
-from pala.system.command_line import check_choices, read_command
+from pala.system.command_line import check_choices, check_least, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
 from pala.system.runtime import Interrupt
@@ -311,12 +311,11 @@ def parse(arguments: list[str]) -> Command:
         exchange = dataclasses.replace(exchange, mixing=pairwise[0])  # type: ignore[arg-type]
     check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
     check_choices("methods", command.methods, METHODS)
-    for option, value, least in (
-        ("ranks", conditions.ranks, 1), ("slow-ranks", conditions.slow_ranks, 0), ("slowness", conditions.slowness, 1),
-        ("delay-updates", conditions.delay_updates, 0), ("deaths", conditions.deaths, 0),
-    ):  # fmt: skip
-        if not least <= value < math.inf:
-            raise PalaError(f"'--{option}' is {value} but must be a number of at least {least}.")
+    check_least("ranks", conditions.ranks, 1)
+    check_least("slow-ranks", conditions.slow_ranks, 0)
+    check_least("slowness", conditions.slowness, 1)
+    check_least("delay-updates", conditions.delay_updates, 0)
+    check_least("deaths", conditions.deaths, 0)
     for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
         if value >= conditions.ranks:
             raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")

@@ -27,7 +27,7 @@ from pala.simulate.costs import Costs, check_alike, costs_of, read_benchmark
 from pala.simulate.gossip import predict_gossip, predict_shared_memory
 from pala.simulate.report import draw, markdown
 from pala.simulate.server import predict_server
-from pala.system.command_line import check_choices, check_named, read_command
+from pala.system.command_line import check_choices, check_least, check_named, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.runtime import say, tell
@@ -77,12 +77,11 @@ def parse(arguments: list[str]) -> Command:
     for ranks in command.ranks:
         if not 2 <= ranks <= _MOST_RANKS:
             raise PalaError(f"'--ranks' has {ranks} but every number must lie between 2 and {_MOST_RANKS}.")
-    for option, value, least in (
-        ("ranks-per-host", command.ranks_per_host, 1), ("shards", command.shards, 1),
-        ("straggler", command.straggler, 1), ("latency-us", command.latency_us, 0), ("seed", command.seed, 0),
-    ):  # fmt: skip
-        if not least <= value < math.inf:
-            raise PalaError(f"'--{option}' is {value:g} but must be a number of at least {least}.")
+    check_least("ranks-per-host", command.ranks_per_host, 1)
+    check_least("shards", command.shards, 1)
+    check_least("straggler", command.straggler, 1)
+    check_least("latency-us", command.latency_us, 0)
+    check_least("seed", command.seed, 0)
     if not 0 < command.bandwidth_gbit < math.inf:
         raise PalaError(f"'--bandwidth-gbit' is {command.bandwidth_gbit:g} but must lie above 0.")
     _check_that_something_is_left(command)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import math
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
@@ -44,6 +45,12 @@ def check_choices(option: str, values: Iterable[str], known: Collection[str]) ->
     for value in values:
         if value not in known:
             raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}{nearest(value, known) or '.'}")
+
+
+def check_least(option: str, value: float, least: float) -> None:
+    """Raise PalaError if an option's value is below `least`, infinite or NaN."""
+    if not least <= value < math.inf:
+        raise PalaError(f"'--{option}' is {value:g} but must be a number of at least {least}.")
 
 
 def check_named(command: Any, *options: str) -> None:
