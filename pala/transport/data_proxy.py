@@ -24,11 +24,11 @@ import numpy as np
 from mpi4py import MPI
 
 from pala.transport.base import Packet, Received
-from pala.transport.threaded import ThreadedTransport
+from pala.transport.threaded import TICK_S, ThreadedTransport
 from pala.transport.ulfm import Barrier, MpiDeaths, is_death
 
 _BULK_TAG, _SMALL_TAG = 1, 2
-_HURRY_SLEEP_S, _BUSY_SLEEP_S, _CLOSING_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.01, 0.1
+_HURRY_SLEEP_S, _BUSY_SLEEP_S, _CLOSING_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.01, TICK_S
 
 
 @dataclass
@@ -68,11 +68,9 @@ class DataProxy(ThreadedTransport):
 
     def _poll_until_closed(self) -> None:
         barrier: Barrier | None = None
-        busy_s, ticked_s = _BUSY_SLEEP_S, 0.0
+        busy_s = _BUSY_SLEEP_S
         while not self._is_abandoned:
-            if (now_s := self.now_s()) > ticked_s + 0.9 * _IDLE_SLEEP_S:
-                self._receiver.on_tick()
-                ticked_s = now_s
+            self._tick()
             with self._polling:
                 moved = self._poll()
                 # Until all are here a rank may still have to hear of the end: a death that is heard of now leaves this

@@ -12,12 +12,10 @@ import numpy as np
 from pala.system.runtime import Interrupt
 from pala.transport.base import Packet, Received, Receiver
 from pala.transport.faults import AtMessage, OnTheWay
-from pala.transport.threaded import ThreadedTransport
+from pala.transport.threaded import TICK_S, ThreadedTransport
 
 if TYPE_CHECKING:
     from pala.transport.memory import MemoryCommunicator
-
-_TICK_S = 0.1
 
 
 @dataclass(eq=False)
@@ -79,15 +77,12 @@ class MemoryTransport(ThreadedTransport):
         self._comm.end_if_dead()
 
     def _poll_until_closed(self) -> None:
-        ticked_s = 0.0
         while not self._is_abandoned:
             self._comm.sleep_while_stopped()
             self._comm.end_if_dead()
             if self._rank in self._world.ended:  # by an EndError: its process would be gone
                 return
-            if (now_s := self.now_s()) > ticked_s + 0.9 * _TICK_S:
-                self._receiver.on_tick()
-                ticked_s = now_s
+            self._tick()
             with self._polling:
                 moved = self._poll()
                 on_their_way = any(message.peer not in self._world.ended for message in self._sends)
@@ -97,7 +92,7 @@ class MemoryTransport(ThreadedTransport):
                 if self._closing and self._channel.closed | self._world.gone >= set(range(self._world.size)):
                     return
             if not moved:
-                self._wake.wait(_TICK_S)
+                self._wake.wait(TICK_S)
                 self._wake.clear()
 
     def _poll(self) -> bool:

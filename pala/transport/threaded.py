@@ -11,6 +11,7 @@ from pala.system.runtime import Interrupt
 from pala.system.waiting import wait_quietly
 from pala.transport.base import Packet, Receiver, Transport
 
+TICK_S = 0.1  # the receiver is told the time so often, if the thread looks as often
 _ABANDON_S = 5.0  # a thread ends within its longest sleep, if nothing holds it
 
 
@@ -24,7 +25,7 @@ class ThreadedTransport(Transport):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._bulk_outbox: deque[tuple[int, Packet]] = deque()
         self._small_outbox: deque[tuple[int, Packet]] = deque()
-        self._wake = threading.Event()
+        self._wake, self._ticked_s = threading.Event(), 0.0
         self._closing, self._is_abandoned = False, False
         self._num_pending = 0  # copies of packets that have not left
         self._polling, self._counting = threading.Lock(), threading.Lock()
@@ -81,6 +82,12 @@ class ThreadedTransport(Transport):
     @abstractmethod
     def _poll_until_closed(self) -> None:
         """What the thread does: poll and sleep, also until it is abandoned."""
+
+    def _tick(self) -> None:
+        """For the thread, whenever it looks: `on_tick` when it is due."""
+        if (now_s := self.now_s()) > self._ticked_s + 0.9 * TICK_S:
+            self._receiver.on_tick()
+            self._ticked_s = now_s
 
     @abstractmethod
     def _poll(self) -> bool:
