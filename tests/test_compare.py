@@ -372,7 +372,9 @@ def test_a_run_of_the_wrong_number_of_ranks_is_not_called_complete(
     assert "last ran with 3 ranks, not 1" in said.err and "Nothing is missing" not in said.out
 
 
-def test_a_preset_that_starts_nothing_says_so(there: Path, no_pictures: None) -> None:
+def test_a_preset_that_starts_nothing_says_so(
+    there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And the page names what was not given."""
     plan = plan_of(PRESET.replace("[variants.gossip]", "[variants.gossip]\nranks = []"))
     for dry_run in (False, True):
@@ -380,6 +382,7 @@ def test_a_preset_that_starts_nothing_says_so(there: Path, no_pictures: None) ->
             compare(Command(Path("preset.toml"), only=("gossip",), dry_run=dry_run))
     plant(plan, {"none": (90.0, 80.0)})
     compare(Command(Path("preset.toml"), only=("gossip",), add=(plan.runs[0].folder,), dry_run=True))
+    assert "starts no run of what was asked for; what `--add` gives would be reported" in capsys.readouterr().out
     assert not Path("results").exists()
     page, _ = report()
     assert "Asked for by the preset, but not there: any run of gossip." in page

@@ -77,7 +77,7 @@ def compare(command: Command) -> list[Planned]:
             say(note)
         raise PalaError(f"{plan.source} starts no run of what was asked for; give those made elsewhere by `--add`.")
     if not runs and command.dry_run:
-        print(nothing_missing(results))
+        print(f"{plan.source} starts no run of what was asked for; what `--add` gives would be reported.")
         return []
     failures: list[Planned] = []
     if command.submit and runs:
