@@ -123,6 +123,29 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
         comm.meet()
 
 
+def heal_twice_running(comm: Communicator) -> None:
+    import pala.exchange.shared_memory as module
+
+    parameters = torch.full((100,), float(comm.rank))
+    config = ExchangeConfig(kind="shared_memory", max_staleness=0)
+    exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_HEALING_S", 20.0)
+        for update in range(6):
+            sick = comm.rank == 1 and update in (2, 3)
+            if sick:
+                parameters.fill_(float("nan"))
+            assert exchange.after_update(1, healthy=not sick) and bool(parameters.isfinite().all())
+    comm.meet()
+    exchange.stop_now(Stop.BUDGET)
+    exchange.close(10)
+
+
+def test_a_rank_is_healed_twice_running_by_one_that_waits_for_it(standing: StandingRanks, tmp_path: Path) -> None:
+    """In step: what healed it the first time lets its peer go on."""
+    standing.run(2, heal_twice_running, cwd=tmp_path)
+
+
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_no_model_is_read_while_it_is_written(standing: StandingRanks, topology: str, tmp_path: Path) -> None:
     """Every model is one number over and over, so a torn one would show; ranks of unlike speed, never further than

@@ -127,7 +127,11 @@ class SharedMemory(ModelExchange):
         self._is_owed = healthy
         if not self._write():
             self._counts["sends_without_buffer"] += healthy
-        return self._mix(healthy) or healthy
+        mixed = self._mix(healthy)
+        if mixed and not healthy:  # what stands in for the model is sound, and a peer may wait for it
+            self._is_owed = True
+            self._write()
+        return mixed or healthy
 
     def close(self, timeout_s: float) -> Stop:
         known = np.array(self._window.steps, np.uint64)
