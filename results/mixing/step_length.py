@@ -1,0 +1,49 @@
+"""How far models move an update, as a share of what they do in other runs.
+
+    cd results/breakout/runs
+    python ../../mixing/step_length.py paired_momentum_in_step-* -- allreduce_momentum_warmup-*
+
+The metrics have sketches of a rank's movement in each interval. Of the squared length of these, over updates, this
+takes the mean over runs, by ranges of a rank's updates, and prints the root of the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pala.run.metrics import read_run
+
+_RANGES = ((600, 1600), (1600, 3200), (3200, 6400), (6400, 9600), (9600, 12800), (12800, 16000))  # updates
+
+
+def squared_step(run: Path, first: int, last: int) -> float:
+    """Squared length of the sketched movement an update in `first` to `last` of its first rank."""
+    intervals = [record for record in read_run(run)[0] if record["type"] == "interval"]
+    squares, updates, before = 0.0, 0, 0
+    for record in intervals:
+        if first <= before and record["updates"] <= last:
+            squares += sum(x * x for x in record["movement"])
+            updates += record["updates"] - before
+        before = record["updates"]
+    return squares / updates
+
+
+def main() -> None:
+    """Print a line for each range."""
+    middle = sys.argv.index("--")
+    runs, others = ([Path(name) for name in names] for names in (sys.argv[1:middle], sys.argv[middle + 1 :]))
+    for first, last in _RANGES:
+        ratio = math.sqrt(_mean(runs, first, last) / _mean(others, first, last))
+        print(f"{first:6} to {last:6} updates: {ratio:.2f}")
+
+
+def _mean(runs: Sequence[Path], first: int, last: int) -> float:
+    return statistics.fmean(squared_step(run, first, last) for run in runs)
+
+
+if __name__ == "__main__":
+    main()
