@@ -16,6 +16,7 @@ From Python ([docs/python.md](../docs/python.md)); each rank runs the same scrip
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -64,8 +65,9 @@ def fit(
     from pala.system.errors import CollectiveError
     from pala.system.runtime import one_sentence_for_mistakes, prepare
     from pala.transport.agreement import collectively, cores_per_rank
-    from pala.transport.mpi_process import abort, leave_job, start_mpi
+    from pala.transport.mpi_process import abort, has_started_mpi, leave_job, start_mpi
 
+    began_s = time.perf_counter() if has_started_mpi() else None
     facts = _facts()
     one_sentence_for_mistakes()
     comm = start_mpi()
@@ -80,7 +82,8 @@ def fit(
 
         folder = Path(resume) if resume is not None else None
         request = Request(
-            config, make_env, hooks, folder, facts=facts, trust_run=trust_run, conclude=evaluate_and_draw
+            config, make_env, hooks, folder, facts=facts, trust_run=trust_run, began_s=began_s,
+            conclude=evaluate_and_draw,
         )  # fmt: skip
         result = run_rank(comm, request)
         if result.departs:

@@ -49,6 +49,7 @@ class Ranks:
         self.size, self.config, self.conclude, self.make_env = size, config, conclude, make_env
         self.comms: dict[int, MemoryCommunicator] = {}
         self.results: list[Any] = []
+        self.resume: Path | None = None
 
     def train(self, on_count: Callable[[MemoryCommunicator, int], None] = MemoryCommunicator.on_count) -> None:
         def main(comm: MemoryCommunicator) -> Result:
@@ -57,7 +58,11 @@ class Ranks:
             conclude = None if given is None else lambda *arguments: given(comm, *arguments)
             with asking_as_abort_does(comm):
                 request = Request(
-                    self.config, self.make_env, on_count=lambda updates: on_count(comm, updates), conclude=conclude
+                    self.config,
+                    self.make_env,
+                    resume=self.resume,
+                    conclude=conclude,
+                    on_count=lambda updates: on_count(comm, updates),
                 )
                 return run_rank(comm, request, comm.interrupt)
 
@@ -489,3 +494,7 @@ def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> No
     assert "updates of all ranks were left out" in ranks.segment["error"]
     assert ranks.segment["status"] == "failed" and not ranks.record["completed"]
     assert not (tmp_path / "r" / "policy.safetensors").exists()
+    ranks.resume = tmp_path / "r"  # which used up its budget
+    ranks.train()
+    assert [type(result) for result in ranks.results] == [EndError, EndError], ranks.results
+    assert ranks.segment["status"] == "failed" and not ranks.record["completed"]

@@ -475,6 +475,12 @@ def _with_heads(heads: nn.Module) -> nn.Module:
     return made
 
 
+def masked(space: gymnasium.Space, num_outputs: tuple[int, ...], value: float = 0.0) -> nn.Module:
+    made = MyNetwork(space, num_outputs)
+    made.mask = nn.Parameter(torch.tensor([0.0, value]), requires_grad=False)
+    return made
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -485,6 +491,15 @@ def _with_heads(heads: nn.Module) -> nn.Module:
         (lambda space, num_outputs: MyNetwork(space, (3, 1)), r"must give \[\(2, 2\), \(2, 1\)\]"),
         (lambda space, num_outputs: MyNetwork(space, num_outputs, inputs=5), "fails .RuntimeError"),
         (lambda space, num_outputs: MyNetwork(space, num_outputs).double(), "'trunk.1.weight' is not float32"),
+        (lambda space, num_outputs: masked(space, num_outputs, math.nan), "the parameter 'mask' holds NaN or infinity"),
+        (
+            lambda space, num_outputs: masked(space, num_outputs, -math.inf),
+            "the parameter 'mask' holds NaN or infinity",
+        ),
+        (
+            lambda space, num_outputs: MyNetwork(space, num_outputs).requires_grad_(False),
+            "without parameters that learn",
+        ),
         (lambda space, num_outputs: nn.Sequential(), "with a 'trunk' and 'heads'"),
         (lambda space, num_outputs: PlainList(space, num_outputs), "not registered with the module"),
         (lambda space, num_outputs: _with_heads(nn.Linear(8, 1)), "'heads' must be a torch.nn.ModuleList"),
@@ -494,6 +509,43 @@ def test_a_network_that_cannot_be_is_told(make: Any, says: str) -> None:
     spaces = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
     with pytest.raises(PalaError, match=says):
         actor_critic(*spaces, Config(), make)
+
+
+def test_gorilas_two_networks_must_be_two(tmp_path: Path) -> None:
+    """Else what learns would be the target of its own."""
+
+    made = MyNetwork(gymnasium.spaces.Box(-1, 1, (4,)), (2,))
+    error, _ = train(2, gorila(tmp_path), Hooks(make_network=lambda space, num_outputs: made))
+    assert isinstance(error, CollectiveError) and "must make a new one each time" in str(error)
+
+
+class NoGradient(torch.autograd.Function):
+    """Passes values on as they are; its gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.full_like(grad, math.nan)
+
+
+def test_gorila_learns_nothing_from_gradients_that_are_not_finite(tmp_path: Path) -> None:
+    """Though the losses are."""
+
+    class Broken(MyNetwork):
+        def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+            super().__init__(space, num_outputs)
+            self.heads = nn.ModuleList(nn.Sequential(head, Passing()) for head in self.heads)
+
+    class Passing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return NoGradient.apply(x)  # type: ignore[no-untyped-call]
+
+    error, _ = train(2, gorila(tmp_path), Hooks(make_network=Broken))
+    assert isinstance(error, PalaError) and "finite" in str(error), error
+    assert not record_of(tmp_path / "r")["completed"]
 
 
 def test_running_statistics_are_refused(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ class Learner(Loop):
         self._updates += 1
         self.num_tried += 1
         self.num_applied += result.applied
+        self.counters.applied += result.applied
         if not result.applied:
             self._skipped += 1
             return

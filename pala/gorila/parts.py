@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
 from pala.run.parts import Parts, Saved, prepare_device
-from pala.system.errors import reason
+from pala.system.errors import PalaError, reason
 from pala.system.runtime import Interrupt, available_memory_bytes, say
 from pala.system.seeding import stream, torch_weights
 from pala.transport.agreement import collectively
@@ -208,7 +209,7 @@ def build(
         with torch_weights(config.seed):
             return q_network(envs.observation_space, envs.action_space, config, make_network)
 
-    network, target_network = collectively(comm, lambda: (make_one(), make_one()))
+    network, target_network = collectively(comm, lambda: _two_of(make_one))
     flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
     batch_size = config.gorila.minibatch_size
     observations = blank_observations(envs.observation_space, batch_size, device)  # room for a minibatch
@@ -233,6 +234,15 @@ def build(
         config, rank, place, rules, frame_stack, device, network, flat, tape, target, target_tape,
         torch.zeros_like(flat.data), store, loss_filter,
     )  # fmt: skip
+
+
+def _two_of(make_one: Callable[[], Network]) -> tuple[Network, Network]:
+    """The network that learns and its target network. Raises PalaError if they are one."""
+    made = make_one(), make_one()
+    first, second = (set(map(id, network.parameters())) for network in made)
+    if first & second:
+        raise PalaError("'make_network' gives the same network again, but must make a new one each time.")
+    return made
 
 
 def _find_place(comm: Communicator, config: Config, sleeping: SleepingGorila | None) -> tuple[int, int, Roles]:

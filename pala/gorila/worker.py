@@ -166,14 +166,17 @@ class Worker(Loop):
                 self._see_to_messages,
             )  # fmt: skip
             error = float(loss.absolute_error)
-            accepted = self._filter.accepts(error)
+            finite = math.isfinite(error) and math.isfinite(float(self._flat.gradient.norm()))
+            accepted = self._filter.accepts(error if finite else math.nan)
         self.counters.updates += 1
         self.num_tried += 1
-        self.num_applied += math.isfinite(error)
-        self._not_finite_in_a_row = 0 if math.isfinite(error) else self._not_finite_in_a_row + 1
+        self.num_applied += finite
+        self.counters.applied += finite
+        self._not_finite_in_a_row = 0 if finite else self._not_finite_in_a_row + 1
         if self._not_finite_in_a_row >= _MOST_NOT_FINITE:
             raise PalaError(
-                f"[rank {self._rank}] update {self.counters.updates}: no finite loss for {_MOST_NOT_FINITE} updates. "
+                f"[rank {self._rank}] update {self.counters.updates}: no finite loss and gradient for "
+                f"{_MOST_NOT_FINITE} updates. "
                 "Resume from the last checkpoint with a smaller learning rate, or look at the environment's "
                 "rewards and observations."
             )

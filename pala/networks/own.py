@@ -54,6 +54,7 @@ class OwnNetwork(Network):
         self.own = make_network(observation_space, num_outputs)
         _check_parts(self.own, len(num_outputs))
         self._check_outputs(observation_space, num_outputs)
+        _check_values(self.own)  # lazy modules have theirs by now
 
     @property
     def heads(self) -> list[nn.Linear]:
@@ -78,6 +79,14 @@ class OwnNetwork(Network):
             raise PalaError(f"The heads of 'make_network' give {shapes} for two observations, but must give {wanted}.")
 
 
+def _check_values(own: nn.Module) -> None:
+    if bad := next((name for name, p in own.named_parameters() if not bool(p.isfinite().all())), None):
+        raise PalaError(
+            f"'make_network': the parameter '{bad}' holds NaN or infinity, which ranks do not exchange and no "
+            "checkpoint keeps; a mask can be a buffer with `persistent=False`."
+        )
+
+
 def _check_parts(own: object, num_heads: int) -> None:
     heads = getattr(own, "heads", None)
     if not isinstance(own, nn.Module) or not callable(getattr(own, "trunk", None)) or heads is None:
@@ -95,8 +104,8 @@ def _check_parts(own: object, num_heads: int) -> None:
             "'make_network': its trunk or one of its heads is not registered with the module, and would never learn: "
             "make 'heads' a torch.nn.ModuleList."
         )
-    if not any(True for _ in own.parameters()):
-        raise PalaError("'make_network' gives a network without parameters, which cannot learn.")
+    if not any(p.requires_grad for p in own.parameters()):
+        raise PalaError("'make_network' gives a network without parameters that learn (`requires_grad`).")
     other = next((name for name, p in own.named_parameters() if p.dtype != torch.float32), None)
     if other is not None:
         raise PalaError(f"'make_network': the parameter '{other}' is not float32, as all that ranks exchange must be.")

@@ -86,7 +86,8 @@ def _restore_generator(rank: int, generator: torch.Generator, own: RankState) ->
 def _restore_counters(comm: Communicator, state: RankState, same_ranks: bool) -> tuple[Counters, ExchangeState]:
     """Push-sum weights are scaled so that their sum is the number of ranks again. Collective."""
     c = state.counters
-    counters = Counters(c["updates"], c["own_steps"] if same_ranks else 0, c["time_s"])
+    own_steps, applied = c["own_steps"] if same_ranks else 0, c.get("applied", c["updates"])
+    counters = Counters(c["updates"], own_steps, c["time_s"], applied)
     weight = c["weight"] if same_ranks else 1.0
     weight *= comm.size / sum(comm.allgather(weight))
     known = comm.allgather(c["own_steps"]) if same_ranks else [0] * comm.size

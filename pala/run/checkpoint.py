@@ -387,7 +387,7 @@ def _are_counters(state: RankState) -> bool:
         and spares < state.ranks
         and all(type(number) in (int, float) and math.isfinite(number) for number in (weight, counters["time_s"]))
         and weight > 0
-        and type(counters.get("warms_up_from", 0)) is int
+        and all(type(counters.get(name, 0)) is int for name in ("applied", "warms_up_from"))
         and isinstance(lost, list)
         and all(type(rank) is int and 0 <= rank < state.ranks and rank != state.rank for rank in lost)
     )

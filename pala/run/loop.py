@@ -31,6 +31,7 @@ class Counters:
     updates: int = 0
     local_steps: int = 0
     time_s: float = 0.0  # training time of all segments
+    applied: int = 0  # updates that were not left out
 
 
 @dataclass(frozen=True)

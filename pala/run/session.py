@@ -156,7 +156,8 @@ def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exch
         return
     counted = progress.counters
     counters = {
-        "updates": counted.updates, "own_steps": counted.local_steps, "time_s": counted.time_s, "spares": job.spares,
+        "updates": counted.updates, "applied": counted.applied, "own_steps": counted.local_steps,
+        "time_s": counted.time_s, "spares": job.spares,
     } | (exchange.state() if exchange is not None else progress.start)._asdict() | numbers  # fmt: skip
     streams = {"actions": progress.generator.get_state()}
     state = RankState(rank, job.comm.size, parts.flat.signature, tensors, streams, counters)
@@ -241,7 +242,8 @@ class Session:
 
     def _train(self, exchange: Exchange) -> Result:
         loop = self._parts.make_loop(self._comm.rank, self._envs, exchange, self._progress, self._interrupt)
-        first_step_s = round(process_age_s(), 2)
+        began_s = self._request.began_s
+        first_step_s = round(process_age_s() if began_s is None else time.perf_counter() - began_s, 2)
         self._records.note_later(message_bytes=exchange.message_bytes, seconds_to_first_step=first_step_s)
         stop = self._loop(loop, exchange)
         if stop is Stop.NONE:  # it has left
@@ -286,17 +288,19 @@ class Session:
         return f"{_CALLBACKS[int(said[ranks[0]])]} of rank {ranks[0]} returned False"
 
     def _check_learned(self, loop: Loop) -> None:
-        """Collective. Raises EndError if no rank's loss was ever finite: then the policy is the one it began with."""
+        """Collective. Raises EndError if no update was applied in this start, or ever: nothing was learned."""
 
         def add_up(living: Living) -> np.ndarray:
-            counts = np.array([loop.num_tried, loop.num_applied], np.int64)
+            of_run = loop.counters
+            counts = np.array([loop.num_tried, loop.num_applied, of_run.updates, of_run.applied], np.int64)
             living.reduce(counts, "sum")
             return counts
 
-        tried, applied = self._comm.among_the_living(add_up, self._job.patience_s, self._interrupt)
-        if tried > 0 and applied == 0:
+        counts = self._comm.among_the_living(add_up, self._job.patience_s, self._interrupt)
+        left_out = [tried for tried, applied in (counts[:2], counts[2:]) if tried > 0 and applied == 0]
+        if left_out:
             raise EndError(
-                f"All {tried:,} updates of all ranks were left out, because the loss or its gradient was not "
+                f"All {left_out[-1]:,} updates of all ranks were left out, because the loss or its gradient was not "
                 "finite: nothing was learned. Look at the environment's rewards and observations, or at the learning "
                 "rate."
             )
