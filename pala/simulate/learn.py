@@ -39,7 +39,7 @@ from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.report.text import table
 from pala.run.loop import Counters, Progress
-from pala.run.run_folder import provenance
+from pala.run.provenance import provenance
 from pala.simulate.passive import PassiveExchange
 from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster
