@@ -23,7 +23,8 @@ from typing import Annotated
 
 import tyro
 
-from pala.config import Config, check, load_preset
+from pala.config import Config, load_preset
+from pala.config_checks import check
 from pala.run import run_folder
 from pala.run.header import first_line, note_on_ranks
 from pala.run.provenance import provenance

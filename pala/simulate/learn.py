@@ -30,7 +30,8 @@ from torch import Tensor
 
 from pala.a2c.learner import Learner
 from pala.a2c.update import A2C
-from pala.config import Config, EnvConfig, check, load_preset
+from pala.config import Config, EnvConfig, load_preset
+from pala.config_checks import check
 from pala.envs import Envs, make_envs
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.mixing import RULES
