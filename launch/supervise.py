@@ -40,6 +40,7 @@ from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
 from pala.run import run_folder
+from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
 from pala.system.jobs import clear_after
@@ -144,10 +145,10 @@ class Supervisor:
         first, number = self.run, 1
         while True:
             try:
-                with run_folder.supervised(self.run):
+                with supervised(self.run):
                     if self._is_named or not os.path.exists(self.run):  # noqa: PTH110  Path's may raise
                         return self._supervise()
-            except run_folder.SupervisedError:
+            except SupervisedError:
                 if self._is_named:
                     raise
             number += 1
@@ -251,7 +252,7 @@ class Supervisor:
         over_s, was_locked, written_s = 0.0, False, 0.0
         while not ended.wait(_LOOK_S):
             if self._num_segments() > segments:  # not before: who looks at a lock that nobody has yet, has it
-                was_locked = was_locked or run_folder.who_trains(self.run) is not None
+                was_locked = was_locked or who_trains(self.run) is not None
             before_s, written_s = written_s, run_folder.last_written_s(self.run)  # a lock may be of one host alone
             is_over = before_s == written_s and run_folder.is_over(self.run, segments, was_locked)
             over_s = over_s + _LOOK_S if is_over else 0.0
@@ -335,7 +336,7 @@ class Supervisor:
     def _left_over(self) -> str | None:
         """Wait for ranks that outlive their mpirun; what to say if they do not end."""
         deadline, said = time.monotonic() + _LEFT_OVER_S, False
-        while (who := run_folder.who_trains(self.run)) is not None:
+        while (who := who_trains(self.run)) is not None:
             if not said:
                 self._say(f"waits for the ranks of a job that still train in '{self.run}' ({who}).")
                 said = True

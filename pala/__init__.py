@@ -100,7 +100,7 @@ def fit(
 @cache
 def _facts() -> dict[str, Any]:
     """For run.json, of the first rank; found once: a process that has started MPI must start no others."""
-    from pala.run.run_folder import provenance
+    from pala.run.provenance import provenance
     from pala.system.runtime import Launch
     from pala.transport.mpi_process import has_started_mpi
 

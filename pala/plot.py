@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from pala.config import EnvConfig, flatten, to_table
+from pala.config import EnvConfig, to_table
 from pala.evaluation.record import final_evaluation
 from pala.evaluation.scores import reference_of
 from pala.report.curves import Curve, curve_of, learning_curve
@@ -48,6 +48,7 @@ from pala.run.metrics import read_run
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.runtime import say, tell
+from pala.system.tables import flatten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

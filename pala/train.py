@@ -23,9 +23,11 @@ from typing import Annotated
 
 import tyro
 
-from pala.config import Config, check, load_preset
+from pala.config import Config, load_preset
+from pala.config_checks import check
 from pala.run import run_folder
 from pala.run.header import first_line, note_on_ranks
+from pala.run.provenance import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import Launch, announce, die_with_launcher, prepare, say, tell
@@ -75,7 +77,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_launcher()
     announce("begun")
-    facts = run_folder.provenance() if Launch.detect().rank == 0 else {}
+    facts = provenance() if Launch.detect().rank == 0 else {}
     try:
         comm = start_mpi()
     except PalaError as error:

@@ -28,7 +28,9 @@ from pala.config import (
     load_preset,
     to_table,
 )
+from pala.config_checks import _RANGES
 from pala.system.errors import PalaError
+from pala.system.tables import flatten
 from pala.train import parse
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -172,9 +174,9 @@ def test_the_default_is_in_range_and_frozen():
 
 def test_every_range_is_of_a_number_and_every_number_has_one():
     """A new numeric field cannot be forgotten."""
-    numbers = {key for key, value in pala.config.flatten(to_table(Config())).items() if type(value) in (int, float)}
-    assert set(pala.config._RANGES) == numbers
-    assert not any(math.isnan(bound) for pair in pala.config._RANGES.values() for bound in pair)
+    numbers = {key for key, value in flatten(to_table(Config())).items() if type(value) in (int, float)}
+    assert set(_RANGES) == numbers
+    assert not any(math.isnan(bound) for pair in _RANGES.values() for bound in pair)
 
 
 def test_every_field_is_explained():

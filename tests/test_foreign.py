@@ -33,6 +33,7 @@ from pala.evaluation.video import record_video
 from pala.gorila import scores as scores_program
 from pala.networks.network import ActorCritic
 from pala.run import checkpoint, metrics, run_folder, user_code
+from pala.run.lock import lock_folder, who_trains
 from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_run
 from pala.run.rank import run_rank
 from pala.run.request import Request
@@ -332,7 +333,7 @@ def open_everywhere(folder: Path, mark: Path) -> None:
         lambda: plot_program.read(folder),
         lambda: scores_program.read(folder),
         lambda: checkpoint.global_steps(folder),
-        lambda: run_folder.who_trains(folder),
+        lambda: who_trains(folder),
         lambda: compare_program.compare(
             compare_program.Command(preset, add=(folder,), report_only=True, output=folder / "out")
         ),
@@ -398,7 +399,7 @@ def test_nothing_is_written_through_a_link(name: str, run: Path, tmp_path: Path,
         else contextlib.nullcontext()
     ):
         evaluate_and_save(run)
-        run_folder.lock(run)
+        lock_folder(run)
     assert victim.read_text() == "as it was"
     assert ("it is a link" in capsys.readouterr().err) == (name == "metrics/rank-0000.jsonl")
 

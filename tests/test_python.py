@@ -37,7 +37,7 @@ from pala.evaluation.policy import policy_of
 from pala.evaluation.video import _rendered_env
 from pala.exchange.kinds import KINDS
 from pala.networks.own import OwnNetwork, actor_critic
-from pala.run import run_folder, user_code
+from pala.run import provenance, user_code
 from pala.run.begin import make_generator
 from pala.run.conclusion import conclude
 from pala.run.hooks import Hooks, Moment, asks_to_stop
@@ -808,8 +808,8 @@ def test_a_run_by_fit_says_what_made_it(
     monkeypatch.setattr(pala, "_facts", cache(pala._facts.__wrapped__))
     monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: has_started_mpi)
     if has_started_mpi:
-        monkeypatch.setattr(run_folder.platform, "platform", None)  # it starts a process, too
-    monkeypatch.setattr(run_folder, "_git", lambda what, *_: asked.append(what) or "abc")
+        monkeypatch.setattr(provenance.platform, "platform", None)  # it starts a process, too
+    monkeypatch.setattr(provenance, "_git", lambda what, *_: asked.append(what) or "abc")
     for _ in range(2):
         result = one_rank(lambda: pala.fit(configure(tmp_path, steps=50)))
         segment = record_of(result.run)["segments"][0]

@@ -15,7 +15,8 @@ from conftest import CARTPOLE, Launcher, ranks_in, record_of, wait_for
 from standing_ranks import StandingRanks
 
 from pala.config import Config, RunConfig
-from pala.run import run_folder
+from pala.run import provenance, run_folder
+from pala.run.lock import join_lock, lock_folder, supervised, who_trains
 from pala.run.records import Records
 from pala.run.segment import Segment
 from pala.system.errors import PalaError
@@ -23,17 +24,17 @@ from pala.transport.alone import Alone
 
 
 def test_a_second_job_is_refused_while_any_rank_of_the_first_lives(tmp_path: Path) -> None:
-    assert run_folder.who_trains(tmp_path) is None
-    first = run_folder.lock(tmp_path)
-    others = [run_folder.join_lock(tmp_path) for _ in range(2)]
+    assert who_trains(tmp_path) is None
+    first = lock_folder(tmp_path)
+    others = [join_lock(tmp_path) for _ in range(2)]
     assert first is not None
     for file in (first, *others):
         with pytest.raises(PalaError, match=rf"Another job works in folder '.*' \(process {os.getpid()} on .+\)"):
-            run_folder.lock(tmp_path)
-        assert f"process {os.getpid()} on " in (run_folder.who_trains(tmp_path) or "")
+            lock_folder(tmp_path)
+        assert f"process {os.getpid()} on " in (who_trains(tmp_path) or "")
         file.close()
-    assert run_folder.who_trains(tmp_path) is None
-    again = run_folder.lock(tmp_path)
+    assert who_trains(tmp_path) is None
+    again = lock_folder(tmp_path)
     assert again is not None
     again.close()
 
@@ -108,27 +109,27 @@ def test_what_killed_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_a_refused_job_changes_nothing(tmp_path: Path) -> None:
-    first = run_folder.lock(tmp_path)
+    first = lock_folder(tmp_path)
     assert first is not None
     before = (tmp_path / ".lock").read_bytes()
     with pytest.raises(PalaError):
-        run_folder.lock(tmp_path)
-    run_folder.who_trains(tmp_path)
+        lock_folder(tmp_path)
+    who_trains(tmp_path)
     assert (tmp_path / ".lock").read_bytes() == before
-    run_folder.join_lock(tmp_path).close()
+    join_lock(tmp_path).close()
     first.close()
 
 
 def test_a_killed_process_keeps_no_lock(tmp_path: Path) -> None:
-    source = "import sys, time, pathlib\nfrom pala.run import run_folder\n"
-    source += "kept = run_folder.lock(pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\ntime.sleep(60)\n"
+    source = "import sys, time, pathlib\nfrom pala.run.lock import lock_folder\n"
+    source += "kept = lock_folder(pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\ntime.sleep(60)\n"
     other = subprocess.Popen([sys.executable, "-c", source, tmp_path], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "locked\n"
     with pytest.raises(PalaError, match=f"process {other.pid} on"):
-        run_folder.lock(tmp_path)
+        lock_folder(tmp_path)
     other.kill()
     other.communicate()
-    file = run_folder.lock(tmp_path)
+    file = lock_folder(tmp_path)
     assert file is not None
     file.close()
 
@@ -137,14 +138,14 @@ RIVAL = """
 import sys
 from pathlib import Path
 from pala.config import Config, RunConfig
-from pala.run import run_folder
+from pala.run.lock import lock_folder
 from pala.system import errors
 run, wins = Path(sys.argv[1]), 0
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(300):
     try:
-        with run_folder.lock(run):
+        with lock_folder(run):
             (run / "owner").touch(exist_ok=False)
             (run / "owner").unlink()
             wins += 1
@@ -178,10 +179,10 @@ def test_a_file_system_without_locks_is_said_once(code: int, tmp_path: Path, mon
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert run_folder.lock(tmp_path) is None
+    assert lock_folder(tmp_path) is None
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"cannot be locked ({os.strerror(code)})" in said
-    assert run_folder.who_trains(tmp_path) is None
+    assert who_trains(tmp_path) is None
     assert capsys.readouterr().err == ""
 
 
@@ -205,21 +206,21 @@ def no_locks(*_: object) -> None:
 
 def test_a_host_that_does_not_see_the_folder_is_told(tmp_path: Path) -> None:
     with pytest.raises(PalaError, match=r"cannot use run folder .* \(No such file or directory\)\. All hosts need one"):
-        run_folder.join_lock(tmp_path / "elsewhere")
+        join_lock(tmp_path / "elsewhere")
 
 
 def test_a_changed_tree_is_recorded_but_not_for_new_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / "pala" / "run_folder.py", tmp_path / "results" / "table.md"]
+    files = [tmp_path / "pala" / "provenance.py", tmp_path / "results" / "table.md"]
     for file in files:
         file.parent.mkdir()
         file.write_text("committed\n")
     commit_all(tmp_path)
-    monkeypatch.setattr(run_folder, "__file__", str(files[0]))
+    monkeypatch.setattr(provenance, "__file__", str(files[0]))
     (tmp_path / "untracked").write_text("new\n")
     files[1].write_text("made anew\n")
-    assert run_folder.provenance()["git_dirty"] is False
+    assert provenance.provenance()["git_dirty"] is False
     files[0].write_text("changed\n")
-    assert run_folder.provenance()["git_dirty"] is True
+    assert provenance.provenance()["git_dirty"] is True
 
 
 def commit_all(folder: Path) -> None:
@@ -232,14 +233,14 @@ def commit_all(folder: Path) -> None:
 def test_the_commit_of_a_repository_that_pala_is_installed_in_is_not_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ignored, installed = tmp_path / ".gitignore", tmp_path / ".venv" / "run_folder.py"
+    ignored, installed = tmp_path / ".gitignore", tmp_path / ".venv" / "provenance.py"
     ignored.write_text(".venv\n")
     commit_all(tmp_path)
     ignored.write_text(".venv\nruns\n")
     installed.parent.mkdir()
     installed.touch()
-    monkeypatch.setattr(run_folder, "__file__", str(installed))
-    facts = run_folder.provenance()
+    monkeypatch.setattr(provenance, "__file__", str(installed))
+    facts = provenance.provenance()
     assert (facts["git_commit"], facts["git_dirty"]) == (None, False)
 
 
@@ -284,7 +285,7 @@ def test_two_jobs_in_one_folder(mpi: Launcher, standing: StandingRanks, tmp_path
     assert len(ranks) == 2
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: run_folder.who_trains(run) is None, what="the end of their locks")
+    wait_for(lambda: who_trains(run) is None, what="the end of their locks")
     third = standing.train(2, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
     assert third.status == 0 and record_of(run)["completed"] and len(record_of(run)["segments"]) == 2, third.output
     job.wait(60)
@@ -293,7 +294,7 @@ def test_two_jobs_in_one_folder(mpi: Launcher, standing: StandingRanks, tmp_path
 def test_a_run_is_supervised_from_inside_its_folder(tmp_path, monkeypatch):
     (tmp_path / "r").mkdir()
     monkeypatch.chdir(tmp_path / "r")
-    with run_folder.supervised(Path()):
+    with supervised(Path()):
         assert (tmp_path / ".r.supervisor").exists()
-        with pytest.raises(PalaError, match="Another supervisor works on run"), run_folder.supervised(tmp_path / "r"):
+        with pytest.raises(PalaError, match="Another supervisor works on run"), supervised(tmp_path / "r"):
             pass

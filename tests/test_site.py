@@ -12,8 +12,9 @@ import pytest
 from conftest import REPOSITORY
 
 import pala
-from pala.config import Config, _keys, flatten, to_table
+from pala.config import Config, to_table
 from pala.run.metric_table import METRICS
+from pala.system.tables import flatten, keys
 
 UNREACHABLE = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https", "HTTP", "HTTPS")}
 
@@ -21,7 +22,7 @@ UNREACHABLE = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https
 def test_every_key_of_the_configuration_is_told_with_its_default_and_meaning() -> None:
     page = mkdocs_hooks.configuration()
     rows = {line.split("`")[1]: line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| `")}
-    assert list(rows) and set(rows) == set(_keys(Config)) == set(flatten(to_table(Config())))
+    assert list(rows) and set(rows) == set(keys(Config)) == set(flatten(to_table(Config())))
     assert all(len(cells) >= 4 and cells[-1].strip() for cells in rows.values())
     assert rows["a2c.gamma"][1:3] == ["float", "`0.99`"]
     assert rows["network.conv_channels"][1:3] == ["list of 3 ints", "`[32, 64, 32]`"]
@@ -66,7 +67,7 @@ def test_the_site_is_built_without_a_network(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
     assert {"index.html", "compare.html", "contributing.html", "results/pong/compare.html"} <= set(pages)
-    assert all(f"<code>{key}</code>" in pages["reference/configuration.html"] for key in _keys(Config))
+    assert all(f"<code>{key}</code>" in pages["reference/configuration.html"] for key in keys(Config))
     assert all(f"<code>{metric.name}</code>" in pages["reference/metrics.html"] for metric in METRICS)
     assert all(name in pages["reference/api.html"] for name in pala.__all__)
     assert (tmp_path / "results" / "pong" / "learning_curves.png").exists()

@@ -36,6 +36,7 @@ from virtual_hosts import VirtualHosts
 
 from pala.config import Config
 from pala.run import checkpoint, run_folder
+from pala.run.lock import lock_folder, supervised
 from pala.system.errors import PalaError
 from pala.train import parse
 
@@ -178,7 +179,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended(
     monkeypatch.setattr(supervise, "_LOOK_S", 0.01)
     monkeypatch.setattr(supervise, "_LINGER_S", 0.1)
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
-        with run_folder.lock(supervisor.run) as rank:  # type: ignore[union-attr]
+        with lock_folder(supervisor.run) as rank:  # type: ignore[union-attr]
             supervisor._end_if_it_does_not_end(job, 0, ended)
             assert job.poll() is None and rank
         looks = itertools.count()
@@ -199,7 +200,7 @@ def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
         run_folder.RunRecord.take_over(supervisor.run).end(status)
     monkeypatch.setattr(supervise, "_LOOK_S", 0.01)
     monkeypatch.setattr(supervise, "_LINGER_S", 0.1)
-    rank, looked = run_folder.lock(supervisor.run), threading.Event()
+    rank, looked = lock_folder(supervisor.run), threading.Event()
     is_over = run_folder.is_over
 
     def look(run: Path, segments: int, was_locked: bool) -> bool:
@@ -264,7 +265,7 @@ def test_of_many_supervisors_one_at_a_time_has_a_run(there: Path) -> None:
         mine = 0
         while mine < 50:
             try:
-                with run_folder.supervised(Path("runs/r")):
+                with supervised(Path("runs/r")):
                     (there / "owner").touch(exist_ok=False)
                     (there / "owner").unlink()
                     turns.append(threading.current_thread())
@@ -284,7 +285,7 @@ def test_a_job_that_outlived_its_supervisor_is_not_doubled(
     monkeypatch.setattr(supervise, "_LEFT_OVER_S", 0.0)
     (there / "runs/r").mkdir(parents=True)
     supervisor = Scripted(["--continue", "--run.name", "r"], [attempt(9, 0, completes=True)])
-    with run_folder.lock(there / "runs/r"):  # type: ignore[union-attr]
+    with lock_folder(there / "runs/r"):  # type: ignore[union-attr]
         assert supervisor.supervise() == 1 and not supervisor.told
     said = capsys.readouterr().err
     assert f"waits for the ranks of a job that still train in 'runs/r' (process {os.getpid()} on " in said
@@ -399,8 +400,8 @@ def test_a_job_that_outlives_its_mpirun_is_waited_for(there: Path, capsys, monke
 
     def leaves_a_rank(of: Scripted) -> int:
         status = attempt(len(locks), 137)(of)
-        source = "import sys\nfrom pathlib import Path\nfrom pala.run import run_folder\n"
-        source += "kept = run_folder.lock(Path('runs/r'))\nprint('locked', flush=True)\nsys.stdin.read()\n"
+        source = "import sys\nfrom pathlib import Path\nfrom pala.run.lock import lock_folder\n"
+        source += "kept = lock_folder(Path('runs/r'))\nprint('locked', flush=True)\nsys.stdin.read()\n"
         other = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
         locks.append(other)

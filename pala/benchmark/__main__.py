@@ -30,10 +30,11 @@ from pala.benchmark.pictures import draw
 from pala.benchmark.protocol import protocol_cost_us
 from pala.benchmark.report import markdown
 from pala.benchmark.request import Request
-from pala.config import Config, check, load_preset, to_table
+from pala.config import Config, load_preset, to_table
+from pala.config_checks import check
 from pala.exchange.kinds import KINDS
 from pala.report.text import counted
-from pala.run.run_folder import now_utc, provenance
+from pala.run.provenance import now_utc, provenance
 from pala.system.command_line import check_choices, exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json

@@ -24,7 +24,8 @@ from pala.benchmark.measure import (
     network_us,
 )
 from pala.benchmark.request import Request
-from pala.config import Config, check_exchange
+from pala.config import Config
+from pala.config_checks import check_exchange
 from pala.exchange.make import check_placement
 from pala.gorila.parts import GorilaParts
 from pala.gorila.parts import build as build_gorila

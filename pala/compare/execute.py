@@ -18,6 +18,7 @@ from pala.evaluation.record import final_evaluation
 from pala.report.settings import differences
 from pala.report.text import duration, short_number
 from pala.run import run_folder
+from pala.run.lock import lock_folder
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
 from pala.system.runtime import tell
@@ -174,7 +175,7 @@ class Executor:
         with contextlib.ExitStack() as locks:
             for folder in {task.run.folder.parent for task in self.tasks}:
                 folder.mkdir(parents=True, exist_ok=True)
-                if (lock := run_folder.lock(folder)) is not None:
+                if (lock := lock_folder(folder)) is not None:
                     locks.enter_context(lock)
             return self._run()
 

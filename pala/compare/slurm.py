@@ -16,6 +16,7 @@ from pathlib import Path
 from pala.compare.execute import Task, task_of, tasks_of
 from pala.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
+from pala.run.lock import lock_folder
 from pala.system.errors import PalaError
 from pala.system.runtime import tell
 
@@ -55,7 +56,7 @@ class Submission:
         """Submit what is missing and has no job; returns the runs whose job Slurm did not take. Raises PalaError if it
         does not answer, or another comparison works in the same folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        lock = run_folder.lock(self._folder)
+        lock = lock_folder(self._folder)
         try:
             return self._submit()
         finally:

@@ -27,7 +27,7 @@ from pala.doctor.ping import ping
 from pala.doctor.report import report
 from pala.doctor.trial import identified, try_mpirun
 from pala.doctor.watchdog import Watchdog
-from pala.run.run_folder import provenance
+from pala.run.provenance import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_json

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mpi4py
 
-from pala.run.run_folder import installed_versions
+from pala.run.provenance import installed_versions
 from pala.system.runtime import available_memory_bytes, cgroup_numbers, launcher_process
 
 _SLURM = (

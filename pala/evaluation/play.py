@@ -20,6 +20,7 @@ from pala.evaluation.record import EPISODES, Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
 from pala.report.text import counted
 from pala.run import run_folder, user_code
+from pala.run.provenance import now_utc
 from pala.system.errors import PalaError
 from pala.system.runtime import say
 from pala.system.seeding import derive
@@ -61,7 +62,7 @@ def evaluate(
             f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps')."
         )
     return Evaluation(
-        finished=run_folder.now_utc(),
+        finished=now_utc(),
         policy=policy.source,
         global_steps=policy.global_steps,
         num_envs=envs.num_envs,

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pala.config import Config, flatten, to_table
+from pala.config import Config, to_table
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
 from pala.report.text import counted
 from pala.system.errors import CollectiveError, PalaError
+from pala.system.tables import flatten
 from pala.transport.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.transport.base import Communicator
 

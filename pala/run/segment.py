@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from pala.config import Config
 from pala.run import checkpoint, run_folder, user_code
+from pala.run.lock import check_identity, join_lock, lock_folder, lock_identity
 from pala.system.errors import CollectiveError
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
@@ -34,7 +35,7 @@ class Segment:
     def check_folder(self) -> None:
         """Raise EndError if the run's folder was deleted and another job has made it anew. Before anything is written:
         the two would mix their files. Not collective."""
-        run_folder.check_identity(self.run, self.identity)
+        check_identity(self.run, self.identity)
 
     @contextmanager
     def removed_if_nobody_starts(self, rank: int) -> Iterator[None]:
@@ -51,8 +52,8 @@ class Segment:
 def joined(segment: Segment, is_locked: bool) -> Iterator[Segment]:
     """Keep the run's folder locked, if it is, on a rank that comes later than others, until the block ends. Raises
     PalaError if it cannot see the folder."""
-    with run_folder.join_lock(segment.run) if is_locked else contextlib.nullcontext() as lock:
-        yield replace(segment, identity=run_folder.lock_identity(lock))
+    with join_lock(segment.run) if is_locked else contextlib.nullcontext() as lock:
+        yield replace(segment, identity=lock_identity(lock))
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
         if comm.rank != 0:
             return None
         run = resume if resume is not None else run_folder.create(config, preset)
-        lock = run_folder.lock(run)  # before anything in it is changed
+        lock = lock_folder(run)  # before anything in it is changed
         if lock is not None:
             run_folder.remove_unfinished(run)
         if resume is None:
@@ -80,7 +81,7 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
     def join() -> None:
         nonlocal lock
         if is_locked and comm.rank != 0:
-            lock = run_folder.join_lock(segment.run)
+            lock = join_lock(segment.run)
 
     try:
         made = comm.bcast(collectively(comm, make))
@@ -88,7 +89,7 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
         segment, is_locked = made
         with segment.removed_if_nobody_starts(comm.rank):
             collectively(comm, join)
-        yield replace(segment, identity=run_folder.lock_identity(lock))
+        yield replace(segment, identity=lock_identity(lock))
     finally:
         if lock is not None:
             with contextlib.suppress(OSError):  # of a network file system that is gone: the real outcome is another

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from pala.a2c.learner import Learner
 from pala.a2c.update import A2C
-from pala.config import Config, EnvConfig, check, load_preset
+from pala.config import Config, EnvConfig, load_preset
+from pala.config_checks import check
 from pala.envs import Envs, make_envs
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.mixing import RULES
@@ -39,7 +40,7 @@ from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.report.text import table
 from pala.run.loop import Counters, Progress
-from pala.run.run_folder import provenance
+from pala.run.provenance import provenance
 from pala.simulate.passive import PassiveExchange
 from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster

@@ -19,7 +19,7 @@ from typing import Any
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.kinds import KINDS
 from pala.report.text import counted
-from pala.run.run_folder import now_utc, provenance
+from pala.run.provenance import now_utc, provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.compare import compare

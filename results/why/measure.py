@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from pala.config import Config, load_preset
-from pala.run.run_folder import provenance
+from pala.run.provenance import provenance
 from pala.system.runtime import Interrupt, prepare
 from pala.system.seeding import derive
 from pala.transport.agreement import cores_per_rank

@@ -1,0 +1,86 @@
+"""Nested tables, as TOML and JSON hold them: flat, or as dataclasses whose every value has its type."""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+import typing
+from typing import Any, Literal, TypeVar
+
+from pala.system.errors import PalaError, nearest
+
+T = TypeVar("T")
+_MOST_SHOWN = 200
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _MOST_SHOWN
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence: one of a file from elsewhere may have any size."""
+    return _short.repr(value)
+
+
+def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a2c": {"gamma": 1}} -> {"a2c.gamma": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def build(cls: type[T], table: dict[str, Any], source: str) -> T:
+    """A dataclass, with dataclasses in it, from nested dictionaries. Raises PalaError that names the key."""
+    return _build(cls, table, source, "", keys(cls))
+
+
+def keys(cls: Any, prefix: str = "") -> list[str]:
+    """All dotted keys of a dataclass."""
+    found: list[str] = []
+    for name, hint in typing.get_type_hints(cls).items():
+        found += keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
+    return found
+
+
+def _build(cls: Any, table: dict[str, Any], source: str, prefix: str, known: list[str]) -> Any:
+    hints = typing.get_type_hints(cls)
+    unknown = [key for key in table if key not in hints]
+    if unknown:
+        key = prefix + unknown[0][:_MOST_SHOWN]
+        guess = nearest(key, known) or nearest(key, [k for k in known if k.endswith("." + unknown[0])])
+        raise PalaError(f"{source}: unknown key '{key}'{guess or '; here are ' + ', '.join(hints) + '.'}")
+    values = {key: _convert(value, hints[key], source, prefix + key, known) for key, value in table.items()}
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> Any:
+    """`value` as the annotated type. An int is accepted for a float; nothing else is coerced."""
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, dict):
+            return _build(hint, value, source, key + ".", known)
+        raise PalaError(f"{source}: '{key}' is a section and needs a table, not {shown(value)}.")
+    if hint is Any:
+        return value
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        choices = ", ".join(repr(a) for a in arguments)
+        guess = nearest(value, arguments) if isinstance(value, str) else ""
+        raise PalaError(f"{source}: '{key}' is {shown(value)} but must be one of {choices}{guess}")
+    if origin is dict and isinstance(value, dict):
+        return {name: _convert(item, arguments[1], source, f"{key}.{name}", known) for name, item in value.items()}
+    if origin is tuple and isinstance(value, (list, tuple)):
+        inner = arguments[0]
+        if arguments[-1] is not Ellipsis and len(value) != len(arguments):
+            raise PalaError(f"{source}: '{key}' needs {len(arguments)} values, not {shown(value)}.")
+        return tuple(_convert(item, inner, source, key, known) for item in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
+        return float(value)
+    is_class = origin is None and isinstance(hint, type)
+    if is_class and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    wanted = hint.__name__ if is_class else str(hint)
+    raise PalaError(f"{source}: '{key}' is {shown(value)} ({type(value).__name__}) but must be of type {wanted}.")
