@@ -545,7 +545,7 @@ def test_losses_that_are_never_finite_end_training_with_a_sentence() -> None:
         return batch and batch._replace(rewards=batch.rewards * np.nan)
 
     rank.exchange.next_batch = poisoned  # type: ignore[method-assign]
-    with pytest.raises(PalaError, match=r"\[rank 0\] update 100: no finite loss for 100 updates\. Resume"):
+    with pytest.raises(PalaError, match=r"\[rank 0\] update 100: no finite loss and gradient for 100 updates\. Resume"):
         play_steps([rank], 1000)
 
 

@@ -25,7 +25,8 @@ def provenance(may_start_processes: bool = True) -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "git_commit": _git("rev-parse", "HEAD") if is_ours else None,
-        "git_dirty": is_ours and bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS)),
+        # Also if git does not answer in time.
+        "git_dirty": is_ours and _git("status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS) != "",
         "versions": installed_versions(),
         "platform": platform.platform() if may_start_processes else "-".join(os.uname()[0:3:2]),
     }
