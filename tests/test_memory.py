@@ -26,6 +26,7 @@ from memory_jobs import (
     GORILA,
     NEEDING_ALL,
     OUTLIVING,
+    both,
     configure,
     gorila,
     leave_at,
@@ -264,12 +265,9 @@ def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
     assert job.segment["status"] == "stopped" and job.segment["saved"] and "left_ranks" not in job.segment
 
 
-def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
-    def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.outlives_ranks = False
-        leave_at(0, update=5)(comm, updates)
-
-    job = train(3, configure(tmp_path, steps=900), on_count=on_count)
+def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
+    job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
     assert own_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(own_steps(job.states()))
     others = job.states()[1:]
@@ -303,13 +301,12 @@ def test_a_signal_to_the_job_is_named_even_by_a_rank_that_was_about_to_leave(
         about_to_go.set()
         wait_for(lambda: driver.protocol.budget.stop is not Stop.NONE, 60, "the end")
 
-    def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        leave_at(0, update=3)(comm, updates)
+    def end(comm: MemoryCommunicator, updates: int) -> None:
         if comm.rank == 1 and about_to_go.is_set():
             comm.interrupt.signal = SIGTERM
 
     monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
-    job = train(2, configure(tmp_path, steps=ENDLESS), on_count=on_count)
+    job = train(2, configure(tmp_path, steps=ENDLESS), on_count=both(leave_at(0, update=3), end))
     assert [result.status for result in job.results] == ["stopped"] * 2
     assert job.segment["signal"] == "SIGTERM" and {result.signal for result in job.results} == {SIGTERM}
 
