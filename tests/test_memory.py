@@ -211,7 +211,8 @@ def test_a_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) ->
 def test_the_others_go_on_when_ranks_leave(
     left: list[int], mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    job = train(4, configure(tmp_path, steps=1200, mixing=mixing, max_staleness=1), on_count=leave_at(*left, update=5))
+    config = configure(tmp_path, steps=1200, mixing=mixing, max_staleness=1, patience_s=60.0)
+    job = train(4, config, on_count=leave_at(*left, update=5))
     assert job.ended_well(but_for=left)
     assert [job.results[rank].status for rank in left] == ["left"] * len(left)
     assert [entry["rank"] for entry in job.segment["left_ranks"]] == left and "lost_ranks" not in job.segment
