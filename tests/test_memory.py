@@ -431,15 +431,25 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
     goes_on, made = KINDS[kind].outlives_ranks, [list[float](), list[float](), list[float]()]
     begun, freed = list[float](), list[float]()
 
+    def is_free(comm: MemoryCommunicator) -> bool:
+        """Whether the stop is over: rank 0 ends it after a while, if both others have gone on."""
+        is_long = comm.rank == 0 and begun and not freed and time.monotonic() > begun[0] + 1.0
+        if is_long and all(sum(at > begun[0] for at in made[rank]) > 20 for rank in (0, 2)):
+            freed.append(time.monotonic())
+            comm.world.stopped_until_s[1] = 0.0
+        return bool(freed)
+
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
         made[comm.rank].append(time.monotonic())
         if (comm.rank, updates) == (1, 10):
             begun.append(time.monotonic())
-        is_long = goes_on and begun and not freed and time.monotonic() > begun[0] + 1.0
-        if is_long and all(sum(at > begun[0] for at in made[rank]) > 20 for rank in (0, 2)):
-            freed.append(time.monotonic())
-            comm.world.stopped_until_s[1] = 0.0
         comm.on_count(updates)
+        if goes_on and comm.rank != 1:
+            is_free(comm)
+            if updates == 30:
+                wait_for(lambda: begun, 60, "the stop")
+            elif updates == 70:  # not the end of its share, however soon it comes
+                wait_for(lambda: is_free(comm), 60, "the end of the stop")
 
     steps = 2400 if goes_on else 900  # the others must not have ended before
     config = configure(tmp_path, kind, steps, patience_s=0.1)
