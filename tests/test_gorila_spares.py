@@ -250,15 +250,24 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, m
 def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wakes_up = threading.Event()
+
     def build_slowly(
         alone: MemoryCommunicator, config: Config, envs: Envs, make_network: None, sleeping: SleepingGorila
     ) -> GorilaParts:
+        wakes_up.set()
         parts = build_spare(alone, config, envs, make_network, sleeping)
         wait_for(lambda: sleeping.members.budget.stop is not Stop.NONE, 60, "the end")
         return parts
 
+    def wait_for_the_spare(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if comm.world.dead:
+            wait_for(wakes_up.is_set, 60, "the waking of the spare")
+
     monkeypatch.setitem(session._BUILD_SPARE, "gorila", build_slowly)
-    job = train(3, with_spares(tmp_path, 1, steps=500), [fail_at(1, 5)])
+    job = train(3, with_spares(tmp_path, 1, steps=500), [fail_at(1, 5)], on_count=wait_for_the_spare)
+    assert wakes_up.is_set()
     assert job.ended_well(but_for=[1, 2]) and job.results[2].status == "spared"
     assert ranks_in(job, "lost_ranks") == [1] and "joined_ranks" not in job.segment
 
