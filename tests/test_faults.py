@@ -250,7 +250,8 @@ import os, sys
 from pala.transport.threaded import ThreadedTransport
 close = ThreadedTransport.close
 def dies(*arguments):
-    if os.environ["OMPI_COMM_WORLD_RANK"] in ("0", "3"):
+    if (rank := os.environ["OMPI_COMM_WORLD_RANK"]) in ("0", "3"):
+        open("dies " + rank, "x").close()
         os.kill(os.getpid(), 9)
     close(*arguments)
 ThreadedTransport.close = dies
@@ -260,6 +261,10 @@ pala.train.main()
 """)
     job = any_mpi.start("--with-ft", "ulfm", "-np", "4", str(any_mpi.folder / "python"), "dies.py", cwd=tmp_path)
     assert job.wait().status == 0 and record_of(tmp_path / "runs/r")["completed"], job.output
+    assert (tmp_path / "dies 0").exists() and (tmp_path / "dies 3").exists()
+    (segment,) = record_of(tmp_path / "runs/r")["segments"]
+    assert [lost["rank"] for lost in segment["lost_ranks"]] == [0], job.output
+    assert "joined_ranks" not in segment and "takes the place" not in job.output, job.output
 
 
 @pytest.mark.slow
