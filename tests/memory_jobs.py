@@ -183,7 +183,7 @@ def _slow_before(faults: list[Fault], on_count: OnCount) -> OnCount:
     """The same, but that ranks which are ahead of what is planned to happen to another take their time."""
     made = dict[int, int]()
     planned = [(fault.rank, fault.update) for fault in faults if isinstance(fault, AtUpdate)]
-    planned += getattr(on_count, "planned", [])
+    planned += planned_of(on_count)
 
     def slow(comm: MemoryCommunicator, updates: int) -> None:
         made[comm.rank] = updates
@@ -202,6 +202,22 @@ def asking_as_abort_does(comm: MemoryCommunicator) -> Iterator[None]:
     except EndError:
         comm.is_alone()  # refuses while a transport is open
         raise
+
+
+def planned_of(on_count: OnCount) -> list[tuple[int, int]]:
+    """What it will do to ranks, and at which of their updates: (rank, update)."""
+    return getattr(on_count, "planned", [])
+
+
+def both(first: OnCount, second: OnCount) -> OnCount:
+    """One after the other, with what either plans: where only a function that calls them is given, nobody waits."""
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        first(comm, updates)
+        second(comm, updates)
+
+    on_count.planned = [*planned_of(first), *planned_of(second)]  # type: ignore[attr-defined]
+    return on_count
 
 
 def own_steps(states: Iterable[RankState]) -> list[int]:
@@ -233,14 +249,13 @@ def stop_when(*ranks: int, updates: int, also: OnCount = MemoryCommunicator.on_c
     """The job gets SIGUSR1 when these ranks have all made so many updates."""
     have_come: set[int] = set()
 
-    def on_count(comm: MemoryCommunicator, made: int) -> None:
-        also(comm, made)
+    def stop(comm: MemoryCommunicator, made: int) -> None:
         if comm.rank in ranks and made >= updates:
             have_come.add(comm.rank)
             if len(have_come) == len(ranks):
                 comm.interrupt.signal = SIGUSR1
 
-    return on_count
+    return both(also, stop)
 
 
 def slow_until_joined(spare: int) -> OnCount:

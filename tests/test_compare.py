@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Job, Launcher, ranks_in, record_of, slow_among, wait_for, write_paced
+from conftest import Job, Launcher, processes_in, ranks_in, record_of, slow_among, wait_for, write_paced
 
 from pala.compare import __main__ as compare_program
 from pala.compare import measures, pictures, scaling
@@ -817,6 +817,29 @@ def test_a_comparison_that_is_interrupted_goes_on(
     assert not ended.value.code, said
     assert "2 of 2 runs are complete" in said and "starts" not in said
     assert str(there) not in "".join(file.read_text() for file in (there / "results").rglob("*.json"))
+
+
+DEAF = """
+trap 'touch told' USR1
+trap '' TERM INT
+setsid sleep 1000 &
+touch begun
+while :; do sleep .1; done
+"""
+
+
+def test_a_second_interrupt_kills_a_job_that_is_about_to_end(there: Path, any_mpi: Launcher) -> None:
+    """The first is to let it write its checkpoint."""
+    (there / "deaf.sh").write_text(DEAF)
+    (there / "preset.toml").write_text(PRESET.replace("sh -c 'exit 3'", "sh deaf.sh"))
+    python = str(any_mpi.folder / "python")
+    job = any_mpi.start_command([python, "-m", "pala.compare", "preset.toml"], cwd=there)
+    for awaited in ("begun", "told"):
+        wait_for(lambda file=there / awaited: file.exists() or job.process.poll() is not None, what=awaited)
+        assert job.process.poll() is None, job.wait().output
+        job.process.send_signal(signal.SIGINT)
+    assert job.wait(30).status == 128 + signal.SIGINT and "Stopping;" in job.output, job.output
+    wait_for(lambda: processes_in(there) == [os.getpid()], 30, "the end of all but this process")
 
 
 def test_a_mistake_is_one_sentence(there: Path, any_mpi: Launcher) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-PAGES = [
-    *REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "results").rglob("README.md"),
-]  # fmt: skip
+from pala.config import Config, flatten, to_table
+
+GUIDES = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+PAGES = [*REPOSITORY.glob("*.md"), *GUIDES[1:], *(REPOSITORY / "results").rglob("README.md")]
 
 
 def prose(page: Path) -> str:
@@ -40,7 +41,7 @@ COMMAND = r"python -m (pala[.\w]+(?: (?:check|explore|learn|progress|predict)\b)
 def options_by_program() -> dict[str, set[str]]:
     """The options that the pages give to each program, in code and in prose."""
     found: dict[str, set[str]] = {}
-    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
+    for page in GUIDES:
         for program, rest in re.findall(COMMAND, page.read_text()):
             found.setdefault(program, set()).update(re.findall(r"(?<!\S)--[a-z][\w.-]*", rest.partition(" -- ")[0]))
     return {program: options for program, options in found.items() if options}
@@ -52,6 +53,21 @@ def test_options_that_the_pages_give_exist(program: str) -> None:
     known = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
     options = set(re.findall(r"--[a-z][\w.-]*", known.stdout))
     assert {option for option in options_by_program()[program] if option not in options} == set()
+
+
+KEYS = set(flatten(to_table(Config())))
+SECTIONS = "|".join({key.partition(".")[0] for key in KEYS if "." in key})
+OTHERS = {"env.spec"}  # gymnasium's
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_keys_that_the_pages_name_are_of_the_configuration(page: Path) -> None:
+    """As options, whose yes and no is `--run.no-tensorboard`, and in prose, where `run.json` is a file."""
+    text = page.read_text()
+    options = {name.replace("-", "_") for name in re.findall(r"--([a-z]\w*\.[\w-]+)", text)}
+    options = {option.replace(".no_", ".") if option not in KEYS else option for option in options}
+    named = set(re.findall(rf"`((?:{SECTIONS})\.(?!json\b|py\b)\w+)", text))
+    assert (options | named) - KEYS - OTHERS == set()
 
 
 def test_tests_that_the_table_of_faults_names_exist() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pala import evaluate as program
 from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
@@ -313,6 +314,19 @@ def test_an_evaluation_that_is_interrupted_leaves_no_process(tmp_path: Path, mon
     with pytest.raises(KeyboardInterrupt):
         evaluate(run, 2, 2, greedy=False, seed=0, threads=1)
     assert not multiprocessing.active_children()
+
+
+def test_tensorboard_has_what_an_evaluation_found(cartpole_run: Path) -> None:
+    """Under the tag that the table of hyperparameters names, too."""
+    last_words = conclusion._LastWords(cartpole_run, replace(CARTPOLE, run=replace(CARTPOLE.run, tensorboard=True)))
+    last_words.evaluate()
+    assert (found := last_words.evaluation) is not None
+    events = EventAccumulator(str(cartpole_run / "tensorboard")).Reload()
+    written = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert written == {
+        "evaluation/mean_return": [(found.global_steps, pytest.approx(found.mean_return))],
+        "evaluation/mean_length_steps": [(found.global_steps, pytest.approx(found.mean_length_steps))],
+    }, "CartPole has no human score"
 
 
 def test_an_evaluation_counts_that_tensorboard_cannot_take(

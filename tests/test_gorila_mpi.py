@@ -61,12 +61,6 @@ def test_two_ranks_train_with_the_budget_met(each_standing: StandingRanks, tmp_p
     assert_met_the_budget(tmp_path / "runs/r")
 
 
-def test_a_job_of_two_ranks_that_a_user_starts(any_mpi: Launcher, tmp_path: Path) -> None:
-    job = any_mpi.train(2, *TRAIN, *OF_TWO_SHARDS, cwd=tmp_path)
-    assert job.status == 0 and "\x1b" not in job.output, job.output
-    assert_met_the_budget(tmp_path / "runs/r")
-
-
 def assert_met_the_budget(run: Path) -> None:
     """Two ranks and shards have made 2000 steps and the updates due, and the policy is there."""
     assert record_of(run)["completed"]

@@ -13,6 +13,8 @@ from memory_jobs import (
     ENDLESS,
     GORILA,
     SEPARATE,
+    OnCount,
+    both,
     gorila,
     leave_at,
     own_steps,
@@ -165,19 +167,24 @@ def test_when_the_last_learner_and_the_last_spare_die_the_job_ends_with_the_reas
 # ---- ranks that leave ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
-    spares: int, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    leave, since = leave_at(2, update=5), list[int]()
+def stop_after_a_departure(*ranks: int) -> OnCount:
+    """The job gets SIGUSR1 when a rank has gone, and then one of these has made forty updates."""
+    since = list[int]()
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        leave(comm, updates)
-        if comm.rank == (3 if spares else 1) and 2 in comm.world.dead:
+        if comm.rank in ranks and comm.world.dead:
             since.append(updates)
             if len(since) == 40:
                 comm.interrupt.signal = SIGUSR1
 
+    return on_count
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
+    spares: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    on_count = both(leave_at(2, update=5), stop_after_a_departure(3 if spares else 1))
     job = train(3 + spares, with_spares(tmp_path, spares), on_count=on_count)
     assert stopped_well(job, but_for=[2]) and job.results[2].status == "left"
     assert ranks_in(job, "left_ranks") == [2] and "lost_ranks" not in job.segment
@@ -221,20 +228,19 @@ def test_of_the_last_two_of_a_role_that_leave_in_the_same_moment_one_stays(
         return why_stay(members, *arguments)
 
     monkeypatch.setattr(Members, "why_stay", ask_together)
-    job = train(5, with_spares(tmp_path, 0, replace(SEPARATE, num_shards=1), 600), on_count=leave_at(1, 2, update=5))
+    # Actors call no `on_count`, so nothing slows them: a budget could be met before the learners' fifth update.
+    config = with_spares(tmp_path, 0, replace(SEPARATE, num_shards=1))
+    job = train(5, config, on_count=both(leave_at(1, 2, update=5), stop_after_a_departure(1, 2)))
     (left,) = ranks_in(job, "left_ranks")
-    assert job.ended_well(but_for=[left]) and job.results[left].status == "left" and left in (1, 2)
+    assert stopped_well(job, but_for=[left]) and job.results[left].status == "left" and left in (1, 2)
     stayed = 3 - left
     said = f"[rank {stayed}] was told to leave (SIGUSR2), but no other rank can do what it does: it stays"
     assert said in capsys.readouterr().err and job.total("messages_refused") == 0
 
 
-def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
-    def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.outlives_ranks = False
-        leave_at(2, update=5)(comm, updates)
-
-    job = train(3, with_spares(tmp_path, 0, steps=600), on_count=on_count)
+def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
+    job = train(3, with_spares(tmp_path, 0, steps=600), on_count=leave_at(2, update=5))
     assert job.ended_well() and ranks_in(job, "left_ranks") == [2]
     assert job.segment["global_steps"] == sum(own_steps(job.states())) >= 600
 
@@ -245,16 +251,26 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -
 def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wakes_up = threading.Event()
+
     def build_slowly(
         comm: Communicator, config: Config, envs: Envs, make_network: None, sleeping: SleepingGorila | None
     ) -> GorilaParts:
+        if sleeping is not None:
+            wakes_up.set()
         parts = build(comm, config, envs, make_network, sleeping)
         if sleeping is not None:
             wait_for(lambda: sleeping.members.budget.stop is not Stop.NONE, 60, "the end")
         return parts
 
+    def wait_for_the_spare(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if comm.world.dead:
+            wait_for(wakes_up.is_set, 60, "the waking of the spare")
+
     monkeypatch.setitem(session._BUILD, "gorila", build_slowly)
-    job = train(3, with_spares(tmp_path, 1, steps=500), [fail_at(1, 5)])
+    job = train(3, with_spares(tmp_path, 1, steps=500), [fail_at(1, 5)], on_count=wait_for_the_spare)
+    assert wakes_up.is_set()
     assert job.ended_well(but_for=[1, 2]) and job.results[2].status == "spared"
     assert ranks_in(job, "lost_ranks") == [1] and "joined_ranks" not in job.segment
 

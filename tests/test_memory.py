@@ -26,6 +26,7 @@ from memory_jobs import (
     GORILA,
     NEEDING_ALL,
     OUTLIVING,
+    both,
     configure,
     gorila,
     leave_at,
@@ -210,7 +211,8 @@ def test_a_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) ->
 def test_the_others_go_on_when_ranks_leave(
     left: list[int], mixing: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    job = train(4, configure(tmp_path, steps=1200, mixing=mixing, max_staleness=1), on_count=leave_at(*left, update=5))
+    config = configure(tmp_path, steps=1200, mixing=mixing, max_staleness=1, patience_s=60.0)
+    job = train(4, config, on_count=leave_at(*left, update=5))
     assert job.ended_well(but_for=left)
     assert [job.results[rank].status for rank in left] == ["left"] * len(left)
     assert [entry["rank"] for entry in job.segment["left_ranks"]] == left and "lost_ranks" not in job.segment
@@ -264,12 +266,9 @@ def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
     assert job.segment["status"] == "stopped" and job.segment["saved"] and "left_ranks" not in job.segment
 
 
-def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path) -> None:
-    def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.outlives_ranks = False
-        leave_at(0, update=5)(comm, updates)
-
-    job = train(3, configure(tmp_path, steps=900), on_count=on_count)
+def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
+    job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
     assert own_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(own_steps(job.states()))
     others = job.states()[1:]
@@ -303,13 +302,12 @@ def test_a_signal_to_the_job_is_named_even_by_a_rank_that_was_about_to_leave(
         about_to_go.set()
         wait_for(lambda: driver.protocol.budget.stop is not Stop.NONE, 60, "the end")
 
-    def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        leave_at(0, update=3)(comm, updates)
+    def end(comm: MemoryCommunicator, updates: int) -> None:
         if comm.rank == 1 and about_to_go.is_set():
             comm.interrupt.signal = SIGTERM
 
     monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
-    job = train(2, configure(tmp_path, steps=ENDLESS), on_count=on_count)
+    job = train(2, configure(tmp_path, steps=ENDLESS), on_count=both(leave_at(0, update=3), end))
     assert [result.status for result in job.results] == ["stopped"] * 2
     assert job.segment["signal"] == "SIGTERM" and {result.signal for result in job.results} == {SIGTERM}
 
@@ -433,15 +431,25 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
     goes_on, made = KINDS[kind].outlives_ranks, [list[float](), list[float](), list[float]()]
     begun, freed = list[float](), list[float]()
 
+    def is_free(comm: MemoryCommunicator) -> bool:
+        """Whether the stop is over: rank 0 ends it after a while, if both others have gone on."""
+        is_long = comm.rank == 0 and begun and not freed and time.monotonic() > begun[0] + 1.0
+        if is_long and all(sum(at > begun[0] for at in made[rank]) > 20 for rank in (0, 2)):
+            freed.append(time.monotonic())
+            comm.world.stopped_until_s[1] = 0.0
+        return bool(freed)
+
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
         made[comm.rank].append(time.monotonic())
         if (comm.rank, updates) == (1, 10):
             begun.append(time.monotonic())
-        is_long = goes_on and begun and not freed and time.monotonic() > begun[0] + 1.0
-        if is_long and all(sum(at > begun[0] for at in made[rank]) > 20 for rank in (0, 2)):
-            freed.append(time.monotonic())
-            comm.world.stopped_until_s[1] = 0.0
         comm.on_count(updates)
+        if goes_on and comm.rank != 1:
+            is_free(comm)
+            if updates == 30:
+                wait_for(lambda: begun, 60, "the stop")
+            elif updates == 70:  # not the end of its share, however soon it comes
+                wait_for(lambda: is_free(comm), 60, "the end of the stop")
 
     steps = 2400 if goes_on else 900  # the others must not have ended before
     config = configure(tmp_path, kind, steps, patience_s=0.1)

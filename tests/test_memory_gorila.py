@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import pytest
 from conftest import slow_among
 from memory_jobs import (
     ENDLESS,
     GORILA,
     SEPARATE,
+    Paced,
+    Trained,
     gorila,
     own_steps,
     train,
@@ -23,7 +28,11 @@ from pala.config import (
 from pala.envs import Envs
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
+from pala.run.hooks import Hooks, Moment
 from pala.run.metric_table import METRICS
+from pala.run.rank import run_rank
+from pala.run.request import Request
+from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError
 from pala.transport.faults import (
     Fault,
@@ -31,7 +40,7 @@ from pala.transport.faults import (
     fail_at_message,
     signal_at,
 )
-from pala.transport.memory import Killed
+from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, replace(GORILA, num_shards=1)), (3, GORILA), (6, SEPARATE)])
@@ -128,6 +137,42 @@ def test_ranks_that_do_not_act_keep_no_environments(tmp_path: Path, monkeypatch:
 def test_a_staleness_that_discards_many_gradients_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(2, gorila(tmp_path, replace(GORILA, max_staleness_updates=1), 100)).ended_well()
     assert "many will be discarded (`gradients_stale`)" in capsys.readouterr().err
+
+
+def test_rewards_that_are_not_finite_are_left_out_counted_and_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    spoiled, had = list[int](), set[int]()  # at which steps; how many at the end of an interval
+
+    class Spoiled(Paced):
+        steps = 0
+
+        def step(self, action: Any) -> Any:
+            observation, reward, *rest = super().step(action)
+            self.steps += 1
+            if self.steps % 10 == 0 and threading.current_thread().name == "rank-1":
+                reward = (math.nan, math.inf)[len(spoiled) % 2]
+                spoiled.append(self.steps)
+            return observation, reward, *rest
+
+    def is_enough(moment: Moment) -> bool | None:
+        if moment.rank == 1:
+            had.add(len(spoiled))
+        return False if moment.rank == 1 and len(had) > 3 and moment.updates > 20 else None
+
+    def main(comm: MemoryCommunicator) -> Result:
+        request = Request(
+            config, make_env=lambda: Spoiled(gymnasium.make("CartPole-v1")), hooks=Hooks(on_interval=is_enough)
+        )
+        return run_rank(comm, request, comm.interrupt)
+
+    config = gorila(tmp_path, steps=ENDLESS)
+    job = Trained(config, run_ranks(2, main))
+    assert job.ended_well() and all(bool(tensor.isfinite().all()) for tensor in job.policy.values())
+    assert job.total("rewards_not_finite") == job.total("rewards_not_finite", rank=1) == len(spoiled)
+    assert job.total("gradients_not_finite") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "rewards are not finite" in line]
+    assert len(said) == 1 and said[0].startswith("[rank 1] left"), said
 
 
 def test_roles_that_do_not_fit_are_a_mistake_of_all(tmp_path: Path) -> None:

@@ -113,9 +113,15 @@ def test_a_spare_that_is_stopped_as_it_takes_a_place_ends_the_job_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not dead, so the next sleeps on; the others meet the budget, and wait for it in vain."""
+
+    def wait_for_the_stop(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if comm.world.dead:  # else they might meet the budget before the spare has heard of the death
+            wait_for(lambda: comm.world.stopped_until_s[3] > 0, 60, "the stop of the spare")
+
     monkeypatch.setattr(Job, "patience_s", 2.0)
     config = with_spares(tmp_path, spares=2, steps=1000, patience_s=0.5)
-    job = train(5, config, [fail_at(0, update=5), stop_at_message(3, 1)])
+    job = train(5, config, [fail_at(0, update=5), stop_at_message(3, 1)], on_count=wait_for_the_stop)
     for rank in (1, 2, 4):
         assert isinstance(job.results[rank], EndError) and "did not answer within 2 s" in str(job.results[rank])
     assert job.segment["status"] == "failed" and "did not answer" in job.segment["error"]

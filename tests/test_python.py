@@ -169,8 +169,15 @@ def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
         return conclude(*arguments)
 
     config = replace(configure(tmp_path, steps=200), evaluation=EvaluationConfig(episodes=3, num_envs=1))
-    results = train(2, config, conclude=look)
-    assert seen == [one] and os.sched_getaffinity(0) == cores
+    after: list[set[int]] = []  # of each rank, whose thread is the one that was on those cores
+
+    def main(comm: MemoryCommunicator) -> Result:
+        result = run_rank(comm, Request(config, conclude=look), comm.interrupt)
+        after.append(os.sched_getaffinity(0))
+        return result
+
+    results = run_ranks(2, main)
+    assert seen == [one] and after == [cores] * 2
     (first,) = [result for result in results if result.leads]
     assert first.evaluation.episodes == 3 and first.learning_curve.exists()
     other = pala._with_evaluation(next(result for result in results if not result.leads))

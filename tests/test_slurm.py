@@ -71,7 +71,7 @@ class Submitted:
     def wait_for_checkpoints(self, run: str, segment: int = 0) -> None:
         """Until the ranks have saved while they trained."""
         later = self.runs / run / f"checkpoints/segment-{segment:03d}/rank-0000.previous.safetensors"
-        wait_for(lambda: later.exists() or self.has_ended(), what="a second checkpoint", pause_s=_LOOK_S)
+        wait_for(lambda: later.exists() or self.has_ended(), 120, "a second checkpoint", _LOOK_S)
         assert not self.has_ended(), self.log()
 
 

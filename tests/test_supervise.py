@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import supervise
@@ -97,6 +98,30 @@ def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
 
     assert Scripted(["--run.name", "r"], [told_to_end]).supervise() == (0 if trained else 128 + number)
     assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sent"),
+    [
+        ([signal.SIGINT, signal.SIGINT], [signal.SIGUSR1, signal.SIGINT]),
+        ([signal.SIGTERM, signal.SIGTERM], [signal.SIGUSR1, signal.SIGUSR1]),
+        ([signal.SIGUSR1, signal.SIGINT], [signal.SIGUSR1, signal.SIGINT]),
+    ],
+    ids=["INT INT", "TERM TERM", "USR1 INT"],
+)
+def test_a_second_interrupt_goes_on_to_the_job_as_it_is(there: Path, numbers: list[int], sent: list[int]) -> None:
+    """Not so a second signal of a scheduler's, which sends more than one."""
+    heard: list[int] = []
+
+    def hears(of: Scripted) -> int:
+        of._job = SimpleNamespace(send_signal=heard.append)
+        for number in numbers:
+            of.on_signal(number, None)
+        of._job = None
+        return 1
+
+    assert Scripted(["--run.name", "r"], [hears]).supervise() == 128 + numbers[-1]
+    assert heard == sent
 
 
 def test_an_mpirun_that_is_no_command_is_told(there: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -52,7 +52,7 @@ def assert_trained_one_policy(run: Path, ranks: int) -> None:
 def test_topologies_and_mixings_under_mpi(standing: StandingRanks, topology: str, mixing: str, tmp_path: Path) -> None:
     done = standing.train(
         3, *CARTPOLE, "--total-steps", "4000", "--run.name", "r", "--exchange.topology", topology,
-        "--exchange.mixing", mixing, "--exchange.max-staleness", "2", cwd=tmp_path,
+        "--exchange.mixing", mixing, "--exchange.max-staleness", "2", "--exchange.patience-s", "300", cwd=tmp_path,
     )  # fmt: skip
     assert done.status == 0, done.output
     run = tmp_path / "runs/r"
@@ -65,7 +65,7 @@ def test_complete_uniform_lockstep_keeps_models_close(standing: StandingRanks, t
     """Under MPI models then stay close; that the average is exact is tested in test_protocol, without float noise."""
     done = standing.train(
         3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", "--exchange.topology", "complete",
-        "--exchange.max-staleness", "0", cwd=tmp_path,
+        "--exchange.max-staleness", "0", "--exchange.patience-s", "300", cwd=tmp_path,
     )  # fmt: skip
     assert done.status == 0, done.output
     distances = [record["consensus_distance_relative"] for record in all_intervals(tmp_path / "runs/r")]
@@ -104,7 +104,8 @@ def test_two_gossiping_ranks_learn_cartpole(standing: StandingRanks, tmp_path: P
     """In lockstep, so that the models mixed do not depend on how busy the machine is."""
     done = standing.train(
         2, *CARTPOLE, "--env.num-envs", "8", "--total-steps", "100000", "--run.name", "r", "--a2c.learning-rate",
-        "1e-3", "--a2c.learning-rate-decay", "linear", "--exchange.max-staleness", "0", cwd=tmp_path,
+        "1e-3", "--a2c.learning-rate-decay", "linear", "--exchange.max-staleness", "0",
+        "--exchange.patience-s", "300", cwd=tmp_path,
     )  # fmt: skip
     assert done.status == 0, done.output
     episodes = sorted(
