@@ -234,12 +234,19 @@ def main() -> None:
     try:
         with VirtualHosts(options.hosts, options.rate, options.cores_per_host) as hosts:
             command, environment = hosts.mpirun(options.command, options.ranks_per_host)
+            job, early = None, []  # signals that came before mpirun was there
+
+            def pass_on(number, frame):
+                early.append(number) if job is None else job.send_signal(number)
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, pass_on)
             # A session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here alone.
             job = subprocess.Popen(
                 command, env=os.environ | environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda number, frame: job.send_signal(number))
+            for number in early:
+                job.send_signal(number)
             status = job.wait()
     except VirtualHostsError as error:
         print(f"virtual_hosts: error: {error}", file=sys.stderr)

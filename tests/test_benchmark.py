@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import Launcher, assert_all_end, processes_in
+from conftest import Launcher, assert_all_end, processes_in, wait_for
 
 from pala.a2c.parts import build
 from pala.benchmark import __main__ as benchmark
@@ -419,6 +419,22 @@ def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> Non
     with pytest.raises(PalaError, match=r"was not done after 1 s"):
         run_job(["sh", "-c", hang], tmp_path / "log", 1)
     assert time.monotonic() - begin < 60
+    assert_all_end(tmp_path)
+
+
+def test_a_job_is_ended_by_an_interrupt_while_it_is_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def start_and_interrupt(*arguments: Any, **options: Any) -> None:
+        start(*arguments, **options)
+        wait_for((tmp_path / "begun").exists, 30, "the job")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(["sh", "-c", f"cd {tmp_path}; touch begun; sleep 1000"], tmp_path / "log")
     assert_all_end(tmp_path)
 
 

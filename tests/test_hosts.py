@@ -206,6 +206,31 @@ def test_the_command_passes_signals_on_and_ends_its_hosts(
     assert_all_end(tmp_path, "all processes")  # what is left of the job, holders
 
 
+def test_a_signal_while_mpirun_is_being_started_reaches_it(possible: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "mpirun").write_text(FAKE_MPIRUN)
+    (tmp_path / "mpirun").chmod(0o755)
+    source = """
+import os, signal, subprocess, sys, time
+import virtual_hosts
+start = subprocess.Popen
+def start_and_signal(command, **options):
+    job = start(command, **options)
+    if any(word.endswith("mpirun") for word in command):
+        while not os.path.exists("begun"):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return job
+subprocess.Popen = start_and_signal
+sys.argv[1:] = ["--hosts", "2", "--", "true"]
+virtual_hosts.main()
+"""
+    env = {"PATH": f"{tmp_path}:{possible.environment()['PATH']}", "PYTHONPATH": str(SCRIPT.parent)}
+    job = possible.start_command([str(possible.folder / "python"), "-c", source], cwd=tmp_path, env=env)
+    job.wait(60)
+    assert job.status == 7 and (tmp_path / "told").read_text() == "TERM\n", job.output
+    assert_all_end(tmp_path, "all processes")
+
+
 def test_the_end_of_the_process_is_the_end_of_its_hosts(possible: Launcher, tmp_path: Path) -> None:
     """Even when it is killed and can clean nothing up."""
     source = "import sys, time\nfrom virtual_hosts import VirtualHosts\nwith VirtualHosts(2):\n"

@@ -59,13 +59,14 @@ def run_job(
     comes, the launcher gets `stop_signal` and `patience_s` seconds; then, or at another exception, they are killed.
     """
     token = uuid.uuid4().hex
+    process: subprocess.Popen[bytes] | None = None
     with open(log, "ab") as file:
         begin = file.tell()
-        process = subprocess.Popen(
-            words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            env=_environment() | {_VARIABLE: token},
-        )  # fmt: skip
         try:
+            process = subprocess.Popen(
+                words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=_environment() | {_VARIABLE: token},
+            )  # fmt: skip
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise PalaError(f"`{shlex.join(words)}` was not done after {limit_s:.0f} s.{tail(log)}") from None
@@ -87,10 +88,11 @@ def clear_after(mpirun: int) -> None:
     shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{mpirun}", ignore_errors=True)
 
 
-def _end(process: subprocess.Popen[bytes], token: str, stop_signal: signal.Signals, patience_s: float) -> None:
-    """The launcher gets time to end its ranks; what is left then of those that carry the job's token is killed."""
+def _end(process: subprocess.Popen[bytes] | None, token: str, stop_signal: signal.Signals, patience_s: float) -> None:
+    """The launcher gets time to end its ranks; what is left then of those that carry the job's token is killed.
+    `process`: None if the exception came while it was being started."""
     try:
-        if process.poll() is None:
+        if process is not None and process.poll() is None:
             process.send_signal(stop_signal)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience_s)
@@ -100,8 +102,9 @@ def _end(process: subprocess.Popen[bytes], token: str, stop_signal: signal.Signa
                 with contextlib.suppress(OSError):
                     if f"{_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
                         os.kill(int(entry.name), signal.SIGKILL)
-        process.wait()
-        clear_after(process.pid)
+        if process is not None:
+            process.wait()
+            clear_after(process.pid)
 
 
 def tail(log: Path) -> str:
