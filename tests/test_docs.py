@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from pala.config import Config, flatten, to_table
+from pala.config import Config, to_table
+from pala.system.tables import flatten
 
 GUIDES = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
 PAGES = [*REPOSITORY.glob("*.md"), *GUIDES[1:], *(REPOSITORY / "results").rglob("README.md")]

@@ -22,11 +22,8 @@ from memory_jobs import (
     with_spares,
 )
 
-from pala.config import (
-    EnvConfig,
-    ExchangeConfig,
-    check,
-)
+from pala.config import EnvConfig, ExchangeConfig
+from pala.config_checks import check
 from pala.envs import Envs
 from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver

@@ -113,8 +113,10 @@ class A2CParts(Parts[ModelExchange]):
         root = updates.index(max(updates))
         share(comm, self, root)
         newest = comm.bcast(state.counters, root)
-        state.counters |= {"updates": newest["updates"], "own_steps": newest["local_steps"][comm.rank]}
-        state.counters["warms_up_from"] = newest.get("warms_up_from", 0)
+        state.counters |= {
+            "updates": newest["updates"], "applied": newest.get("applied", newest["updates"]),
+            "own_steps": newest["local_steps"][comm.rank], "warms_up_from": newest.get("warms_up_from", 0),
+        }  # fmt: skip
 
 
 def build(

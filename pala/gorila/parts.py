@@ -237,11 +237,11 @@ def build(
 
 
 def _two_of(make_one: Callable[[], Network]) -> tuple[Network, Network]:
-    """The network that learns and its target network. Raises PalaError if they are one."""
+    """The network that learns and its target network. Raises PalaError if they share parameters."""
     made = make_one(), make_one()
     first, second = (set(map(id, network.parameters())) for network in made)
     if first & second:
-        raise PalaError("'make_network' gives the same network again, but must make a new one each time.")
+        raise PalaError("'make_network' gives networks that share parameters, but must make a new one each time.")
     return made
 
 

@@ -62,7 +62,7 @@ class Roles(NamedTuple):
 
 def assign(config: GorilaConfig, num_ranks: int, num_spares: int = 0) -> Roles:
     """The roles of a job of so many ranks, beside which there are so many spares. Raises PalaError if they cannot be
-    shared out; the configuration itself is checked already (`config.check`)."""
+    shared out; the configuration itself is checked already (`config_checks.check`)."""
     local = config.replay == "local"
     if config.roles == "bundled":
         if config.num_shards > num_ranks:

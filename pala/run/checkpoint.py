@@ -379,15 +379,19 @@ def _are_counters(state: RankState) -> bool:
         return False
     steps, weight, lost = counters["local_steps"], counters["weight"], counters.get("lost", [])
     spares = counters.get("spares", 0)
-    counts = [state.rank, state.ranks, state.signature, spares, *(counters[name] for name in _COUNTS)]
+    applied = counters.get("applied", 0)
+    counts = [state.rank, state.ranks, spares, applied, *(counters[name] for name in _COUNTS)]
     return (
         isinstance(steps, list)
-        and all(type(count) is int and 0 <= count < 2**64 for count in [*counts, *steps])
+        and all(type(count) is int and 0 <= count < 2**53 for count in [*counts, *steps])  # sums fit in 64 bits
+        and type(state.signature) is int
+        and 0 <= state.signature < 2**64
+        and applied <= counters["updates"]
         and state.rank < state.ranks == len(steps)
         and spares < state.ranks
         and all(type(number) in (int, float) and math.isfinite(number) for number in (weight, counters["time_s"]))
         and weight > 0
-        and all(type(counters.get(name, 0)) is int for name in ("applied", "warms_up_from"))
+        and type(counters.get("warms_up_from", 0)) is int
         and isinstance(lost, list)
         and all(type(rank) is int and 0 <= rank < state.ranks and rank != state.rank for rank in lost)
     )

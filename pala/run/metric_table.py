@@ -123,7 +123,7 @@ METRICS = (
     Metric("action_value", "interval", "gorila", "learner", "one rank", "reward", "mean value of the sampled actions"),
     Metric("gradients_sent", "interval", "gorila", "learner", "one rank", "", "gradients sent to the shards"),
     Metric("gradients_filtered", "interval", "gorila", "learner", "one rank", "",
-        "gradients discarded because the error was far above its running mean, or not finite",
+        "gradients discarded: the error was far above its running mean, or it or the gradient was not finite",
     ),
     Metric("parameters_received", "interval", "gorila", "learner, actor", "one rank", "",
         "slices from shards on other ranks",

@@ -3,8 +3,8 @@
     cd results/breakout/runs
     python ../../mixing/step_length.py paired_momentum_in_step-* -- allreduce_momentum_warmup-*
 
-The metrics have sketches of a rank's movement in each interval. Of the squared length of these, over updates, this
-takes the mean over runs, by ranges of a rank's updates, and prints the root of the ratio.
+The metrics have sketches of a rank's movement in each interval. This joins intervals to some 200 updates each, takes
+the mean of their squared length over updates and runs, by ranges of a rank's updates, and prints the root of the ratio.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from pala.run.metrics import read_run
 
 _RANGES = ((600, 1600), (1600, 3200), (3200, 6400), (6400, 9600), (9600, 12800), (12800, 16000))  # updates
+_TOGETHER = 200  # updates: intervals are of unlike many, and movements are related within some
 
 
 def squared_step(run: Path, first: int, last: int) -> float:
     """Squared length of the sketched movement an update in `first` to `last` of its first rank."""
     intervals = [record for record in read_run(run)[0] if record["type"] == "interval"]
-    squares, updates, before = 0.0, 0, 0
+    squares, updates, moved, since, before = 0.0, 0, np.zeros(32), 0, 0
     for record in intervals:
         if first <= before and record["updates"] <= last:
-            squares += sum(x * x for x in record["movement"])
-            updates += record["updates"] - before
+            moved, since = moved + record["movement"], since + record["updates"] - before
+        if since >= _TOGETHER:
+            squares, updates = squares + float(moved @ moved), updates + since
+            moved, since = np.zeros(32), 0
         before = record["updates"]
     return squares / updates
 
