@@ -24,7 +24,7 @@ _TOGETHER = 200  # updates: intervals are of unlike many, and movements are rela
 
 
 def squared_step(run: Path, first: int, last: int) -> float:
-    """Squared length of the sketched movement an update in `first` to `last` of its first rank."""
+    """Squared length of the sketched movement an update in `first` to `last` of its first rank; NaN beyond its end."""
     intervals = [record for record in read_run(run)[0] if record["type"] == "interval"]
     squares, updates, moved, since, before = 0.0, 0, np.zeros(32), 0, 0
     for record in intervals:
@@ -34,7 +34,7 @@ def squared_step(run: Path, first: int, last: int) -> float:
             squares, updates = squares + float(moved @ moved), updates + since
             moved, since = np.zeros(32), 0
         before = record["updates"]
-    return squares / updates
+    return squares / updates if updates else math.nan
 
 
 def main() -> None:
@@ -43,7 +43,8 @@ def main() -> None:
     runs, others = ([Path(name) for name in names] for names in (sys.argv[1:middle], sys.argv[middle + 1 :]))
     for first, last in _RANGES:
         ratio = math.sqrt(_mean(runs, first, last) / _mean(others, first, last))
-        print(f"{first:6} to {last:6} updates: {ratio:.2f}")
+        if not math.isnan(ratio):
+            print(f"{first:6} to {last:6} updates: {ratio:.2f}")
 
 
 def _mean(runs: Sequence[Path], first: int, last: int) -> float:
