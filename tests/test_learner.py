@@ -333,7 +333,7 @@ def test_the_learning_rate_rises_in_the_first_updates_and_again_when_the_mean_sq
     run = Run(configured(9 * BATCH, learning_rate=8.0, learning_rate_warmup_updates=4), exchange_class=Breaking)
     run.go()
     assert [rate for *_, rate, _ in run.updates] == pytest.approx([2, 4, 6, 8, 8, 8, 2, 4, 6])
-    assert run.learner.num_applied == 8  # all but the sixth
+    assert run.learner.counters.applied == 8  # all but the sixth
     assert run.a2c.warms_up_from == 6
 
 

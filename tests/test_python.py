@@ -11,6 +11,7 @@ import runpy
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -480,6 +481,18 @@ def _with_heads(heads: nn.Module) -> nn.Module:
     made = nn.Module()
     made.trunk, made.heads = nn.Linear(4, 8), heads
     return made
+
+
+def test_a_later_training_of_a_script_counts_its_own_seconds(tmp_path: Path) -> None:
+    """To its first step; the first one counts from the start of the process."""
+    seconds = {}
+    for name in ("first", "later"):
+        begin_s = time.perf_counter()
+        config = configure(tmp_path / name, steps=100)
+        train(1, config, began_s=begin_s if name == "later" else None)
+        within_s = time.perf_counter() - begin_s
+        seconds[name] = record_of(tmp_path / name / "r")["segments"][0]["seconds_to_first_step"] - within_s
+    assert seconds["later"] < 0.01 < seconds["first"]  # the process has imported torch before
 
 
 def masked(space: gymnasium.Space, num_outputs: tuple[int, ...], value: float = 0.0) -> nn.Module:

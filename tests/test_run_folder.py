@@ -220,6 +220,10 @@ def test_a_changed_tree_is_recorded_but_not_for_new_results(tmp_path: Path, monk
     (tmp_path / "untracked").write_text("new\n")
     files[1].write_text("made anew\n")
     assert provenance.provenance()["git_dirty"] is False
+    git = provenance._git
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "_git", lambda *words: None if words[0] == "status" else git(*words))
+        assert provenance.provenance()["git_dirty"] is True  # for all that is known
     files[0].write_text("changed\n")
     assert provenance.provenance()["git_dirty"] is True
 

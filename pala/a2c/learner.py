@@ -189,8 +189,6 @@ class Learner(Loop):
 
     def _count(self, result: UpdateResult) -> None:
         self._updates += 1
-        self.num_tried += 1
-        self.num_applied += result.applied
         self.counters.applied += result.applied
         if not result.applied:
             self._skipped += 1

@@ -169,8 +169,6 @@ class Worker(Loop):
             finite = math.isfinite(error) and math.isfinite(float(self._flat.gradient.norm()))
             accepted = self._filter.accepts(error if finite else math.nan)
         self.counters.updates += 1
-        self.num_tried += 1
-        self.num_applied += finite
         self.counters.applied += finite
         self._not_finite_in_a_row = 0 if finite else self._not_finite_in_a_row + 1
         if self._not_finite_in_a_row >= _MOST_NOT_FINITE:

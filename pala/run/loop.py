@@ -10,7 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class Loop(abc.ABC):
         self._run, self._exchange, self.counters = run, exchange, progress.counters
         self._generator, self._interrupt, self._device = progress.generator, interrupt, device
         self._on_update: Callable[[int], None] = nothing_on_update
-        self.num_tried = self.num_applied = 0  # updates of this start, and those that were not left out
+        self.began_with = replace(progress.counters)
         self._watch = Stopwatch()
         self._records: list[Record] = []
         self._begin = time.perf_counter() - self.counters.time_s

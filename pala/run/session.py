@@ -291,8 +291,9 @@ class Session:
         """Collective. Raises EndError if no update was applied in this start, or ever: nothing was learned."""
 
         def add_up(living: Living) -> np.ndarray:
-            of_run = loop.counters
-            counts = np.array([loop.num_tried, loop.num_applied, of_run.updates, of_run.applied], np.int64)
+            begun, now = loop.began_with, loop.counters
+            start = now.updates - begun.updates, now.applied - begun.applied
+            counts = np.array([*start, now.updates, now.applied], np.int64)
             living.reduce(counts, "sum")
             return counts
 
