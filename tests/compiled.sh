@@ -10,7 +10,7 @@ check)
     modules=(pala/exchange/{budget,wire}.py pala/transport/base.py
         pala/exchange/gossip/{actions,driver,messages,mixing,paired,process_lock,protocol,protocols,topology}.py
         pala/simulate/{costs,scenario,schedules,vector_models,virtual_network,virtual_cluster}.py) ;;
-explore) modules=(pala/simulate/explore_{alike,world}.py) ;;
+explore) modules=(pala/simulate/explore_{alike,tables,world}.py) ;;
 *) echo "usage: $0 check|explore [OPTIONS]" >&2 && exit 2 ;;
 esac
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -15,7 +15,7 @@ from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.topology import OFFSETS
-from pala.simulate import explore, explore_world
+from pala.simulate import explore, explore_tables
 from pala.simulate.explore import Explored, Explorer
 from pala.simulate.explore_alike import NotAlikeError
 from pala.simulate.explore_states import Case, Frozen
@@ -300,7 +300,7 @@ def test_a_wrong_claim_stops_the_search(monkeypatch: pytest.MonkeyPatch) -> None
     def without_locks(frozen: Frozen, case: Case) -> Frozen:
         return frozen._replace(lock=())
 
-    monkeypatch.setattr(explore_world, "simplest", without_locks)
+    monkeypatch.setattr(explore_tables, "simplest", without_locks)
     with pytest.raises(NotAlikeError, match=r"lock \(\(1, 0.0\),\) and \(\)"):
         explored()
     command = ["--mixings", "uniform", "--staleness", "1", "--faults", "stop"]
