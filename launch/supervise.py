@@ -110,6 +110,9 @@ class Supervisor:
         self.hosts = read_hosts(options.host, options.hostfile)
         slots = sum(host.slots for host in self.hosts)
         arguments, command = with_default(options.or_preset, arguments)
+        if options.go_on and (begun := _begun(command)) is not None:  # its ranks and spares are the usual ones
+            arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
+            command = parse(arguments)
         self._spares = spares = command.config.run.spares
         self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
         if self.hosts and self.ranks > slots:
@@ -136,6 +139,7 @@ class Supervisor:
         self._was_told = options.go_on  # a job has been told to make the run
         self._began = False  # by a job of this supervisor
         self._job: subprocess.Popen[bytes] | None = None
+        self._probes: list[subprocess.Popen[str]] = []  # of hosts
         self._said_mistake = False
         self._only_notes_signals = False  # if no job runs; else one ends this process
         self._signal: int | None = None
@@ -188,7 +192,7 @@ class Supervisor:
             if (fault := self._left_over()) is not None:
                 return self._give_up(fault)
             if start < self.restarts:
-                time.sleep(min(self.pause_s * 2**start, _LONGEST_PAUSE_S))
+                time.sleep(min(self.pause_s * 2.0 ** min(start, 30), _LONGEST_PAUSE_S))
         return self._give_up(f"{self.restarts} restarts were not enough" if self.restarts else "the job failed")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -350,7 +354,12 @@ class Supervisor:
         if not self.hosts:
             return []
         with ThreadPoolExecutor(len(self.hosts)) as pool:
-            answers = list(pool.map(self._answers, self.hosts))
+            try:
+                answers = list(pool.map(self._answers, self.hosts))
+            except BaseException:  # a signal: the pool waits for its threads, and they for the probes
+                for probe in self._probes:
+                    _kill(probe)
+                raise
         for host, answer in zip(self.hosts, answers, strict=True):
             if not answer:
                 self._say(f"host {host.name} does not start a process and is left out.")
@@ -361,15 +370,18 @@ class Supervisor:
             [*self.mpirun, "-np", "1", "--host", host.name, "echo", "here"], text=True, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
+        self._probes.append(probe)
         try:
             return "here" in probe.communicate(timeout=_PROBE_S)[0]
         except subprocess.TimeoutExpired:
-            os.killpg(probe.pid, signal.SIGKILL)  # mpirun and its ssh
-            probe.wait()
+            _kill(probe)
             return False
+        finally:
+            probe.wait()
+            clear_after(probe.pid)
 
     def _give_up(self, why: str) -> int:
-        go_on = f"go on with `--resume {self.run}`"
+        go_on = f"go on with `--resume {shlex.quote(str(self.run))}`"
         if not self._has_record():
             go_on = "give the same command again; nothing was trained"
         self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
@@ -380,13 +392,22 @@ class Supervisor:
         say(f"supervise: {text}")
 
 
+def _kill(probe: subprocess.Popen[str]) -> None:
+    """mpirun and its ssh."""
+    with suppress(ProcessLookupError):
+        os.killpg(probe.pid, signal.SIGKILL)
+
+
 def survivable(mpirun: str) -> list[str]:
     """The command, with the option by which the job outlives its ranks (ULFM) where there is one."""
     try:
         command = shlex.split(mpirun)
     except ValueError as error:
         raise PalaError(f"'--mpirun {mpirun}' cannot be read: {error}.") from None
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise PalaError(f"'--mpirun {mpirun}' cannot be run: {reason(error)}; name another.") from None
     ulfm = [] if "--with-ft" in command or "(Open MPI) 5" not in version else ["--with-ft", "ulfm"]
     return [*command, *ulfm]
 
@@ -423,6 +444,14 @@ def with_default(preset: str | None, arguments: list[str]) -> tuple[list[str], C
         return arguments, command
     arguments = [preset, *arguments]
     return arguments, parse(arguments)
+
+
+def _begun(command: Command) -> Path | None:
+    """The run that this would begin, if it is there."""
+    name = command.config.run.name
+    run = Path(command.config.run.dir) / name
+    is_there = command.resume is None and name and os.path.exists(run / "run.json")  # noqa: PTH110  Path's may raise
+    return run if is_there else None
 
 
 def usual_ranks(command: Command) -> int:
@@ -483,8 +512,8 @@ def main() -> NoReturn:
         sys.exit(supervisor.supervise())
     except PalaError as error:
         say(f"supervise: error: {error}")
-    except (FileNotFoundError, PermissionError) as error:
-        say(f"supervise: error: '{error.filename}' is not there, not in PATH or no program; `--mpirun` names another.")
+    except OSError as error:
+        say(f"supervise: error: {reason(error)}")
     sys.exit(2)
 
 

@@ -64,6 +64,9 @@ class VirtualHosts:
             )
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="pala-hosts-")
+        except OSError as error:
+            raise VirtualHostsError(f"Virtual hosts need a temporary folder: {error}.") from None
+        try:
             for name in (*self.names, "vswitch"):
                 self._holders.append(_start_holder(name))
             self._switch = self._holders[-1].pid
@@ -221,7 +224,9 @@ def _shape(rate: str | None) -> list[str]:
 
 
 def main() -> None:
-    """Run a command on virtual hosts by Open MPI; signals are passed on to it; its exit status is this one's."""
+    """Run a command on virtual hosts by Open MPI; signals are passed on to it; its exit status is this one's.
+
+    SIGHUP, of a closed terminal, as SIGTERM: mpirun would end by it without a word to its ranks."""
     parser = argparse.ArgumentParser(description="Run an MPI job on virtual hosts of this machine.")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
@@ -229,7 +234,10 @@ def main() -> None:
     parser.add_argument("--cores-per-host", type=int, help="by default the machine's cores divided by the hosts")
     parser.add_argument("command", nargs="+", help="after --, as in: -- python -m pala.train configs/pong.toml")
     options = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    passed_on = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # not under nohup
+        passed_on.append(signal.SIGHUP)
+    for number in passed_on:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))  # on the way out the hosts end
     try:
         with VirtualHosts(options.hosts, options.rate, options.cores_per_host) as hosts:
@@ -237,9 +245,10 @@ def main() -> None:
             job, early = None, []  # signals that came before mpirun was there
 
             def pass_on(number, frame):
+                number = signal.SIGTERM if number == signal.SIGHUP else number
                 early.append(number) if job is None else job.send_signal(number)
 
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in passed_on:
                 signal.signal(number, pass_on)
             # A session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here alone.
             job = subprocess.Popen(

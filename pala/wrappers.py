@@ -57,10 +57,10 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
         if match is None:
             raise ValueError
         call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise ValueError
         return match[1], {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError):
         raise PalaError(
             f"{_SOURCE}: '{text}' is no wrapper: write `Name`, `module:Name` or `Name(key=value)`, with plain values."
         ) from None

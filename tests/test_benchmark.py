@@ -301,6 +301,7 @@ def test_defaults_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--seconds", "0"], "'--seconds' is 0 but must lie above 0"),
         (["--slowdown", "0.5"], "'--slowdown' is 0.5 but must lie between 1 and 100"),
         (["--exchanges", "gosip"], "'gosip' is none of none, gossip"),
+        (["--quick", "--exchanges", "gossip"], "'--quick' compares exchanges with 'none': add it"),
         (["--precisions", "float16"], "'float16' is none of float32, bfloat16; did you mean"),
         (["missing.toml"], "Preset 'missing.toml' does not exist"),
         (["--a2c.gamma", "2"], "'a2c.gamma' is 2.0 but must lie between 0 and 1"),
@@ -378,11 +379,22 @@ def test_jobs_that_are_measured_survive_a_stop(
     monkeypatch.setattr(benchmark, "_measure", measure)
     output, result = benchmark.benchmark(benchmark.parse(["--ranks", "2", "4", "--output", str(tmp_path / "b")]))
     assert [job["ranks"] for job in result["jobs"]] == [2] and (output / "benchmark.json").exists()
-    assert result["failures"] == ["Stopped in the job of 4 ranks; those before it are reported."]
+    assert result["failures"] == ["Stopped; what was measured before is reported."]
     assert result["exit_status"] == (130 if isinstance(error, KeyboardInterrupt) else 143)
     assert "## Training" in capsys.readouterr().out
     with pytest.raises(type(error)):
         benchmark.benchmark(benchmark.parse(["--ranks", "4", "--output", str(tmp_path / "c")]))
+
+
+def test_jobs_survive_a_stop_while_the_protocol_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*ranks: int) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "_measure", lambda command, ranks, output: canned_job(ranks))
+    monkeypatch.setattr(benchmark, "protocol_cost_us", stopped)
+    output, result = benchmark.benchmark(benchmark.parse(["--ranks", "2", "--output", str(tmp_path / "b")]))
+    assert [job["ranks"] for job in result["jobs"]] == [2] and (output / "benchmark.json").exists()
+    assert result["exit_status"] == 130 and result["protocol_us"] == {}
 
 
 @pytest.mark.parametrize(

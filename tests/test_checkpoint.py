@@ -99,6 +99,34 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(failing, tmp_path, monkeypatc
     assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 3
 
 
+def test_a_last_rename_that_fails_leaves_the_newest_checkpoint(tmp_path, monkeypatch):
+    save_rank(tmp_path, make_state(fill=1.0))
+    save_rank(tmp_path, make_state(fill=2.0))
+    real, failed = os.replace, []
+
+    def replace(source: Path, target: Path) -> None:
+        if Path(source).name == ".rank-0000.safetensors.new" and not failed and Path(target) == file_of(tmp_path):
+            failed.append(source)
+            disk_full()
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="No space left"):
+        save_rank(tmp_path, make_state(fill=3.0))
+    assert failed and load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 2
+    assert file_of(tmp_path).exists()
+
+
+def test_a_spare_that_trained_is_found_by_the_checkpoint_before_its_last(tmp_path):
+    """Its job ended between the two renames of a save."""
+    for rank in range(3):
+        state = make_state(rank, 3, fill=float(rank))
+        state.counters["spares"] = 1
+        save_rank(tmp_path, state)
+    os.replace(file_of(tmp_path, 2), tmp_path / "rank-0002.previous.safetensors")
+    assert [state.rank for state in load_all(tmp_path, SIGNATURE)] == [0, 1, 2]
+
+
 def test_a_crash_at_any_rename_leaves_a_checkpoint(tmp_path, monkeypatch):
     """The process may die before each of the renames of a save; what is loaded is the old state or the new one."""
     real, loaded = os.replace, []

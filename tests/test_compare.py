@@ -466,6 +466,8 @@ def test_the_first_interval_of_each_start_is_left_out() -> None:
 def test_paths_of_the_machine_are_left_out() -> None:
     text = '"command": "python -m pala.train /srv/a.b/configs/pong.toml --run.dir=/scratch/x", "dir": "/data/y/runs"'
     assert without_paths(text) == '"command": "python -m pala.train pong.toml --run.dir=x", "dir": "runs"'
+    quoted = '"command": "train --run.dir \'/home/jane doe/my runs/x=1,2\'", "dir": "/home/jos\\u00e9/runs"'
+    assert without_paths(quoted) == '"command": "train --run.dir \'x=1,2\'", "dir": "runs"'
     kept = '"ALE/Pong-v5" "configs/pong.toml" "1/2" "https://example.org/a" "a / b"'
     assert without_paths(kept) == kept
 

@@ -3,6 +3,7 @@ that note what they are asked; `test_slurm.py` has the real ones."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pala.compare.__main__ import Command, compare
 from pala.compare.execute import chosen
 from pala.compare.plan import Plan
 from pala.compare.slurm import unfinished
+from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 
 pytest.importorskip("matplotlib")
@@ -89,14 +91,37 @@ def test_the_report_of_a_part_asks_for_that_part(there: Path) -> None:
     assert {run.cell.variant for run, _ in unfinished(chosen(plan, ("none",)), Path("results/tiny"))} == {"none"}
 
 
-def test_the_report_of_two_parts_asks_for_both(there: Path) -> None:
+def test_each_of_two_parts_has_a_report_of_its_own(there: Path) -> None:
+    """Neither judges a run that nobody has asked for."""
     compare(Command(Path("preset.toml"), only=("gossip",), submit=True))
     *jobs, _ = asked()
     waiting = [f"{number + 1}|{there}|{name}" for number, name in enumerate(names(jobs))]
     Path("queue").write_text("\n".join([*waiting, f"99|{there}|pala-tiny-report"]) + "\n")
     compare(Command(Path("preset.toml"), only=("none",), submit=True))
-    report = next(line for line in asked() if "--gather" in line)
-    assert "--only" not in report and "afterany:1:" in report
+    lines = asked()
+    report = next(line for line in lines if "--gather" in line)
+    assert "--only none" in report and "afterany:1:" in report
+    assert not any("scancel" in line for line in lines)
+
+
+def test_the_report_has_all_that_is_added(there: Path) -> None:
+    for folder in ("here", "there"):
+        planned = Plan(Path("preset.toml")).runs[0]
+        make_run(there / folder, planned.config, planned.cell.ranks)
+    compare(Command(Path("preset.toml"), submit=True, add=(Path("here"), Path("there"))))
+    words = shlex.split(asked()[-1].partition("--wrap=exec ")[2])
+    command = read_command("pala.compare", words[words.index("pala.compare") + 1 :], Command())
+    assert command.gather and command.add == (Path("here"), Path("there"))
+
+
+def test_a_job_has_room_for_spares(there: Path) -> None:
+    plan = write_preset(ranks="[3]")
+    text = Path("preset.toml").read_text().replace("[variants.gossip]", "[variants.gossip]\nrun.spares = 2", 1)
+    Path("preset.toml").write_text(text)
+    assert plan.preset.slurm.ranks_per_node == 2
+    compare(Command(Path("preset.toml"), submit=True, only=("gossip",)))
+    (job, _) = asked()
+    assert "--nodes=3 --ntasks-per-node=2 " in job and ".sbatch -n 3 --continue " in job
 
 
 def test_each_run_is_a_job_of_its_own_size(

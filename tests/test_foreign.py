@@ -159,6 +159,16 @@ def test_the_key_is_the_users_alone(tmp_path: Path, someone_else: Callable[[], N
     assert names_in(key.parent) == ["key"]
 
 
+def test_a_home_without_hard_links_keeps_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, someone_else) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    someone_else()
+    monkeypatch.setattr(os, "link", refused)
+    keep(tmp_path, local_factory())
+    assert load(tmp_path) is not None and names_in(tmp_path / "other home" / "pala") == ["key"]
+
+
 @pytest.mark.parametrize("module", ["harm", "run.harm", "run.inside.harm"])
 def test_a_module_in_the_runs_own_folder_is_never_imported(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -278,6 +288,36 @@ def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, someone_e
     assert [result.status for result in session(resume=folder, trust_run=True)] == ["completed"] * 2
     config = replace(config, total_steps=160)
     assert [result.status for result in session(resume=folder)] == ["completed"] * 2, "it is theirs now"
+
+
+def test_an_id_that_a_kept_environment_wins_over_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = configure(tmp_path, steps=40)
+    run_ranks(1, lambda comm: run_rank(comm, Request(config, make_env=local_factory()), comm.interrupt))
+    folder = tmp_path / "r"
+    kept = run_folder.config_of(folder).env.id
+    capfd.readouterr()
+    for given in (kept, "Acrobot-v1"):
+        request = Request(replace(config, env=replace(config.env, id=given), total_steps=80), resume=folder)
+        run_ranks(1, lambda comm, request=request: run_rank(comm, request, comm.interrupt))
+        assert ("'env.id' is 'Acrobot-v1', but the run keeps" in capfd.readouterr().err) == (given != kept)
+    assert run_folder.config_of(folder).env.id == kept
+
+
+def test_packed_metrics_are_not_gone_on_with(tmp_path: Path) -> None:
+    """What they hold would be hidden by the new file beside them."""
+    config = configure(tmp_path, steps=40)
+    run_ranks(1, lambda comm: run_rank(comm, Request(config), comm.interrupt))
+    folder, config = tmp_path / "r", replace(config, total_steps=80)
+    file = metrics_path(folder, 0)
+    plain = file.read_bytes()
+    file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(plain))
+    file.unlink()
+    request = Request(config, resume=folder)
+    (error,) = run_ranks(1, lambda comm: run_rank(comm, request, comm.interrupt))
+    assert isinstance(error, CollectiveError) and "are packed" in str(error) and "`gunzip` them first" in str(error)
+    file.write_bytes(plain)
+    (made,) = run_ranks(1, lambda comm: run_rank(comm, request, comm.interrupt))
+    assert made.status == "completed" and metrics_path(folder, 0).read_bytes().startswith(plain)
 
 
 def test_training_takes_the_option_with_a_resume(run: Path) -> None:

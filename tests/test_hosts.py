@@ -182,6 +182,7 @@ def test_links_can_be_cut_and_mended(possible: Launcher) -> None:
 FAKE_MPIRUN = """#!/bin/sh
 trap 'echo INT > told; exit 7' INT
 trap 'echo TERM > told; exit 7' TERM
+trap 'echo USR1 > told; exit 7' USR1
 sleep 1000 &
 sleep .3
 touch begun
@@ -189,11 +190,12 @@ while :; do sleep .1; done
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_the_command_passes_signals_on_and_ends_its_hosts(
     number: signal.Signals, possible: Launcher, tmp_path: Path
 ) -> None:
-    """To an mpirun that notes what it is told, and leaves a process behind."""
+    """To an mpirun that notes what it is told, and leaves a process behind. `pala.compare` stops a job by SIGUSR1."""
+    told = signal.SIGTERM if number == signal.SIGHUP else number
     (tmp_path / "mpirun").write_text(FAKE_MPIRUN)
     (tmp_path / "mpirun").chmod(0o755)
     command = [str(possible.folder / "python"), str(SCRIPT), "--hosts", "2", "--", "true"]
@@ -202,7 +204,7 @@ def test_the_command_passes_signals_on_and_ends_its_hosts(
     wait_for(lambda: (tmp_path / "begun").exists() or job.process.poll() is not None, what="the fake mpirun")
     job.process.send_signal(number)
     job.wait(60)
-    assert job.status == 7 and (tmp_path / "told").read_text() == f"{number.name[3:]}\n", job.output
+    assert job.status == 7 and (tmp_path / "told").read_text() == f"{told.name[3:]}\n", job.output
     assert_all_end(tmp_path, "all processes")  # what is left of the job, holders
 
 

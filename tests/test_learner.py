@@ -94,6 +94,7 @@ class Run:
     records: list[Record] = field(default_factory=list)
     updates: list[tuple[Rollout, torch.Tensor, float, int]] = field(default_factory=list)
     saves: int = 0
+    saved_s: list[float] = field(default_factory=list)  # the training time that each checkpoint has
 
     def __post_init__(self) -> None:
         config = self.config
@@ -122,6 +123,7 @@ class Run:
 
     def save(self) -> None:
         self.saves += 1
+        self.saved_s.append(self.counters.time_s)
 
     def of_type(self, name: str) -> list[Record]:
         return [record for record in self.records if record["type"] == name]
@@ -164,6 +166,16 @@ def test_steps_updates_and_episodes_are_counted():
     assert [record["local_steps"] for record in episodes] == [ENVS * 3 * (n // ENVS + 1) for n in range(len(episodes))]
     assert len(episodes) == ENVS * (5 * STEPS // 3)
     assert {(record["return"], record["length_steps"]) for record in episodes} == {(3.0, 3)}
+
+
+def test_a_checkpoint_has_the_training_time_of_its_own_moment():
+    """Not of the last record, which may be long ago."""
+    config = configured(3 * BATCH)
+    run = Run(dataclasses.replace(config, run=RunConfig(log_interval_s=1000, checkpoint_interval_s=0)))
+    begin = time.perf_counter()
+    run.go()
+    assert len(run.saved_s) == 3 and sorted(set(run.saved_s)) == run.saved_s
+    assert 0 < run.saved_s[-1] < time.perf_counter() - begin + 1
 
 
 def test_messages_are_moved_on_after_every_step():

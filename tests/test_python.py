@@ -531,6 +531,55 @@ def test_a_network_that_cannot_be_is_told(make: Any, says: str) -> None:
         actor_critic(*spaces, Config(), make)
 
 
+class Standardised(nn.Conv2d):
+    """Its weights are seen as a matrix."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = self.weight.view(len(self.weight), -1)
+        rows = (rows - rows.mean(1, keepdim=True)) / rows.std(1, keepdim=True)
+        return self._conv_forward(images, rows.view_as(self.weight), self.bias)
+
+
+def test_a_network_is_tried_in_the_layout_that_it_is_trained_in() -> None:
+    def make(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = MyNetwork(space, num_outputs, inputs=3 * 6 * 6)
+        made.trunk.insert(0, Standardised(3, 3, 3))
+        return made
+
+    images = gymnasium.spaces.Box(0, 255, (3, 8, 8), np.uint8)
+    with pytest.raises(PalaError, match=r"make_network' fails .*view size is not compatible"):
+        actor_critic(images, gymnasium.spaces.Discrete(2), Config(), make)
+
+
+class Masked(MyNetwork):
+    """What its parameters mean depends on a buffer."""
+
+    def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+        super().__init__(space, num_outputs)
+        self.register_buffer("mask", torch.rand(4), persistent=False)
+
+
+def test_a_buffer_that_is_drawn_anew_is_no_other_networks(tmp_path: Path) -> None:
+    """Ranks would exchange, and an evaluation play, what was learned with another one."""
+
+    def by_numpy(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = Masked(space, num_outputs)
+        made.mask.copy_(torch.from_numpy(np.random.default_rng().random(4)))
+        return made
+
+    errors = train(2, configure(tmp_path / "a"), Hooks(make_network=by_numpy))
+    assert all(isinstance(error, CollectiveError) and "is not that of rank 0" in str(error) for error in errors)
+    (made,) = train(1, configure(tmp_path / "b"), Hooks(make_network=Masked))
+    assert made.status == "completed" and policy_of(made.run) is not None
+    other = replace(configure(tmp_path / "b"), seed=2, total_steps=10**4)
+    (error,) = train(1, other, resume=made.run)
+    assert isinstance(error, CollectiveError) and "of another network" in str(error)
+    header = (made.run / "run.json").read_text()
+    (made.run / "run.json").write_text(header.replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(PalaError, match="is of a network with other buffers"):
+        policy_of(made.run, trust_run=True)
+
+
 def test_gorilas_two_networks_must_be_two(tmp_path: Path) -> None:
     """Else what learns would be the target of its own."""
 
@@ -613,6 +662,8 @@ def test_wrappers_are_put_around_environments_from_within() -> None:
         ("FlattenObservation(1)", "is no wrapper: write"),
         ("FlattenObservation(a=print())", "is no wrapper: write"),
         ("__import__('os')", "is no wrapper: write|has no"),
+        ("FilterObservation(filter_keys={['a']})", "is no wrapper: write"),
+        ("FrameStackObservation(stack_size=3)(padding_type=1)", "is no wrapper: write"),
         ("FrameStackObservation(stack=3)", "fails to wrap .*TypeError"),
         ("no_such_module:Wrapper", "names the module 'no_such_module', which cannot be loaded"),
         (f"{__name__}:forgetful", "gives None, but must give a gymnasium.Env"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -334,6 +335,29 @@ def test_a_damaged_file_is_refused_and_leaves_an_empty_memory(saved, tmp_path, d
     history.begin(game.reset())
     play(game, history, ["on", "over"])
     history.check(np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("what", ["heads", "too new", "too old", "actions"])
+def test_a_file_with_a_right_checksum_is_not_believed(what, saved, tmp_path):
+    """`_draw` would find no transition for ever, or rows that are not there."""
+    replay = Replay(10, 2, Box(0, 100, (4, 2, 2), np.uint8), 4)
+    replay.load(saved)
+    if what == "heads":
+        replay._heads[1] = -10
+    elif what == "actions":
+        replay._actions[0, 0] = -1
+    else:
+        past = 0 if what == "too new" else replay._rows + 1
+        replay._is_transition[0, (replay._heads[0] - past) % replay._ring_rows] = True
+    replay.save(tmp_path / "replay")
+    with pytest.raises(PalaError, match="its rows are no replay's"):
+        Replay(10, 2, Box(0, 100, (4, 2, 2), np.uint8), 4).load(tmp_path / "replay")
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "replay")
+    with pytest.raises(PalaError, match="cannot be read"):
+        Replay(10, 2, Box(0, 255, (3,), np.float32)).load(tmp_path / "replay")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -132,7 +133,10 @@ def test_an_mpirun_that_is_no_command_is_told(there: Path, capsys: pytest.Captur
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     with pytest.raises(SystemExit, match="2"):
         supervise.main()
-    assert "'./mpirun' is not there" in capsys.readouterr().err
+    assert "'--mpirun ./mpirun' cannot be run: Permission denied ('./mpirun'); name" in capsys.readouterr().err
+    (there / "mpirun").chmod(0o755)  # but without a first line that says what runs it
+    with pytest.raises(PalaError, match=r"'--mpirun \./mpirun' cannot be run: "):
+        survivable("./mpirun")
 
 
 def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytest.MonkeyPatch, there: Path) -> None:
@@ -385,6 +389,27 @@ def test_a_run_that_has_begun_is_continued(there: Path) -> None:
     assert second.supervise() == 0
     assert second.told == [["--resume", "runs/r", "--run.name", "r", "--total-steps", "9"]]
     assert Scripted([*arguments, "--run.name", "new"], [attempt(9, 0, completes=True)]).supervise() == 0
+
+
+def test_a_run_that_is_continued_has_as_many_ranks_as_before(there: Path) -> None:
+    attempt(5, 137)(Scripted(["--run.name", "r"], []))
+    record = json.loads((there / "runs/r/run.json").read_text())
+    record["segments"][-1]["ranks"] = 4
+    (there / "runs/r/run.json").write_text(json.dumps(record))
+    assert Scripted(["--continue", "--run.name", "r", "pong"], []).ranks == 4
+    assert Scripted(["--continue", "--run.name", "r", "-n", "3"], []).ranks == 3
+    assert Scripted(["--continue", "--run.name", "r", "--spares", "1"], []).ranks == 5
+
+
+def test_the_pause_before_a_restart_has_a_limit(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a float could not hold it any more."""
+    paused: list[float] = []
+    monkeypatch.setattr(supervise.time, "sleep", paused.append)
+    step = itertools.count(1)
+    supervisor = Scripted(["--run.name", "r", "--restarts", "1030", "--pause-s", "1"], [lambda of: 1])
+    monkeypatch.setattr(supervisor, "_steps", lambda: next(step))
+    assert supervisor.supervise() == 1
+    assert len(paused) == 1030 and paused[:3] == [1, 2, 4] and max(paused) == paused[-1] == 300
 
 
 def test_an_earlier_completion_is_not_this_ones(there: Path) -> None:

@@ -87,6 +87,8 @@ def parse(arguments: list[str]) -> Command:
     command = _completed(command)
     if command.config.algorithm == "a2c":
         check_choices("exchanges", command.exchanges, exchange_kinds())
+    if command.quick and command.config.algorithm == "a2c" and BASELINE not in command.exchanges:
+        raise PalaError(f"'--quick' compares exchanges with '{BASELINE}': add it to '--exchanges'.")
     check_choices("precisions", command.precisions, _PRECISIONS)
     if not all(ranks >= 1 for ranks in command.ranks):
         raise PalaError(f"'--ranks' is {shlex.join(map(str, command.ranks))} but every number must be at least 1.")
@@ -129,25 +131,29 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
     started = now_utc()
-    jobs, failures, status = _measure_all(command, output)
-    if command.quick and not failures and far_off(jobs, _LOWEST_RATIO):
+    jobs, stop = _measure_all(command, output)
+    if stop is not None and not jobs:
+        raise stop
+    if command.quick and stop is None and far_off(jobs, _LOWEST_RATIO):
         say("An exchange looks slow: measuring once more, to tell it from noise.")
-        try:
-            again, failures, status = _measure_all(command, output)
-        except PalaError as error:
-            again, failures, status = [], [str(error)], 2
-        except (KeyboardInterrupt, SystemExit) as stop:
-            again, failures, status = [], ["Stopped; what was measured before is reported."], _status_of(stop)
+        again, stop = _measure_all(command, output)
         more = [job["rounds"] for job in again] + [[]] * (len(jobs) - len(again))
         jobs = [job | {"rounds": job["rounds"] + rounds} for job, rounds in zip(jobs, more, strict=True)]
-    protocol_ranks = _PROTOCOL_RANKS if command.config.algorithm == "a2c" and not failures else ()
+    costs: dict[str, float] = {}
+    costs_in_jobs: dict[str, float] = {}
+    if command.config.algorithm == "a2c" and stop is None:
+        try:
+            for ranks in _PROTOCOL_RANKS:
+                costs[str(ranks)] = round(protocol_cost_us(ranks), 2)
+                if ranks % 8 == 0:
+                    costs_in_jobs[str(ranks)] = round(protocol_cost_us(8, ranks // 8), 2)
+        except (KeyboardInterrupt, SystemExit) as told:
+            stop = told
+    failures, status = _failure(stop)
     result = provenance() | {
         "format": 1, "date": started, "jobs": jobs, "failures": failures, "exit_status": status,
         "config": to_table(command.config),
-        "protocol_us": {str(ranks): round(protocol_cost_us(ranks), 2) for ranks in protocol_ranks},
-        "protocol_in_jobs_of_8_us": {
-            str(ranks): round(protocol_cost_us(8, ranks // 8), 2) for ranks in protocol_ranks if ranks % 8 == 0
-        },
+        "protocol_us": costs, "protocol_in_jobs_of_8_us": costs_in_jobs,
         "machine": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
         "options": {
             "ranks": command.ranks, "rounds": command.rounds, "seconds": command.seconds, "quick": command.quick,
@@ -173,27 +179,28 @@ def _cpu_model() -> str:
 # ---- one job of MPI --------------------------------------------------------------------------------------------------
 
 
-def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], list[str], int]:
-    """The jobs, why one failed or was stopped, if it was after others, which took minutes each, and the exit status.
-    Raises PalaError if it is the first."""
+_End = PalaError | KeyboardInterrupt | SystemExit
+
+
+def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], _End | None]:
+    """The jobs, which take minutes each, and what ended them before the last, if something did."""
     jobs: list[dict[str, Any]] = []
     for ranks in command.ranks:
         try:
             jobs.append(_measure(command, ranks, output))
-        except PalaError as error:
-            if not jobs:
-                raise
-            return jobs, [str(error)], 2
-        except (KeyboardInterrupt, SystemExit) as stop:
-            if not jobs:
-                raise
-            why = f"Stopped in the job of {counted(ranks, 'rank')}; those before it are reported."
-            return jobs, [why], _status_of(stop)
-    return jobs, [], 0
+        except (PalaError, KeyboardInterrupt, SystemExit) as stop:
+            return jobs, stop
+    return jobs, None
 
 
-def _status_of(stop: KeyboardInterrupt | SystemExit) -> int:
-    return int(stop.code or 0) if isinstance(stop, SystemExit) else 130
+def _failure(stop: _End | None) -> tuple[list[str], int]:
+    """What to say of it, and the exit status."""
+    if stop is None:
+        return [], 0
+    if isinstance(stop, PalaError):
+        return [str(stop)], 2
+    status = int(stop.code or 0) if isinstance(stop, SystemExit) else 130
+    return ["Stopped; what was measured before is reported."], status
 
 
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:

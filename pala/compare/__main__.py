@@ -114,7 +114,7 @@ def _submission(plan: Plan, runs: Sequence[Planned], command: Command, results: 
     """With a last job that does as this command, but for submitting."""
     for note in left_out(plan):
         say(note)
-    added = [word for folder in command.add for word in ("--add", str(folder))]
+    added = ["--add", *map(str, command.add)] if command.add else []
     report = [str(command.preset), "--gather", "--output", str(results), *added]
     return Submission(plan, runs, results, report, command.only)
 
@@ -139,7 +139,7 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
     if not runs:
         raise PalaError(f"There is no run of '{plan.preset.name}' to report, neither here nor in '{copies}'.")
     if plan.file.resolve() != (results / "preset.toml").resolve():
-        write_atomically(results / "preset.toml", plan.file.read_bytes())
+        write_atomically(results / "preset.toml", plan.text)
     tell("\n".join(f"      {path}" for path in write(plan, runs, results)))
 
 

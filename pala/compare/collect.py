@@ -22,7 +22,8 @@ from pala.run.metrics import metrics_files, read_run
 from pala.system.errors import PalaError, reason
 from pala.system.files import json_text, open_to_read, write_atomically
 
-_ABSOLUTE = re.compile(r"(?<![\w./:])/(?:[\w.+@~-]+/)*(?=[\w.])")
+_QUOTED = re.compile(r"""(?<=(["']))/(?:[^"'/]+/)*(?=[^"'/]+\1)""")  # blanks and all
+_ABSOLUTE = re.compile(r"(?<![\w./:])/(?:(?:[\w.+@~=,-]|\\u[0-9a-f]{4})+/)*(?=[\w.\\])")
 
 
 def keep(run: Path, folder: Path) -> None:
@@ -64,7 +65,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def without_paths(text: str) -> str:
     """Absolute paths as their last names: what is published should not tell of a machine's folders."""
-    return _ABSOLUTE.sub("", text)
+    return _ABSOLUTE.sub("", _QUOTED.sub("", text))
 
 
 def _begun(run: Path) -> Any:

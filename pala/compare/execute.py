@@ -96,7 +96,7 @@ def _is_this(planned: Planned, copy: Path) -> bool:
 
 
 def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
-    launcher = launcher_of(planned.launcher, planned.cell.ranks)
+    launcher = launcher_of(planned.launcher, planned.cell.ranks + planned.config.run.spares)
     return Task(planned, what, [*launcher, "python", "-m", "pala.train", *arguments])
 
 

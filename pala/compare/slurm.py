@@ -79,8 +79,8 @@ class Submission:
             tell(f"      {run}: job {job} waits or runs")
         self.jobs = [*(job for _, job in waiting), *fresh]
         if fresh or (waiting and self._report_name not in queue):
-            all_chosen = all(run in self._runs for run, _ in waiting)  # else the last job judges others, too
-            self._submit_report(queue.get(self._report_name), self._only if all_chosen else ())
+            all_chosen = all(run in self._runs for run, _ in waiting)  # else others have a last job of their own
+            self._submit_report(queue.get(self._report_name) if all_chosen else None)
         return refused
 
     def _tasks(self, queue: dict[str, str]) -> list[Task]:
@@ -88,9 +88,9 @@ class Submission:
         tasks, self.unfit = tasks_of([run for run in self._runs if _name(run) not in queue], self._results)
         return tasks
 
-    def _submit_report(self, earlier: str | None, only: Sequence[str]) -> None:
-        """The last job; one of an earlier submission that still waits makes place for it."""
-        chosen = ["--only", *only] if only else []
+    def _submit_report(self, earlier: str | None) -> None:
+        """The last job, which judges the runs that were chosen; one of `earlier` that waits makes place for it."""
+        chosen = ["--only", *self._only] if self._only else []
         command = shlex.join([sys.executable, "-m", "pala.compare", *self._report, *chosen])
         log, after = self._folder / "report.log", f"--dependency=afterany:{':'.join(self.jobs)}"
         asked = [option for option in self._plan.preset.slurm.options if option.startswith(_OF_EVERY_JOB)]
@@ -117,10 +117,11 @@ class Submission:
         begin = [*_sbatch(_name(run)), *_output(run.log)]
         if task.what == "evaluate":
             return [*begin, "--nodes=1", "--ntasks=1", *options, f"--wrap=exec {shlex.join(task.command)}"]
-        ranks, nodes = run.cell.ranks, self._plan.nodes(run.cell.ranks)
+        ranks = run.cell.ranks + run.config.run.spares
+        nodes = self._plan.nodes(ranks)
         on_each = math.ceil(ranks / nodes)
         size = [f"--nodes={nodes}", f"--ntasks-per-node={on_each}"]
-        uneven = ["-n", str(ranks)] if nodes * on_each != ranks else []
+        uneven = ["-n", str(run.cell.ranks)] if nodes * on_each != ranks else []  # that train
         goes_on = ["--continue"] if task.what == "train" else []  # it may be requeued
         return [*begin, *size, *options, str(_SCRIPT), *uneven, *goes_on, *task.arguments]
 

@@ -171,7 +171,7 @@ def _with_runs(comm: MpiCommunicator, job: Job) -> Host:
     file = None
     if comm.rank == 0:
         folder = Path(job.runs)
-        while not os.path.exists(folder):  # noqa: PTH110  Path's raises where a folder above may not be entered
+        while not os.path.lexists(folder):  # a link to nothing is no folder that a run could make
             folder = folder.parent
         try:
             descriptor, name = tempfile.mkstemp(prefix=".pala-doctor-", dir=folder)

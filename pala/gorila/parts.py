@@ -151,6 +151,8 @@ class GorilaParts(Parts[GorilaExchange]):
         if self.rank == 0 and previous is not None:
             for file in previous.glob("*.replay"):
                 file.unlink()
+        if self.store is not None and previous is not None:  # else it would draw what it drew before
+            self.store.reseed(stream(self.config.seed, self.rank, f"replay after {previous.name}"))
 
     def after_training(self, comm: Communicator, segment: Path) -> None:
         """The replay: who has none, or a fast disk, waits for the others, and a signal does not hurry it. Collective.

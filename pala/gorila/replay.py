@@ -25,7 +25,7 @@ import numpy as np
 
 from pala.envs import Step
 from pala.system.errors import PalaError
-from pala.system.files import open_atomically
+from pala.system.files import open_atomically, open_to_read
 
 _FILE = "PALA replay memory 1"  # the number is the format's
 _LEAVE_OUT = "`--gorila.no-save-replay` leaves it out, and the replay is filled anew."
@@ -274,7 +274,7 @@ class Replay:
     def _read(self, path: Path) -> None:
         crc = 0
         try:
-            with open(path, "rb") as file:
+            with open_to_read(path) as file:
                 header = file.readline(1000).decode(errors="replace")
                 if header != self._file_header:
                     raise self._refusal(path, header)
@@ -286,8 +286,20 @@ class Replay:
                     slab[:] = np.frombuffer(data, slab.dtype).reshape(slab.shape)
                 if file.read(5) != crc.to_bytes(4, "little"):
                     raise PalaError(f"Replay memory '{path}' is damaged: its checksum does not fit. {_LEAVE_OUT}")
+            if not self._can_be_drawn_from():
+                raise PalaError(f"Replay memory '{path}' is damaged: its rows are no replay's. {_LEAVE_OUT}")
         except OSError as error:
             raise PalaError(f"Replay memory '{path}' cannot be read ({error}).") from None
+
+    def _can_be_drawn_from(self) -> bool:
+        """Whether `_draw` ends: each transition is one of the newest rows. A file may come from elsewhere."""
+        if (self._heads < -1).any() or (self._heads > 1 << 53).any() or (self._actions < 0).any():
+            return False
+        back = np.arange(self._rows)
+        drawn = np.zeros_like(self._is_transition)
+        rows = (self._heads[:, None] - 1 - back) % self._ring_rows
+        drawn[self._envs[:, None], rows] = back < self._heads[:, None]
+        return not (self._is_transition & ~drawn).any()
 
     def _refusal(self, path: Path, header: str) -> PalaError:
         if not header.startswith(f"{_FILE}: "):

@@ -132,7 +132,8 @@ def _is_of_shard(state: RankState) -> bool:
         and (not state.tensors or (shard is not None and shard < counts["num_shards"]))
         and isinstance(losses, dict)
         and losses.keys() <= LossFilter.__dataclass_fields__.keys()
-        and all(map(is_number, losses.values()))
+        and all(is_number(value) and 0 <= value < math.inf for value in losses.values())
+        and losses.get("horizon", 1) >= 1
     )
 
 

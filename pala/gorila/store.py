@@ -95,6 +95,10 @@ class ReplayStore:
         self._served += len(learners)
         return [(learner, self._sample()) for learner in learners]
 
+    def reseed(self, rng: np.random.Generator) -> None:
+        """Draw minibatches from this stream from now on."""
+        self._rng = rng
+
     def save(self, prefix: Path) -> None:
         """Write PREFIX-actor-NNNN.replay for each actor, each file atomically. Raises OSError."""
         for actor, replay in self._replays.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -213,7 +214,9 @@ class FlatParameters:
         total = sum(parameter.numel() for _, parameter in parameters) + self.num_moments
         self.data = torch.zeros(total, device=device)
         self.gradient = torch.zeros(total, device=device)
-        self.signature = _signature([*parameters, *buffers])
+        own = getattr(network, "own", None)  # `own.py`: its buffers are sent to nobody, so all have to make the same
+        fixed = [] if own is None else [(f"{name}={_checksum(buffer)}", buffer) for name, buffer in own.named_buffers()]
+        self.signature = _signature([*parameters, *buffers, *fixed])
         self._offset = 0
         for _, parameter in parameters:
             parameter.data, parameter.grad = self._take(parameter.data)
@@ -242,7 +245,11 @@ def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
     return flat.view(shape)
 
 
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 def _signature(named: Sequence[tuple[str, Tensor]]) -> int:
-    """64 bits that are equal for networks of the same names and shapes."""
+    """64 bits that are equal for networks of the same names, shapes and, if it is a user's, buffers."""
     layout = ";".join(f"{name}:{tuple(parameter.shape)}" for name, parameter in named)
     return int.from_bytes(hashlib.sha256(layout.encode()).digest()[:8], "little")

@@ -74,7 +74,7 @@ def _generations(folder: Path, rank: int) -> tuple[Path, Path]:
 
 
 def save_rank(folder: Path, state: RankState) -> None:
-    """Write a rank's checkpoint and keep the one before it. Raises OSError and then leaves both as they were."""
+    """Write a rank's checkpoint and keep the one before it. Raises OSError, and then the newest one is as it was."""
     tensors = {name: tensor.detach().cpu() for name, tensor in state.tensors.items()}
     tensors |= {f"{_STREAM}{name}": value for name, value in state.random_states.items()}
     header = {"rank": state.rank, "ranks": state.ranks, "signature": state.signature, "counters": state.counters}
@@ -82,9 +82,14 @@ def save_rank(folder: Path, state: RankState) -> None:
     path, previous = _generations(folder, state.rank)
     fresh = path.with_name(f".{path.name}.new")
     write_atomically(fresh, data)
-    if path.exists():
+    if has_one := path.exists():
         os.replace(path, previous)
-    os.replace(fresh, path)
+    try:
+        os.replace(fresh, path)
+    except OSError:
+        if has_one:
+            os.replace(previous, path)
+        raise
     sync_folder(folder)
 
 
@@ -126,7 +131,7 @@ def load_all(folder: Path, signature: int, parameters: int | None = None) -> lis
     first = load_rank(folder, 0, signature, parameters=parameters)
     states, faults = {0: first}, {}
     for rank in range(1, first.ranks):
-        if rank >= first.trainers and not _rank_path(folder, rank).exists():
+        if rank >= first.trainers and not any(path.exists() for path in _generations(folder, rank)):
             continue  # a spare that nobody needed
         try:
             states[rank] = load_rank(folder, rank, signature, first.ranks, parameters)

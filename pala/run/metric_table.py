@@ -23,7 +23,9 @@ class Metric(NamedTuple):
 METRICS = (
     Metric("type", "every", "both", "", "one rank", "", "`start`, `episode` or `interval`"),
     Metric("time_s", "every", "both", "", "one rank", "s", "training time since the run began, over all segments"),
-    Metric("local_steps", "every", "both", "", "one rank", "steps", "steps made by this rank since the run began"),
+    Metric("local_steps", "every", "both", "", "one rank", "steps",
+        "steps made by this rank since the run began, or was resumed with another number of ranks",
+    ),
     Metric("global_steps", "every", "both", "", "all ranks", "steps",
         "of all ranks, as far as this rank knows: never more than were made. With `exchange.kind none`: this "
         "rank's times the number of ranks",
@@ -39,7 +41,10 @@ METRICS = (
     Metric("local_steps_per_s", "interval", "both", "", "one rank", "steps/s",
         "speed of this rank; the sum over ranks is the speed of the job",
     ),
-    Metric("updates", "interval", "a2c", "", "one rank", "", "of this rank since the run began, skipped ones included"),
+    Metric("updates", "interval", "a2c", "", "one rank", "",
+        "of this rank since the run began, skipped ones included; after a resume with another number of ranks, counted "
+        "on from the first rank's",
+    ),
     Metric("updates_skipped", "interval", "a2c", "", "one rank", "",
         "left out in this interval because the gradient was not finite",
     ),

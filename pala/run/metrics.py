@@ -50,6 +50,12 @@ def metrics_files(run: Path) -> list[Path]:
     return list(found.values())
 
 
+def packed_alone(run: Path) -> Path | None:
+    """Metrics that are there packed only, if there are any."""
+    packed = sorted((run / "metrics").glob("rank-*.jsonl.gz"))
+    return next((path for path in packed if not os.path.lexists(path.with_suffix(""))), None)
+
+
 class MetricsWriter:
     """Appends records. A full disk is reported once; training goes on, and the file again when it can."""
 

@@ -13,7 +13,8 @@ from typing import BinaryIO
 from pala.config import Config
 from pala.run import checkpoint, run_folder, user_code
 from pala.run.lock import check_identity, join_lock, lock_folder, lock_identity
-from pala.system.errors import CollectiveError
+from pala.run.metrics import packed_alone
+from pala.system.errors import CollectiveError, PalaError
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
 
@@ -72,6 +73,11 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
         lock = lock_folder(run)  # before anything in it is changed
         if lock is not None:
             run_folder.remove_unfinished(run)
+        if resume is not None and (packed := packed_alone(run)) is not None:
+            raise PalaError(
+                f"The metrics '{packed}' are packed, and training would begin a new file beside them, which would hide "
+                "what they hold: `gunzip` them first."
+            )
         if resume is None:
             user_code.forget(run)  # of a job that never began
         previous = checkpoint.newest_segment(run) if resume is not None else None

@@ -65,6 +65,8 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
         if request.resume is not None:
             code = _load_code(comm, request.resume, code, request.trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
+        if comm.rank == 0 and code.make_env is not request.make_env:
+            _say_of_env(request)
         request = _with_name(request, code, envs)
         config = request.config
         with envs:
@@ -98,6 +100,14 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
 
     collectively(comm, check)
     return collectively(comm, lambda: user_code.load(run, given))
+
+
+def _say_of_env(request: Request) -> None:
+    """The factory that the run keeps wins over an id that is given anew."""
+    assert request.resume is not None
+    before, given = run_folder.config_of(request.resume).env.id, request.config.env.id
+    if given != before:
+        say(f"'env.id' is '{given}', but the run keeps an environment made in Python, '{before}', which wins.")
 
 
 def _with_name(request: Request, code: UserCode, envs: Envs) -> Request:
@@ -415,7 +425,7 @@ class Session:
         self._parts.flat.data.copy_(final)
         header = {
             "config": to_table(self._config), "environment": self._envs.name, "global_steps": exchange.global_steps,
-            "ranks": self._job.num_trainers,
+            "ranks": self._job.num_trainers, "signature": self._parts.flat.signature,
         }  # fmt: skip
         policy = dict(self._parts.network.state_dict())
         checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)

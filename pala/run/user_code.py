@@ -14,7 +14,6 @@ bring it along.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
@@ -190,7 +189,12 @@ def _make_key(file: Path) -> None:
     try:
         with open(descriptor, "wb") as opened:
             opened.write(secrets.token_bytes(_KEY_BYTES))
-        with contextlib.suppress(FileExistsError):
+        try:
             os.link(fresh, file)
+        except FileExistsError:
+            pass
+        except OSError:  # a home without hard links
+            if not file.exists():
+                os.replace(fresh, file)
     finally:
-        fresh.unlink()
+        fresh.unlink(missing_ok=True)

@@ -284,8 +284,8 @@ class Interrupt:
     def raised_at_once(self) -> Iterator[None]:
         """Raise KeyboardInterrupt where a signal meets the block, or at its begin if one has come before; for what does
         not look."""
-        self._raises = True
         try:
+            self._raises = True
             if self.signal is not None:
                 raise KeyboardInterrupt
             yield
