@@ -25,7 +25,8 @@ def make_state(
     generator = torch.Generator().manual_seed(rank)
     parameters = torch.randn(6, generator=generator) if fill is None else torch.full((6,), fill)
     counters = {
-        "updates": 7, "own_steps": steps, "time_s": 1.25, "base_steps": 1000, "round": 3, "weight": weight,
+        "updates": 7, "applied": 7, "warms_up_from": 0, "spares": 0, "lost": [], "own_steps": steps,
+        "time_s": 1.25, "base_steps": 1000, "round": 3, "weight": weight,
         "local_steps": [steps if r == rank else 10 for r in range(ranks)],
     }  # fmt: skip
     return RankState(
@@ -275,14 +276,14 @@ def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_FORMAT", 99)
     save_rank(tmp_path, make_state())
     monkeypatch.undo()
-    with pytest.raises(PalaError, match=r"by a newer version of PALA \(format 99; this one reads 1\): update"):
+    with pytest.raises(PalaError, match=r"by a newer version of PALA \(format 99; this one reads 2\): update"):
         load_policy(file_of(tmp_path))
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' was written by a newer version"):
         load_rank(tmp_path, 0, SIGNATURE)
     monkeypatch.setattr(checkpoint, "_FORMAT", 0)
     save_rank(tmp_path, make_state())
     monkeypatch.undo()
-    with pytest.raises(PalaError, match=r"by an older version of PALA \(format 0; this one reads 1\): use that"):
+    with pytest.raises(PalaError, match=r"by an older version of PALA \(format 0; this one reads 2\): use that"):
         load_policy(file_of(tmp_path))
     save_rank(tmp_path, make_state())
     with pytest.raises(PalaError, match="is not a policy that PALA exported"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib.resources
 import json
@@ -105,7 +106,8 @@ def make_run(path: Path, config: Config, network: ActorCritic | None = None) -> 
     record = run_folder.RunRecord.begin(path, config, {"ranks": 2})
     if network is not None:
         record.end("completed")
-        header = {"config": to_table(config), "global_steps": 1234}
+        signature = FlatParameters(copy.deepcopy(network), torch.device("cpu")).signature
+        header = {"config": to_table(config), "global_steps": 1234, "signature": signature}
         checkpoint.save_policy(path / "policy.safetensors", dict(network.state_dict()), header)
     return path
 
@@ -118,7 +120,8 @@ def save_rank(
     folder.mkdir(parents=True, exist_ok=True)
     parameters = torch.randn(len(flat.data))
     counters = {"weight": weight, "local_steps": [100, 200], "base_steps": 7}
-    counters |= {"updates": updates, "own_steps": 100, "round": 1, "time_s": 1.0}
+    counters |= {"updates": updates, "applied": updates, "warms_up_from": 0, "spares": 0, "lost": []}
+    counters |= {"own_steps": 100, "round": 1, "time_s": 1.0}
     state = RankState(
         rank, ranks, flat.signature, {"parameters": parameters, "mean_square": parameters * 0}, {}, counters
     )

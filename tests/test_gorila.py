@@ -374,6 +374,7 @@ def test_a_shard_that_saved_before_the_others_copied_their_targets_copies_its_ow
     for index, (version, num_targets) in enumerate([(10, 1), (9, 0)]):
         tensors = {name: torch.full((2,), value) for name, value in (("parameters", 1.0), ("squares", 2.0))}
         counters = {"shard": index, "num_shards": 2, "version": version, "num_targets": num_targets}
+        counters["filter"] = dataclasses.asdict(LossFilter(5.0, 10))
         states.append(RankState(index, 2, 0, tensors | {"target": torch.full((2,), 3.0)}, {}, {"gorila": counters}))
     begin = assemble(states)
     assert begin.target.tolist() == [3.0, 3.0, 1.0, 1.0]

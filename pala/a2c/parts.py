@@ -59,7 +59,7 @@ class A2CParts(Parts[ModelExchange]):
         self._take(own)
         if kind_of(self.config.exchange).one_model:
             self._begin_alike(comm, own)
-        self.a2c.warms_up_from = own.counters.get("warms_up_from", 0)
+        self.a2c.warms_up_from = own.counters["warms_up_from"]
         return own
 
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -114,8 +114,8 @@ class A2CParts(Parts[ModelExchange]):
         share(comm, self, root)
         newest = comm.bcast(state.counters, root)
         state.counters |= {
-            "updates": newest["updates"], "applied": newest.get("applied", newest["updates"]),
-            "own_steps": newest["local_steps"][comm.rank], "warms_up_from": newest.get("warms_up_from", 0),
+            "updates": newest["updates"], "applied": newest["applied"],
+            "own_steps": newest["local_steps"][comm.rank], "warms_up_from": newest["warms_up_from"],
         }  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork
     file = run / "policy.safetensors"
     if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy
         named, header = checkpoint.load_policy(file, network.state_dict())
-        if header.get("signature", flat.signature) != flat.signature:
+        if header.get("signature") != flat.signature:
             raise PalaError(
                 f"Policy '{file}' is of a network with other buffers than those that 'make_network' makes now; draw "
                 "them from torch, or with a seed of your own."

@@ -79,7 +79,7 @@ class GorilaParts(Parts[GorilaExchange]):
         joint = self._restore_shards(comm, saved)
         if saved.own is not None:
             limits = {"deviations": self.filter.deviations, "horizon": self.filter.horizon}  # they may have changed
-            self.filter = LossFilter(**saved.own.counters["gorila"].get("filter", {}) | limits)
+            self.filter = LossFilter(**saved.own.counters["gorila"]["filter"] | limits)
         has_replay = self._restore_replay(comm, saved)
         gorila, left = self.config.gorila, self.config.total_steps - joint.counters["base_steps"]
         if comm.rank == 0 and not has_replay and 0 < left < gorila.min_replay_steps + gorila.update_period_steps:

@@ -124,16 +124,16 @@ def _is_of_shard(state: RankState) -> bool:
     counts = state.counters.get("gorila")
     if not isinstance(counts, dict) or "mean_square" in state.tensors:
         return False
-    shard, losses = counts.get("shard"), counts.get("filter", {})
+    shard, losses = counts.get("shard"), counts.get("filter")
     numbers = [shard or 0, *(counts.get(key) for key in ("num_shards", "version", "num_targets"))]
     return (
         all(type(number) is int and 0 <= number < 2**63 for number in numbers)
         and counts["num_shards"] <= state.ranks
         and (not state.tensors or (shard is not None and shard < counts["num_shards"]))
         and isinstance(losses, dict)
-        and losses.keys() <= LossFilter.__dataclass_fields__.keys()
+        and losses.keys() == LossFilter.__dataclass_fields__.keys()
         and all(is_number(value) and 0 <= value < math.inf for value in losses.values())
-        and losses.get("horizon", 1) >= 1
+        and losses["horizon"] >= 1
     )
 
 

@@ -86,7 +86,7 @@ def _restore_generator(rank: int, generator: torch.Generator, own: RankState) ->
 def _restore_counters(comm: Communicator, state: RankState, same_ranks: bool) -> tuple[Counters, ExchangeState]:
     """Push-sum weights are scaled so that their sum is the number of ranks again. Collective."""
     c = state.counters
-    own_steps, applied = c["own_steps"] if same_ranks else 0, c.get("applied", c["updates"])
+    own_steps, applied = c["own_steps"] if same_ranks else 0, c["applied"]
     counters = Counters(c["updates"], own_steps, c["time_s"], applied)
     weight = c["weight"] if same_ranks else 1.0
     weight *= comm.size / sum(comm.allgather(weight))

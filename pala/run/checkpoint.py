@@ -27,9 +27,9 @@ from pala.system.files import open_to_read, sync_folder, write_atomically
 from pala.system.runtime import say
 
 OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; its 'run.json' or they were changed."
-_FORMAT = 1
+_FORMAT = 2
 _MOST_HEADER_BYTES = 4 << 20  # counters of 100,000 ranks fit
-_COUNTS = ("updates", "own_steps", "base_steps", "round")
+_COUNTS = ("updates", "applied", "own_steps", "base_steps", "round", "spares")
 _STREAM, _MOST_STREAMS, _MOST_STREAM_BYTES = "random.", 16, 1 << 20
 _DTYPES = {"F32": str(torch.float32), "U8": str(torch.uint8)}  # safetensors' names of those that are read
 Layout = dict[str, list[Any]]  # name of a tensor -> its type and shape
@@ -61,7 +61,7 @@ class RankState:
     @property
     def trainers(self) -> int:
         """Ranks that are not spares: they begin, and all of them have saved."""
-        return self.ranks - int(self.counters.get("spares", 0))
+        return self.ranks - int(self.counters["spares"])
 
 
 def _rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
@@ -137,7 +137,7 @@ def load_all(folder: Path, signature: int, parameters: int | None = None) -> lis
             states[rank] = load_rank(folder, rank, signature, first.ranks, parameters)
         except PalaError as error:
             faults[rank] = error
-    lost = {rank for state in states.values() for rank in state.counters.get("lost", [])}
+    lost = {rank for state in states.values() for rank in state.counters["lost"]}
     if lost.issuperset(states):  # they took each other for dead: none of them is
         lost = set()
     known = np.max([state.counters["local_steps"] for state in states.values()], axis=0)
@@ -195,7 +195,7 @@ def average(states: list[RankState], first_only: bool = False) -> RankState:
 
 def check_actor_critic(state: RankState) -> None:
     """Raise PalaError for another algorithm's."""
-    if set(state.tensors) not in _ACTOR_CRITIC:
+    if set(state.tensors) not in _ACTOR_CRITIC or type(state.counters.get("warms_up_from")) is not int:
         raise PalaError(OF_ANOTHER_ALGORITHM)
 
 
@@ -278,8 +278,8 @@ def _unpack(path: Path, check: Check) -> tuple[dict[str, Tensor], dict[str, Any]
         check(header, layout)
         tensors = {name: file.get_tensor(name) for name in layout}
     crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
-    # The checksums say nothing of the layout. The first files have none.
-    if header.get("crc32") != crcs or header.get("layout", _layout(tensors)) != _layout(tensors):
+    # The checksums say nothing of the layout.
+    if header.get("crc32") != crcs or header.get("layout") != _layout(tensors):
         raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
     return tensors, header
 
@@ -380,23 +380,20 @@ def _are_vectors(layout: Layout, parameters: int | None) -> bool:
 def _are_counters(state: RankState) -> bool:
     """True if the numbers beside them are, too."""
     counters = state.counters
-    if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "local_steps"}):
+    if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "local_steps", "lost"}):
         return False
-    steps, weight, lost = counters["local_steps"], counters["weight"], counters.get("lost", [])
-    spares = counters.get("spares", 0)
-    applied = counters.get("applied", 0)
-    counts = [state.rank, state.ranks, spares, applied, *(counters[name] for name in _COUNTS)]
+    steps, weight, lost = counters["local_steps"], counters["weight"], counters["lost"]
+    counts = [state.rank, state.ranks, *(counters[name] for name in _COUNTS)]
     return (
         isinstance(steps, list)
         and all(type(count) is int and 0 <= count < 2**53 for count in [*counts, *steps])  # sums fit in 64 bits
         and type(state.signature) is int
         and 0 <= state.signature < 2**64
-        and applied <= counters["updates"]
+        and counters["applied"] <= counters["updates"]
         and state.rank < state.ranks == len(steps)
-        and spares < state.ranks
+        and counters["spares"] < state.ranks
         and all(type(number) in (int, float) and math.isfinite(number) for number in (weight, counters["time_s"]))
         and weight > 0
-        and type(counters.get("warms_up_from", 0)) is int
         and isinstance(lost, list)
         and all(type(rank) is int and 0 <= rank < state.ranks and rank != state.rank for rank in lost)
     )

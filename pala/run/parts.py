@@ -55,7 +55,7 @@ class Saved:
         if first.trainers != comm.size or coupling > kind_of(exchange).coupling:
             return cls(segment, None, first, 0, exchange)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
-        num_lost = max(comm.allgather(len(own.counters.get("lost", []))))
+        num_lost = max(comm.allgather(len(own.counters["lost"])))
         return cls(segment, own if num_lost == 0 else None, first, num_lost, exchange)
 
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
