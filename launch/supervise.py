@@ -111,7 +111,10 @@ class Supervisor:
         slots = sum(host.slots for host in self.hosts)
         arguments, command = with_default(options.or_preset, arguments)
         if options.go_on and (begun := _begun(command)) is not None:  # its ranks and spares are the usual ones
+            spares = command.config.run.spares  # as asked for: a restart may have had fewer
             arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
+            if spares and not any(argument.startswith("--run.spares") for argument in arguments):
+                arguments += ["--run.spares", str(spares)]
             command = parse(arguments)
         self._spares = spares = command.config.run.spares
         self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
@@ -353,6 +356,7 @@ class Supervisor:
         """The hosts that still start a process."""
         if not self.hosts:
             return []
+        self._probes.clear()
         with ThreadPoolExecutor(len(self.hosts)) as pool:
             try:
                 answers = list(pool.map(self._answers, self.hosts))
@@ -394,8 +398,9 @@ class Supervisor:
 
 def _kill(probe: subprocess.Popen[str]) -> None:
     """mpirun and its ssh."""
-    with suppress(ProcessLookupError):
-        os.killpg(probe.pid, signal.SIGKILL)
+    if probe.returncode is None:  # else its number may be another's by now
+        with suppress(ProcessLookupError):
+            os.killpg(probe.pid, signal.SIGKILL)
 
 
 def survivable(mpirun: str) -> list[str]:

@@ -468,6 +468,7 @@ def test_paths_of_the_machine_are_left_out() -> None:
     assert without_paths(text) == '"command": "python -m pala.train pong.toml --run.dir=x", "dir": "runs"'
     quoted = '"command": "train --run.dir \'/home/jane doe/my runs/x=1,2\'", "dir": "/home/jos\\u00e9/runs"'
     assert without_paths(quoted) == '"command": "train --run.dir \'x=1,2\'", "dir": "runs"'
+    assert without_paths("--add=/data/a,/data/b /x=/y/z") == "--add=a,b x=z"
     kept = '"ALE/Pong-v5" "configs/pong.toml" "1/2" "https://example.org/a" "a / b"'
     assert without_paths(kept) == kept
 

@@ -600,7 +600,11 @@ def signed(header: dict[str, Any], body: bytes, changes: dict[str, Any]) -> byte
     """With checksums that fit, as nobody's accident would leave them: what else is wrong must be found as well."""
     inner = json.loads(header["__metadata__"]["pala"]) | changes
     inner["crc32"] = {}
-    inner.pop("layout", None)
+    inner["layout"] = {
+        name: [checkpoint._DTYPES.get(entry.get("dtype"), ""), *entry["shape"]]
+        for name, entry in header.items()
+        if name != "__metadata__" and isinstance(entry.get("shape"), list)
+    }
     for name, entry in header.items():
         if name != "__metadata__" and isinstance(entry.get("data_offsets"), list):
             begin, end = (n if isinstance(n, int) and abs(n) < 2**31 else 0 for n in entry["data_offsets"])

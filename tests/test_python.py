@@ -531,6 +531,17 @@ def test_a_network_that_cannot_be_is_told(make: Any, says: str) -> None:
         actor_critic(*spaces, Config(), make)
 
 
+def test_a_network_may_be_lazy() -> None:
+    def make(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = MyNetwork(space, num_outputs)
+        made.trunk = nn.Sequential(nn.LazyConv2d(3, 3), nn.Flatten(), nn.LazyLinear(8))
+        return made
+
+    images = gymnasium.spaces.Box(0, 255, (3, 8, 8), np.uint8)
+    network = actor_critic(images, gymnasium.spaces.Discrete(2), Config(), make)
+    assert sorted(tuple(p.shape) for p in network.parameters() if p.dim() > 1)[-2:] == [(3, 3, 3, 3), (8, 108)]
+
+
 class Standardised(nn.Conv2d):
     """Its weights are seen as a matrix."""
 

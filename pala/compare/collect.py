@@ -23,7 +23,7 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import json_text, open_to_read, write_atomically
 
 _QUOTED = re.compile(r"""(?<=(["']))/(?:[^"'/]+/)*(?=[^"'/]+\1)""")  # blanks and all
-_ABSOLUTE = re.compile(r"(?<![\w./:])/(?:(?:[\w.+@~=,-]|\\u[0-9a-f]{4})+/)*(?=[\w.\\])")
+_ABSOLUTE = re.compile(r"(?<![\w./:])/(?:(?:[\w.+@~-]|[=,](?!/)|\\u[0-9a-f]{4})+/)*(?=[\w.\\])")
 
 
 def keep(run: Path, folder: Path) -> None:

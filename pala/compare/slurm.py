@@ -79,8 +79,7 @@ class Submission:
             tell(f"      {run}: job {job} waits or runs")
         self.jobs = [*(job for _, job in waiting), *fresh]
         if fresh or (waiting and self._report_name not in queue):
-            all_chosen = all(run in self._runs for run, _ in waiting)  # else others have a last job of their own
-            self._submit_report(queue.get(self._report_name) if all_chosen else None)
+            self._submit_report(queue.get(self._report_name))
         return refused
 
     def _tasks(self, queue: dict[str, str]) -> list[Task]:
@@ -102,7 +101,8 @@ class Submission:
 
     @property
     def _report_name(self) -> str:
-        return f"pala-{self._plan.preset.name}-report"
+        """One of a part has a name of its own: it judges that part alone."""
+        return "-".join((f"pala-{self._plan.preset.name}-report", *self._only))
 
     def _queue(self) -> dict[str, str]:
         """Name -> number of this user's jobs from this folder that wait, run or end."""

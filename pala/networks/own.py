@@ -53,11 +53,12 @@ class OwnNetwork(Network):
         self._take_inputs(observation_space, env)
         self.own = make_network(observation_space, num_outputs)
         _check_parts(self.own, len(num_outputs))
+        self._check_outputs(observation_space, num_outputs)  # lazy modules have their parameters from here on
         for parameter in self.own.parameters():
             if parameter.dim() == 4:  # as `FlatParameters` lays them out, which the module's code has to stand
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         self._check_outputs(observation_space, num_outputs)
-        _check_values(self.own)  # lazy modules have theirs by now
+        _check_values(self.own)
 
     @property
     def heads(self) -> list[nn.Linear]:

@@ -50,10 +50,11 @@ def metrics_files(run: Path) -> list[Path]:
     return list(found.values())
 
 
-def packed_alone(run: Path) -> Path | None:
-    """Metrics that are there packed only, if there are any."""
-    packed = sorted((run / "metrics").glob("rank-*.jsonl.gz"))
-    return next((path for path in packed if not os.path.lexists(path.with_suffix(""))), None)
+def packed_alone(run: Path, ranks: int) -> Path | None:
+    """Metrics of one of so many ranks that are there packed only, if there are any."""
+    missing = (path for rank in range(ranks) if not os.path.lexists(path := metrics_path(run, rank)))
+    packed = (path.with_name(f"{path.name}.gz") for path in missing)
+    return next((path for path in packed if os.path.lexists(path)), None)
 
 
 class MetricsWriter:
