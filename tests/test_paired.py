@@ -486,6 +486,16 @@ def test_a_late_answer_moves_a_rank_in_step_but_does_not_let_it_go_on() -> None:
     assert moved(actions) == [Move(peer, 0.5)] and not waits(actions) and p.staleness == 0
 
 
+@pytest.mark.parametrize("max_staleness", [0, 10])
+def test_an_update_that_ends_with_the_answer_to_its_own_offer_was_one_update_stale(max_staleness: int) -> None:
+    p = paired(0, 4, max_staleness=max_staleness)
+    for _ in range(3):
+        ((peer, number),) = offered(update(p))
+        answer_came(p, peer, number)
+        p.advance(0.0)
+    assert p.counts["staleness_updates"] == 1
+
+
 def test_who_has_mixed_in_step_makes_no_offer_but_to_who_needs_a_model() -> None:
     p = paired(0, 4, max_staleness=0)
     offer_came(p, 3, 5)

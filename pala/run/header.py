@@ -64,5 +64,6 @@ def note_on_ranks(preset: Path | None, config: Config, ranks: int) -> str:
     other = f"--a2c.learning-rate {rate * math.sqrt(ranks / meant):.2g}"
     return (
         f"Preset '{preset}' has the learning rate {rate:g} for {counted(meant, 'rank')}, but {ranks} train: by GALA's "
-        f"rule, the square root of their number, that would be `{other}`."
+        f"rule, the square root of their number, that would be `{other}`. docs/learning.md has the rates that were "
+        f"measured."
     )

@@ -59,8 +59,8 @@ METRICS = (
     Metric("learning_rate", "interval", "a2c", "", "one rank", "", "at the time of the record"),
     Metric("consensus_distance", "interval", "a2c", "", "one rank", "",
         "L2 distance between this rank's parameters and the mean of the models it is about to mix in (`top_k`: "
-        "over the parameters that came; `bfloat16`: both rounded); mean over the interval's mixes; null if there "
-        "was none",
+        "over the parameters that came; `bfloat16`: both rounded). One mix in eight is measured, with `paired` only of "
+        "those in which this rank answers offers; mean over the interval, null if none was measured",
     ),
     Metric("consensus_distance_relative", "interval", "a2c", "", "one rank", "",
         "`consensus_distance` divided by the L2 norm of this rank's parameters",

@@ -97,6 +97,7 @@ class GossipProtocol:
         self.patience_s = math.inf  # how long others may keep this rank waiting: longer if its own updates take long
         self._transfer_s = 0.0  # what a model usually takes to come
         self._between_updates = False
+        self._has_put_off = False  # a send of this update, since there was no memory for it
         self._waits_since_s = self._sent_again_s = math.inf
         self._gave_up = False  # waited in vain: goes on without a mix until a model comes
         self._returning = False
@@ -139,6 +140,8 @@ class GossipProtocol:
         self._learn_pace()
         self._between_updates = True
         self.staleness += len(self.living) > 1
+        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
+        self._has_put_off = False
         if not self._debts_stay:
             self._owed.clear()
         for _ in range(self._rounds_due):
@@ -221,7 +224,6 @@ class GossipProtocol:
     def _begin_update(self) -> None:
         if len(self.living) == 1:
             self.staleness, self._gave_up = 0, False  # nobody's model is newer; for a spare that joins it waits anew
-        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
         self._between_updates, self._resumed_s = False, self._now_s
 
     # ---- what follows from them ----------------------------------------------------------------------------------
@@ -315,7 +317,8 @@ class GossipProtocol:
         if not peers:
             return []
         if not can_send():
-            self.counts["sends_without_buffer"] += 1
+            self.counts["sends_without_buffer"] += not self._has_put_off
+            self._has_put_off = True
             return []
         whole = self._goes_whole(*peers)
         for peer in peers:
