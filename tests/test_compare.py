@@ -237,6 +237,17 @@ def test_what_a_run_still_needs(there: Path) -> None:
     assert stopped is not None and stopped.words[-2:] == ["--resume", str(planned.folder)]
 
 
+def test_a_run_is_started_with_its_spares(there: Path) -> None:
+    """Also where it goes on: in its record they are not among the ranks."""
+    planned = plan_of(PRESET.replace("[variants.gossip]", "[variants.gossip]\nrun.spares = 2")).runs[0]
+    for what in ("train", "resume"):
+        task = task_of(planned, Path("results/tiny"))
+        assert task is not None and task.what == what and planned.cell.ranks == 1
+        assert task.words[:4] == ["sh", "-c", "exit 3", "3"]
+        if what == "train":
+            make_run(planned.folder, planned.config, 1, completed=False)
+
+
 def test_a_run_in_the_results_is_not_made_again(
     there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
