@@ -522,7 +522,6 @@ def test_a_launcher_that_starts_another_number_of_ranks_is_told(any_mpi: Launche
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_quick_form(any_mpi: Launcher, tmp_path: Path) -> None:
     """Pong, for a tenth of the time: it fails if gossip twice reaches less than 0.9 of none, which so short a look may
     see by chance."""
@@ -531,7 +530,6 @@ def test_the_quick_form(any_mpi: Launcher, tmp_path: Path) -> None:
     slow = far_off([job], 0.9)
     assert done.returncode == (1 if slow else 0), done.stdout + done.stderr
     assert all(f"pala: {sentence}" in done.stderr for sentence in slow)
-    assert not far_off([job], 0.6), done.stdout
     assert len(job["rounds"]) == (4 if "measuring once more" in done.stderr else 2)
     assert {part["exchange"] for part in job["rounds"][0]["training"]} == {"none", "gossip"}
     assert (tmp_path / "out/benchmark.png").stat().st_size > 10_000
