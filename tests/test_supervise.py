@@ -741,9 +741,9 @@ def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.usefixtures("tidy")
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["killed", "cut off"])
-def test_a_lost_host_is_left_out(possible: Launcher, fault: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:  # noqa: F811
     """A host that is cut off trains on by itself, until Open MPI misses it, here soon, and ends the job on both sides.
+    Of one that is killed `test_hosts.py` shows that the job ends; from there on all is alike.
 
     Each rank makes at most 500 steps/s, so that the budget is not met before."""
     run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.002)
@@ -759,10 +759,7 @@ def test_a_lost_host_is_left_out(possible: Launcher, fault: str, tmp_path: Path)
         )
         wait_for_checkpoints(job, run)
         assert record_of(run)["segments"][0]["hosts"] == ["vhost0", "vhost1"]
-        if fault == "killed":
-            hosts.kill(1)
-        else:
-            hosts.set_link(1, up=False)
+        hosts.set_link(1, up=False)
         job.wait(240)
     assert job.status == 0, job.output
     assert f"supervise: host {hosts.addresses[1]} does not start a process and is left out." in job.output
