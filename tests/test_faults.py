@@ -78,7 +78,7 @@ def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, standing:
     """The first, which keeps run.json, and one more."""
     killed = (0, 2)
     patience = ["--exchange.patience-s", "60"]  # longer than the whole run takes
-    arguments = ["--total-steps", "20000", "--evaluation.episodes", "2", *patience]
+    arguments = ["--total-steps", "12000", "--evaluation.episodes", "2", *patience]
     job = start_disturbed(any_mpi, 4, SLOW_UNTIL_FREE, *arguments, cwd=tmp_path)
     run, pids = tmp_path / "runs/r", wait_until_all_train(tmp_path, 4)
     for rank in killed:
@@ -98,11 +98,11 @@ def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, standing:
     assert gap_s < 30, "they waited for the dead"
     assert all(intervals(run, rank)[-1]["local_steps"] > 1000 for rank in living)
     # What a rank did between its last message and its death nobody can count.
-    assert 20000 <= segment["global_steps"] < 23000 and sum(local_steps(run)) > 19000
+    assert 12000 <= segment["global_steps"] < 15000 and sum(local_steps(run)) > 11000
     _, header = load_policy(run / "policy.safetensors")
     assert header["global_steps"] == segment["global_steps"]
     # The console and the last words are those of the first who lives.
-    assert re.findall(r"^steps ([\d,]+) of 20,000", job.output, re.M)[-1] == "20,000", job.output
+    assert re.findall(r"^steps ([\d,]+) of 12,000", job.output, re.M)[-1] == "12,000", job.output
     assert f"PALA  completed after {segment['global_steps']:,} steps: {Path('runs/r')}" in job.output
     assert (run / "evaluation.json").exists() and (run / "learning_curve.png").exists()
     assert_all_end(tmp_path)

@@ -22,7 +22,7 @@ from conftest import (
     wait_for,
     write_disturbed,
 )
-from runs import all_train, local_steps, states_of, total
+from runs import all_train, states_of
 from standing_ranks import StandingRanks
 from test_training import assert_trained_one_policy
 
@@ -39,25 +39,6 @@ def test_ranks_train_one_policy(mpi: Launcher, tmp_path: Path) -> None:
     used = record_of(tmp_path / "runs/r")["segments"][0]["mpi"]
     assert ("Open MPI" if mpi.name == "openmpi" else "MPICH") in used
     assert "\x1b" not in job.output, "control characters in a log"
-
-
-@pytest.mark.slow
-def test_many_more_ranks_than_cores(any_mpi: Launcher, tmp_path: Path) -> None:
-    """6 ranks start, gossip and end. Nearly all of the time goes into loading torch 6 times."""
-    ranks = 6
-    job = any_mpi.start_train(
-        ranks, *CARTPOLE, "--env.num-envs", "2", "--network.mlp-hidden", "4", "--total-steps", "3000",
-        "--run.name", "r", cwd=tmp_path,
-    ).wait(250)  # fmt: skip
-    assert job.status == 0, job.output
-    run = tmp_path / "runs" / "r"
-    segment = record_of(run)["segments"][0]
-    assert segment["ranks"] == ranks and segment["threads_per_rank"] == 1
-    assert sum(local_steps(run)) == segment["global_steps"] >= 3000
-    for rank, steps in enumerate(local_steps(run)):  # after twelve updates of ten steps
-        assert steps <= 120 or total(run, "models_mixed", rank) > 0
-    assert total(run, "models_refused") == 0
-    assert_all_end(tmp_path)
 
 
 @pytest.mark.slow
@@ -243,7 +224,7 @@ def test_a_disk_that_is_full_at_the_end(
 ) -> None:
     """The job does not end well, and says so; with room, resuming gives the policy."""
     run = small_disk / "r"
-    often = ["--run.checkpoint-interval-s", "0.3", "--total-steps", "30000"]
+    often = ["--run.checkpoint-interval-s", "0.3", "--total-steps", "8000"]
     script = write_disturbed(tmp_path, SLOW_UNTIL_FREE, *often)
     job = any_mpi.start("-np", "2", str(any_mpi.folder / "python"), script, cwd=tmp_path)
     wait_for((run / "checkpoints/segment-000/rank-0001.previous.safetensors").exists, what="the second checkpoint")
@@ -255,7 +236,7 @@ def test_a_disk_that_is_full_at_the_end(
     assert_all_end(tmp_path)
     (small_disk / "filler").unlink()
     assert standing.train(2, "--resume", str(run), cwd=tmp_path).status == 0
-    assert record_of(run)["completed"] and load_policy(run / "policy.safetensors")[1]["global_steps"] >= 30000
+    assert record_of(run)["completed"] and load_policy(run / "policy.safetensors")[1]["global_steps"] >= 8000
 
 
 def test_mpirun_of_another_mpi_is_named(tmp_path: Path) -> None:
