@@ -400,6 +400,8 @@ def test_nobody_spins_or_is_deaf_while_a_rank_is_stopped_as_it_saves_the_policy(
     disturbance = """
         if steps == 1:
             from pala.run import checkpoint
+            from pala.system import waiting
+            waiting._PATIENCE_AFTER_SIGNAL_S = 1.0
             checkpoint.save_policy = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)"""
     job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "3000", cwd=tmp_path)
     wait_for(lambda: any(map(is_stopped, pids_of_ranks(tmp_path).values())), what="a stopped rank")

@@ -80,6 +80,8 @@ def test_a_signal_ends_a_job_of_which_a_rank_hangs_in_its_start(any_mpi: Launche
     source = (
         "import sys, time, pala.train as cli, gymnasium\n"
         "from mpi4py import MPI\n"
+        "from pala.system import waiting\n"
+        "waiting._PATIENCE_AFTER_SIGNAL_S = 1.0\n"
         "def make(*a, **k):\n"
         "    open(f'making-{MPI.COMM_WORLD.rank}', 'w').close()\n"
         "    while MPI.COMM_WORLD.rank == 1:\n"
