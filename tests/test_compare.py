@@ -797,7 +797,9 @@ def test_a_comparison_that_is_interrupted_goes_on(
 ) -> None:  # fmt: skip
     Path("preset.toml").write_text(REAL)
     Path("game.toml").write_text(GAME.replace("CartPole-v1", "Paced-v0"))
-    paced = write_paced(there, step_s=0.002)  # the second run takes eight seconds: it is not over before it is stopped
+    (none,) = (planned for planned in Plan(Path("preset.toml")).runs if planned.cell.variant == "none")
+    make_run(none.folder, none.config, 2)
+    paced = write_paced(there, step_s=0.002)  # a run takes eight seconds: it is not over before it is stopped
 
     def start(*arguments: str) -> Job:
         python = str(any_mpi.folder / "python")
@@ -815,6 +817,7 @@ def test_a_comparison_that_is_interrupted_goes_on(
     assert "The same command goes on later." in stopped.output
     assert (record_of(run)["completed"], record_of(run)["segments"][-1]["status"]) == (False, "stopped")
     assert ranks_in(there) == []
+    (there / "free").touch()
     done = start().wait()
     assert done.status == 1, done.output
     assert "1 of 3 runs are complete" in done.output and "none Pole, 2 ranks, seed 1: starts" not in done.output
