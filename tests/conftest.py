@@ -314,15 +314,15 @@ cli.main()
 
 
 def write_paced(folder: Path, step_s: float) -> dict[str, str]:
-    """Make `--env.id Paced-v0`, whose steps take so long, for programs that are run as they are. Returns what their
-    environment needs: Python imports sitecustomize at its start."""
+    """Make `--env.id Paced-v0`, whose steps take so long until a file `free` is in this folder, for programs that are
+    run as they are. Returns what their environment needs: Python imports sitecustomize at its start."""
     (folder / "sitecustomize.py").write_text(f"""
-import sys, time
+import os, sys, time
 if "pala.train" in sys.orig_argv:
     import gymnasium
     class Paced(gymnasium.Wrapper):
         def step(self, action):
-            time.sleep({step_s})
+            os.path.exists({str(folder / "free")!r}) or time.sleep({step_s})
             return super().step(action)
     gymnasium.register("Paced-v0", lambda: Paced(gymnasium.make("CartPole-v1")))
 """)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 
+from pala.benchmark import protocol
 from pala.benchmark.protocol import _Job, _num_sent, _play, protocol_cost_us
 
 
@@ -18,5 +22,10 @@ def test_every_round_every_rank_sends_and_mixes_one_model(num_jobs: int, num_ran
         assert rank.protocol.counts["models_refused"] == rank.protocol.counts["models_stale"] == 0
 
 
-def test_a_cost_is_a_time() -> None:
-    assert 0 < protocol_cost_us(4, messages=200) < 1e5
+def test_a_cost_is_the_median_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of 50 rounds of 4 models each, which take 1, 9 and 2 ms of a clock that stands still between them."""
+    looks_ns = iter([0, 1_000_000, 1_000_000, 10_000_000, 10_000_000, 12_000_000])
+    clock = SimpleNamespace(process_time_ns=lambda: next(looks_ns), monotonic=time.monotonic)
+    monkeypatch.setattr(protocol, "time", clock)
+    assert protocol_cost_us(4, messages=200) == 2000 / 200
+    assert next(looks_ns, None) is None

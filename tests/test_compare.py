@@ -237,6 +237,17 @@ def test_what_a_run_still_needs(there: Path) -> None:
     assert stopped is not None and stopped.words[-2:] == ["--resume", str(planned.folder)]
 
 
+def test_a_run_is_started_with_its_spares(there: Path) -> None:
+    """Also where it goes on: in its record they are not among the ranks."""
+    planned = plan_of(PRESET.replace("[variants.gossip]", "[variants.gossip]\nrun.spares = 2")).runs[0]
+    for what in ("train", "resume"):
+        task = task_of(planned, Path("results/tiny"))
+        assert task is not None and task.what == what and planned.cell.ranks == 1
+        assert task.words[:4] == ["sh", "-c", "exit 3", "3"]
+        if what == "train":
+            make_run(planned.folder, planned.config, 1, completed=False)
+
+
 def test_a_run_in_the_results_is_not_made_again(
     there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -786,7 +797,9 @@ def test_a_comparison_that_is_interrupted_goes_on(
 ) -> None:  # fmt: skip
     Path("preset.toml").write_text(REAL)
     Path("game.toml").write_text(GAME.replace("CartPole-v1", "Paced-v0"))
-    paced = write_paced(there, step_s=0.002)  # the second run takes eight seconds: it is not over before it is stopped
+    (none,) = (planned for planned in Plan(Path("preset.toml")).runs if planned.cell.variant == "none")
+    make_run(none.folder, none.config, 2)
+    paced = write_paced(there, step_s=0.002)  # a run takes eight seconds: it is not over before it is stopped
 
     def start(*arguments: str) -> Job:
         python = str(any_mpi.folder / "python")
@@ -804,6 +817,7 @@ def test_a_comparison_that_is_interrupted_goes_on(
     assert "The same command goes on later." in stopped.output
     assert (record_of(run)["completed"], record_of(run)["segments"][-1]["status"]) == (False, "stopped")
     assert ranks_in(there) == []
+    (there / "free").touch()
     done = start().wait()
     assert done.status == 1, done.output
     assert "1 of 3 runs are complete" in done.output and "none Pole, 2 ranks, seed 1: starts" not in done.output

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import virtual_hosts
@@ -18,6 +19,7 @@ from conftest import LAUNCHERS, Launcher, assert_all_end, processes_in
 from virtual_hosts import VirtualHosts
 
 from pala.doctor import facts, trial
+from pala.doctor.__main__ import _with_runs
 from pala.doctor.advice import Advice, advise
 from pala.doctor.facts import Host, Job, PairPing, Product, Rank, Trial
 from pala.doctor.ping import tournament, turns
@@ -314,6 +316,23 @@ def test_a_jobs_limits_are_read_wherever_they_stand(own, files, monkeypatch, tmp
     monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "own")
     here = facts.host_here(facts.Launcher())
     assert (here.cpu_quota, here.memory_bytes) == (2.0, 4096)
+
+
+@pytest.mark.parametrize(
+    ("runs", "sees"),
+    [(".", True), ("there", True), ("there/to/be/made", True), ("dangling", False), ("dangling/below", False)],
+)
+def test_where_runs_are_to_be_is_written_to_without_a_trace(
+    runs: str, sees: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is not there yet a run would make, but not what a link to nothing stands for."""
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    Path("dangling").symlink_to("nowhere")
+    before, seen = sorted(tmp_path.rglob("*")), []
+    comm = SimpleNamespace(rank=0, bcast=lambda file: file, meet=lambda: seen.extend(tmp_path.rglob(".pala-doctor-*")))
+    assert _with_runs(comm, job(runs=runs)).sees_runs == sees  # type: ignore[arg-type]
+    assert len(seen) == sees and sorted(tmp_path.rglob("*")) == before
 
 
 # ---- trying mpirun ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from conftest import record_of, slow_but_for, wait_for
 from memory_jobs import ENDLESS, KINDS, asking_as_abort_does, configure, slow_until_joined, with_spares
 
 from pala.a2c.learner import Learner
-from pala.config import Config
+from pala.config import Config, EvaluationConfig
 from pala.envs import MakeEnv
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
@@ -193,8 +193,9 @@ def test_a_signal_while_a_run_ends_leaves_the_evaluation_out(
         return action(*arguments)
 
     monkeypatch.setattr(owner, moment, signalled)
-    monkeypatch.setattr(conclusion, "evaluate", lambda *_: pytest.fail("it was evaluated"))
-    ranks = Ranks(3, configure(tmp_path), lambda comm, *rest: conclusion.conclude(*rest))
+    monkeypatch.setattr(conclusion, "evaluate", lambda *_, **__: pytest.fail("it was evaluated"))
+    config = replace(configure(tmp_path), evaluation=EvaluationConfig(episodes=1))
+    ranks = Ranks(3, config, lambda comm, *rest: conclusion.conclude(*rest))
     ranks.train()
     assert ranks.record["completed"] and (tmp_path / "r/policy.safetensors").exists()
     assert [result.exit_status for result in ranks.results] == [128 + SIGUSR1, 0, 0]

@@ -6,9 +6,8 @@ import os
 import re
 import signal
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from conftest import (
 )
 from runs import all_train, intervals, local_steps, longest_gap_s, total
 from standing_ranks import StandingRanks
+from supervise import survivable
 
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import Tail, metrics_path, read_run
@@ -46,6 +46,13 @@ def is_stopped(pid: int) -> bool:
 def processor_seconds(pid: int) -> float:
     """Processor time that a process has taken."""
     return sum(map(int, _stat_of(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def share_of_a_core(pids: Sequence[int]) -> float:
+    """What each of these processes takes of one, for two seconds."""
+    began_s, used_s = time.monotonic(), sum(map(processor_seconds, pids))
+    time.sleep(2)
+    return (sum(map(processor_seconds, pids)) - used_s) / (time.monotonic() - began_s) / len(pids)
 
 
 def _stat_of(pid: int) -> list[str]:
@@ -78,7 +85,7 @@ def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, standing:
     """The first, which keeps run.json, and one more."""
     killed = (0, 2)
     patience = ["--exchange.patience-s", "60"]  # longer than the whole run takes
-    arguments = ["--total-steps", "20000", "--evaluation.episodes", "2", *patience]
+    arguments = ["--total-steps", "12000", "--evaluation.episodes", "2", *patience]
     job = start_disturbed(any_mpi, 4, SLOW_UNTIL_FREE, *arguments, cwd=tmp_path)
     run, pids = tmp_path / "runs/r", wait_until_all_train(tmp_path, 4)
     for rank in killed:
@@ -98,11 +105,11 @@ def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, standing:
     assert gap_s < 30, "they waited for the dead"
     assert all(intervals(run, rank)[-1]["local_steps"] > 1000 for rank in living)
     # What a rank did between its last message and its death nobody can count.
-    assert 20000 <= segment["global_steps"] < 23000 and sum(local_steps(run)) > 19000
+    assert 12000 <= segment["global_steps"] < 15000 and sum(local_steps(run)) > 11000
     _, header = load_policy(run / "policy.safetensors")
     assert header["global_steps"] == segment["global_steps"]
     # The console and the last words are those of the first who lives.
-    assert re.findall(r"^steps ([\d,]+) of 20,000", job.output, re.M)[-1] == "20,000", job.output
+    assert re.findall(r"^steps ([\d,]+) of 12,000", job.output, re.M)[-1] == "12,000", job.output
     assert f"PALA  completed after {segment['global_steps']:,} steps: {Path('runs/r')}" in job.output
     assert (run / "evaluation.json").exists() and (run / "learning_curve.png").exists()
     assert_all_end(tmp_path)
@@ -139,8 +146,8 @@ def test_a_rank_of_a_paired_exchange_may_be_killed(any_mpi: Launcher, tmp_path: 
 def test_a_rank_told_to_leave_goes_and_the_others_go_on(mpi: Launcher, tmp_path: Path) -> None:
     """Under MPICH, which needs its process, it sleeps."""
     ranks = (str(mpi.folder / "python"), "-m", "pala.train", *CARTPOLE, "--run.name", "r", *ENDLESS)
-    survivable = ("--with-ft", "ulfm") if mpi.name == "openmpi" else ()
-    job, run = mpi.start(*survivable, "-np", "3", *ranks, cwd=tmp_path), tmp_path / "runs/r"
+    ulfm = ("--with-ft", "ulfm") if mpi.name == "openmpi" else ()
+    job, run = mpi.start(*ulfm, "-np", "3", *ranks, cwd=tmp_path), tmp_path / "runs/r"
     pids = wait_until_all_train(tmp_path, 3)
     os.kill(pids[0], signal.SIGUSR2)
     wait_for(lambda: "left_ranks" in record_of(run)["segments"][0], what="the news that rank 0 has left")
@@ -192,12 +199,10 @@ def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, tmp_path: P
     killed = 0
     pids, run = start_with_spares(any_mpi, 4, 1, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     (job,) = any_mpi.jobs
-    begun_s, slept_s, had = time.monotonic(), processor_seconds(pids[4]), len(intervals(run, 1))
-    wait_for(lambda: len(intervals(run, 1)) > had + 6, what="training")
-    slept_s, took_s = processor_seconds(pids[4]) - slept_s, time.monotonic() - begun_s
+    wait_for(lambda: share_of_a_core([pids[4]]) < 0.05, what="sleep of the spare")
     memory = [resident_bytes(pids[rank]) / 2**20 for rank in (4, 1)]
     assert "libtorch" not in Path(f"/proc/{pids[4]}/maps").read_text() and len(read_run(run)) == 4
-    assert slept_s < 0.05 * took_s and memory[0] < 0.5 * memory[1]
+    assert memory[0] < 0.5 * memory[1]
     os.kill(pids[killed], signal.SIGKILL)
     killed_s = time.monotonic()
     wait_for(lambda: len(read_run(run)) == 5, what="the first record of the spare")
@@ -211,7 +216,7 @@ def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, tmp_path: P
     assert [lost["rank"] for lost in segment["lost_ranks"]] == [killed] and segment["ranks"] == 4
     assert "rank 4, a spare" in job.output and total(run, "models_refused") == 0
     steps_per_s = {rank: intervals(run, rank)[-1]["local_steps_per_s"] for rank in sorted(living)}
-    print(f"\nasleep {memory[0]:.0f} MiB (a rank that trains {memory[1]:.0f}), {slept_s / took_s:.2%} of a core")
+    print(f"\nasleep {memory[0]:.0f} MiB (a rank that trains {memory[1]:.0f})")
     print(f"the spare's first record {began_s:.1f} s after the death; steps/s then: {steps_per_s}")
 
 
@@ -400,19 +405,16 @@ def test_nobody_spins_or_is_deaf_while_a_rank_is_stopped_as_it_saves_the_policy(
     disturbance = """
         if steps == 1:
             from pala.run import checkpoint
+            from pala.system import waiting
+            waiting._PATIENCE_AFTER_SIGNAL_S = 1.0
             checkpoint.save_policy = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)"""
     job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "3000", cwd=tmp_path)
     wait_for(lambda: any(map(is_stopped, pids_of_ranks(tmp_path).values())), what="a stopped rank")
     others = [pid for pid in pids_of_ranks(tmp_path).values() if not is_stopped(pid)]
     assert len(others) == 2
 
-    def share() -> float:
-        """Of a core, that who waits takes."""
-        began_s, used_s = time.monotonic(), sum(map(processor_seconds, others))
-        time.sleep(2)
-        return (sum(map(processor_seconds, others)) - used_s) / (time.monotonic() - began_s) / len(others)
-
-    wait_for(lambda: share() < 0.05, what="rest of those who wait")  # at first they still close their environments
+    # At first they still close their environments.
+    wait_for(lambda: share_of_a_core(others) < 0.05, what="rest of those who wait")
     end_by(job, signal.SIGUSR1, tmp_path)
     assert job.status != 0 and "did not end within 10 s of the signal" in job.output, job.output
     record = record_of(tmp_path / "runs/r")
@@ -433,23 +435,19 @@ def test_when_the_rank_that_evaluates_is_killed_another_does(any_mpi: Launcher, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guilty", ["rank == 1", "True"])
 def test_allreduce_ends_with_the_name_of_the_rank_whose_observations_are_not_finite(
-    any_mpi: Launcher, guilty: str, tmp_path: Path
+    any_mpi: Launcher, tmp_path: Path
 ) -> None:
-    disturbance = f"""
-        if steps > 100 and {guilty}:
+    """Of several guilty ranks: `test_endings.py`."""
+    disturbance = """
+        if steps > 100 and rank == 1:
             observation, *rest = super().step(action)
             return observation * float("nan"), *rest"""
     options = ["--exchange.kind", "allreduce", *ENDLESS]
     job = start_disturbed(any_mpi, 3, disturbance, *options, cwd=tmp_path).wait()
     sentences = dict(re.findall(r"pala: error: \[rank (\d)\] update \d+: (.*)no finite gradient", job.output))
-    assert job.status != 0, job.output
-    if guilty == "True":
-        assert set(sentences.values()) == {""}, job.output
-    else:
-        assert sentences, job.output  # who ends the job may do so before another has said it
-        assert all(said == ("" if rank == "1" else "rank 1 has given ") for rank, said in sentences.items()), job.output
+    assert job.status != 0 and sentences, job.output  # who ends the job may do so before another has said it
+    assert all(said == ("" if rank == "1" else "rank 1 has given ") for rank, said in sentences.items()), job.output
     (segment,) = record_of(tmp_path / "runs/r")["segments"]
     assert segment["status"] == "failed" and "no finite gradient" in segment["error"]
     assert_all_end(tmp_path)
@@ -567,19 +565,19 @@ def test_the_launch_script_passes_term_on_as_usr1(any_mpi: Launcher, tmp_path: P
 
 
 def test_ulfm_is_what_survives(any_mpi: Launcher) -> None:
-    """The tests above say something only if the launcher knows the option."""
-    done = subprocess.run([any_mpi.folder / "mpirun", "--version"], capture_output=True, text=True, check=True)
-    assert "(Open MPI) 5" in done.stdout
+    """The tests above say something only if the launcher knows the option, by which the supervisor starts its jobs."""
+    mpirun = str(any_mpi.folder / "mpirun")
+    assert survivable(mpirun) == survivable(f"{mpirun} --with-ft ulfm") == [mpirun, "--with-ft", "ulfm"]
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi: Launcher, tmp_path: Path) -> None:
-    """It is slow for a second, then as fast as they for one, and so on; on a ring, everybody waits for one peer. What
-    else the machine has to do comes and goes: each second is compared with the next, and the median of many counts.
+    """It is slow for a while, then as fast as they for as long, and so on; on a ring, all wait for one peer. What else
+    the machine has to do comes and goes: each phase is compared with the next, and the median of several counts.
 
     The environments sleep, so that ranks do not take one another's cores."""
-    period_s, num_phases = 1.0, 16
+    period_s, num_phases = 0.8, 14
     disturbance = f"time.sleep(0.04 if rank == 1 and int(time.time() / {period_s}) % 2 else 0.01)"
     short = ["--env.num-envs", "1", "--a2c.rollout-steps", "5", "--run.log-interval-s", "0.1"]
     options = [*short, "--exchange.topology", "ring", *ENDLESS]

@@ -281,13 +281,15 @@ def test_who_leads_while_the_first_sleeps_writes_nothing_of_its_own_at_the_end(
 ) -> None:
     """Its copy of run.json is of the time before the run was complete."""
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
-    saved = Records.saved
+    saved, have_saved = Records.saved, [threading.Event() for _ in range(3)]
 
-    def save_late(records: Records) -> None:
-        time.sleep(0.3 * records._rank)
+    def save_in_turn(records: Records) -> None:
+        if records._rank > 0:
+            assert have_saved[records._rank - 1].wait(60)
         saved(records)
+        have_saved[records._rank].set()
 
-    monkeypatch.setattr(Records, "saved", save_late)
+    monkeypatch.setattr(Records, "saved", save_in_turn)
     job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and job.segment["saved"]
 

@@ -26,6 +26,7 @@ from pala.config import (
     GorilaConfig,
 )
 from pala.envs import Envs
+from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
 from pala.run.hooks import Hooks, Moment
@@ -95,6 +96,22 @@ def test_a_signal_to_one_rank_stops_gorila_and_its_replay_is_kept(tmp_path: Path
     assert assemble(resumed.states()).version > begin.version
     assert len(list((resumed.run / "checkpoints/segment-001").glob("*.replay"))) == 3
     assert not list((resumed.run / "checkpoints/segment-000").glob("*.replay"))
+
+
+def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as they were drawn before, nor as another rank draws them."""
+    streams, before_training = [], GorilaParts.before_training
+
+    def note(parts: GorilaParts, previous: Path | None) -> None:
+        before_training(parts, previous)
+        assert parts.store is not None
+        streams.append(str(parts.store._rng.bit_generator.state))
+
+    monkeypatch.setattr(GorilaParts, "before_training", note)
+    trained = train(2, gorila(tmp_path, steps=100))
+    for steps in (200, 300):
+        assert trained.resume(2, steps).ended_well()
+    assert len(set(streams)) == len(streams) == 6
 
 
 def test_other_ranks_and_roles_go_on_with_gorilas_parameters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

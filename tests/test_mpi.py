@@ -22,7 +22,7 @@ from conftest import (
     wait_for,
     write_disturbed,
 )
-from runs import all_train, local_steps, total
+from runs import all_train, states_of
 from standing_ranks import StandingRanks
 from test_training import assert_trained_one_policy
 
@@ -39,25 +39,6 @@ def test_ranks_train_one_policy(mpi: Launcher, tmp_path: Path) -> None:
     used = record_of(tmp_path / "runs/r")["segments"][0]["mpi"]
     assert ("Open MPI" if mpi.name == "openmpi" else "MPICH") in used
     assert "\x1b" not in job.output, "control characters in a log"
-
-
-@pytest.mark.slow
-def test_many_more_ranks_than_cores(any_mpi: Launcher, tmp_path: Path) -> None:
-    """6 ranks start, gossip and end. Nearly all of the time goes into loading torch 6 times."""
-    ranks = 6
-    job = any_mpi.start_train(
-        ranks, *CARTPOLE, "--env.num-envs", "2", "--network.mlp-hidden", "4", "--total-steps", "3000",
-        "--run.name", "r", cwd=tmp_path,
-    ).wait(250)  # fmt: skip
-    assert job.status == 0, job.output
-    run = tmp_path / "runs" / "r"
-    segment = record_of(run)["segments"][0]
-    assert segment["ranks"] == ranks and segment["threads_per_rank"] == 1
-    assert sum(local_steps(run)) == segment["global_steps"] >= 3000
-    for rank, steps in enumerate(local_steps(run)):  # after twelve updates of ten steps
-        assert steps <= 120 or total(run, "models_mixed", rank) > 0
-    assert total(run, "models_refused") == 0
-    assert_all_end(tmp_path)
 
 
 @pytest.mark.slow
@@ -99,6 +80,8 @@ def test_a_signal_ends_a_job_of_which_a_rank_hangs_in_its_start(any_mpi: Launche
     source = (
         "import sys, time, pala.train as cli, gymnasium\n"
         "from mpi4py import MPI\n"
+        "from pala.system import waiting\n"
+        "waiting._PATIENCE_AFTER_SIGNAL_S = 1.0\n"
         "def make(*a, **k):\n"
         "    open(f'making-{MPI.COMM_WORLD.rank}', 'w').close()\n"
         "    while MPI.COMM_WORLD.rank == 1:\n"
@@ -171,11 +154,10 @@ def test_user_mistakes_are_one_sentence(any_mpi: Launcher, arguments: list[str],
     assert not list(tmp_path.glob("runs/*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("mpi", "number"), [("openmpi", signal.SIGTERM), ("mpich", signal.SIGINT)], indirect=["mpi"])
 @pytest.mark.slow
-def test_a_signal_ends_cleanly_and_resume_goes_on(
-    mpi: Launcher, standing: StandingRanks, number: int, tmp_path: Path
-) -> None:
+def test_a_signal_ends_cleanly(mpi: Launcher, number: int, tmp_path: Path) -> None:
+    """Resumes: `test_memory.py`, and `test_supervise.py` after deaths."""
     run = tmp_path / "runs" / "r"
     job = mpi.start_train(2, *CARTPOLE, "--total-steps", "100000000", "--run.name", "r", cwd=tmp_path)
     wait_for(lambda: all_train(run, 2), what="training")
@@ -186,12 +168,7 @@ def test_a_signal_ends_cleanly_and_resume_goes_on(
     # Open MPI kills its ranks 0.2 s after these signals: on a slow disk they do not get to say so.
     expected = {"stopped", "running"} if mpi.name == "openmpi" else {"stopped"}
     assert record_of(run)["segments"][0]["status"] in expected and not record_of(run)["completed"]
-    before = sum(local_steps(run))
-    done = standing.train(2, "--resume", str(run), "--total-steps", str(before + 4000), cwd=tmp_path)
-    assert done.status == 0, done.output
-    record = record_of(run)
-    assert record["completed"] and [s["resumed"] for s in record["segments"]] == [False, True]
-    assert before + 4000 <= sum(local_steps(run)) < before + 8000
+    assert len(states_of(run, 2)) == 2  # whole files, whenever they were killed
 
 
 @pytest.mark.slow
@@ -249,7 +226,7 @@ def test_a_disk_that_is_full_at_the_end(
 ) -> None:
     """The job does not end well, and says so; with room, resuming gives the policy."""
     run = small_disk / "r"
-    often = ["--run.checkpoint-interval-s", "0.3", "--total-steps", "30000"]
+    often = ["--run.checkpoint-interval-s", "0.3", "--total-steps", "8000"]
     script = write_disturbed(tmp_path, SLOW_UNTIL_FREE, *often)
     job = any_mpi.start("-np", "2", str(any_mpi.folder / "python"), script, cwd=tmp_path)
     wait_for((run / "checkpoints/segment-000/rank-0001.previous.safetensors").exists, what="the second checkpoint")
@@ -261,7 +238,7 @@ def test_a_disk_that_is_full_at_the_end(
     assert_all_end(tmp_path)
     (small_disk / "filler").unlink()
     assert standing.train(2, "--resume", str(run), cwd=tmp_path).status == 0
-    assert record_of(run)["completed"] and load_policy(run / "policy.safetensors")[1]["global_steps"] >= 30000
+    assert record_of(run)["completed"] and load_policy(run / "policy.safetensors")[1]["global_steps"] >= 8000
 
 
 def test_mpirun_of_another_mpi_is_named(tmp_path: Path) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Launcher, record_of
+from supervise import read_options
+
+from pala.train import parse
 
 README = (REPOSITORY / "README.md").read_text()
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -36,19 +40,22 @@ def run(command: str, launcher: Launcher, **extra: str) -> str:
 
 
 def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
-    """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are."""
+    """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are. Of restarts
+    only what they are read as: `test_supervise.py`."""
     assert "./launch/test.sh" in commands("./launch/")
     plain, more_ranks, restarts = (line for line in commands("./launch/train.sh") if "gorila" not in line)
-    assert "-n 4" in more_ranks and "-n 4" in restarts
-    for command, ranks in ((plain, 2), (more_ranks.replace("-n 4", "-n 3"), 3), (restarts.replace("-n 4", "-n 1"), 1)):
-        output = run(f"{command} {FEW} --run.dir {tmp_path} --evaluation.episodes 2", any_mpi)
+    options, others = read_options(shlex.split(restarts)[1:])
+    assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Pong-v5")
+    assert "-n 4" in more_ranks
+    for command, ranks, episodes in ((plain, 2, 2), (more_ranks.replace("-n 4", "-n 1"), 1, 0)):
+        output = run(f"{command} {FEW} --run.dir {tmp_path} --evaluation.episodes {episodes}", any_mpi)
         folder = re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)
         assert folder is not None, output
         made = Path(folder[1])
         assert "evaluation: " in output and f"learning curve: {made / 'learning_curve.png'}" in output
         assert record_of(made)["completed"]
         assert record_of(made)["segments"][0]["ranks"] == ranks
-        assert (made / "evaluation.json").exists() and (made / "policy.safetensors").exists()
+        assert (made / "evaluation.json").exists() == (episodes > 0) and (made / "policy.safetensors").exists()
         assert (made / "learning_curve.png").stat().st_size > 5000
 
 
@@ -56,9 +63,9 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train, evaluate with a video, plot, resume; Gorila and its table."""
     name = "pong-20260101-120000"
     train, resume = commands("mpirun -np 4 python -m pala.train")
-    train, resume = (command.replace("-np 4", "-np 2") for command in (train, resume))
+    train, resume = (command.replace("-np 4", "-np 1") for command in (train, resume))
     run(f"{train} {FEW} --evaluation.episodes 0 --run.dir {tmp_path} --run.name {name}", any_mpi)
-    evaluate = commands("python -m pala.evaluate")[0].replace("--episodes 100", "--episodes 4")
+    evaluate = commands("python -m pala.evaluate")[0].replace("--episodes 100", "--episodes 2")
     output = run(evaluate.replace("runs/", f"{tmp_path}/").replace("pong.mp4", f"{tmp_path}/pong.mp4"), any_mpi)
     assert "human-normalised" in output and (tmp_path / "pong.mp4").stat().st_size > 2_000
     plot = commands("python -m pala.plot")[0]
@@ -67,8 +74,9 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     run(f"{resume.replace('runs/', f'{tmp_path}/')} {FEW.replace('400', '800')} --evaluation.episodes 0", any_mpi)
     assert len(record_of(tmp_path / name)["segments"]) == 2
     fast, gorila = (line for line in commands("./launch/train.sh") if "gorila" in line)
-    for command, folder in ((fast, "fast"), (gorila.replace("-n 4", "-n 2"), "games")):
-        few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes 2 --run.dir {tmp_path / folder}"
+    fast, gorila = fast.replace("-n 2", "-n 1"), gorila.replace("-n 4", "-n 2")
+    for command, folder, episodes in ((fast, "fast", 0), (gorila, "games", 2)):
+        few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes {episodes} --run.dir {tmp_path / folder}"
         assert "PALA  completed after" in run(f"{command} {few}", any_mpi)
     scores = commands("python -m pala.gorila.scores")[0]
     run(scores.replace(" runs", f" {tmp_path / 'games'} --output {tmp_path / 'scores'}"), any_mpi)

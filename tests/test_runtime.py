@@ -89,6 +89,35 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
+class SignalledAsItBegins(Interrupt):
+    """A signal comes when it has just been settled that signals are raised."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_raises" and value:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("when", ["before", "as it begins", "inside"])
+def test_a_signal_is_raised_in_its_block_and_nowhere_else(when: str) -> None:
+    done = []
+    with (SignalledAsItBegins if when == "as it begins" else Interrupt)().installed() as interrupt:
+        if when == "before":
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt), interrupt.raised_at_once():
+            done.append("begun")
+            if when == "inside":
+                signal.raise_signal(signal.SIGUSR1)
+            done.append("done")
+        assert interrupt.signal is signal.SIGUSR1
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:  # of which pytest would end
+            pytest.fail("it was raised after its block")
+        assert interrupt.signal is signal.SIGTERM
+    assert done == (["begun"] if when == "inside" else [])
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [("mps", "on 'cpu' and 'cuda' alone"), ("meta", "alone"), ("gpu", "'gpu'"), ("cuda:2", "last of this machine's 2")],

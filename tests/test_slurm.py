@@ -48,10 +48,12 @@ def slurm() -> Iterator[Slurm]:
 class Submitted:
     """A batch script of launch/slurm, as it is, with options of sbatch and of pala.train."""
 
-    def __init__(self, slurm: Slurm, script: str, *train: str, options: list[str], folder: Path) -> None:
+    def __init__(
+        self, slurm: Slurm, script: str, *train: str, options: list[str], folder: Path, step_s: float = 0.001
+    ) -> None:
         self.slurm, self.runs, self._logs = slurm, folder / "runs", folder
         environment = {k: v for k, v in LAUNCHERS[0].environment().items() if not k.startswith(("OMPI_", "PRTE_"))}
-        environment |= write_paced(folder, step_s=0.001)  # no job ends before it is told to
+        environment |= write_paced(folder, step_s)  # no job ends before it is told to
         said = slurm.run(
             "sbatch", *options, f"--output={folder}/%j.log", f"launch/slurm/{script}.sbatch", *train, *CARTPOLE,
             "--env.id", "Paced-v0", "--run.dir", str(self.runs), cwd=REPOSITORY, env=environment,
@@ -89,8 +91,8 @@ def test_one_node(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_preemptible_job_goes_on_to_the_end(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
     """Told to end and requeued by hand; then as if its time were over; then preempted by a job that needs all cores."""
-    train = ["configs/pong.toml", *OFTEN, "--total-steps", "48000"]
-    job = Submitted(slurm, "preemptible", *train, options=["--ntasks=2"], folder=tmp_path)
+    train = ["configs/pong.toml", *OFTEN, "--total-steps", "8000"]  # 40 s of training, but for the last job
+    job = Submitted(slurm, "preemptible", *train, options=["--ntasks=2"], folder=tmp_path, step_s=0.01)
     run = f"slurm-{job.id}"
     job.wait_for_checkpoints(run)
     assert slurm.run("scancel", "--signal=TERM", "--batch", job.id).status == 0
@@ -102,6 +104,8 @@ def test_a_preemptible_job_goes_on_to_the_end(slurm: Slurm, any_mpi: Launcher, t
     job.wait_for_checkpoints(run, segment=2)
     urgent = ["--partition=high", "--ntasks=4", "--output=/dev/null", "--wrap=true"]
     assert slurm.run("sbatch", *urgent).status == 0
+    wait_for(lambda: record_of(job.runs / run)["segments"][2]["status"] == "stopped", 120, "the preemption", _LOOK_S)
+    (tmp_path / "free").touch()
     job.wait()
     assert slurm.states(job.id) == ["COMPLETED"], job.log()
     record = record_of(job.runs / run)
