@@ -29,7 +29,7 @@ from pala.exchange.sleeping import Beginning, Sleeping
 from pala.gorila import parts as gorila
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint, run_folder, user_code
-from pala.run.begin import begin, env_seeds, make_generator
+from pala.run.begin import begin, env_seeds, joined, make_generator, open_segment
 from pala.run.checkpoint import RankState
 from pala.run.header import header
 from pala.run.hooks import Callback, Moment, asks_to_stop
@@ -40,7 +40,7 @@ from pala.run.parts import Parts, build_envs
 from pala.run.records import Records, note_failure
 from pala.run.request import Request
 from pala.run.result import Conclude, Conclusion, Result
-from pala.run.segment import Segment, joined, open_segment
+from pala.run.segment import Segment
 from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
@@ -123,18 +123,17 @@ def take_place(
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = Alone(job.comm.host), job.comm.rank
     config = request.config
-    segment = Segment(briefing.run, briefing.segment, briefing.previous)
     with ExitStack() as stack:
         try:
             # This job has kept or judged it.
-            code = user_code.load(segment.run, UserCode(request.make_env, request.hooks.make_network))
+            code = user_code.load(briefing.segment.run, UserCode(request.make_env, request.hooks.make_network))
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
             request = _with_name(request, code, envs)
             config = request.config
             parts = _BUILD[config.algorithm](alone, config, envs, code.make_network, sleeping)
         except CollectiveError as error:  # of this rank alone
             raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
-        segment = stack.enter_context(joined(segment, briefing.is_locked))
+        segment = stack.enter_context(joined(briefing.segment, briefing.is_locked))
         try:
             is_needed = sleeping.until_needed()  # still: to build took a while
             exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
@@ -240,9 +239,8 @@ class Session:
         self._parts.before_training(self._segment.previous)
         segment, start, flat = self._segment, self._progress.start, self._parts.flat
         told = Beginning(flat.data.numel(), flat.signature, start)
-        time_s = self._progress.counters.time_s
-        is_locked = segment.identity is not None
-        self._job.brief(Briefing(segment.run, segment.path, segment.previous, is_locked, time_s, told))
+        is_locked, time_s = segment.identity is not None, self._progress.counters.time_s
+        self._job.brief(Briefing(replace(segment, identity=None), is_locked, time_s, told))
         may_stop = any(self._job.trainers.allgather(self._hooks.may_stop))
         # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
         exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
