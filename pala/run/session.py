@@ -32,7 +32,7 @@ from pala.run import checkpoint, run_folder, user_code
 from pala.run.begin import begin, env_seeds, joined, make_generator, open_segment
 from pala.run.checkpoint import RankState
 from pala.run.header import header
-from pala.run.hooks import Callback, Moment, asks_to_stop
+from pala.run.hooks import Callback, Callbacks, Moment, UserCode, asks_to_stop
 from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress
 from pala.run.metrics import Record
@@ -41,7 +41,6 @@ from pala.run.records import Records, note_failure
 from pala.run.request import Request
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment
-from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
 from pala.transport.agreement import collectively
@@ -53,7 +52,7 @@ _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any], Parts[Any]]] = {
     "a2c": a2c.build, "gorila": gorila.build,
 }  # fmt: skip
-_CALLBACKS = ("", "on_update", "on_interval")
+_CALLBACKS = ("", *Callbacks._fields)
 
 
 def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
@@ -61,7 +60,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
     comm, config = job.trainers, request.config
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
-        code = UserCode(request.make_env, request.hooks.make_network)
+        code = request.code
         if request.resume is not None:
             code = _load_code(comm, request.resume, code, request.trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
@@ -126,7 +125,7 @@ def take_place(
     with ExitStack() as stack:
         try:
             # This job has kept or judged it.
-            code = user_code.load(briefing.segment.run, UserCode(request.make_env, request.hooks.make_network))
+            code = user_code.load(briefing.segment.run, request.code)
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
             request = _with_name(request, code, envs)
             config = request.config
@@ -209,7 +208,7 @@ class Session:
         records: Records, interrupt: Interrupt,
     ) -> None:  # fmt: skip
         self._request, self._config = request, request.config
-        self._hooks, self._asked_to_stop = request.hooks, ""  # by which of them
+        self._callbacks, self._asked_to_stop = request.callbacks, ""  # by which of them
         self._job, self._envs, self._parts = job, envs, parts
         self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
         self._comm = job.comm
@@ -241,7 +240,7 @@ class Session:
         told = Beginning(flat.data.numel(), flat.signature, start)
         is_locked, time_s = segment.identity is not None, self._progress.counters.time_s
         self._job.brief(Briefing(replace(segment, identity=None), is_locked, time_s, told))
-        may_stop = any(self._job.trainers.allgather(self._hooks.may_stop))
+        may_stop = any(self._job.trainers.allgather(self._callbacks.may_stop))
         # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
         exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
         if may_stop:
@@ -345,12 +344,12 @@ class Session:
             self._records.write(records)
             self._lead_if_first(exchange)
             self._records.report(exchange.global_steps)
-            self._call("on_interval", self._hooks.on_interval, exchange, records)
+            self._call("on_interval", self._callbacks.on_interval, exchange, records)
 
         def updated(updates: int) -> None:
             if self._request.on_count is not None:
                 self._request.on_count(updates)
-            self._call("on_update", self._hooks.on_update, exchange)
+            self._call("on_update", self._callbacks.on_update, exchange)
 
         seeds: np.ndarray = env_seeds(self._config.seed, self._comm.rank, self._segment, self._envs.num_envs)
         stop = loop.run(seeds, on_interval, lambda: self._save_or_say(exchange), updated)
