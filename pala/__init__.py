@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.config import Config, checked, load_preset
-from pala.run.hooks import Callback, Hooks, Moment
+from pala.run.hooks import Callback, Callbacks, Moment
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def fit(
     facts = _facts()
     one_sentence_for_mistakes()
     comm = start_mpi()
-    hooks = Hooks(make_network, on_update, on_interval)
+    callbacks = Callbacks(on_update, on_interval)
     try:
-        collectively(comm, lambda: _check_callable(make_env=make_env, **hooks._asdict()))
+        collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
         cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)
@@ -82,7 +82,7 @@ def fit(
 
         folder = Path(resume) if resume is not None else None
         request = Request(
-            config, make_env, hooks, folder, facts=facts, trust_run=trust_run, began_s=began_s,
+            config, make_env, make_network, callbacks, folder, facts=facts, trust_run=trust_run, began_s=began_s,
             conclude=evaluate_and_draw,
         )  # fmt: skip
         result = run_rank(comm, request)

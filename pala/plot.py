@@ -18,17 +18,17 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
-from pala.config import EnvConfig, to_table
-from pala.evaluation.record import final_evaluation
-from pala.evaluation.scores import reference_of
+from pala.config import to_table
+from pala.report import runs as run_files
 from pala.report.curves import Curve, curve_of, learning_curve
-from pala.report.marks import Mark, draw_evaluations, draw_references, explain_ends
+from pala.report.marks import draw_evaluations, draw_references, explain_ends, mark_of
 from pala.report.pictures import (
     COLOURS,
     draw_group,
@@ -41,10 +41,9 @@ from pala.report.pictures import (
     verbatim,
     write_picture,
 )
+from pala.report.runs import Axis, RunData
 from pala.report.settings import phrase, settings_that_matter
 from pala.report.text import counted
-from pala.run import run_folder
-from pala.run.metrics import read_run
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.runtime import say, tell
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GroupBy = Literal["preset", "none"]
-Axis = Literal["steps", "time"]
 
 AXES: tuple[Axis, ...] = ("steps", "time")
 _MOST_DIFFERENCES = 3  # that a label names
@@ -66,36 +64,28 @@ class NothingToDrawError(PalaError):
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is drawn of a run. E episodes of all ranks."""
+class Run(RunData):
+    """One with an episode at least."""
 
-    path: Path
-    facts: dict[str, Any]  # settings with dotted keys, and the number of ranks
-    steps: np.ndarray  # [E] global environment steps at an episode's end
-    time_s: np.ndarray  # [E] training time at an episode's end
-    returns: np.ndarray  # [E] unclipped
     distances: np.ndarray  # [K, 2] global steps, consensus distance
-    end: tuple[float, float]  # global steps and training time
-    evaluation: dict[str, Any] | None  # of the final policy
 
-    @property
-    def is_atari(self) -> bool:
-        """Played on Atari, so that a step is several frames."""
-        return EnvConfig(self.game).is_atari and not self.facts["python_environment"]
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Settings with dotted keys, the number of ranks, and what was made in Python."""
+        facts = flatten(to_table(self.config)) | {
+            "ranks": self.last.get("ranks", 1), "python_environment": self.last.get("python_environment", False),
+            "python_network": self.last.get("python_network", False),
+        }  # fmt: skip
+        if facts["python_network"]:
+            facts["parameters"] = self.last.get("parameters")  # what tells one network made in Python from another
+        if facts["python_environment"]:
+            facts["env.id"] = self.last.get("environment", "environment made in Python")  # early runs kept no name
+        return facts
 
     @property
     def game(self) -> str:
         """What was played."""
         return str(self.facts["env.id"])
-
-    @property
-    def reference(self) -> tuple[float, float] | None:
-        """Scores of random play and of a human; None where nobody has published them."""
-        return reference_of(self.game) if self.is_atari else None
-
-    def over(self, axis: Axis, seconds: float) -> np.ndarray:
-        """[E] where on an axis the episodes ended; `seconds` are in a unit of time."""
-        return self.steps if axis == "steps" else self.time_s / seconds
 
 
 def plot(
@@ -124,31 +114,14 @@ def plot(
 
 def read(path: Path) -> Run:
     """The episodes and distances of a run. Raises PalaError if it is no run or has no episode yet."""
-    record = run_folder.read(path)
-    segment = record["segments"][-1]
-    facts = flatten(to_table(run_folder.config_of(path))) | {
-        "ranks": segment.get("ranks", 1), "python_environment": segment.get("python_environment", False),
-        "python_network": segment.get("python_network", False),
-    }  # fmt: skip
-    if facts["python_network"]:
-        facts["parameters"] = segment.get("parameters")  # what tells one network made in Python from another
-    if facts["python_environment"]:
-        facts["env.id"] = segment.get("environment", "environment made in Python")  # early runs kept no name
-    records = [record for rank in read_run(path) for record in rank]
-    episodes = [(r["global_steps"], r["time_s"], r["return"]) for r in records if r["type"] == "episode"]
-    if not episodes:
+    run, ranks = run_files.read(path)
+    if not len(run.returns):
         raise NothingToDrawError(
             f"Run '{path}' has no whole episode yet, so there is nothing to draw; try again later."
         )
-    distances = [
-        (r["global_steps"], r["consensus_distance"]) for r in records if r.get("consensus_distance") is not None
-    ]
-    steps, time_s, returns = np.array(episodes, np.float64).T
-    end = (max(float(steps.max()), segment.get("global_steps", 0)), max(r["time_s"] for r in records))
-    return Run(
-        path, facts, steps, time_s, returns, np.array(sorted(distances), np.float64).reshape(-1, 2), end,
-        final_evaluation(path, record),
-    )  # fmt: skip
+    key = "consensus_distance"
+    distances = [(r["global_steps"], r[key]) for rank in ranks for r in rank if r.get(key) is not None]
+    return Run(**vars(run), distances=np.array(sorted(distances), np.float64).reshape(-1, 2))
 
 
 def _read_all(paths: Sequence[Path]) -> list[Run]:
@@ -208,7 +181,7 @@ def _draw_one(run: Run, smooth: int) -> Figure:
     figure, axes, seconds = _panels(panels, [run], smooth)
     for axis in AXES:
         _draw_banded(axes[axis], learning_curve(run.over(axis, seconds), run.returns, smooth))
-        draw_evaluations(axes[axis], [_mark([run], axis, seconds, line_look(0))])
+        draw_evaluations(axes[axis], [mark_of([run], axis, seconds, line_look(0))])
         draw_references(axes[axis], run.reference)
     if len(run.distances):
         steps, distances = run.distances.T
@@ -238,7 +211,7 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
         for number, label in enumerate(groups):
             draw_group(axes[axis], curves[number], label, line_look(number))
         explain_ends(axes[axis], curves)
-        marks = [_mark(group, axis, seconds, line_look(number)) for number, group in enumerate(groups.values())]
+        marks = [mark_of(group, axis, seconds, line_look(number)) for number, group in enumerate(groups.values())]
         draw_evaluations(axes[axis], marks)
         draw_references(axes[axis], runs[0].reference if len(games) == 1 else None)
     legend(figure, axes["steps"])
@@ -247,16 +220,11 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
     return figure
 
 
-def _mark(runs: Sequence[Run], axis: Axis, seconds: float, look: dict[str, Any]) -> Mark:
-    evaluations = [run.evaluation for run in runs if run.evaluation is not None]
-    return Mark(max(run.end[0] if axis == "steps" else run.end[1] / seconds for run in runs), evaluations, look)
-
-
 def _panels(mosaic: list[list[str]], runs: Sequence[Run], smooth: int) -> tuple[Figure, dict[str, Axes], float]:
     """An empty figure, its labelled axes, and the seconds in a unit of the time axis."""
     figure = new_figure(11, 4.9 if len(mosaic) == 1 else 6.8)
     axes: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
-    skips = {run.facts["env.frame_skip"] if run.is_atari else 1 for run in runs}
+    skips = {run.frame_skip for run in runs}
     seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
     for name, panel in axes.items():
         tidy_learning_curve(panel, f"wall-clock time ({unit})" if name == "time" else steps_label(skips), smooth)

@@ -190,13 +190,13 @@ class StandingRanks:
 
 
 def train(
-    comm: Communicator, arguments: Sequence[str], make_env: Callable[[], Any] | None = None, hooks: Any = None
+    comm: Communicator, arguments: Sequence[str], make_env: Callable[[], Any] | None = None, callbacks: Any = None
 ) -> int:
     """Train on the ranks of `comm` with a command line of `pala.train`. Returns the exit status. Collective.
 
     No rank begins before all are there: one that begins late on a busy machine would find the steps made by others.
     """
-    from pala.run.hooks import NO_HOOKS
+    from pala.run.hooks import NO_CALLBACKS
     from pala.run.loop import Loop
     from pala.run.rank import run_rank
     from pala.run.request import Request
@@ -217,9 +217,10 @@ def train(
             return run(loop, *given)
 
         with mock.patch.object(Loop, "run", run_together):
-            result = run_rank(
-                comm, Request(config, preset=preset, resume=command.resume, make_env=make_env, hooks=hooks or NO_HOOKS)
-            )
+            request = Request(
+                config, make_env, callbacks=callbacks or NO_CALLBACKS, resume=command.resume, preset=preset
+            )  # fmt: skip
+            result = run_rank(comm, request)
     except CollectiveError as error:
         if comm.rank == 0:
             say(f"pala: error: {error}")

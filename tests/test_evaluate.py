@@ -33,8 +33,8 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.run import checkpoint, conclusion, run_folder, user_code
 from pala.run.checkpoint import RankState
 from pala.run.conclusion import conclude
+from pala.run.hooks import UserCode
 from pala.run.result import Result
-from pala.run.user_code import UserCode
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
 

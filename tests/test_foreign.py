@@ -33,11 +33,11 @@ from pala.evaluation.video import record_video
 from pala.gorila import scores as scores_program
 from pala.networks.network import ActorCritic
 from pala.run import checkpoint, metrics, run_folder, user_code
+from pala.run.hooks import UserCode
 from pala.run.lock import lock_folder, who_trains
 from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_run
 from pala.run.rank import run_rank
 from pala.run.request import Request
-from pala.run.user_code import UserCode
 from pala.system.errors import CollectiveError, PalaError
 from pala.train import parse
 from pala.transport.memory import run_ranks

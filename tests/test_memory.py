@@ -51,7 +51,7 @@ from pala.exchange.kinds import KINDS
 from pala.exchange.make import make_exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
-from pala.run.hooks import Hooks, Moment
+from pala.run.hooks import Callbacks, Moment
 from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
@@ -380,7 +380,7 @@ def test_a_rank_that_fails_leaves_no_thread_behind(kind: str, tmp_path: Path) ->
 
         config = gorila(tmp_path, replace(GORILA, num_shards=1)) if kind == "gorila" else configure(tmp_path, kind)
         try:
-            return run_rank(comm, Request(config, hooks=Hooks(on_update=fail)), comm.interrupt)
+            return run_rank(comm, Request(config, callbacks=Callbacks(on_update=fail)), comm.interrupt)
         finally:
             left.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("pala-"))
 

@@ -41,12 +41,12 @@ from pala.networks.own import OwnNetwork, actor_critic
 from pala.run import provenance, user_code
 from pala.run.begin import make_generator
 from pala.run.conclusion import conclude
-from pala.run.hooks import Hooks, Moment, asks_to_stop
+from pala.run.hooks import NO_CALLBACKS, Callbacks, Moment, UserCode, asks_to_stop
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.segment import Segment
-from pala.run.user_code import UserCode, keep
+from pala.run.user_code import keep
 from pala.spaces import inputs_of
 from pala.system import runtime
 from pala.system.errors import CollectiveError, PalaError
@@ -57,9 +57,9 @@ PAGE = REPOSITORY / "docs" / "python.md"
 EXAMPLES = REPOSITORY / "examples"
 
 
-def train(ranks: int, config: Config, hooks: Hooks = Hooks(), **options: Any) -> list[Any]:  # noqa: B008
+def train(ranks: int, config: Config, callbacks: Callbacks = NO_CALLBACKS, **options: Any) -> list[Any]:
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, hooks=hooks, **options), comm.interrupt)
+        return run_rank(comm, Request(config, callbacks=callbacks, **options), comm.interrupt)
 
     return run_ranks(ranks, main)
 
@@ -87,7 +87,7 @@ def test_a_callback_that_returns_false_stops_all_ranks(kind: str, callback: str,
         both_were_asked = {m.rank for m in moments} == {0, 1}  # one may begin after the other has made 100 steps
         return False if moment.rank == 1 and moment.local_steps >= 100 and both_were_asked else None
 
-    results = train(2, config, Hooks(**{callback: enough}))
+    results = train(2, config, Callbacks(**{callback: enough}))
     why = f"{callback} of rank 1 returned False"
     assert [(r.status, r.stopped_early, r.exit_status) for r in results] == [("completed", why, 0)] * 2
     record = record_of(tmp_path / "r")
@@ -103,8 +103,8 @@ def test_one_rank_alone_may_have_a_callback(tmp_path: Path) -> None:
     config = configure(tmp_path, "none", 10**9)
 
     def main(comm: MemoryCommunicator) -> Result:
-        hooks = Hooks(on_update=(lambda moment: moment.updates < 5) if comm.rank == 0 else None)
-        return run_rank(comm, Request(config, hooks=hooks), comm.interrupt)
+        callbacks = Callbacks(on_update=(lambda moment: moment.updates < 5) if comm.rank == 0 else None)
+        return run_rank(comm, Request(config, callbacks=callbacks), comm.interrupt)
 
     assert [result.stopped_early for result in run_ranks(2, main)] == ["on_update of rank 0 returned False"] * 2
 
@@ -143,8 +143,8 @@ def test_the_last_callback_of_a_rank_that_leaves_does_not_end_training(tmp_path:
             asked.append(moment.rank)
             return False
 
-        hooks = Hooks(on_update=leave, on_interval=end) if comm.rank == 1 else Hooks()
-        return run_rank(comm, Request(config, hooks=hooks), comm.interrupt)
+        callbacks = Callbacks(on_update=leave, on_interval=end) if comm.rank == 1 else Callbacks()
+        return run_rank(comm, Request(config, callbacks=callbacks), comm.interrupt)
 
     first, second = run_ranks(2, main)
     assert second.status == "left" and asked == [1]
@@ -153,7 +153,7 @@ def test_the_last_callback_of_a_rank_that_leaves_does_not_end_training(tmp_path:
 
 def test_a_run_that_was_stopped_early_goes_on(tmp_path: Path) -> None:
     config = configure(tmp_path, steps=400)
-    first = train(2, config, Hooks(on_update=lambda moment: moment.updates < 5))[0]
+    first = train(2, config, Callbacks(on_update=lambda moment: moment.updates < 5))[0]
     assert first.stopped_early and first.global_steps < 400
     second = train(2, config, resume=first.run)[0]
     assert not second.stopped_early and second.global_steps >= 400
@@ -313,7 +313,7 @@ def test_a_run_that_left_its_evaluation_out_can_be_evaluated(tmp_path: Path, mon
 @pytest.mark.parametrize("algorithm", ["a2c", "gorila"])
 def test_a_network_of_ones_own_trains_and_is_kept(algorithm: str, tmp_path: Path) -> None:
     config = gorila(tmp_path, steps=200) if algorithm == "gorila" else configure(tmp_path, steps=200)
-    results = train(2, config, Hooks(make_network=MyNetwork))
+    results = train(2, config, make_network=MyNetwork)
     assert [result.status for result in results] == ["completed"] * 2
     assert record_of(results[0].run)["segments"][0]["python_network"]
     policy = policy_of(results[0].run)
@@ -332,21 +332,24 @@ class TwoNames(MyNetwork):
 
 
 def test_a_network_whose_parameters_have_two_names(tmp_path: Path) -> None:
-    results = train(2, configure(tmp_path, steps=200), Hooks(make_network=TwoNames))
+    results = train(2, configure(tmp_path, steps=200), make_network=TwoNames)
     assert [result.status for result in results] == ["completed"] * 2
     own = policy_of(results[0].run).network.own
     assert own.policy.weight.equal(own.heads[0].weight)
 
 
 def test_a_resume_that_is_refused_leaves_the_network_that_the_run_was_made_with(tmp_path: Path) -> None:
-    (result,) = train(1, configure(tmp_path, steps=200), Hooks(make_network=MyNetwork))
+    (result,) = train(1, configure(tmp_path, steps=200), make_network=MyNetwork)
 
     def files() -> dict[str, bytes]:  # but the lock, which names the second in which it was taken last
         return {file.name: file.read_bytes() for file in result.run.glob("[!.]*") if file.is_file()}
 
     before = files()
-    other = Hooks(make_network=lambda space, num_outputs: nn.Sequential(OneLayer(space, num_outputs))[0])
-    (refused,) = train(1, configure(tmp_path, steps=400), other, resume=result.run)
+
+    def other(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        return nn.Sequential(OneLayer(space, num_outputs))[0]
+
+    (refused,) = train(1, configure(tmp_path, steps=400), make_network=other, resume=result.run)
     assert isinstance(refused, CollectiveError) and "is of another network" in str(refused)
     assert {"run.json", "make_network.txt"} <= before.keys() and files() == before
     assert isinstance(policy_of(result.run).network.own, MyNetwork)
@@ -362,7 +365,7 @@ class OneLayer(MyNetwork):
 def test_training_says_that_images_go_through_autograd(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     env = EnvConfig("ALE/Pong-v5", num_envs=1, max_episode_frames=40)
     config = replace(configure(tmp_path, steps=10), env=env)
-    assert train(1, config, Hooks(make_network=Pixels))[0].status == "completed"
+    assert train(1, config, make_network=Pixels)[0].status == "completed"
     assert "The network is your own: autograd makes its passes" in capfd.readouterr().err
 
 
@@ -401,7 +404,7 @@ class Properties(MyNetwork):
 
 
 def test_parts_may_be_made_of_what_is_registered(tmp_path: Path) -> None:
-    (result,) = train(1, configure(tmp_path, steps=100), Hooks(make_network=Properties))
+    (result,) = train(1, configure(tmp_path, steps=100), make_network=Properties)
     assert result.status == "completed"
 
 
@@ -433,7 +436,7 @@ class Feature(NamedTuple):
 
 
 def test_a_trunk_may_give_anything(tmp_path: Path) -> None:
-    (result,) = train(1, configure(tmp_path, steps=100), Hooks(make_network=Pairs))
+    (result,) = train(1, configure(tmp_path, steps=100), make_network=Pairs)
     assert result.status == "completed"
 
 
@@ -465,7 +468,7 @@ def test_a_network_may_begin_with_layers_of_another_run(tmp_path: Path) -> None:
         pala.load_policy(old)  # whose network is made in the meantime
         return made
 
-    (result,) = train(1, configure(tmp_path, steps=100), Hooks(make_network=make))
+    (result,) = train(1, configure(tmp_path, steps=100), make_network=make)
     assert result.status == "completed"
 
 
@@ -599,9 +602,9 @@ def test_a_buffer_that_is_drawn_anew_is_no_other_networks(tmp_path: Path) -> Non
         made.mask.copy_(torch.from_numpy(np.random.default_rng().random(4)))
         return made
 
-    errors = train(2, configure(tmp_path / "a"), Hooks(make_network=by_numpy))
+    errors = train(2, configure(tmp_path / "a"), make_network=by_numpy)
     assert all(isinstance(error, CollectiveError) and "is not that of rank 0" in str(error) for error in errors)
-    (made,) = train(1, configure(tmp_path / "b"), Hooks(make_network=Masked))
+    (made,) = train(1, configure(tmp_path / "b"), make_network=Masked)
     assert made.status == "completed" and policy_of(made.run) is not None
     other = replace(configure(tmp_path / "b"), seed=2, total_steps=10**4)
     (error,) = train(1, other, resume=made.run)
@@ -616,7 +619,7 @@ def test_gorilas_two_networks_must_be_two(tmp_path: Path) -> None:
     """Else what learns would be the target of its own."""
 
     made = MyNetwork(gymnasium.spaces.Box(-1, 1, (4,)), (2,))
-    error, _ = train(2, gorila(tmp_path), Hooks(make_network=lambda space, num_outputs: made))
+    error, _ = train(2, gorila(tmp_path), make_network=lambda space, num_outputs: made)
     assert isinstance(error, CollectiveError) and "must make a new one each time" in str(error)
 
 
@@ -644,7 +647,7 @@ def test_gorila_learns_nothing_from_gradients_that_are_not_finite(tmp_path: Path
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return NoGradient.apply(x)  # type: ignore[no-untyped-call]
 
-    error, _ = train(2, gorila(tmp_path), Hooks(make_network=Broken))
+    error, _ = train(2, gorila(tmp_path), make_network=Broken)
     assert isinstance(error, PalaError) and "finite" in str(error), error
     assert not record_of(tmp_path / "r")["completed"]
 
@@ -655,7 +658,7 @@ def test_running_statistics_are_refused(tmp_path: Path) -> None:
         made.trunk.append(nn.BatchNorm1d(8))
         return made
 
-    (error,) = train(1, configure(tmp_path), Hooks(make_network=make))
+    (error,) = train(1, configure(tmp_path), make_network=make)
     assert isinstance(error, CollectiveError) and "BatchNorm, LayerNorm" in str(error)
 
 
@@ -773,7 +776,7 @@ def test_an_exception_in_training_closes_the_environments(tmp_path: Path) -> Non
     def fail(moment: Moment) -> None:
         raise ZeroDivisionError
 
-    (error,) = train(1, config, Hooks(on_update=fail))
+    (error,) = train(1, config, Callbacks(on_update=fail))
     assert isinstance(error, ZeroDivisionError) and not multiprocessing.active_children()
 
 

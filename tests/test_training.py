@@ -17,7 +17,7 @@ from standing_ranks import StandingRanks, train
 
 from pala.evaluation.play import evaluate
 from pala.run.checkpoint import load_policy
-from pala.run.hooks import Hooks
+from pala.run.hooks import Callbacks
 from pala.run.metrics import read_run
 from pala.transport.base import Communicator
 
@@ -160,8 +160,8 @@ def train_poisoned(comm: Communicator, arguments: list[str]) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "_share", poisoned)
-        end = Hooks(on_update=lambda moment: moment.rank != 1 or moment.updates < 200)
-        return train(comm, arguments, hooks=end)
+        end = Callbacks(on_update=lambda moment: moment.rank != 1 or moment.updates < 200)
+        return train(comm, arguments, callbacks=end)
 
 
 @pytest.mark.parametrize("compression", ["none", "top_k"])

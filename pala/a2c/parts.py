@@ -126,14 +126,17 @@ def build(
     """Network, tape and optimiser, with the seed's first weights; a spare builds the same. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
     device = prepare_device(comm, config)
+    return collectively(comm, lambda: make_parts(config, envs, device, make_network))
 
-    def make() -> Network:
-        with torch_weights(config.seed):
-            return actor_critic(envs.observation_space, envs.action_space, config, make_network)
 
-    network = collectively(comm, make)
+def make_parts(
+    config: Config, envs: Envs, device: torch.device, make_network: MakeNetwork | None = None
+) -> A2CParts:  # fmt: skip
+    """As `build`, of one rank. Not collective. Raises PalaError."""
+    with torch_weights(config.seed):
+        network = actor_critic(envs.observation_space, envs.action_space, config, make_network)
     flat = FlatParameters(network, device)
-    collectively(comm, lambda: check_size(config.exchange, flat.data, flat.num_moments))
+    check_size(config.exchange, flat.data, flat.num_moments)
     observations = blank_observations(envs.observation_space, envs.num_envs, device)
-    tape = collectively(comm, lambda: make_tape(network, config.network, config.a2c.rollout_steps, observations))
+    tape = make_tape(network, config.network, config.a2c.rollout_steps, observations)
     return A2CParts(config, device, network, flat, A2C(network.distribution, tape, flat, config.a2c))

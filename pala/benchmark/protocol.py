@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from typing import cast
 
 import numpy as np
 
@@ -63,7 +62,7 @@ class _Job:
 def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> GossipDriver:
     budget = StepBudget(rank, num_ranks, budget_steps=1 << 62)
     protocol = GossipProtocol(budget, Uniform(), Rules("random", max_staleness=10, seed=1))
-    driver = GossipDriver(protocol, _Post(rank, post), cast(Models, _NoModels(num_ranks)))
+    driver = GossipDriver(protocol, _Post(rank, post), _NoModels(num_ranks))
     driver.start()
     return driver
 
@@ -96,8 +95,8 @@ class _Post(Transport):
         self._post.append((peer, Received(self._rank, packet.data.copy(), bulk, took_s=0.0)))
 
 
-class _NoModels:
-    """As much of `Models` as uniform mixing needs: messages as they are, with models that have no parameters."""
+class _NoModels(Models):
+    """Messages as they are, with models that have no parameters."""
 
     def __init__(self, num_ranks: int) -> None:
         self._wire = Wire(num_ranks, 0, signature=1, sizes=gossip_sizes(NOTHING))
@@ -116,18 +115,3 @@ class _NoModels:
         message = self._wire.decode_from(received.source, received.data)
         assert not isinstance(message, Refusal), message
         return Opened(message)
-
-    def add(self, weight: float) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def mix(self, own_weight: float, measure: bool) -> None:
-        pass
-
-    def heal(self) -> None:
-        pass

@@ -14,11 +14,10 @@ import numpy as np
 from pala.compare.measures import Run
 from pala.compare.plan import Cell, Plan
 from pala.config import Config, ExchangeConfig
-from pala.evaluation.record import final_evaluation
-from pala.evaluation.scores import reference_of
+from pala.report import runs
 from pala.report.settings import differences, method_of, phrase
 from pala.run import run_folder
-from pala.run.metrics import metrics_files, read_run
+from pala.run.metrics import metrics_files
 from pala.system.errors import PalaError, reason
 from pala.system.files import json_text, open_to_read, write_atomically
 
@@ -83,20 +82,12 @@ def _progress(run: Path) -> tuple[int, bool]:
 
 def load(folder: Path, plan: Plan) -> Run:
     """A run and the place in the comparison that its own record gives it. Raises PalaError."""
-    record, config = run_folder.read(folder), run_folder.config_of(folder)
-    if record["completed"] and "global_steps" not in record["segments"][-1]:
+    run, ranks = runs.read(folder)
+    if run.record["completed"] and "global_steps" not in run.last:
         raise PalaError(f"'{folder / 'run.json'}' is of a completed run, but its last segment has no 'global_steps'.")
-    ranks = read_run(folder)
-    episodes = sorted(
-        (r["time_s"], r["global_steps"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"
-    )
-    is_atari = config.env.is_atari and not record["segments"][-1].get("python_environment")
-    time_s, steps, returns = np.array(episodes, np.float64).reshape(-1, 3).T
-    return Run(
-        folder.name, _cell_of(config, record["segments"][-1], plan, folder), config, record,
-        final_evaluation(folder, record), is_atari, reference_of(config.env.id) if is_atari else None, ranks, steps,
-        time_s, returns,
-    )  # fmt: skip
+    order = np.lexsort((run.returns, run.steps, run.time_s))
+    in_order = {"steps": run.steps[order], "time_s": run.time_s[order], "returns": run.returns[order]}
+    return Run(**vars(run) | in_order, cell=_cell_of(run.config, run.last, plan, folder), ranks=ranks)
 
 
 def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) -> Cell:

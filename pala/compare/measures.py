@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from pala.compare.plan import Cell
-from pala.config import Config
 from pala.evaluation.scores import human_normalised
 from pala.exchange.kinds import kind_of
 from pala.report.curves import curve_of, running_mean
+from pala.report.runs import RunData
 from pala.run.metrics import Record, progress_kept
 
 WINDOW = 100  # episodes of a running mean
@@ -23,30 +23,21 @@ _GRID = 500
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run as its files have it. E episodes of all ranks, in the order of time."""
+class Run(RunData):
+    """One that is compared; its episodes are in the order of time."""
 
-    name: str
     cell: Cell
-    config: Config
-    record: dict[str, Any]  # run.json
-    evaluation: dict[str, Any] | None  # of the final policy
-    is_atari: bool  # PALA's own; a game that a user's environment plays has frames and scores of its own
-    reference: tuple[float, float] | None  # scores of random play and of a human
     ranks: list[list[Record]]
-    steps: np.ndarray  # [E] of all ranks, at an episode's end
-    time_s: np.ndarray  # [E] of training, at an episode's end
-    returns: np.ndarray  # [E] unclipped
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.path.name
 
     @property
     def seed(self) -> int:
         """The seed that all random streams derive from."""
         return self.config.seed
-
-    @property
-    def frame_skip(self) -> int:
-        """Emulator frames a step."""
-        return self.config.env.frame_skip if self.is_atari else 1
 
     @property
     def is_independent(self) -> bool:
@@ -67,11 +58,6 @@ class Run:
     def segments(self) -> list[dict[str, Any]]:
         """The records of all starts."""
         return list(self.record["segments"])
-
-    @property
-    def last(self) -> dict[str, Any]:
-        """The newest segment."""
-        return self.segments[-1]
 
     @property
     def num_lost(self) -> int:
@@ -107,16 +93,6 @@ class Run:
         key = "local_steps_per_s"
         speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in ranks]
         return sum(map(statistics.median, filter(None, speeds))) or None
-
-    @property
-    def training_s(self) -> float:
-        """Time of training over all segments; pauses between them do not count."""
-        return max((rank[-1]["time_s"] for rank in self.ranks if rank), default=0.0)
-
-    @property
-    def end_steps(self) -> float:
-        """Steps of all ranks at its end so far."""
-        return max(float(self.steps.max(initial=0)), self.last.get("global_steps", 0))
 
     @property
     def is_beyond_cores(self) -> bool:

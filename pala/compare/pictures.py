@@ -4,7 +4,6 @@ of them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from pala.compare.comparison import Comparison
 from pala.compare.measures import WINDOW, Run, bootstrap_interval, interquartile_mean
 from pala.compare.plan import Cell
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of
-from pala.report.marks import Mark, draw_evaluations, draw_references, explain_ends
+from pala.report.marks import draw_evaluations, draw_references, explain_ends, mark_of
 from pala.report.pictures import (
     LINE_STYLES,
     MARKERS,
@@ -30,6 +29,7 @@ from pala.report.pictures import (
     time_unit,
     write_picture,
 )
+from pala.report.runs import Axis
 from pala.report.text import counted
 
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
         seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
         skips = {run.frame_skip for run in runs}
         lines = _lines(comparison, cells)
-        _draw_row(panels[0], lines, steps_label(skips), lambda run: (run.steps, run.end_steps))
+        _draw_row(panels[0], lines, steps_label(skips), "steps", seconds)
         panels[0].set_title(f"{title} ({comparison.preset.name})", loc="left")
         if timed:
             label = f"wall-clock time ({unit})"
-            _draw_row(panels[1], lines, label, lambda run, s=seconds: (run.time_s / s, run.training_s / s))  # type: ignore[misc]
+            _draw_row(panels[1], lines, label, "time", seconds)
         legend(part, panels[0])
     return figure
 
@@ -109,18 +109,13 @@ def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[_Line]:
     return lines
 
 
-def _draw_row(panel: Axes, lines: list[_Line], x_label: str, places: Callable[[Run], tuple[np.ndarray, float]]) -> None:
-    """Draw a panel; `places`: where on its axis a run's episodes ended [E], and where the run did."""
+def _draw_row(panel: Axes, lines: list[_Line], x_label: str, axis: Axis, seconds: float) -> None:
+    """Draw a panel; `seconds` are in a unit of the time axis."""
     tidy_learning_curve(panel, x_label, WINDOW)
-    groups = [_draw_variant(panel, line, places) for line in lines]
+    groups = [_draw_variant(panel, line, axis, seconds) for line in lines]
     explain_ends(panel, list(filter(None, groups)))
-    draw_evaluations(panel, [_mark(line, places) for line in lines])
+    draw_evaluations(panel, [mark_of(line.runs, axis, seconds, line.look) for line in lines])
     draw_references(panel, lines[0].runs[0].reference)
-
-
-def _mark(line: _Line, places: Callable[[Run], tuple[np.ndarray, float]]) -> Mark:
-    evaluations = [run.evaluation for run in line.runs if run.evaluation is not None]
-    return Mark(max(places(run)[1] for run in line.runs), evaluations, line.look)
 
 
 def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
@@ -138,9 +133,9 @@ def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
     return rows
 
 
-def _draw_variant(panel: Axes, line: _Line, places: Callable[[Run], tuple[np.ndarray, float]]) -> list[Curve]:
+def _draw_variant(panel: Axes, line: _Line, axis: Axis, seconds: float) -> list[Curve]:
     """Draw the runs of a line; returns the curves of those that its mean is of."""
-    curves = [learning_curve(places(run)[0], run.returns, WINDOW) for run in line.runs]
+    curves = [learning_curve(run.over(axis, seconds), run.returns, WINDOW) for run in line.runs]
     complete = [curve for run, curve in zip(line.runs, curves, strict=True) if run.completed]
     label = "" if complete else f"{line.name}, not completed"
     for run, curve in zip(line.runs, curves, strict=True):

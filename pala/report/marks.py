@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pala.report.curves import Curve
+from pala.report.runs import Axis, RunData
 from pala.report.text import short_number
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class Mark:
     x: float
     evaluations: Sequence[dict[str, Any]]
     look: dict[str, Any]
+
+
+def mark_of(runs: Sequence[RunData], axis: Axis, seconds: float, look: dict[str, Any]) -> Mark:
+    """The mark of a line of these runs; `seconds` are in a unit of the time axis."""
+    evaluations = [run.evaluation for run in runs if run.evaluation is not None]
+    return Mark(max(run.end(axis, seconds) for run in runs), evaluations, look)
 
 
 def draw_evaluations(panel: Axes, marks: Sequence[Mark]) -> None:

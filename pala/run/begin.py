@@ -1,22 +1,86 @@
-"""How a rank begins: with the same weights as all others, or with what the checkpoints hold."""
+"""How a rank begins: in the run's folder, locked against other jobs, with the same weights as all others or with what
+the checkpoints hold."""
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
+from pala.config import Config
 from pala.exchange.budget import ExchangeState
+from pala.run import checkpoint, run_folder, user_code
 from pala.run.checkpoint import RankState
+from pala.run.lock import join_lock, lock_folder, lock_identity
 from pala.run.loop import Counters, Progress
+from pala.run.metrics import packed_alone
 from pala.run.parts import Parts, Saved
 from pala.run.segment import Segment
-from pala.system.errors import CollectiveError
+from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import say
 from pala.system.seeding import derive
+from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
+
+
+@contextmanager
+def open_segment(comm: Communicator, config: Config, resume: Path | None, preset: str) -> Iterator[Segment]:
+    """Make the folders and lock the run's, on every rank, until the block ends. Collective.
+
+    A new run's is named after `preset`, unless the configuration says how.
+    """
+    lock: BinaryIO | None = None  # held on every rank, so that the folder stays locked while any of them lives
+
+    def make() -> tuple[Segment, bool] | None:
+        nonlocal lock
+        if comm.rank != 0:
+            return None
+        run = resume if resume is not None else run_folder.create(config, preset)
+        lock = lock_folder(run)  # before anything in it is changed
+        if lock is not None:
+            run_folder.remove_unfinished(run)
+        if resume is not None and (packed := packed_alone(run, comm.size)) is not None:
+            raise PalaError(
+                f"The metrics '{packed}' are packed, and training would begin a new file beside them, which would hide "
+                "what they hold: `gunzip` them first."
+            )
+        if resume is None:
+            user_code.forget(run)  # of a job that never began
+        previous = checkpoint.newest_segment(run) if resume is not None else None
+        segment = Segment(run, checkpoint.new_segment(run), previous)
+        return segment, lock is not None
+
+    def join() -> None:
+        nonlocal lock
+        if is_locked and comm.rank != 0:
+            lock = join_lock(segment.run)
+
+    try:
+        made = comm.bcast(collectively(comm, make))
+        assert made is not None
+        segment, is_locked = made
+        with segment.removed_if_nobody_starts(comm.rank):
+            collectively(comm, join)
+        yield replace(segment, identity=lock_identity(lock))
+    finally:
+        if lock is not None:
+            with contextlib.suppress(OSError):  # of a network file system that is gone: the real outcome is another
+                lock.close()
+
+
+@contextmanager
+def joined(segment: Segment, is_locked: bool) -> Iterator[Segment]:
+    """Keep the run's folder locked, if it is, on a rank that comes later than others, until the block ends. Raises
+    PalaError if it cannot see the folder."""
+    with join_lock(segment.run) if is_locked else contextlib.nullcontext() as lock:
+        yield replace(segment, identity=lock_identity(lock))
 
 
 def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, spares: int) -> Progress:

@@ -1,4 +1,4 @@
-"""What a user brings from Python beside the environment: a network, and functions that training calls."""
+"""What a user brings from Python: an environment, a network, and functions that training calls. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # a spare that sleeps loads no torch
+if TYPE_CHECKING:
+    from pala.envs import MakeEnv
     from pala.networks.own import MakeNetwork
+
+
+class UserCode(NamedTuple):
+    """Factories, the same on every rank; a run keeps each in files of that name (`user_code.py`)."""
+
+    make_env: MakeEnv | None = None
+    """In place of the environment that the configuration names."""
+    make_network: MakeNetwork | None = None
+    """`(observation_space, num_outputs)` -> a module with `trunk` and `heads` (`pala/networks/own.py`)."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +48,9 @@ Callback = Callable[[Moment], object]
 """Returns False to end training on all ranks; anything else, None as well, goes on."""
 
 
-class Hooks(NamedTuple):
-    """What the user gives, the same on every rank."""
+class Callbacks(NamedTuple):
+    """Functions that training calls; a rank may have others than the next."""
 
-    make_network: MakeNetwork | None = None
-    """`(observation_space, num_outputs)` -> a module with `trunk` and `heads` (`pala/networks/own.py`)."""
     on_update: Callback | None = None
     """Called after each update of this rank."""
     on_interval: Callback | None = None
@@ -54,7 +62,7 @@ class Hooks(NamedTuple):
         return self.on_update is not None or self.on_interval is not None
 
 
-NO_HOOKS = Hooks()
+NO_CALLBACKS = Callbacks()
 
 
 def asks_to_stop(answer: object) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from pala.config import Config, to_table
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
 from pala.report.text import counted
+from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.tables import flatten
 from pala.transport.agreement import collectively, cores_of_hosts, cores_per_rank
@@ -21,9 +21,7 @@ from pala.transport.base import Communicator
 class Briefing:
     """What a spare is told of the run when training begins."""
 
-    run: Path
-    segment: Path
-    previous: Path | None
+    segment: Segment  # without identity: other ranks may see another
     is_locked: bool  # the run's folder
     time_s: float  # training time of earlier segments
     exchange: Beginning

@@ -15,6 +15,7 @@ from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.sleeping import Beginning, Sleeping
 from pala.gorila.sleeping import SleepingGorila
 from pala.run.job import Briefing, Job
+from pala.run.records import note_failure
 from pala.run.request import Request
 from pala.run.result import Conclusion, Result
 from pala.system.errors import CollectiveError, EndError
@@ -69,7 +70,7 @@ def _stand_by(job: Job, request: Request, interrupt: Interrupt) -> Result:
         sleeping.transport.abandon()  # nothing else may call MPI before
         raise
     job.comm.depart()
-    return Result(briefing.run, "spared", sleeping.global_steps, None, False, 0)
+    return Result(briefing.segment.run, "spared", sleeping.global_steps, None, False, 0)
 
 
 def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
@@ -85,8 +86,5 @@ def _noting_the_end(job: Job, briefing: Briefing) -> Iterator[None]:
     try:
         yield
     except EndError as error:
-        from pala.run.records import note_failure  # they load torch
-        from pala.run.segment import Segment
-
-        note_failure(Segment(briefing.run, briefing.segment, briefing.previous), job.comm.rank, error)
+        note_failure(briefing.segment, job.comm.rank, error)
         raise

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.config import Config
-from pala.run.hooks import NO_HOOKS, Hooks
+from pala.run.hooks import NO_CALLBACKS, Callbacks, UserCode
 from pala.run.result import Conclude
 
 if TYPE_CHECKING:
     from pala.envs import MakeEnv
+    from pala.networks.own import MakeNetwork
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Request:
 
     config: Config
     make_env: MakeEnv | None = None
-    """In place of the environment that the configuration names."""
-    hooks: Hooks = NO_HOOKS
-    """What the user gives beside it."""
+    make_network: MakeNetwork | None = None
+    """Both as in `UserCode`."""
+    callbacks: Callbacks = NO_CALLBACKS
     resume: Path | None = None
     """Folder of the run that goes on."""
     preset: str = ""
@@ -38,3 +39,8 @@ class Request:
     """Called with the number of updates of this rank, after each: where tests plant faults."""
     conclude: Conclude | None = None
     """What the first rank that lives does at the very end, alone."""
+
+    @property
+    def code(self) -> UserCode:
+        """The factories that were given."""
+        return UserCode(self.make_env, self.make_network)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -29,10 +29,10 @@ from pala.exchange.sleeping import Beginning, Sleeping
 from pala.gorila import parts as gorila
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint, run_folder, user_code
-from pala.run.begin import begin, env_seeds, make_generator
+from pala.run.begin import begin, env_seeds, joined, make_generator, open_segment
 from pala.run.checkpoint import RankState
 from pala.run.header import header
-from pala.run.hooks import Callback, Moment, asks_to_stop
+from pala.run.hooks import Callback, Callbacks, Moment, UserCode, asks_to_stop
 from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress
 from pala.run.metrics import Record
@@ -40,8 +40,7 @@ from pala.run.parts import Parts, build_envs
 from pala.run.records import Records, note_failure
 from pala.run.request import Request
 from pala.run.result import Conclude, Conclusion, Result
-from pala.run.segment import Segment, joined, open_segment
-from pala.run.user_code import UserCode
+from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
 from pala.transport.agreement import collectively
@@ -53,7 +52,7 @@ _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any], Parts[Any]]] = {
     "a2c": a2c.build, "gorila": gorila.build,
 }  # fmt: skip
-_CALLBACKS = ("", "on_update", "on_interval")
+_CALLBACKS = ("", *Callbacks._fields)
 
 
 def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
@@ -61,13 +60,13 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
     comm, config = job.trainers, request.config
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
-        code = UserCode(request.make_env, request.hooks.make_network)
+        code = request.code
         if request.resume is not None:
             code = _load_code(comm, request.resume, code, request.trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
         if comm.rank == 0 and code.make_env is not request.make_env:
             _say_of_env(request)
-        request = _with_name(request, code, envs)
+        request = _completed(request, code, envs)
         config = request.config
         with envs:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network, None)
@@ -76,17 +75,18 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
             with open_segment(comm, config, request.resume, request.preset or config.env.short_id) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = begin(comm, config.seed, parts, segment, job.spares)
+                    setup = Setup(job, request, envs, parts, segment, progress)
                     # A run that cannot save should fail now.
-                    collectively(comm, lambda: save(job, parts, progress, segment, exchange=None))
+                    collectively(comm, lambda: setup.save(exchange=None))
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
                     collectively(comm, lambda: user_code.keep(segment.run, config, code) if comm.rank == 0 else None)
-                    records = _open_records(job, config, progress, segment)
-                    records.begin(comm, _described(job, request, code, envs, parts, segment))
+                    records = setup.open_records()
+                    records.begin(comm, setup.described())
                 if comm.rank == 0 and config.run.console != "none":
-                    tell(_header(job, config, parts, progress, segment))
+                    tell(setup.header())
                 if not parts.acts:  # it needed their spaces alone
                     envs.close()
-                session = Session(job, request, envs, parts, segment, progress, records, interrupt)
+                session = Session(setup, records, interrupt)
                 return session.run(session.begin)
 
 
@@ -110,10 +110,10 @@ def _say_of_env(request: Request) -> None:
         say(f"'env.id' is '{given}', but the run keeps an environment made in Python, '{before}', which wins.")
 
 
-def _with_name(request: Request, code: UserCode, envs: Envs) -> Request:
-    """A factory from Python has won over the id that the settings name."""
-    env = replace(request.config.env, id=envs.name)
-    return request if code.make_env is None else replace(request, config=replace(request.config, env=env))
+def _completed(request: Request, code: UserCode, envs: Envs) -> Request:
+    """With the code that is in use. An environment's factory has won over the id that the settings name."""
+    env = request.config.env if code.make_env is None else replace(request.config.env, id=envs.name)
+    return replace(request, config=replace(request.config, env=env), **code._asdict())
 
 
 def take_place(
@@ -123,18 +123,17 @@ def take_place(
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = Alone(job.comm.host), job.comm.rank
     config = request.config
-    segment = Segment(briefing.run, briefing.segment, briefing.previous)
     with ExitStack() as stack:
         try:
             # This job has kept or judged it.
-            code = user_code.load(segment.run, UserCode(request.make_env, request.hooks.make_network))
+            code = user_code.load(briefing.segment.run, request.code)
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
-            request = _with_name(request, code, envs)
+            request = _completed(request, code, envs)
             config = request.config
             parts = _BUILD[config.algorithm](alone, config, envs, code.make_network, sleeping)
         except CollectiveError as error:  # of this rank alone
             raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
-        segment = stack.enter_context(joined(segment, briefing.is_locked))
+        segment = stack.enter_context(joined(briefing.segment, briefing.is_locked))
         try:
             is_needed = sleeping.until_needed()  # still: to build took a while
             exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
@@ -148,72 +147,85 @@ def take_place(
         say(f"[rank {rank}] takes the place of a rank that is gone.")
         counters = Counters(time_s=time.perf_counter() - began_s)
         progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
-        records = _open_records(job, config, progress, segment)
+        setup = Setup(job, request, envs, parts, segment, progress)
+        records = setup.open_records()
         if not parts.acts:
             envs.close()
-        session = Session(job, request, envs, parts, segment, progress, records, interrupt)
+        session = Session(setup, records, interrupt)
         return session.run(lambda: exchange)
 
 
-def save(job: Job, parts: Parts[Any], progress: Progress, segment: Segment, exchange: Exchange | None) -> None:
-    """This rank's checkpoint, unless its tensors are not finite; `exchange`: None before training. Not collective.
-    Raises OSError, and EndError if the run's folder is another job's by now."""
-    segment.check_folder()
-    rank = job.comm.rank
-    tensors, numbers = parts.state(exchange)
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        say(f"[rank {rank}] its parameters are not finite: the checkpoint before is kept.")
-        return
-    counted = progress.counters
-    counters = {
-        "updates": counted.updates, "applied": counted.applied, "own_steps": counted.local_steps,
-        "time_s": counted.time_s, "spares": job.spares,
-    } | (exchange.state() if exchange is not None else progress.start)._asdict() | numbers  # fmt: skip
-    streams = {"actions": progress.generator.get_state()}
-    state = RankState(rank, job.comm.size, parts.flat.signature, tensors, streams, counters)
-    checkpoint.save_rank(segment.path, state)
+@dataclass(frozen=True)
+class Setup:
+    """All that a rank trains with, made."""
 
+    job: Job
+    request: Request
+    """With the code that is in use, and the environment's name."""
+    envs: Envs
+    parts: Parts[Any]
+    segment: Segment
+    progress: Progress
 
-def _open_records(job: Job, config: Config, progress: Progress, segment: Segment) -> Records:
-    """Begin this rank's metrics."""
-    counters = progress.counters
-    first: Record = {
-        "type": "start", "segment": segment.path.name, "rank": job.comm.rank, "ranks": job.num_trainers,
-        "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
-        "global_steps": progress.start.global_steps,
-    }  # fmt: skip
-    return Records(job.comm.rank, job.hosts, config, segment, first)
+    @property
+    def config(self) -> Config:
+        """Of the request."""
+        return self.request.config
 
+    def save(self, exchange: Exchange | None) -> None:
+        """This rank's checkpoint, unless its tensors are not finite; `exchange`: None before training. Not collective.
+        Raises OSError, and EndError if the run's folder is another job's by now."""
+        self.segment.check_folder()
+        rank = self.job.comm.rank
+        tensors, numbers = self.parts.state(exchange)
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            say(f"[rank {rank}] its parameters are not finite: the checkpoint before is kept.")
+            return
+        counted = self.progress.counters
+        counters = {
+            "updates": counted.updates, "applied": counted.applied, "own_steps": counted.local_steps,
+            "time_s": counted.time_s, "spares": self.job.spares,
+        } | (exchange.state() if exchange is not None else self.progress.start)._asdict() | numbers  # fmt: skip
+        streams = {"actions": self.progress.generator.get_state()}
+        state = RankState(rank, self.job.comm.size, self.parts.flat.signature, tensors, streams, counters)
+        checkpoint.save_rank(self.segment.path, state)
 
-def _described(
-    job: Job, request: Request, code: UserCode, envs: Envs, parts: Parts[Any], segment: Segment
-) -> dict[str, Any]:
-    """What run.json says of a segment when it begins."""
-    return {
-        **request.facts, "threads_per_rank": job.threads, "environment": envs.name,
-        "python_environment": code.make_env is not None, "python_network": code.make_network is not None,
-        "ranks": job.num_trainers, "cores": job.cores, "resumed": segment.is_resumed, **job.comm.facts(),
-        "device": str(parts.device), "seed": request.config.seed, "parameters": parts.flat.data.numel(),
-    }  # fmt: skip
+    def open_records(self) -> Records:
+        """Begin this rank's metrics."""
+        job, counters = self.job, self.progress.counters
+        first: Record = {
+            "type": "start", "segment": self.segment.path.name, "rank": job.comm.rank, "ranks": job.num_trainers,
+            "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
+            "global_steps": self.progress.start.global_steps,
+        }  # fmt: skip
+        return Records(job.comm.rank, job.hosts, self.config, self.segment, first)
 
+    def described(self) -> dict[str, Any]:
+        """What run.json says of a segment when it begins."""
+        job, request, parts = self.job, self.request, self.parts
+        return {
+            **request.facts, "threads_per_rank": job.threads, "environment": self.envs.name,
+            "python_environment": request.make_env is not None, "python_network": request.make_network is not None,
+            "ranks": job.num_trainers, "cores": job.cores, "resumed": self.segment.is_resumed, **job.comm.facts(),
+            "device": str(parts.device), "seed": self.config.seed, "parameters": parts.flat.data.numel(),
+        }  # fmt: skip
 
-def _header(job: Job, config: Config, parts: Parts[Any], progress: Progress, segment: Segment) -> str:
-    hosts, made = job.hosts[: job.num_trainers], progress.start.global_steps
-    return header(config, segment.run, hosts, job.threads, str(parts.device), parts.flat.num_learned, made)
+    def header(self) -> str:
+        """The first lines of the console."""
+        job, parts, made = self.job, self.parts, self.progress.start.global_steps
+        hosts, num_learned = job.hosts[: job.num_trainers], parts.flat.num_learned
+        return header(self.config, self.segment.run, hosts, job.threads, str(parts.device), num_learned, made)
 
 
 class Session:
     """A rank that is ready to train: everything has been saved and recorded once."""
 
-    def __init__(
-        self, job: Job, request: Request, envs: Envs, parts: Parts[Any], segment: Segment, progress: Progress,
-        records: Records, interrupt: Interrupt,
-    ) -> None:  # fmt: skip
-        self._request, self._config = request, request.config
-        self._hooks, self._asked_to_stop = request.hooks, ""  # by which of them
-        self._job, self._envs, self._parts = job, envs, parts
-        self._segment, self._progress, self._records, self._interrupt = segment, progress, records, interrupt
-        self._comm = job.comm
+    def __init__(self, setup: Setup, records: Records, interrupt: Interrupt) -> None:
+        self._setup, self._records, self._interrupt = setup, records, interrupt
+        self._request, self._config, self._callbacks = setup.request, setup.config, setup.request.callbacks
+        self._job, self._comm, self._envs, self._parts = setup.job, setup.job.comm, setup.envs, setup.parts
+        self._segment, self._progress = setup.segment, setup.progress
+        self._asked_to_stop = ""  # by which of the callbacks
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
         self._saved_lost: Sequence[int] = ()  # ranks that the newest checkpoint calls lost
@@ -240,10 +252,9 @@ class Session:
         self._parts.before_training(self._segment.previous)
         segment, start, flat = self._segment, self._progress.start, self._parts.flat
         told = Beginning(flat.data.numel(), flat.signature, start)
-        time_s = self._progress.counters.time_s
-        is_locked = segment.identity is not None
-        self._job.brief(Briefing(segment.run, segment.path, segment.previous, is_locked, time_s, told))
-        may_stop = any(self._job.trainers.allgather(self._hooks.may_stop))
+        is_locked, time_s = segment.identity is not None, self._progress.counters.time_s
+        self._job.brief(Briefing(replace(segment, identity=None), is_locked, time_s, told))
+        may_stop = any(self._job.trainers.allgather(self._callbacks.may_stop))
         # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
         exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)
         if may_stop:
@@ -347,12 +358,12 @@ class Session:
             self._records.write(records)
             self._lead_if_first(exchange)
             self._records.report(exchange.global_steps)
-            self._call("on_interval", self._hooks.on_interval, exchange, records)
+            self._call("on_interval", self._callbacks.on_interval, exchange, records)
 
         def updated(updates: int) -> None:
             if self._request.on_count is not None:
                 self._request.on_count(updates)
-            self._call("on_update", self._hooks.on_update, exchange)
+            self._call("on_update", self._callbacks.on_update, exchange)
 
         seeds: np.ndarray = env_seeds(self._config.seed, self._comm.rank, self._segment, self._envs.num_envs)
         stop = loop.run(seeds, on_interval, lambda: self._save_or_say(exchange), updated)
@@ -400,7 +411,7 @@ class Session:
         self._records.end("stopped", global_steps=exchange.global_steps, signal=signal)
 
     def _save(self, exchange: Exchange) -> None:
-        save(self._job, self._parts, self._progress, self._segment, exchange)
+        self._setup.save(exchange)
         self._saved_lost = exchange.state().lost
 
     def _save_or_say(self, exchange: Exchange) -> None:

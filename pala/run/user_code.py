@@ -20,31 +20,20 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 
 from pala.config import Config
-from pala.envs import MakeEnv
+from pala.run.hooks import UserCode
 from pala.run.run_folder import CODE_FILES, SIGNATURE
 from pala.system.errors import PalaError
 from pala.system.files import open_to_read, write_atomically
 from pala.system.names import cannot_be_loaded, import_named, name_of
 
-if TYPE_CHECKING:
-    from pala.networks.own import MakeNetwork
-
 _MOST_NAME_BYTES = 1000
 _MOST_PICKLE_BYTES = 64 << 20
 _KEY_BYTES = 32
-
-
-class UserCode(NamedTuple):
-    """Factories from Python; a run keeps each in files of that name."""
-
-    make_env: MakeEnv | None = None
-    make_network: MakeNetwork | None = None
-
 
 NOTHING = UserCode()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pala.exchange.gossip.driver import Opened
+from pala.exchange.gossip.driver import Models, Opened
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.wire import NOT_FINITE, Format, Message, Refusal
 from pala.simulate.explore_states import CURRENT, Letter
@@ -27,8 +27,8 @@ class SymbolicPacket:
         return True
 
 
-class SymbolicModels:
-    """A rank's model as the driver's `Models`: whether it is finite and fresh, and who is in the inbox."""
+class SymbolicModels(Models):
+    """A rank's model: whether it is finite and fresh, and who is in the inbox."""
 
     def __init__(self) -> None:
         self.finite, self.old = True, False
@@ -137,12 +137,6 @@ class SymbolicModels:
         for offer in self.offered():
             offer.before_heal = True
         self._take()
-
-    def memory_for(self, num_bytes: int) -> None:
-        return None
-
-    def give_up_memory(self) -> None:
-        pass
 
     def _take(self, mixes: bool = False) -> None:
         """The inbox into the model; `mixes`: and not in its place."""

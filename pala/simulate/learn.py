@@ -28,16 +28,13 @@ import torch
 import tyro
 from torch import Tensor
 
-from pala.a2c.learner import Learner
-from pala.a2c.update import A2C
+from pala.a2c.parts import make_parts
 from pala.config import Config, EnvConfig, load_preset
 from pala.config_checks import check
 from pala.envs import Envs, make_envs
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.mixing import RULES
 from pala.networks.distributions import Categorical
-from pala.networks.make import blank_observations, make_tape
-from pala.networks.network import ActorCritic, FlatParameters
 from pala.report.text import table
 from pala.run.loop import Counters, Progress
 from pala.run.provenance import provenance
@@ -48,7 +45,7 @@ from pala.system.command_line import check_choices, check_least, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
 from pala.system.runtime import Interrupt
-from pala.system.seeding import derive, torch_weights
+from pala.system.seeding import derive
 
 METHODS = (*RULES, "allreduce", "none")
 _PROGRAM = "pala.simulate learn"
@@ -191,18 +188,12 @@ class Learners:
 
 class _Rank:
     def __init__(self, config: Config, rank: int, ranks: int, envs: Envs) -> None:
-        with torch_weights(config.seed):
-            self.network = ActorCritic(envs.observation_space, envs.action_space, config.network, config.env)
-        device = torch.device("cpu")
-        self.flat = FlatParameters(self.network, device)
-        observations = blank_observations(envs.observation_space, envs.num_envs, device)
-        tape = make_tape(self.network, config.network, config.a2c.rollout_steps, observations)
+        parts = make_parts(config, envs, torch.device("cpu"))
+        self.network, self.flat, self.exchange = parts.network, parts.flat, PassiveExchange(ranks)
         generator = torch.Generator()
         generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
-        a2c = A2C(self.network.distribution, tape, self.flat, config.a2c)
         progress = Progress(Counters(), generator, ExchangeState([0]))
-        self.exchange = PassiveExchange(ranks)
-        self.learner = Learner(config, rank, envs, a2c, self.exchange, progress, Interrupt())
+        self.learner = parts.make_loop(rank, envs, self.exchange, progress, Interrupt())
         self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
 
 

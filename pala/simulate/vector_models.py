@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pala.exchange.gossip.driver import Opened
+from pala.exchange.gossip.driver import Models, Opened
 from pala.exchange.wire import NOT_FINITE, Format, Message
 from pala.simulate.virtual_network import VirtualNetwork
 from pala.transport.base import Received
@@ -38,8 +38,8 @@ class VectorPacket:
         return True
 
 
-class VectorModels:
-    """A rank's model as the driver's `Models`: a vector, without bytes; and what is known of its mixes from outside."""
+class VectorModels(Models):
+    """A rank's model: a vector, without bytes; and what is known of its mixes from outside."""
 
     def __init__(
         self, model: np.ndarray, network: VirtualNetwork, stopped: tuple[float, float], keeps_own: Callable[[], bool]
@@ -154,12 +154,6 @@ class VectorModels:
         """The move due to this offer, if there is one, will not be made."""
         if offer in self.owed:
             self.unmatched -= self.owed.pop(offer)
-
-    def memory_for(self, num_bytes: int) -> None:
-        return None
-
-    def give_up_memory(self) -> None:
-        pass
 
     def _replace(self, model: np.ndarray) -> None:
         self._become(model)

@@ -216,13 +216,8 @@ class Float32(Codec):
 class BFloat16(Float32):
     """`bfloat16`: every parameter rounded to 8 bits of precision (nearest, ties to even): half the bytes.
 
-    Mixing rounded models plainly, x <- (x + r(y))/2, is unsound: where x = y it halves x's distance to the rounded
-    grid at each mix, so that steps of less than a quarter of the grid's width never leave their place (width 2.4e-4 for
-    weights of 0.05; RMSprop's steps are often smaller). So the receiver rounds its own model too, for the difference
-    only: x <- x + fraction (mean r(y) - r(x)). Where models agree nothing moves, no step of a rank's own learning is
-    lost, and two ranks that exchange models at the same time keep their mean. Models differ by about the grid's width
-    at the end (1/256 of a parameter); they did not agree better when they were learning. Stochastic rounding would
-    need random numbers and add noise, error feedback one more vector a rank.
+    The receiver rounds its own model too, for the difference only: x <- x + fraction (mean r(y) - r(x)). Why:
+    docs/architecture.md, "Compression".
     """
 
     format, dtype = Format.BFLOAT16, torch.bfloat16

@@ -11,12 +11,13 @@ rollout it exchanges a copy of them (`between_steps`); the moves are made at the
 
 from __future__ import annotations
 
+import abc
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from pala.exchange.gossip.messages import NEWS, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Message, Refusal
 from pala.system.runtime import say
-from pala.transport.base import Packet, Received, Receiver, Transport
+from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 
 _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
@@ -55,57 +56,66 @@ class Opened(NamedTuple):
     refusal: Refusal | None = None
 
 
-class Models(Protocol):
-    """This rank's model, the inbox of those that came, and how both become packets."""
+class Models(abc.ABC):
+    """This rank's model, the inbox of those that came, and how both become packets. By default there are no parameters,
+    and whatever would move them does nothing."""
 
     def new_snapshot(self) -> Packet:
         """Memory for a copy of the model on its way."""
+        return Bytes(np.zeros(0, np.uint8))
 
     def fill(self, snapshot: Any, message: Message, whole: bool) -> int:
         """Copy the model, or the part of it that is to be sent, under this header. Returns the number of bytes."""
+        return 0
 
     def fill_answer(self, snapshot: Any, message: Message, peer: int) -> int:
         """The same with what the offer held that was added from this peer."""
+        return 0
 
+    @abc.abstractmethod
     def control(self, message: Message) -> Packet:
         """A message without a model, in memory of its own."""
 
+    @abc.abstractmethod
     def open(self, received: Received, offer: Any = None) -> Opened:
         """Read a packet, and refuse one that names another sender; a model that may be accepted is held until `add`,
         `keep` or the next one. `offer`: the open offer to its sender, if there is one."""
 
-    def add(self, weight: float) -> None:
+    def add(self, weight: float) -> None:  # noqa: B027
         """Add the model that was opened last to the inbox."""
 
-    def clear(self) -> None:
+    def clear(self) -> None:  # noqa: B027
         """Empty the inbox."""
 
     def mix(self, own_weight: float, measure: bool) -> Any:
         """As `actions.Mix`. If `measure`, returns the distance between the model and the inbox's mean before."""
+        return None
 
     def pull(self, fraction: float, measure: bool) -> Any:
         """As `actions.Pull`; measures as `mix`."""
+        return None
 
-    def keep(self, offer: Any) -> None:
+    def keep(self, offer: Any) -> None:  # noqa: B027
         """As `actions.Keep`, with the answer that was opened last."""
 
-    def move(self, offer: Any, fraction: float) -> None:
+    def move(self, offer: Any, fraction: float) -> None:  # noqa: B027
         """As `actions.Move`."""
 
-    def heal(self) -> None:
+    def heal(self) -> None:  # noqa: B027
         """As `actions.Heal`."""
 
-    def look_ahead(self) -> None:
+    def look_ahead(self) -> None:  # noqa: B027
         """Until `settle` the model itself does not change: it is its copy that moves, and of which snapshots are
         taken. May be called again."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Move the model by all that its copy was moved by; it may have been changed meanwhile."""
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
         """As `Receiver.memory_for`."""
+        return None
 
-    def give_up_memory(self) -> None:
+    def give_up_memory(self) -> None:  # noqa: B027
         """As `Receiver.give_up_memory`."""
 
 

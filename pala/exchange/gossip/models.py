@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pala.exchange.gossip.codecs import Change, Codec, Held, Packed, Part
-from pala.exchange.gossip.driver import Opened
+from pala.exchange.gossip.driver import Models, Opened
 from pala.exchange.gossip.messages import WITH_MODEL, Kind
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.transport.base import Bytes, Received
@@ -178,8 +178,8 @@ class ReceiveBuffer:
         return torch.cuda.stream(self._stream)
 
 
-class TensorModels:
-    """A rank's flat parameters as the driver's `Models`."""
+class TensorModels(Models):
+    """A rank's flat parameters."""
 
     def __init__(self, parameters: Tensor, codec: Codec, wire: Wire) -> None:
         """`parameters`: mixed in place."""

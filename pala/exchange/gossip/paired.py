@@ -1,41 +1,22 @@
 """The paired exchange: gossip by which the sum of all models does not change, and no step of a rank is taken back.
 
-By `uniform` a rank averages its new model with an older one of a peer, and so takes a part of its own last step back.
-Here two ranks move towards each other by the same amount, whatever happens to them meanwhile. A rank
+Two ranks move towards each other by the same amount, whatever happens to them meanwhile. A rank
 
 1. *offers* its model s to a peer, and keeps a copy of s;
 2. *answers* the k offers m that have come: it sends its model y to their senders and moves, x <- x + f sum of (m - y),
    with f = 1 / (1 + k);
 3. *moves* when its own offer is answered: x <- x + f (y - s).
 
-The two moves of a pair cancel. What either rank learned between them stays. After AD-PSGD's pairwise averaging (Lian et
-al. 2018, arXiv 1710.06952), made asynchronous by differences, as in CoCoD-SGD (Shen et al. 2019, arXiv 1906.12043).
+A rank has one open offer, but for those to peers that are `silent`. Each gets one reply, an answer or a refusal (a
+credit), after which the process lock is free. A rank that takes a model in place of its own makes its open offers
+*void*.
 
-A rank has one open offer; more would make the ranks overshoot. Answering waits for nobody, so nobody waits for ever.
-Every offer gets one reply, an answer or a refusal (a credit), after which the process lock is free; a refusal moves
-neither rank. What is refused:
+With `exchanges_per_update` above 1 a rank does all three between two steps of a rollout, too. There the parameters must
+not change. So it exchanges y, its model with the moves that are *owed* to it, and its driver makes all of them at the
+end of the update, as one difference: x <- x + (y - x of the rollout). All that is said above of x holds of y.
 
-- a model that is stale, or not finite, as by the other rules;
-- of two ranks that have offered to each other, the lower refuses the higher's offer: two exchanges of one pair at the
-  same time would not average the models but make them change places;
-- an offer to a rank that has no model of use: it takes a whole one in place of its own. Its own open offers are *void*
-  from then on: what they are answered with has nothing to do with its new model.
-
-With `exchanges_per_update` above 1 a rank does all three between two steps of a rollout, too, as soon as something has
-come, and makes so many offers an update, one after the other. The parameters that act must not change in a rollout. So
-it exchanges y, its model with the moves that are *owed* to it, and its driver makes all of them at the end of the
-update, as one difference: x <- x + (y - x of the rollout). An exchange then takes two steps instead of two updates. All
-that is said above of x holds of y.
-
-An offer to a peer that has stopped (`silent`) stays open beside a new one to somebody else, since it may be answered
-late. A late answer does no harm: it is a difference, so it pulls nobody back.
-
-With `max_staleness` 0 and one exchange an update pairs go in step: each update ends with an exchange of what it has
-brought. So an answer to an offer made before the update moves, but does not count as a mix; who has mixed makes no
-offer that would be open in its rollout; and a rank whose offer has crossed that of a lower one waits for that.
-
-What can change the sum: a rank that dies or heals, an answer that is lost or damaged, and a resume, each by at most one
-move. Pure, as `protocol.py`, of which this keeps the clock, the patience, the budget and the deaths.
+Which offers are refused and why, what can change the sum, and pairs in step (`max_staleness` 0): docs/architecture.md,
+"Mixing". Pure, as `protocol.py`, of which this keeps the clock, the patience, the budget and the deaths.
 """
 
 from __future__ import annotations

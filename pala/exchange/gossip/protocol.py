@@ -6,31 +6,15 @@ of things stands here, once; the driver (`driver.py`) is the same over MPI, thre
 
 After each update, a rank
 1. *owes* its model to the peers that the topology names for this round, and sends it to those whose process lock is
-   free; a debt that meets a held lock is dropped at the next update, as in GALA, but a rank that must wait pays it as
-   soon as the lock is free. (Without this two ranks could wait for each other for ever.)
+   free; a debt that meets a held lock is dropped at the next update, but with `max_staleness` 0 it stays;
 2. *mixes* if it has a full round of models in its inbox (one, or one from every living peer in the complete graph);
-3. *waits* first if it made more than `max_staleness` updates since its last mix.
+3. *waits* first if it made more than `max_staleness` updates since its last mix, and goes on paying its debts. After
+   `again_s` it sends its model once more, to the next round's peers; after `patience_s` it *gives up*, and waits no
+   more until a model comes.
 
-A model can be lost with a peer that dies, or be rejected; then all can come to wait for each other. So a rank that has
-waited for `again_s` sends its model once more, to the next round's peers.
-
-A peer may stop without dying: suspended, or behind a link that is cut. `patience_s` bounds what it can do to others (or
-five of this rank's own updates, if they are slower than that):
-- a peer that has held a model for so long is *silent*: left out of the topology until it gives the credit back;
-- a rank that has waited for so long goes on without a mix, and waits no more until a model comes;
-- a rank that finds that it was itself away for so long *returns*: it rejects what peers sent meanwhile (the next model
-  of each, however late that comes), asks them for whole models and takes those in place of its own, which is as stale
-  as what came.
-
-Models may travel in parts (`top_k`): then every so many sends carry a whole model. A rank that has no model of use (not
-finite, or it returns) is healed by a whole one only; it gives parts back as if it had rejected them, and asks their
-senders for whole ones.
-
-With `max_staleness` 0 each update needs a model that another update gave. If debts were dropped, or two models mixed
-for one that is sent, there would soon be fewer models than ranks, and most ranks would always be waiting. So there a
-debt stays until it is paid, and a rank that mixed k rounds at once owes its model for k rounds.
-
-What models weigh is the mixing rule's (`mixing.py`).
+A peer that has held a model for `patience_s` is *silent*; a rank that finds that it was itself away for so long
+*returns*. Why all this is so: docs/architecture.md, "One update, seen from one rank"; for models that travel in parts
+"Compression". What models weigh is the mixing rule's (`mixing.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Its driver and protocol are those that it goes on with when it is needed. Loads 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from pala.config import Config
 from pala.exchange.budget import Stop, budget_of
@@ -18,8 +18,8 @@ from pala.system.runtime import Interrupt
 from pala.transport.base import Bytes, Communicator, Packet, Received
 
 
-class _NoModels:
-    """As much of `Models` as a rank needs to which nobody sends one."""
+class _NoModels(Models):
+    """Of a rank to which nobody sends one."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -31,9 +31,6 @@ class _NoModels:
         message = self._wire.decode_from(received.source, received.data)
         return Opened(None, message) if isinstance(message, Refusal) else Opened(message)
 
-    def memory_for(self, num_bytes: int) -> None:
-        return None
-
 
 class SleepingGossip(Sleeping):
     """Waits for the rank's turn."""
@@ -44,7 +41,7 @@ class SleepingGossip(Sleeping):
         protocol = make_protocol(config, budget, begin.start.round, weight=0.0, whole_every=1)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
         super().__init__(budget, comm.open_transport(), interrupt)
-        self.driver = GossipDriver(protocol, self.transport, cast(Models, _NoModels(wire)), num_snapshots=0)
+        self.driver = GossipDriver(protocol, self.transport, _NoModels(wire), num_snapshots=0)
         self.driver.start()
 
     @property

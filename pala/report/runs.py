@@ -1,0 +1,71 @@
+"""A run as its files have it: what learning curves and comparisons are drawn from. Loads numpy alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from pala.config import Config
+from pala.evaluation.record import final_evaluation
+from pala.evaluation.scores import reference_of
+from pala.run import run_folder
+from pala.run.metrics import Record, read_run
+
+Axis = Literal["steps", "time"]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run's folder holds. E episodes, rank after rank."""
+
+    path: Path
+    config: Config
+    record: dict[str, Any]  # run.json
+    evaluation: dict[str, Any] | None  # of the final policy
+    is_atari: bool  # PALA's own; a game that a user's environment plays has frames and scores of its own
+    reference: tuple[float, float] | None  # scores of random play and of a human; None where nobody published them
+    training_s: float  # over all segments; pauses between them do not count
+    steps: np.ndarray  # [E] of all ranks, at an episode's end
+    time_s: np.ndarray  # [E] of training, at an episode's end
+    returns: np.ndarray  # [E] unclipped
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest segment."""
+        last: dict[str, Any] = self.record["segments"][-1]
+        return last
+
+    @property
+    def frame_skip(self) -> int:
+        """Emulator frames a step."""
+        return self.config.env.frame_skip if self.is_atari else 1
+
+    @property
+    def end_steps(self) -> float:
+        """Steps of all ranks at its end so far."""
+        return max(float(self.steps.max(initial=0)), self.last.get("global_steps", 0))
+
+    def over(self, axis: Axis, seconds: float) -> np.ndarray:
+        """[E] where on an axis the episodes ended; `seconds` are in a unit of time."""
+        return self.steps if axis == "steps" else self.time_s / seconds
+
+    def end(self, axis: Axis, seconds: float) -> float:
+        """Where on an axis the run did."""
+        return self.end_steps if axis == "steps" else self.training_s / seconds
+
+
+def read(folder: Path) -> tuple[RunData, list[list[Record]]]:
+    """A run, and every rank's records, which take much memory. Raises PalaError if it is no run, or damaged."""
+    record, config, ranks = run_folder.read(folder), run_folder.config_of(folder), read_run(folder)
+    episodes = [(r["global_steps"], r["time_s"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"]
+    steps, time_s, returns = np.array(episodes, np.float64).reshape(-1, 3).T
+    training_s = max((rank[-1]["time_s"] for rank in ranks if rank), default=0.0)
+    is_atari = config.env.is_atari and not record["segments"][-1].get("python_environment")
+    data = RunData(
+        folder, config, record, final_evaluation(folder, record), is_atari,
+        reference_of(config.env.id) if is_atari else None, training_s, steps, time_s, returns,
+    )  # fmt: skip
+    return data, ranks
