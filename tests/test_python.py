@@ -123,7 +123,7 @@ def test_of_independent_ranks_one_that_has_made_its_share_can_still_end_the_othe
             slow.set()
             return False
 
-        return run_rank(comm, Request(config, hooks=Hooks(on_update=enough)), comm.interrupt)
+        return run_rank(comm, Request(config, callbacks=Callbacks(on_update=enough)), comm.interrupt)
 
     results = run_ranks(2, main)
     assert [result.stopped_early for result in results] == ["on_update of rank 0 returned False"] * 2
