@@ -149,7 +149,7 @@ def train(
     faults, run, together = list(faults), Loop.run, _Together(ranks - config.run.spares)
 
     def run_together(loop: Loop, *given: Any) -> Any:
-        together.meet()
+        together.barrier()
         return run(loop, *given)
 
     patient = _slow_before(faults, on_count)
@@ -171,7 +171,7 @@ class _Together:
     def __init__(self, ranks: int) -> None:
         self._missing, self._changed = ranks, threading.Condition()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for the others, or for a while: perhaps one has died."""
         with self._changed:
             self._missing -= 1

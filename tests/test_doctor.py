@@ -330,7 +330,9 @@ def test_where_runs_are_to_be_is_written_to_without_a_trace(
     Path("there").mkdir()
     Path("dangling").symlink_to("nowhere")
     before, seen = sorted(tmp_path.rglob("*")), []
-    comm = SimpleNamespace(rank=0, bcast=lambda file: file, meet=lambda: seen.extend(tmp_path.rglob(".pala-doctor-*")))
+    comm = SimpleNamespace(
+        rank=0, bcast=lambda file: file, barrier=lambda: seen.extend(tmp_path.rglob(".pala-doctor-*"))
+    )
     assert _with_runs(comm, job(runs=runs)).sees_runs == sees  # type: ignore[arg-type]
     assert len(seen) == sees and sorted(tmp_path.rglob("*")) == before
 

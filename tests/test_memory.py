@@ -168,7 +168,7 @@ def test_a_rival_makes_no_pass_that_it_does_not_need(kind: str, ranks: int, expe
             with Passes(1000) as passes:
                 exchange.average_gradient(gradient)
                 exchange.after_update(1, healthy=True)
-            comm.meet()
+            comm.barrier()
         exchange.stop_now(Stop.BUDGET)
         exchange.close(10)
         return passes.names, gradient if kind == "allreduce" else parameters

@@ -71,11 +71,11 @@ def mix_in_step(comm: Communicator, topology: str, senders: list[list[int]]) -> 
     for round_ in range(5):
         x[:, round_] += np.arange(4)  # what the ranks learn
         parameters[round_] += comm.rank
-        comm.meet()  # else a rank that is ahead would find its buffer unread
+        comm.barrier()  # else a rank that is ahead would find its buffer unread
         exchange.after_update(10, healthy=True)
         x = np.array([(x[i] + x[peers].sum(0)) / (1 + len(peers)) for i, peers in enumerate(senders)])
         np.testing.assert_allclose(parameters.numpy(), x[comm.rank], rtol=1e-5, atol=1e-5)
-    comm.meet()  # who waits is let go when training ends
+    comm.barrier()  # who waits is let go when training ends
     exchange.stop_now(Stop.BUDGET)
     assert exchange.close(10) is Stop.BUDGET and exchange.global_steps == 4 * 5 * 10
     np.testing.assert_allclose(exchange.final_parameters(10).numpy(), x.mean(0), rtol=1e-5, atol=1e-5)
@@ -120,7 +120,7 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
         exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
         with pytest.raises(PalaError, match="no peer has sent finite ones"):
             exchange.after_update(1, healthy=False)
-        comm.meet()
+        comm.barrier()
 
 
 def heal_twice_running(comm: Communicator) -> None:
@@ -136,7 +136,7 @@ def heal_twice_running(comm: Communicator) -> None:
             if sick:
                 parameters.fill_(float("nan"))
             assert exchange.after_update(1, healthy=not sick) and bool(parameters.isfinite().all())
-    comm.meet()
+    comm.barrier()
     exchange.stop_now(Stop.BUDGET)
     exchange.close(10)
 

@@ -15,7 +15,7 @@ from conftest import wait_for
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.runtime import Interrupt
 from pala.transport.agreement import collectively
-from pala.transport.base import Bytes, Living, Packet, Received, Receiver
+from pala.transport.base import Bytes, Packet, Received, Receiver, Survivors
 from pala.transport.faults import corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
 from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 from pala.transport.threaded import ThreadedTransport
@@ -58,22 +58,22 @@ def packet(*values: int) -> Bytes:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_collectives(size: int) -> None:
     def main(comm: MemoryCommunicator) -> None:
-        comm.meet()
+        comm.barrier()
         assert comm.allgather({"rank": comm.rank}) == [{"rank": rank} for rank in range(size)]
         root = size - 1
         assert comm.bcast(["from", comm.rank], root) == ["from", root]
         array = np.full(3, comm.rank, np.float32)
-        comm.broadcast(array, root)
+        comm.bcast_array(array, root)
         assert array.tolist() == [root] * 3
         for how, expected in (("sum", sum(range(size))), ("max", size - 1)):
             array = np.array([comm.rank, 1], np.float64)
-            barrier = comm.barrier()
+            barrier = comm.ibarrier()
             wait_for(barrier)
             comm.reduce(array, how)
             assert array.tolist() == [expected, size if how == "sum" else 1]
         block = comm.share_memory(size)
         block.data[comm.rank] = comm.rank
-        comm.meet()
+        comm.barrier()
         assert block.data.tolist() == list(range(size)) and comm.are_on_one_host()
 
     assert run_ranks(size, main) == [None] * size
@@ -83,7 +83,7 @@ def test_what_is_gathered_is_each_ranks_own() -> None:
     def main(comm: MemoryCommunicator) -> list[list[int]]:
         everybodys = comm.allgather([comm.rank])
         everybodys[0].append(comm.rank)
-        comm.meet()
+        comm.barrier()
         return everybodys
 
     assert run_ranks(3, main) == [[[0, rank], [1], [2]] for rank in range(3)]
@@ -110,17 +110,17 @@ def test_the_living_agree_without_the_dead(deaths: list[int]) -> None:
         if comm.rank in deaths[:1]:
             comm.die()
 
-        def action(living: Living) -> tuple[list[int], float]:
+        def action(survivors: Survivors) -> tuple[list[int], float]:
             if comm.rank in deaths[1:]:
                 comm.die()
             array = np.array([10.0**comm.rank])
-            living.reduce(array, "sum")
+            survivors.reduce(array, "sum")
             first = np.array([comm.rank])
-            living.broadcast(first)
-            assert first[0] == living.members[0]
-            return list(living.members), float(array[0])
+            survivors.bcast_array(first)
+            assert first[0] == survivors.members[0]
+            return list(survivors.members), float(array[0])
 
-        return comm.among_the_living(action, PATIENCE_S, Interrupt())
+        return comm.with_survivors(action, PATIENCE_S, Interrupt())
 
     results = run_ranks(4, main)
     living = [rank for rank in range(4) if rank not in deaths]
@@ -135,7 +135,7 @@ def test_who_needs_all_ranks_hears_that_one_is_dead() -> None:
         wait_for(lambda: bool(comm.deaths().look()))
         with pytest.raises(EndError, match="Rank 1 has died, and this 'exchange"):
             comm.deaths().end_if_any()
-        barrier = comm.barrier()
+        barrier = comm.ibarrier()
         with pytest.raises(EndError, match="Rank 1 has died"):
             barrier()
         with pytest.raises(EndError, match="died while the job was starting or ending"):
@@ -152,7 +152,7 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None
     def main(comm: MemoryCommunicator) -> None:
         if comm.rank == 0:
             with pytest.raises(EndError, match="did not answer within 0 s"):
-                comm.among_the_living(lambda living: None, 0.05, Interrupt())
+                comm.with_survivors(lambda living: None, 0.05, Interrupt())
             has_waited.set()
         assert has_waited.wait(60)
 
@@ -262,7 +262,7 @@ def test_a_stopped_rank_neither_works_nor_answers() -> None:
     def main(comm: MemoryCommunicator) -> tuple[list[float], float]:
         transport, listener = comm.open_transport(), Listener()
         begin_s, mine = time.monotonic(), packet(1)
-        comm.meet()
+        comm.barrier()
         transport.start(listener)
         comm.on_count(1)
         if comm.rank == 0:
@@ -351,7 +351,7 @@ def test_no_collective_beside_an_open_transport() -> None:
         transport = comm.open_transport()
         transport.start(Listener())
         try:
-            comm.meet()
+            comm.barrier()
         finally:
             transport.close(PATIENCE_S, Interrupt())
 

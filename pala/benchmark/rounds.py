@@ -122,7 +122,7 @@ class Rounds:
     def _measure_parts(self) -> dict[str, Any]:
         """Each part on all ranks at the same time: they share the memory and its bandwidth, as in training."""
         seconds = _PART_SHARE * self.request.seconds
-        self.comm.meet()
+        self.comm.barrier()
         first = self.agents[self.precisions[0]]
         environment = environment_us(self.envs, first, seconds)
         parts: dict[str, Any] = {"environment_us": self.comm.allgather(environment), "network": {}}
@@ -131,7 +131,7 @@ class Rounds:
         for precision, agent in self.agents.items():
             agent.flat.data.copy_(self.first_weights)
             times = self._network_us(agent, seconds)
-            self.comm.meet()
+            self.comm.barrier()
             rate = matrix_gflops(self.device, precision, seconds)
             parts["network"][precision] = self.comm.allgather(times | {"matrix_gflops": rate})
         return parts
@@ -150,7 +150,7 @@ class Rounds:
         return self._train(key, trial.steps_before + updates * steps, self.request.seconds)
 
     def _train(self, key: Key, global_steps: int, seconds: float) -> list[dict[str, Any]]:
-        self.comm.meet()
+        self.comm.barrier()
         records = self.trials[key].run(global_steps, seconds, self.seeds)
         until_s = min(self.comm.allgather(records[-1]["time_s"]))
         ranks = self.comm.allgather(figures_of(records, until_s, self.threads))

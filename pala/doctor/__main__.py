@@ -181,7 +181,7 @@ def _with_runs(comm: MpiCommunicator, job: Job) -> Host:
             pass
     file = comm.bcast(file)
     host = replace(job.hosts[0], sees_runs=file is not None and os.path.exists(file))  # noqa: PTH110
-    comm.meet()
+    comm.barrier()
     if comm.rank == 0 and file is not None:
         file.unlink()
     return host

@@ -60,7 +60,7 @@ def ping(comm: MpiCommunicator, hosts: Sequence[str], expect: Callable[[str], No
     mine: list[PairPing] = []
     for turn in turns(hosts):
         expect("waiting for the pings of other ranks")
-        comm.meet()
+        comm.barrier()
         for pair in turn:
             if comm.rank in pair:
                 peer = sum(pair) - comm.rank

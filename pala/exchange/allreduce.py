@@ -106,7 +106,7 @@ class AllReduce(ModelExchange):
         """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core."""
         self._ends.fill_(self._stop is not Stop.NONE)
         self._signals.fill_(self._stop is Stop.SIGNAL)
-        begin, barrier = time.perf_counter(), self._comm.barrier()
+        begin, barrier = time.perf_counter(), self._comm.ibarrier()
         what = f"[rank {self._comm.rank}] a gradient of every rank"
         wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, what)
         self.waited_s += time.perf_counter() - begin

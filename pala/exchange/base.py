@@ -14,7 +14,7 @@ from torch import Tensor
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import PalaError
 from pala.system.runtime import LEAVE, Interrupt, say
-from pala.transport.base import Communicator, Living
+from pala.transport.base import Communicator, Survivors
 
 
 class End(NamedTuple):
@@ -35,16 +35,16 @@ def agree_on_end(
     `local_steps`: uint64 [ranks], as far as known here; `has_left`: this rank trained no more, while others did.
     """
 
-    def agree(living: Living) -> End:
+    def agree(survivors: Survivors) -> End:
         left = np.zeros(comm.size, np.uint64)
         left[comm.rank] = has_left
         table = np.array([stop, *local_steps, *left], np.uint64)
-        living.reduce(table, "max")
+        survivors.reduce(table, "max")
         steps, left = np.split(table[1:], [len(local_steps)])
-        stayed = [rank for rank in living.members if not left[rank]]
-        return End(Stop(int(table[0])), steps, living.members, stayed or living.members)
+        stayed = [rank for rank in survivors.members if not left[rank]]
+        return End(Stop(int(table[0])), steps, survivors.members, stayed or survivors.members)
 
-    return comm.among_the_living(agree, timeout_s, interrupt)
+    return comm.with_survivors(agree, timeout_s, interrupt)
 
 
 def average_of_ranks(
@@ -57,29 +57,29 @@ def average_of_ranks(
         say(f"[rank {comm.rank}] its parameters are not finite and have no part in the final average")
         mine, weight = torch.zeros_like(mine), 0.0
 
-    def average(living: Living) -> Tensor:
+    def average(survivors: Survivors) -> Tensor:
         total, weights = mine * weight, np.array([weight], np.float64)
-        living.reduce(weights, "sum")
-        living.reduce(total.numpy(), "sum")
+        survivors.reduce(weights, "sum")
+        survivors.reduce(total.numpy(), "sum")
         if weights[0] == 0:
             raise PalaError(
                 "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning rate."
             )
         return total.div_(float(weights[0]))
 
-    return comm.among_the_living(average, timeout_s, interrupt)
+    return comm.with_survivors(average, timeout_s, interrupt)
 
 
 def model_of_first(comm: Communicator, parameters: Tensor, timeout_s: float, interrupt: Interrupt) -> Tensor:
     """The flat parameters of the first rank that lives, on the host. Collective."""
     mine = parameters.detach().cpu()
 
-    def of_first(living: Living) -> Tensor:
+    def of_first(survivors: Survivors) -> Tensor:
         final = mine.clone()
-        living.broadcast(final.numpy())
+        survivors.bcast_array(final.numpy())
         return final
 
-    return comm.among_the_living(of_first, timeout_s, interrupt)
+    return comm.with_survivors(of_first, timeout_s, interrupt)
 
 
 class Exchange(abc.ABC):

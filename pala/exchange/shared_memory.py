@@ -63,7 +63,7 @@ class Window:
         self.models[comm.rank] = 0.0  # the pages lie near the rank that first touches them
         self.steps, self.stop, self.written, self.read = counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3:]
         self.fence()
-        comm.meet()
+        comm.barrier()
 
     def fence(self) -> None:
         """What was written before is seen by others before what is written after."""
@@ -91,7 +91,7 @@ class SharedMemory(ModelExchange):
         self._in = [rank for rank in everybody if comm.rank in out_peers(config.graph, rank, everybody, 0, 0)]
         self._window = Window(comm, parameters.numel())
         self._window.steps[self._rank] = start.local_steps[self._rank]
-        comm.meet()
+        comm.barrier()
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
         self._staleness = 0

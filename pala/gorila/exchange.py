@@ -24,7 +24,7 @@ from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore
 from pala.system.errors import EndError
 from pala.system.runtime import LEAVE, Interrupt, say
-from pala.transport.base import Bytes, Communicator, Living, Received, Receiver
+from pala.transport.base import Bytes, Communicator, Received, Receiver, Survivors
 
 _COMPLAIN_AFTER_S = 60.0
 _NAP_S = 0.005  # what was sent leaves without a word
@@ -226,15 +226,15 @@ class GorilaExchange(Exchange, Receiver):
     def final_parameters(self, timeout_s: float) -> Tensor:
         """The shards' slices put together."""
 
-        def join(living: Living) -> tuple[Tensor, Sequence[int]]:
+        def join(survivors: Survivors) -> tuple[Tensor, Sequence[int]]:
             rules, shard = self._node.rules, self._node.shard
             whole = torch.zeros(rules.wire.num_parameters)
             if shard is not None:
                 whole[rules.slices[rules.roles.shards.index(self._comm.rank)]] = shard.parameters
-            living.reduce(whole.numpy(), "sum")
-            return whole, living.members
+            survivors.reduce(whole.numpy(), "sum")
+            return whole, survivors.members
 
-        final, members = self._comm.among_the_living(join, timeout_s, self._interrupt)
+        final, members = self._comm.with_survivors(join, timeout_s, self._interrupt)
         self._forget_all_but(members)
         return final
 

@@ -164,7 +164,7 @@ class GorilaParts(Parts[GorilaExchange]):
                 self.store.save(self._replay_prefix(segment))
             except OSError as error:
                 say(f"[rank {self.rank}] the replay cannot be saved: {reason(error)}. A resumed run will fill it anew.")
-        comm.among_the_living(lambda living: None, _SAVE_REPLAY_S, Interrupt())
+        comm.with_survivors(lambda living: None, _SAVE_REPLAY_S, Interrupt())
 
     def _replay_prefix(self, segment: Path) -> Path:
         return segment / f"rank-{self.rank:04d}"

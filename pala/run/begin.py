@@ -123,7 +123,7 @@ def share(comm: Communicator, parts: Parts[Any], root: int) -> None:
     """Everybody gets the root's tensors, the parameters checked by checksum. Collective."""
     for tensor in parts.shared_tensors:
         host = tensor.cpu().numpy()
-        comm.broadcast(host, root)
+        comm.bcast_array(host, root)
         tensor.copy_(torch.from_numpy(host))
     checksums = comm.allgather(zlib.crc32(parts.flat.data.detach().cpu().numpy().tobytes()))
     wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]

@@ -45,7 +45,7 @@ from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
 from pala.transport.agreement import collectively
 from pala.transport.alone import Alone
-from pala.transport.base import Communicator, Living
+from pala.transport.base import Communicator, Survivors
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 # Collective; last, what a spare has slept by.
@@ -278,7 +278,7 @@ class Session:
             early = self._who_stopped() if end is Stop.CALLBACK else ""
             self._check_learned(loop)
             final = exchange.final_parameters(self._job.patience_s)
-            self._comm.among_the_living(
+            self._comm.with_survivors(
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
         else:
@@ -296,13 +296,13 @@ class Session:
     def _who_stopped(self) -> str:
         """Whose callback ended training, in words, the same on all ranks. Collective."""
 
-        def gather(living: Living) -> np.ndarray:
+        def gather(survivors: Survivors) -> np.ndarray:
             said = np.zeros(self._comm.size, np.uint64)  # each rank's callback, counted from 1
             said[self._comm.rank] = _CALLBACKS.index(self._asked_to_stop)
-            living.reduce(said, "max")
+            survivors.reduce(said, "max")
             return said
 
-        said = self._comm.among_the_living(gather, self._job.patience_s, self._interrupt)
+        said = self._comm.with_survivors(gather, self._job.patience_s, self._interrupt)
         ranks = np.flatnonzero(said)
         if not len(ranks):
             return "a callback of a rank that has died returned False"
@@ -311,14 +311,14 @@ class Session:
     def _check_learned(self, loop: Loop) -> None:
         """Collective. Raises EndError if no update was applied in this start, or ever: nothing was learned."""
 
-        def add_up(living: Living) -> np.ndarray:
+        def add_up(survivors: Survivors) -> np.ndarray:
             begun, now = loop.began_with, loop.counters
             start = now.updates - begun.updates, now.applied - begun.applied
             counts = np.array([*start, now.updates, now.applied], np.int64)
-            living.reduce(counts, "sum")
+            survivors.reduce(counts, "sum")
             return counts
 
-        counts = self._comm.among_the_living(add_up, self._job.patience_s, self._interrupt)
+        counts = self._comm.with_survivors(add_up, self._job.patience_s, self._interrupt)
         left_out = [tried for tried, applied in (counts[:2], counts[2:]) if tried > 0 and applied == 0]
         if left_out:
             raise EndError(
@@ -425,13 +425,13 @@ class Session:
 
     # ---- what is written down ------------------------------------------------------------------------------------
 
-    def _complete(self, exchange: Exchange, final: Tensor, living: Living, stopped_early: str) -> None:
+    def _complete(self, exchange: Exchange, final: Tensor, survivors: Survivors, stopped_early: str) -> None:
         """Write the final policy, and then that the run is complete. The first of the living only."""
-        self._leads = self._comm.rank == living.members[0]
+        self._leads = self._comm.rank == survivors.members[0]
         if not self._leads:  # also if it led while one who had left slept
             self._records.resign()
             return
-        self._records.lead(living.members, self._progress.counters.time_s, exchange.left, exchange.joining)
+        self._records.lead(survivors.members, self._progress.counters.time_s, exchange.left, exchange.joining)
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         header = {
@@ -452,15 +452,15 @@ class Session:
             return result
         done: list[Conclusion] = []
 
-        def conclude_first(living: Living) -> None:
+        def conclude_first(survivors: Survivors) -> None:
             time_s = self._progress.counters.time_s
-            self._leads = self._records.lead_if_first(living.members, time_s, exchange.left, exchange.joining)
+            self._leads = self._records.lead_if_first(survivors.members, time_s, exchange.left, exchange.joining)
             if self._leads and not done:
                 with on_cores(self._job.host_cores):  # the other ranks sleep
                     done.append(conclude(result, self._config, self._interrupt))
                 self._records.conclude(done[0].outcomes)
 
         limit_s = self._config.evaluation.timeout_s + self._job.patience_s
-        self._comm.among_the_living(conclude_first, limit_s, self._interrupt)
+        self._comm.with_survivors(conclude_first, limit_s, self._interrupt)
         result = replace(result, leads=self._leads, exit_status=done[0].exit_status if done else 0)
         return replace(result, evaluation=done[0].evaluation, learning_curve=done[0].learning_curve) if done else result

@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pala.system.runtime import Interrupt
-from pala.transport.base import Communicator, Deaths, Living, Reduction, SharedBlock, Transport
+from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 
 T = TypeVar("T")
 
 
-class _Me(Living):
+class _Me(Survivors):
     members = (0,)
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         """One value is its own sum and maximum."""
 
-    def broadcast(self, array: np.ndarray) -> None:
+    def bcast_array(self, array: np.ndarray) -> None:
         """To nobody."""
 
 
@@ -40,7 +40,7 @@ class Alone(Communicator):
     def __init__(self, host: str) -> None:
         self.host = host
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """There is nobody to meet."""
 
     def allgather(self, value: T) -> list[T]:
@@ -49,19 +49,19 @@ class Alone(Communicator):
     def bcast(self, value: T, root: int = 0) -> T:
         return value
 
-    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+    def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
         """To nobody."""
 
     def first(self, size: int) -> Alone:
         return self
 
-    def barrier(self) -> Callable[[], bool]:
+    def ibarrier(self) -> Callable[[], bool]:
         return lambda: True
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         """One value is its own sum and maximum."""
 
-    def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         return action(_Me())
 
     def deaths(self) -> Deaths:

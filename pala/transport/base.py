@@ -183,8 +183,8 @@ class SharedBlock(abc.ABC):
         """The array must not be used any more. Collective."""
 
 
-class Living(abc.ABC):
-    """Those ranks that live, inside `Communicator.among_the_living`, whose limits hold here, too. Every method is
+class Survivors(abc.ABC):
+    """Those ranks that live, inside `Communicator.with_survivors`, whose limits hold here, too. Every method is
     collective among them."""
 
     members: Sequence[int]
@@ -195,7 +195,7 @@ class Living(abc.ABC):
         """In place: the sum or maximum over all members, element by element; waited for asleep."""
 
     @abc.abstractmethod
-    def broadcast(self, array: np.ndarray) -> None:
+    def bcast_array(self, array: np.ndarray) -> None:
         """In place: what the first of the members has; waited for asleep."""
 
 
@@ -214,7 +214,7 @@ class Communicator(abc.ABC):
         """From now on a signal ends the waits below as well, after a while, by an EndError. Not collective."""
 
     @abc.abstractmethod
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
 
     @abc.abstractmethod
@@ -226,7 +226,7 @@ class Communicator(abc.ABC):
         """The root's value. Collective."""
 
     @abc.abstractmethod
-    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+    def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
         """In place: the root's array. Collective."""
 
     @abc.abstractmethod
@@ -234,7 +234,7 @@ class Communicator(abc.ABC):
         """The first so many ranks, with the same numbers; None on the others. Collective."""
 
     @abc.abstractmethod
-    def barrier(self) -> Callable[[], bool]:
+    def ibarrier(self) -> Callable[[], bool]:
         """Begin a barrier; what is returned says whether all have come, and never waits. Collective. Raises EndError,
         then or later, if a rank has died."""
 
@@ -244,7 +244,7 @@ class Communicator(abc.ABC):
         Collective. Raises EndError if a rank has died."""
 
     @abc.abstractmethod
-    def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         """`action(those who live)`, in which it may communicate; if one dies meanwhile, all do it again without it: so
         it may run several times, and each time all have the same members. Returns when all have done it.
         Collective, for all who live. Raises EndError when the others do not come, or have not done it, within

@@ -29,7 +29,7 @@ import numpy as np
 from pala.system.errors import EndError
 from pala.system.runtime import Interrupt
 from pala.system.waiting import wait_quietly
-from pala.transport.base import Communicator, Deaths, Living, Reduction, SharedBlock, Transport
+from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.transport.faults import AtUpdate, Fault
 from pala.transport.memory_transport import Channel, MemoryTransport
 
@@ -158,14 +158,14 @@ class _Group:
         return {rank: round_.given[rank] for rank in round_.members or ()}
 
 
-class _MemoryLiving(Living):
+class _MemorySurvivors(Survivors):
     def __init__(self, group: _Group, timeout_s: float | None, interrupt: Interrupt) -> None:
         self.members, self._group, self._timeout_s, self._interrupt = group.members, group, timeout_s, interrupt
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         array[...] = _reduced(self._group.gather(array.copy(), self._timeout_s, self._interrupt), how)
 
-    def broadcast(self, array: np.ndarray) -> None:
+    def bcast_array(self, array: np.ndarray) -> None:
         array[...] = self._group.gather(array.copy(), self._timeout_s, self._interrupt)[0]
 
 
@@ -248,7 +248,7 @@ class MemoryCommunicator(Communicator):
 
     # ---- the seam ------------------------------------------------------------------------------------------------
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._gather(None)
 
     def allgather(self, value: T) -> list[T]:
@@ -257,13 +257,13 @@ class MemoryCommunicator(Communicator):
     def bcast(self, value: T, root: int = 0) -> T:
         return pickle.loads(self._gather(pickle.dumps(value) if self.rank == root else None)[root])
 
-    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+    def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
         array[...] = self._gather(array.copy() if self.rank == root else None)[root]
 
     def first(self, size: int) -> MemoryCommunicator | None:
         if size == self.size:
             return self
-        self.meet()
+        self.barrier()
         if self.rank >= size:
             return None
         part = MemoryCommunicator(self.world, self.rank)
@@ -271,7 +271,7 @@ class MemoryCommunicator(Communicator):
         part._all = _Group(part, range(size), ("first", size, self._all._number))
         return part
 
-    def barrier(self) -> Callable[[], bool]:
+    def ibarrier(self) -> Callable[[], bool]:
         round_ = self._all.join(None)
 
         def all_are_here() -> bool:
@@ -287,12 +287,12 @@ class MemoryCommunicator(Communicator):
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         array[...] = _reduced(self._gather(array.copy()), how)
 
-    def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         while True:
             living = self._all.gather_living(None, timeout_s, interrupt)
             group = _Group(self, list(living), ("living", self._all._number))
             try:
-                result, whole = action(_MemoryLiving(group, timeout_s, interrupt)), True
+                result, whole = action(_MemorySurvivors(group, timeout_s, interrupt)), True
             except _MemberDiedError:
                 whole = False
             agreement = _Group(self, group.members, ("agreement", self._all._number))

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, can_survive
 from pala.system.waiting import wait_quietly
-from pala.transport.base import Communicator, Deaths, Living, Reduction, SharedBlock, Transport
+from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.transport.ulfm import Barrier, MpiDeaths, is_death
 
 if TYPE_CHECKING:  # not loaded yet when MPI starts: see `runtime.prepare`
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 
 
-class _Living(Living):
+class _Survivors(Survivors):
     def __init__(self, comm: MPI.Comm, world: MPI.Comm, timeout_s: float | None, interrupt: Interrupt) -> None:
         """`comm`: of those in `world` who live."""
         self._comm, self._timeout_s, self._interrupt = comm, timeout_s, interrupt
@@ -41,7 +41,7 @@ class _Living(Living):
         request = self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
         wait_quietly(request.Test, self._timeout_s, self._interrupt)
 
-    def broadcast(self, array: np.ndarray) -> None:
+    def bcast_array(self, array: np.ndarray) -> None:
         wait_quietly(self._comm.Ibcast(array, root=0).Test, self._timeout_s, self._interrupt)
 
 
@@ -79,29 +79,29 @@ class MpiCommunicator(Communicator):
     def heed(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         wait_quietly(self.mpi.Ibarrier().Test, None, self._interrupt)
 
     def allgather(self, value: T) -> list[T]:
-        self.meet()
+        self.barrier()
         return self.mpi.allgather(value)
 
     def bcast(self, value: T, root: int = 0) -> T:
-        self.meet()
+        self.barrier()
         return self.mpi.bcast(value, root)
 
-    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
-        self.meet()
+    def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
+        self.barrier()
         self.mpi.Bcast(array, root)
 
     def first(self, size: int) -> MpiCommunicator | None:
         if size == self.size:
             return self
-        self.meet()
+        self.barrier()
         part = self.mpi.Split(0 if self.rank < size else MPI.UNDEFINED, self.rank)
         return MpiCommunicator(part) if self.rank < size else None
 
-    def barrier(self) -> Callable[[], bool]:
+    def ibarrier(self) -> Callable[[], bool]:
         with self._ending_at_a_death():
             request = self.mpi.Ibarrier()
 
@@ -115,12 +115,12 @@ class MpiCommunicator(Communicator):
         with self._ending_at_a_death():
             self.mpi.Allreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
 
-    def among_the_living(self, action: Callable[[Living], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         while True:
             wait_quietly(Barrier(self.mpi).done, timeout_s, interrupt)  # asleep: what follows would spin
             living = self._shrink(timeout_s, interrupt)
             try:
-                result, whole = action(_Living(living, self.mpi, timeout_s, interrupt)), True
+                result, whole = action(_Survivors(living, self.mpi, timeout_s, interrupt)), True
             except MPI.Exception as error:
                 if not is_death(error):
                     raise
@@ -174,7 +174,7 @@ class MpiCommunicator(Communicator):
         return DataProxy(self.mpi)
 
     def are_on_one_host(self) -> bool:
-        self.meet()
+        self.barrier()
         node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)
         together = node.size == self.size
         node.Free()
