@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Launcher, record_of
-from supervise import read_options
+from supervise import read_options, usual_ranks
 
+from pala.config import load_with_ranks
 from pala.train import parse
 
 README = (REPOSITORY / "README.md").read_text()
@@ -43,7 +44,9 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are. Of restarts
     only what they are read as: `test_supervise.py`."""
     assert "./launch/test.sh" in commands("./launch/")
-    plain, more_ranks, restarts = (line for line in commands("./launch/train.sh") if "gorila" not in line)
+    plain, more_ranks, restarts = (
+        line for line in commands("./launch/train.sh") if not re.search(r" (gorila|paired)", line)
+    )
     options, others = read_options(shlex.split(restarts)[1:])
     assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Pong-v5")
     assert "-n 4" in more_ranks
@@ -57,6 +60,15 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
         assert record_of(made)["segments"][0]["ranks"] == ranks
         assert (made / "evaluation.json").exists() == (episodes > 0) and (made / "policy.safetensors").exists()
         assert (made / "learning_curve.png").stat().st_size > 5000
+
+
+def test_the_presets_of_pairs_are_for_the_ranks_that_the_launcher_starts() -> None:
+    pairs = [line for line in commands("./launch/train.sh") if " paired/" in line]
+    assert len(pairs) == 4
+    for line in pairs:
+        parsed = parse(read_options(shlex.split(line)[1:])[1])
+        assert parsed.config.exchange.mixing == "paired" and parsed.preset is not None
+        assert load_with_ranks(parsed.preset)[1] == usual_ranks(parsed)
 
 
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
