@@ -154,7 +154,11 @@ def test_user_mistakes_are_one_sentence(any_mpi: Launcher, arguments: list[str],
     assert not list(tmp_path.glob("runs/*"))
 
 
-@pytest.mark.parametrize(("mpi", "number"), [("openmpi", signal.SIGTERM), ("mpich", signal.SIGINT)], indirect=["mpi"])
+@pytest.mark.parametrize(
+    ("mpi", "number"),
+    [("openmpi", signal.SIGTERM), ("openmpi", signal.SIGINT), ("mpich", signal.SIGINT)],
+    indirect=["mpi"],
+)
 @pytest.mark.slow
 def test_a_signal_ends_cleanly(mpi: Launcher, number: int, tmp_path: Path) -> None:
     """Resumes: `test_memory.py`, and `test_supervise.py` after deaths."""

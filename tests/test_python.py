@@ -109,27 +109,6 @@ def test_one_rank_alone_may_have_a_callback(tmp_path: Path) -> None:
     assert [result.stopped_early for result in run_ranks(2, main)] == ["on_update of rank 0 returned False"] * 2
 
 
-def test_of_independent_ranks_one_that_has_made_its_share_can_still_end_the_others(tmp_path: Path) -> None:
-    config = configure(tmp_path, "none", 2000)
-    slow = threading.Event()
-
-    def main(comm: MemoryCommunicator) -> Result:
-        def enough(moment: Moment) -> bool:
-            if comm.rank == 1:
-                assert slow.wait(30)  # in its first update, until rank 0 has made its share
-                return True
-            if moment.local_steps < 1000:
-                return True
-            slow.set()
-            return False
-
-        return run_rank(comm, Request(config, callbacks=Callbacks(on_update=enough)), comm.interrupt)
-
-    results = run_ranks(2, main)
-    assert [result.stopped_early for result in results] == ["on_update of rank 0 returned False"] * 2
-    assert results[0].global_steps < 1500
-
-
 def test_the_last_callback_of_a_rank_that_leaves_does_not_end_training(tmp_path: Path) -> None:
     config = configure(tmp_path, steps=2000)
     config = replace(config, run=replace(config.run, log_interval_s=1000.0))  # one interval: the last

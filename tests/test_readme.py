@@ -47,7 +47,7 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     plain, more_ranks, restarts = (
         line for line in commands("./launch/train.sh") if not re.search(r" (gorila|paired)", line)
     )
-    options, others = read_options(shlex.split(restarts)[1:])
+    options, others = read_options(["--restarts", "0", *shlex.split(restarts)[1:]])  # as train.sh
     assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Pong-v5")
     assert "-n 4" in more_ranks
     for command, ranks, episodes in ((plain, 2, 2), (more_ranks.replace("-n 4", "-n 1"), 1, 0)):

@@ -105,11 +105,6 @@ class Exchange(abc.ABC):
     def stop(self) -> Stop:
         """Why training should end; NONE while it should not."""
 
-    @property
-    def still_trains(self) -> bool:
-        """Whether there is training that `stop_now` can end."""
-        return self.stop is Stop.NONE
-
     @abc.abstractmethod
     def stop_now(self, reason: Stop) -> None:
         """End training on all ranks."""

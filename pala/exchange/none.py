@@ -53,14 +53,9 @@ class NoExchange(ModelExchange):
                 self.stop_now(Stop.CALLBACK)
         return self._stop
 
-    @property
-    def still_trains(self) -> bool:
-        """A rank's share may be made while others are at theirs."""
-        return self.stop is Stop.NONE or (self.stop is Stop.BUDGET and len(self.living) > 1)
-
     def stop_now(self, reason: Stop) -> None:
         """End training on this rank, and on all if a callback does; the others get the launcher's signal themselves."""
-        if self._stop is Stop.NONE or (self._stop is Stop.BUDGET and reason is Stop.CALLBACK):
+        if self._stop is Stop.NONE:
             self._stop = reason
             if self._bell is not None and reason is Stop.CALLBACK:
                 self._bell.ring(self.living)

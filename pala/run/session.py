@@ -386,7 +386,7 @@ class Session:
         done, rank = self._progress.counters, self._comm.rank
         moment = Moment(rank, done.updates, done.local_steps, exchange.global_steps, done.time_s, records or ())
         has_left = rank in exchange.left  # then these are its last records, and the others go on
-        if asks_to_stop(callback(moment)) and exchange.still_trains and not has_left:
+        if asks_to_stop(callback(moment)) and exchange.stop is Stop.NONE and not has_left:
             say(f"[rank {rank}] '{name}' returned False: training ends on all ranks.")
             self._asked_to_stop = name
             exchange.stop_now(Stop.CALLBACK)

@@ -37,7 +37,7 @@ from pala.transport.base import Packet, Received, Receiver, Transport
 
 _OLD_S = 2 * PATIENCE_S
 _MANY_STEPS = 1 << 62
-_NOT_OF_PROTOCOL = {"budget", "mixing", "rules", "rank", "size", "lock", "counts"}
+_NOT_OF_PROTOCOL = {"budget", "mixing", "rules", "rank", "size", "lock", "counts", "_has_put_off"}
 _NOT_OF_BUDGET = {"rank", "size", "budget_steps"}
 """Attributes that are not frozen: they never change, are frozen by themselves, or only count."""
 

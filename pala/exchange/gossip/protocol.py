@@ -123,8 +123,9 @@ class GossipProtocol:
         self.healthy = healthy
         self._learn_pace()
         self._between_updates = True
-        self.staleness += len(self.living) > 1
-        self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
+        if len(self.living) > 1:
+            self.staleness += 1
+            self.counts["staleness_updates"] = max(self.counts["staleness_updates"], self.staleness)
         self._has_put_off = False
         if not self._debts_stay:
             self._owed.clear()
