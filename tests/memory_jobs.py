@@ -230,7 +230,7 @@ def leave_at(*ranks: int, update: int) -> OnCount:
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
         comm.on_count(updates)
         if comm.rank in ranks and updates == update:
-            comm.interrupt.is_told_to_leave = True
+            comm.interrupt.leave_requested = True
 
     on_count.planned = [(rank, update) for rank in ranks]  # type: ignore[attr-defined]
     return on_count

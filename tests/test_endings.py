@@ -97,7 +97,7 @@ def train_until_all_leave(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None
         wait_for(lambda: not driver.protocol.living, 60, "that all have left")
 
     def told(comm: MemoryCommunicator, updates: int) -> None:
-        comm.interrupt.is_told_to_leave |= updates == 5
+        comm.interrupt.leave_requested |= updates == 5
 
     monkeypatch.setattr(GossipDriver, "leave", leave_together)
     ranks.train(told)
@@ -329,7 +329,7 @@ def test_who_has_left_concludes_nothing(tmp_path: Path) -> None:
         return Conclusion(0, {})
 
     def leaves(comm: MemoryCommunicator, updates: int) -> None:
-        comm.interrupt.is_told_to_leave |= comm.rank == 0 and updates == 5
+        comm.interrupt.leave_requested |= comm.rank == 0 and updates == 5
 
     ranks = Ranks(3, configure(tmp_path, steps=1200, max_staleness=1), conclude)
     ranks.train(leaves)

@@ -116,7 +116,7 @@ def test_the_last_callback_of_a_rank_that_leaves_does_not_end_training(tmp_path:
 
     def main(comm: MemoryCommunicator) -> Result:
         def leave(moment: Moment) -> None:
-            comm.interrupt.is_told_to_leave = moment.updates == 5
+            comm.interrupt.leave_requested = moment.updates == 5
 
         def end(moment: Moment) -> bool:
             asked.append(moment.rank)

@@ -34,14 +34,14 @@ class Sleeping(abc.ABC):
     def until_needed(self) -> bool:
         """Sleep. True if this rank has to take a place; False if training ends, or it is told to leave. Raises EndError
         if training cannot go on."""
-        while not (self.is_needed or self._interrupt.is_told_to_leave):
+        while not (self.is_needed or self._interrupt.leave_requested):
             if self._budget.stop is not Stop.NONE:
                 return False
             self._wait(_LOOK_S)
             self.transport.raise_failure()
             if self._interrupt.signal is not None:
                 self._end(Stop.SIGNAL)
-        return not self._interrupt.is_told_to_leave
+        return not self._interrupt.leave_requested
 
     def close(self, timeout_s: float) -> None:
         """Take part in the end of the messages. Collective. Raises EndError as `Transport.close`."""

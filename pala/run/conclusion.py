@@ -31,10 +31,10 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
         launcher = f"mpirun {'--with-ft ulfm ' * (spares > 0)}-np {ranks} " if ranks > 1 else ""
         tell(f"      go on with: {launcher}python -m pala.train --resume {shlex.quote(str(result.run))}")
         return Conclusion(result.exit_status, {})
-    last_words = _LastWords(result.run, config)
+    final_tasks = _FinalTasks(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [
-        ("evaluation", last_words.evaluate),
-        ("learning curve", last_words.draw),
+        ("evaluation", final_tasks.evaluate),
+        ("learning curve", final_tasks.draw),
     ]
     outcomes, status = {}, result.exit_status
     for what, task in tasks:
@@ -55,10 +55,10 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
             outcomes[what], status = f"interrupted by {interrupt.signal.name}", 128 + interrupt.signal
             break
         tell(f"      {what}: {said}")
-    return Conclusion(status, outcomes, last_words.evaluation, last_words.learning_curve)
+    return Conclusion(status, outcomes, final_tasks.evaluation, final_tasks.learning_curve)
 
 
-class _LastWords:
+class _FinalTasks:
     """What is done, and what it gave."""
 
     def __init__(self, run: Path, config: Config) -> None:

@@ -82,8 +82,8 @@ class Loop(abc.ABC):
             if self._interrupt.signal is not None:
                 self._exchange.stop_now(Stop.SIGNAL)
                 break
-            if self._interrupt.is_told_to_leave:
-                self._interrupt.is_told_to_leave = False
+            if self._interrupt.leave_requested:
+                self._interrupt.leave_requested = False
                 if self._exchange.leave():
                     break
             now = time.perf_counter()

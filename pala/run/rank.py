@@ -35,14 +35,14 @@ def run_rank(comm: Communicator, request: Request, interrupt: Interrupt | None =
     job = Job(comm, request.config)
     if job.trainers is None:
         with (interrupt or Interrupt()).installed() as interrupt:
-            comm.heed(interrupt)
+            comm.watch_signals(interrupt)
             return _stand_by(job, request, interrupt)
     with loading():
         from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
 
     with (interrupt or Interrupt()).installed() as interrupt:
-        comm.heed(interrupt)
-        job.trainers.heed(interrupt)
+        comm.watch_signals(interrupt)
+        job.trainers.watch_signals(interrupt)
         return train(job, request, interrupt)
 
 
@@ -63,7 +63,7 @@ def _stand_by(job: Job, request: Request, interrupt: Interrupt) -> Result:
             result = take_place(job, request, briefing, began_s, sleeping, interrupt)
             if result is not None:
                 return result
-        if not interrupt.is_told_to_leave:
+        if not interrupt.leave_requested:
             with _noting_the_end(job, briefing):
                 sleeping.close(job.patience_s)
     except BaseException:

@@ -268,13 +268,13 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self.is_told_to_leave = False
+        self.leave_requested = False
         self._raises = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if number == LEAVE:
-            self.is_told_to_leave = True
+            self.leave_requested = True
             return
         self.signal = signal.Signals(number)
         if self._raises:

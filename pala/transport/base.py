@@ -210,7 +210,7 @@ class Communicator(abc.ABC):
     host: str
     """Name of the host that this rank is on."""
 
-    def heed(self, interrupt: Interrupt) -> None:  # noqa: B027
+    def watch_signals(self, interrupt: Interrupt) -> None:  # noqa: B027
         """From now on a signal ends the waits below as well, after a while, by an EndError. Not collective."""
 
     @abc.abstractmethod

@@ -76,7 +76,7 @@ class MpiCommunicator(Communicator):
         self.mpi, self.rank, self.size, self.host = comm, comm.rank, comm.size, MPI.Get_processor_name()
         self._interrupt = Interrupt()
 
-    def heed(self, interrupt: Interrupt) -> None:
+    def watch_signals(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
 
     def barrier(self) -> None:
