@@ -321,7 +321,7 @@ def test_an_evaluation_that_is_interrupted_leaves_no_process(tmp_path: Path, mon
 
 def test_tensorboard_has_what_an_evaluation_found(cartpole_run: Path) -> None:
     """Under the tag that the table of hyperparameters names, too."""
-    last_words = conclusion._LastWords(cartpole_run, replace(CARTPOLE, run=replace(CARTPOLE.run, tensorboard=True)))
+    last_words = conclusion._FinalTasks(cartpole_run, replace(CARTPOLE, run=replace(CARTPOLE.run, tensorboard=True)))
     last_words.evaluate()
     assert (found := last_words.evaluation) is not None
     events = EventAccumulator(str(cartpole_run / "tensorboard")).Reload()
@@ -339,7 +339,7 @@ def test_an_evaluation_counts_that_tensorboard_cannot_take(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(conclusion, "TensorBoard", full)
-    last_words = conclusion._LastWords(cartpole_run, CARTPOLE)
+    last_words = conclusion._FinalTasks(cartpole_run, CARTPOLE)
     assert "mean return" in last_words.evaluate() and last_words.evaluation is not None
     assert "TensorBoard's files cannot be written: No space left on device." in capsys.readouterr().err
 
