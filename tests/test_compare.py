@@ -463,6 +463,15 @@ def test_ranks_that_are_gone_add_no_speed(there: Path, no_pictures: None) -> Non
     assert [row["steps_per_s"] for row in report()[1]] == ["50.0"]
 
 
+def test_the_speed_is_that_with_the_newest_number_of_ranks() -> None:
+    kinds = ["start", "interval", "start", "interval", "start", "interval"]
+    records = [{"type": kind, "place": place} for place, kind in enumerate(kinds)]
+    for place, ranks in ((0, 2), (2, 4), (4, 4)):
+        records[place]["ranks"] = ranks
+    assert [record["place"] for record in measures.since_resized(records)] == [2, 3, 4, 5]
+    assert len(measures.since_resized(records[2:])) == 4 and measures.since_resized([]) == []
+
+
 def test_efficiency_is_speed_a_rank() -> None:
     assert measures.efficiencies({2: 100.0, 8: 300.0}) == {2: 1.0, 8: 0.75}
 

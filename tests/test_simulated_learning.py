@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import multiprocessing
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +35,14 @@ def test_equal_settings_and_seed_give_equal_trainings(method: str) -> None:
     first, again = (learn(method, CONFIG, Conditions(ranks=3)) for _ in range(2))
     assert str(first) == str(again)  # NaN is not equal to itself
     assert len(first.episodes) > 10 and 1200 <= first.global_steps < 1200 + 3 * 20 * 3
+
+
+@pytest.mark.parametrize("method", ["paired", "none"])
+def test_environments_that_are_processes_end_with_the_training(method: str) -> None:
+    before = set(multiprocessing.active_children())
+    env = dataclasses.replace(CONFIG.env, vectorization="async", num_envs=2)
+    learn(method, dataclasses.replace(CONFIG, env=env, total_steps=100), Conditions(ranks=2))
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_another_seed_gives_another_training() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -60,6 +61,11 @@ class Run(RunData):
         return list(self.record["segments"])
 
     @property
+    def was_resized(self) -> bool:
+        """Its starts had unlike numbers of ranks."""
+        return len({segment.get("ranks") for segment in self.segments}) > 1
+
+    @property
     def num_lost(self) -> int:
         """Ranks that died."""
         return sum(len(segment.get("lost_ranks", [])) for segment in self.segments)
@@ -88,8 +94,9 @@ class Run(RunData):
 
     @property
     def steps_per_s(self) -> float | None:
-        """Speed of the ranks of the newest start: the sum of their medians over intervals."""
-        ranks = self.ranks[: self.last.get("ranks")]
+        """Speed of the ranks of the newest start: the sum of their medians over intervals, of that start and those
+        before it with as many ranks."""
+        ranks = [since_resized(records) for records in self.ranks[: self.last.get("ranks")]]
         key = "local_steps_per_s"
         speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in ranks]
         return sum(map(statistics.median, filter(None, speeds))) or None
@@ -135,6 +142,15 @@ def settled(records: Sequence[Record]) -> list[Record]:
     starts = [i for i, record in enumerate(records) if record["type"] == "start"]
     first = {next((i for i in intervals if i > start), -1) for start in starts}
     return [records[i] for i in intervals if i not in first] or [records[i] for i in intervals]
+
+
+def since_resized(records: Sequence[Record]) -> Sequence[Record]:
+    """A rank's records since the number of ranks last changed."""
+    starts = [i for i, record in enumerate(records) if record["type"] == "start"]
+    changes = [
+        now for then, now in itertools.pairwise(starts) if records[then].get("ranks") != records[now].get("ranks")
+    ]
+    return records[changes[-1] if changes else 0 :]
 
 
 def first_at_least(returns: np.ndarray, target: float) -> int | None:

@@ -37,6 +37,7 @@ def notes(comparison: Comparison) -> list[str]:
         _differ(done, "the machine; do not compare their speeds", machine),
         _differ(done, "threads", lambda run: f"{run.last.get('threads_per_rank')} a rank", _of_ranks),
         _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
+        _named("Resumed with another number of ranks", [run for run in done if run.was_resized]),
         _named("Ended early by a callback", [run for run in done if run.last.get("stopped_early")]),
         _named("Lost ranks", [run for run in done if run.num_lost]),
         _named("Without an evaluation of the final policy", [run for run in done if run.evaluation is None]),

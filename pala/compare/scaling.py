@@ -88,7 +88,7 @@ def _draw_speeds(
         panel.set_xscale("log", base=2)
         panel.set_xticks(counts, [str(ranks) for ranks in counts])
         panel.xaxis.minorticks_off()
-        shade_beyond_cores(panel, counts, comparison.ranks_beyond_cores(game))
+        shade_beyond_cores(panel, counts, comparison.ranks_beyond_cores(game).intersection(counts))
         tidy(panel)
         panel.set_xlabel("ranks")
         panel.set_ylabel(label)

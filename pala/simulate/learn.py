@@ -126,7 +126,13 @@ class Learners:
     """The ranks' actor-learners, with a model each."""
 
     def __init__(self, config: Config, ranks: int, make: Callable[[EnvConfig], Envs] = make_envs) -> None:
-        self.config, self.ranks = config, [_Rank(config, rank, ranks, make(config.env)) for rank in range(ranks)]
+        self.config, self.ranks = config, list[_Rank]()
+        try:
+            for rank in range(ranks):
+                self.ranks.append(_Rank(config, rank, ranks, make(config.env)))
+        except BaseException:
+            self.close()
+            raise
         self.episodes: list[tuple[int, float, float]] = []
         self.distances: list[float] = []
         self.divergences: list[float] = []
@@ -134,6 +140,11 @@ class Learners:
         self.beginning = self.ranks[0].flat.data.clone()
         self._num_learned = self.ranks[0].flat.num_learned
         self._next_look = 0.0
+
+    def close(self) -> None:
+        """End the environments, whose processes would outlive a training."""
+        for rank in self.ranks:
+            rank.envs.close()
 
     def update(self, number: int, parameters: Tensor, global_steps: int) -> None:
         """A rollout and an update of a rank, whose model is changed in place, after so many steps of all ranks. Raises
@@ -189,7 +200,7 @@ class Learners:
 class _Rank:
     def __init__(self, config: Config, rank: int, ranks: int, envs: Envs) -> None:
         parts = make_parts(config, envs, torch.device("cpu"))
-        self.network, self.flat, self.exchange = parts.network, parts.flat, PassiveExchange(ranks)
+        self.envs, self.network, self.flat, self.exchange = envs, parts.network, parts.flat, PassiveExchange(ranks)
         generator = torch.Generator()
         generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
         progress = Progress(Counters(), generator, ExchangeState([0]))
@@ -204,9 +215,12 @@ def learn(
     own = {"kind": method} if method in ("allreduce", "none") else {"kind": "gossip", "mixing": method}
     config = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **own))  # type: ignore[arg-type]
     learners = Learners(config, conditions.ranks, make)
-    if method in ("allreduce", "none"):
-        return _learn_in_rounds(learners, conditions, averaged=method == "allreduce")
-    return _gossip(learners, method, conditions)
+    try:
+        if method in ("allreduce", "none"):
+            return _learn_in_rounds(learners, conditions, averaged=method == "allreduce")
+        return _gossip(learners, method, conditions)
+    finally:
+        learners.close()
 
 
 def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
