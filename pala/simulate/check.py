@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -78,8 +79,10 @@ def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProt
     batches = [numbers[i : i + _BATCH] for i in range(0, len(numbers), _BATCH)]
     processes = min(processes or len(os.sched_getaffinity(0)), len(batches))
     sofar = Tried()
-    with multiprocessing.get_context("spawn").Pool(processes, _leave_interrupts_to_the_parent) as pool:
-        for tried in pool.imap(partial(_try, protocol=protocol), batches):
+    context = multiprocessing.get_context("spawn")
+    # Not multiprocessing's Pool: to leave one with tasks in it ends workers by force, which was seen to wait for ever.
+    with ProcessPoolExecutor(processes, context, _leave_interrupts_to_the_parent) as pool:
+        for tried in pool.map(partial(_try, protocol=protocol), batches):
             schedules, events = sofar.schedules + tried.schedules, sofar.events + tried.events
             sofar = Tried(schedules, events, sofar.faults + tried.faults, tried.failure)
             yield sofar
