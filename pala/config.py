@@ -89,9 +89,9 @@ class NetworkConfig:
     """Precision of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation
     are float32. bfloat16 is faster where the processor or GPU has its instructions. On a GPU convolutions in
     float32 are torch's, by default in TF32. Ours."""
-    passes: Literal["auto", "autograd", "cuda_graph"] = "auto"
-    """How forward and backward passes are made: `auto` uses the hand-written ones where there are some (images);
-    `autograd` leaves all to torch; `cuda_graph` replays the hand-written ones. Equal but for rounding."""
+    passes: Literal["auto", "autograd"] = "auto"
+    """How forward and backward passes are made: `auto` uses hand-written ones where there are some (images), as CUDA
+    graphs on a GPU; `autograd` leaves all to torch. Equal but for rounding."""
 
 
 @dataclass(frozen=True)

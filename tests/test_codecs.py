@@ -74,7 +74,7 @@ class Node:
 
     def mix(self) -> torch.Tensor | None:
         """What came, each with the weight of this rank's own."""
-        return self.inbox.mix(self.parameters, own_weight=1.0)
+        return self.codec.mix(self.parameters, own_weight=1.0)
 
 
 def normal(seed: int, scale: float = 1.0, device: torch.device = CPU) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_bfloat16_rounds_to_the_nearest_and_arrives(values) -> None:
     data = sender.message()
     assert len(data) == sender.wire.control_bytes + 2 * len(values)
     receiver.take_in(data)
-    receiver.inbox.heal(receiver.parameters)
+    receiver.codec.heal(receiver.parameters)
     assert receiver.parameters.tolist() == [rounded(value) for value in values]
 
 
@@ -127,7 +127,7 @@ def test_bfloat16_ties_go_to_even() -> None:
     ties = torch.tensor([1 + 1 / 256, 1 + 3 / 256, -1 - 1 / 256, 1 + 1 / 256 + 2**-20])
     receiver = Node(torch.zeros(4), "bfloat16")
     receiver.take_in(Node(ties, "bfloat16").message())
-    receiver.inbox.heal(receiver.parameters)
+    receiver.codec.heal(receiver.parameters)
     assert receiver.parameters.tolist() == [1.0, 1 + 4 / 256, -1.0, 1 + 2 / 256]
 
 
@@ -540,7 +540,7 @@ def test_offers_pull_by_their_differences_in_what_they_hold(
             change[held] += theirs[held] - own_rounded[held]
             count[held] += 1
             assert len(held) == (5 if compression == "top_k" and not whole else PARAMETERS)
-        distance = node.inbox.pull(node.parameters, fraction, measure)
+        distance = node.codec.pull(node.parameters, fraction, measure)
         expected = own.cpu().numpy().astype(np.float64) + fraction * change
         np.testing.assert_allclose(node.parameters.cpu().numpy(), expected, atol=2e-6)
         assert (distance is None) != measure
@@ -561,13 +561,12 @@ def test_an_answer_moves_by_its_difference_from_the_offer(
     assert isinstance(peer.receive(data), Message)
     node.parameters += 0.1 * normal(3, device=device)  # it has learned since
     before = node.parameters.cpu().numpy().astype(np.float64)
-    with peer.inbox.learners_turn(peer.parameters):
-        answer = answer_of(peer, peer.inbox.staged_part())
+    answer = answer_of(peer, peer.codec.staged_part())
     assert len(answer) == len(data)
-    assert isinstance(node.receive(answer), Message) and node.inbox.check_answer(held_offer) is None
-    change = node.inbox.difference(held_offer, in_place)
+    assert isinstance(node.receive(answer), Message) and node.codec.check_answer(held_offer) is None
+    change = node.codec.difference(held_offer, in_place)
     node.receive(Node(normal(5), compression, rank=3).message(whole=True))  # what comes next leaves it as it is
-    node.inbox.move(node.parameters, change, 0.25)
+    node.codec.move(node.parameters, change, 0.25)
     expected = before.copy()
     expected[held] += 0.25 * (rounded_as(compression, peer.parameters) - offered)[held]
     np.testing.assert_allclose(node.parameters.cpu().numpy(), expected, atol=1e-6)
@@ -592,12 +591,12 @@ def test_an_exchange_keeps_the_sum_of_the_two_models(
     apart = float((first.parameters - second.parameters).norm())
     data, offer, _ = offer_of(first, whole)
     second.take_in(data)
-    answer = answer_of(second, second.inbox.staged_part())
-    second.inbox.pull(second.parameters, fraction, measure=False)
+    answer = answer_of(second, second.codec.staged_part())
+    second.codec.pull(second.parameters, fraction, measure=False)
     second.parameters += learned[1]
     first.parameters += learned[0]
     assert isinstance(first.receive(answer), Message)
-    first.inbox.move(first.parameters, first.inbox.difference(offer, in_place=True), fraction)
+    first.codec.move(first.parameters, first.codec.difference(offer, in_place=True), fraction)
     torch.testing.assert_close(first.parameters.double() + second.parameters, total, atol=2e-6 * scale, rtol=1e-6)
     closer = first.parameters - learned[0] - (second.parameters - learned[1])
     assert float(closer.norm()) < apart, "they did not come closer"
@@ -612,7 +611,7 @@ def test_an_answer_with_other_parameters_than_the_offer_is_refused(indices: list
     _, offer, held = offer_of(node, whole=False)
     assert held == [3, 4, 40]
     assert isinstance(node.receive(part(node, indices, [1.0] * len(indices))), Message)
-    refusal = node.inbox.check_answer(offer)
+    refusal = node.codec.check_answer(offer)
     assert (refusal is None) == fits
     assert fits or (refusal is not None and "other parameters than the offer" in refusal.reason)
 
@@ -622,7 +621,7 @@ def test_an_answer_is_whole_only_if_the_offer_was(whole: bool) -> None:
     node, peer = (paired_node(seed, "top_k") for seed in (1, 2))
     _, offer, _ = offer_of(node, whole)
     node.receive(peer.message(whole=not whole))
-    assert isinstance(node.inbox.check_answer(offer), Refusal)
+    assert isinstance(node.codec.check_answer(offer), Refusal)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

@@ -244,24 +244,24 @@ def test_moments_arrive_exact_by_every_codec(compression: str) -> None:
         deliver()
         expected = (mine + theirs)[-5:] / 2
         inbox.add(1.0)
-        inbox.mix(mine, 1.0)
+        inbox.codec.mix(mine, 1.0)
         torch.testing.assert_close(mine[-5:], expected, rtol=1e-7, atol=1e-4)
         deliver()
         expected = (mine + 0.25 * (theirs - mine))[-5:]
         inbox.add(1.0)
-        distance = inbox.pull(mine, 0.25)
+        distance = inbox.codec.pull(mine, 0.25)
         torch.testing.assert_close(mine[-5:], expected, rtol=1e-7, atol=1e-4)
         assert distance is not None and distance < 30
     offer.fill(header, mine)
     deliver(whole=True)
     offer.fill(header, mine, whole=True)
-    assert inbox.check_answer(offer.held) is None
+    assert inbox.codec.check_answer(offer.held) is None
     before = mine.clone()
-    inbox.move(mine, inbox.difference(offer.held, in_place=False), 0.5)
+    inbox.codec.move(mine, inbox.codec.difference(offer.held, in_place=False), 0.5)
     torch.testing.assert_close(mine[-5:], (before + theirs)[-5:] / 2, rtol=1e-7, atol=1e-4)
     torch.testing.assert_close(mine, (before + theirs) / 2, rtol=0, atol=0.0 if compression == "none" else 5.0)
     inbox.add(1.0)
-    inbox.heal(mine)
+    inbox.codec.heal(mine)
     assert mine[-5:].equal(theirs[-5:])
 
 

@@ -237,6 +237,3 @@ def test_each_tape_is_for_what_it_can_do(kind):
     assert isinstance(make_tape(vector, NetworkConfig(), STEPS, observations), AutogradTape)
     with pytest.raises(PalaError, match="would round vector observations"):
         make_tape(vector, NetworkConfig(precision="bfloat16"), STEPS, observations)
-    for network in (image, vector):
-        with pytest.raises(PalaError, match=r"'network.passes' is 'cuda_graph'"):
-            make_tape(network, NetworkConfig(passes="cuda_graph"), STEPS, observations)

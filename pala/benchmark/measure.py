@@ -207,7 +207,7 @@ def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -
     actions: dict[str, Callable[[], object]] = {
         "send": lambda: buffer.fill(message, parameters),
         "receive": receive,
-        "mix": lambda: inbox.mix(mixed, own_weight=1.0, measure=False),
+        "mix": lambda: codec.mix(mixed, own_weight=1.0, measure=False),
     }
     times: dict[str, list[float]] = {name: [] for name in actions}
     end = now() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 def cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     """`function`, captured: a call replays its kernels on the same memory and returns the same tensors, filled anew."""
-    side = torch.cuda.Stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # libraries choose their kernels outside of the capture
         for _ in range(3):
@@ -31,6 +32,12 @@ def cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
         return result
 
     return replay
+
+
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps 32 MiB for each stream that it was used on."""
+    return torch.cuda.Stream(device)
 
 
 class GraphedTape(Tape):

@@ -18,24 +18,19 @@ from pala.system.errors import PalaError
 def make_tape(network: Network, config: NetworkConfig, max_passes: int, observations: Tensor) -> Tape:
     """The tape that `config.passes` asks for, with room for `max_passes` passes of as many `observations` [B, ...].
 
-    Raises PalaError for what cannot be: CUDA graphs without CUDA or images, bfloat16 without images.
+    Raises PalaError for what cannot be: bfloat16 without images.
     """
-    written_out = network.is_image and not network.is_own and config.passes != "autograd"
-    if config.passes == "cuda_graph" and not (written_out and observations.is_cuda):
-        raise PalaError(
-            "'network.passes' is 'cuda_graph', which needs PALA's network for images and a CUDA device; use 'auto'."
-        )
     if config.precision == "bfloat16" and not network.is_image:
         raise PalaError(
             "'network.precision' is 'bfloat16', which would round vector observations to 8 bits; use 'float32'."
         )
-    if not written_out:
+    if config.passes == "autograd" or network.is_own or not network.is_image:
         return AutogradTape(network, config.precision)
     tape = ConvTape(
         network.trunk, network.heads, config.precision, max_passes, observations,
         network.pixel_low, network.pixel_factor,
     )  # fmt: skip
-    return GraphedTape(tape, observations, max_passes) if config.passes == "cuda_graph" else tape
+    return GraphedTape(tape, observations, max_passes) if observations.is_cuda else tape
 
 
 def blank_observations(space: gymnasium.Space, count: int, device: torch.device) -> Tensor:

@@ -1,8 +1,9 @@
 """How a model travels: from parameters to bytes and back, and into the average of those that came.
 
-One class a value of `exchange.compression`, used by every rank of a run alike. A codec does the arithmetic on the
-device that the parameters are on; it knows weights, but not the rule that gives them (`mixing.py`), and no message. The
-host memory and, on a GPU, the streams are in `models.py`.
+One class a value of `exchange.compression`, used by every rank of a run alike. A codec knows weights, but not the rule
+that gives them (`mixing.py`), and no message. What came from others is checked and summed where it was received, on the
+host, also if the parameters are on a GPU: there each check would wait for the learner's kernels. The memory of whole
+messages is in `models.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Part = Tensor | None
 
 
 class Change(NamedTuple):
-    """By how much some parameters differ; on the parameters' device."""
+    """By how much some parameters differ; on the host."""
 
     part: Part
     values: Tensor
@@ -85,14 +86,14 @@ class Codec(abc.ABC):
         """Add the staged model; True if the block that it was received into is now the sum."""
 
     @abc.abstractmethod
-    def mix(self, parameters: Tensor, own_weight: float, measure: bool) -> Tensor | None:
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         """parameters <- (own_weight parameters + weighted sum) / (own_weight + weights), in place; empties the sum.
 
-        If `measure`, returns the distance |mean of what came - parameters| before (L2, scalar, on the device).
+        If `measure`, returns the distance |mean of what came - parameters| before (L2, scalar, on their device).
         """
 
     @abc.abstractmethod
-    def pull(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
+    def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
         """parameters <- parameters + fraction (sum over the models m that were added, each with weight 1, of m -
         parameters), in place; empties the sum. Measures as `mix`."""
 
@@ -114,10 +115,11 @@ class Codec(abc.ABC):
 
     def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
         """parameters <- parameters + fraction change, in place."""
-        if change.part is None:
-            parameters.add_(change.values, alpha=fraction)
+        part, values = change.part, change.values.to(parameters.device)
+        if part is None:
+            parameters.add_(values, alpha=fraction)
         else:
-            parameters.index_add_(0, change.part, change.values, alpha=fraction)
+            parameters.index_add_(0, part.to(parameters.device), values, alpha=fraction)
 
     @abc.abstractmethod
     def heal(self, parameters: Tensor) -> None:
@@ -139,9 +141,9 @@ class Float32(Codec):
     def __init__(self, parameters: Tensor, may_keep_block: bool = True) -> None:
         size = parameters.numel() * self.dtype.itemsize
         self.sizes = {self.format: range(size, size + 1)}
-        self.keeps_block = may_keep_block and not parameters.is_cuda
-        own = 0 if self.keeps_block else parameters.numel()
-        self._staged, self._sum = parameters.new_empty(own), parameters.new_empty(own)
+        self.keeps_block = may_keep_block
+        own = 0 if may_keep_block else parameters.numel()
+        self._staged, self._sum = torch.empty(own), torch.empty(own)
         self._scale, self._total_weight = 1.0, 0.0  # scale * sum is the weighted sum
 
     def pack(self, parameters: Tensor, whole: bool) -> Packed:
@@ -153,7 +155,7 @@ class Float32(Codec):
         if self.keeps_block:
             self._staged = values
         else:
-            self._staged.copy_(values.to(self._staged.device, non_blocking=True))  # cast on the device
+            self._staged.copy_(values)
         return None if _is_finite(self._staged) else NOT_FINITE
 
     def add(self, weight: float) -> bool:
@@ -171,13 +173,13 @@ class Float32(Codec):
         self._total_weight += weight
         return first and self.keeps_block
 
-    def mix(self, parameters: Tensor, own_weight: float, measure: bool) -> Tensor | None:
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         fraction = self._total_weight / (own_weight + self._total_weight)
-        return self._move(parameters, self._take_mean(), fraction, measure)
+        return self._move(parameters, self._take_mean().to(parameters.device), fraction, measure)
 
-    def pull(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
+    def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
         fraction *= self._total_weight
-        return self._move(parameters, self._take_mean(), fraction, measure)
+        return self._move(parameters, self._take_mean().to(parameters.device), fraction, measure)
 
     def staged_part(self) -> Part:
         return None
@@ -189,7 +191,7 @@ class Float32(Codec):
         return None
 
     def difference(self, offer: Held, in_place: bool) -> Change:
-        offered = offer.data.view(self.dtype).to(self._staged.device, non_blocking=True)
+        offered = offer.data.view(self.dtype)
         in_place &= self.keeps_block
         return Change(None, torch.sub(self._staged, offered, out=offered if in_place else None))
 
@@ -224,7 +226,7 @@ class BFloat16(Float32):
 
     def difference(self, offer: Held, in_place: bool) -> Change:
         """In float32, which holds it exactly but for the smallest bits: the offer's place is too small for that."""
-        offered = offer.data.view(self.dtype).to(self._staged.device, non_blocking=True)
+        offered = offer.data.view(self.dtype)
         differences = torch.empty_like(self._staged, dtype=torch.float32)
         for difference, staged, own in in_blocks(differences, self._staged, offered):
             difference.copy_(staged).sub_(own)
@@ -267,9 +269,9 @@ class TopK(Codec):
         self._reference, self._change = parameters.clone(), torch.empty_like(parameters)
         self._sample, self._rank_in_sample = self._plan_sample(size, parameters.device)
         self._num_packed = 0
-        self._sum, self._count = torch.zeros_like(parameters), torch.zeros_like(parameters)
+        self._sum, self._count = (torch.zeros(size, pin_memory=parameters.is_cuda) for _ in range(2))
         self._indices: Tensor | None = None  # of the staged values; None: all
-        self._values = parameters.new_empty(0)
+        self._values = torch.empty(0)
 
     def _plan_sample(self, size: int, device: torch.device) -> tuple[Tensor, int]:
         """(indices of the sample, which of its values, counted from the smallest, is the threshold)."""
@@ -309,13 +311,11 @@ class TopK(Codec):
         return None if _is_finite(self._values) else NOT_FINITE
 
     def _read(self, format_: Format, data: Tensor) -> tuple[Part, Tensor]:
-        """(indices, values), on the parameters' device."""
-        device = self._sum.device
+        """(indices, values), in the same memory."""
         if format_ is Format.FLOAT32:
-            return None, data.view(torch.float32).to(device, non_blocking=True)
+            return None, data.view(torch.float32)
         half = data.numel() // 2
-        indices = data[:half].view(torch.int32).to(device, non_blocking=True)
-        return indices, data[half:].view(torch.float32).to(device, non_blocking=True)
+        return data[:half].view(torch.int32), data[half:].view(torch.float32)
 
     def add(self, weight: float) -> bool:
         if self._indices is None:
@@ -326,32 +326,34 @@ class TopK(Codec):
             self._count.index_add_(0, self._indices, torch.full_like(self._values, weight))
         return False
 
-    def mix(self, parameters: Tensor, own_weight: float, measure: bool) -> Tensor | None:
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         """Each parameter by what came of it; the distance is over the parameters that came."""
+        sums, counts = self._sum.to(parameters.device), self._count.to(parameters.device)
         distance = None
         if measure:
-            distance = self._distance(self._sum_of_differences(parameters))
+            distance = self._distance(self._sum_of_differences(parameters, sums, counts), counts)
         if own_weight != 1.0:
             parameters.mul_(own_weight)
-        parameters.add_(self._sum).div_(self._count.add_(own_weight))
+        parameters.add_(sums).div_(counts.add_(own_weight))
         self.clear()
         return distance
 
-    def pull(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
+    def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
         """Only what came of each parameter moves it."""
-        change = self._sum_of_differences(parameters)
+        sums, counts = self._sum.to(parameters.device), self._count.to(parameters.device)
+        change = self._sum_of_differences(parameters, sums, counts)
         parameters.add_(change, alpha=fraction)
-        distance = self._distance(change) if measure else None
+        distance = self._distance(change, counts) if measure else None
         self.clear()
         return distance
 
-    def _sum_of_differences(self, parameters: Tensor) -> Tensor:
+    def _sum_of_differences(self, parameters: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
         """Of each parameter, by how much what came of it differs from it."""
-        return torch.addcmul(self._sum, self._count, parameters, value=-1, out=self._change)
+        return torch.addcmul(sums, counts, parameters, value=-1, out=self._change)
 
-    def _distance(self, sum_of_differences: Tensor) -> Tensor:
+    def _distance(self, sum_of_differences: Tensor, counts: Tensor) -> Tensor:
         """From the parameters to the mean of what came of each."""
-        return sum_of_differences.div_(torch.where(self._count > 0, self._count, 1.0)).norm()
+        return sum_of_differences.div_(torch.where(counts > 0, counts, 1.0)).norm()
 
     def staged_part(self) -> Part:
         return None if self._indices is None else self._indices.clone()
@@ -360,7 +362,7 @@ class TopK(Codec):
         """The reference stays: it is for what a rank tells of its own accord."""
         if part is None:
             return Packed(Format.FLOAT32, (Piece(parameters, torch.float32),))
-        return _some(part, parameters.index_select(0, part))
+        return _some(part, parameters.index_select(0, part.to(parameters.device)))
 
     def check_answer(self, offer: Held) -> Refusal | None:
         offered, staged = self._read(*offer)[0], self._indices
@@ -373,7 +375,7 @@ class TopK(Codec):
         return Change(part, self._values - values)
 
     def heal(self, parameters: Tensor) -> None:
-        parameters.copy_(self._sum).div_(self._count)
+        parameters.copy_(self._sum.div_(self._count))
         self.clear()
 
     def clear(self) -> None:

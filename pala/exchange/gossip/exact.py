@@ -29,7 +29,7 @@ class WithExact(Codec):
         """`codec`: made for the others."""
         self._codec, self._exact = codec, Float32(parameters[-count:], may_keep_block=False)
         self._first, self._bytes = parameters.numel() - count, 4 * count
-        self._indices = torch.arange(self._first, parameters.numel(), dtype=torch.int32, device=parameters.device)
+        self._indices = torch.arange(self._first, parameters.numel(), dtype=torch.int32)
         self.whole_every, self.keeps_block = codec.whole_every, codec.keeps_block
         self.sizes = {
             format_: range(of.start + self._bytes, of.stop + self._bytes, of.step)
@@ -54,11 +54,11 @@ class WithExact(Codec):
         self._exact.add(weight)
         return self._codec.add(weight)
 
-    def mix(self, parameters: Tensor, own_weight: float, measure: bool) -> Tensor | None:
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         self._exact.mix(parameters[self._first :], own_weight, False)
         return self._codec.mix(parameters[: self._first], own_weight, measure)
 
-    def pull(self, parameters: Tensor, fraction: float, measure: bool) -> Tensor | None:
+    def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
         self._exact.pull(parameters[self._first :], fraction, False)
         return self._codec.pull(parameters[: self._first], fraction, measure)
 

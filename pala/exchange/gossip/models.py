@@ -1,16 +1,13 @@
-"""Models of real ranks: flat parameters to packets of bytes and back, with the host memory and, on a GPU, the streams.
+"""Models of real ranks: flat parameters to packets of bytes and back, with the host memory that they lie in.
 
 | memory | blocks of a whole message |
 |---|---|
 | snapshots on their way | two (`driver.py`); `paired`: one an open offer or answer, at most two a peer |
 | models that exchange in the middle of a rollout | two, on the parameters' device: they are compared at its end |
-| what is being received | one; on the CPU, but for `TopK`, another, the sum of what came: they change places |
+| what is being received | one; but for `TopK` another, the sum of what came: they change places |
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -82,17 +79,14 @@ class SendBuffer:
 
 
 class ReceiveBuffer:
-    """One incoming model, and by its codec the sum of those accepted since the last mix.
-
-    On a GPU the block is pinned, and staging and sum live on the receiver's own device, whatever device the sender had.
-    """
+    """One incoming model, and by its codec the sum of those accepted since the last mix. In pinned memory if the
+    parameters are on a GPU, whatever device the sender had."""
 
     def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._control_bytes, self._codec = wire.control_bytes, codec
+        pinned = device.type == "cuda"
+        self._control_bytes, self.codec = wire.control_bytes, codec
         blocks = 2 if codec.keeps_block else 1
-        self._blocks = [torch.empty(wire.most_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(blocks)]
-        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._blocks = [torch.empty(wire.most_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(blocks)]
 
     @property
     def data(self) -> np.ndarray:
@@ -106,76 +100,16 @@ class ReceiveBuffer:
 
     def give_up_block(self) -> None:
         """Leave the block to the model that is being received into it, which comes too late, and take another."""
-        self._blocks[0] = torch.empty_like(self._blocks[0], pin_memory=self._stream is not None)
+        self._blocks[0] = torch.empty_like(self._blocks[0], pin_memory=self._blocks[0].is_pinned())
 
     def check(self, message: Message, num_bytes: int) -> Refusal | None:
         """Refuse what no model can hold in the block's first `num_bytes`, which were decoded to this message."""
-        with self._on_stream():  # the checks read their results, and so wait for this stream alone
-            return self._codec.stage(message.format, self._blocks[0][self._control_bytes : num_bytes])
-
-    def check_answer(self, offer: Held) -> Refusal | None:
-        """As `Codec.check_answer`, of the checked model."""
-        with self._on_stream():
-            return self._codec.check_answer(offer)
-
-    def staged_part(self) -> Part:
-        """As `Codec.staged_part`."""
-        with self._on_stream():
-            return self._codec.staged_part()
-
-    def difference(self, offer: Held, in_place: bool) -> Change:
-        """As `Codec.difference`."""
-        with self._on_stream():
-            return self._codec.difference(offer, in_place)
+        return self.codec.stage(message.format, self._blocks[0][self._control_bytes : num_bytes])
 
     def add(self, weight: float) -> None:
         """Add the checked model to the weighted sum."""
-        with self._on_stream():
-            if self._codec.add(weight):
-                self._blocks.reverse()
-
-    def clear(self) -> None:
-        """Forget the models that came since the last mix."""
-        with self._on_stream():
-            self._codec.clear()
-
-    def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
-        """As `Codec.mix`."""
-        with self.learners_turn(parameters):
-            return self._codec.mix(parameters, own_weight, measure)
-
-    def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
-        """As `Codec.pull`."""
-        with self.learners_turn(parameters):
-            return self._codec.pull(parameters, fraction, measure)
-
-    def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
-        """As `Codec.move`."""
-        with self.learners_turn(parameters):
-            self._codec.move(parameters, change, fraction)
-
-    def heal(self, parameters: Tensor) -> None:
-        """As `Codec.heal`."""
-        with self.learners_turn(parameters):
-            self._codec.heal(parameters)
-
-    @contextlib.contextmanager
-    def learners_turn(self, parameters: Tensor) -> Iterator[None]:
-        """What this stream has begun is done before; what it begins later, memory that it takes anew included, comes
-        after."""
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(parameters.device)
-        current.wait_stream(self._stream)
-        yield
-        self._stream.wait_stream(current)
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        if self._stream is None:
-            return contextlib.nullcontext()
-        torch.cuda.set_device(self._stream.device)  # of this thread: else it would take memory on the first GPU as well
-        return torch.cuda.stream(self._stream)
+        if self.codec.add(weight):
+            self._blocks.reverse()
 
 
 class TensorModels(Models):
@@ -198,9 +132,7 @@ class TensorModels(Models):
         return len(snapshot.data)
 
     def fill_answer(self, snapshot: SendBuffer, message: Message, peer: int) -> int:
-        part = self._parts.pop(peer)
-        with self._inbox.learners_turn(self._model):
-            snapshot.fill_part(message, self._model, part)
+        snapshot.fill_part(message, self._model, self._parts.pop(peer))
         return len(snapshot.data)
 
     def control(self, message: Message) -> Bytes:
@@ -217,35 +149,35 @@ class TensorModels(Models):
         self._inbox.take_in(received.data)
         self._opened, refusal = message, self._inbox.check(message, len(received.data))
         if refusal is None and message.kind is Kind.ANSWER and offer is not None:
-            refusal = self._inbox.check_answer(offer.held)
+            refusal = self._codec.check_answer(offer.held)
         return Opened(message, refusal)
 
     def add(self, weight: float) -> None:
         if self._opened is not None and self._opened.kind is Kind.OFFER:
-            self._parts[self._opened.sender] = self._inbox.staged_part()
+            self._parts[self._opened.sender] = self._codec.staged_part()
         self._inbox.add(weight)
 
     def clear(self) -> None:
         self._parts.clear()
-        self._inbox.clear()
+        self._codec.clear()
 
     def mix(self, own_weight: float, measure: bool) -> Tensor | None:
-        return self._inbox.mix(self._model, own_weight, measure)
+        return self._codec.mix(self._model, own_weight, measure)
 
     def pull(self, fraction: float, measure: bool) -> Tensor | None:
-        return self._inbox.pull(self._model, fraction, measure)
+        return self._codec.pull(self._model, fraction, measure)
 
     def keep(self, offer: SendBuffer) -> None:
-        offer.change = self._inbox.difference(offer.held, in_place=offer.pending == 0)
+        offer.change = self._codec.difference(offer.held, in_place=offer.pending == 0)
 
     def move(self, offer: SendBuffer, fraction: float) -> None:
         assert offer.change is not None, "an offer moves this rank's model only when it was answered"
-        self._inbox.move(self._model, offer.change, fraction)
+        self._codec.move(self._model, offer.change, fraction)
         offer.change = None
 
     def heal(self) -> None:
         self._parts.clear()
-        self._inbox.heal(self._model)
+        self._codec.heal(self._model)
 
     def look_ahead(self) -> None:
         if self._model is not self._parameters:
