@@ -1,4 +1,4 @@
-"""Whole trainings on a GPU, which all ranks share. Skipped where there is none; tests/test_tape.py, test_wire.py and
+"""Short trainings on a GPU, which all ranks share. Skipped where there is none; tests/test_tape.py, test_wire.py and
 test_codecs.py have what is smaller."""
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import CARTPOLE, Launcher, record_of
-from runs import all_intervals, states_of, total
+from runs import all_intervals, intervals, states_of, total
 
 from pala.a2c.parts import make_parts
 from pala.a2c.update import Rollout
 from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig
 from pala.envs import make_envs
+from pala.networks.graphed_tape import GraphedTape
 from pala.run.checkpoint import load_policy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -38,9 +39,10 @@ EXCHANGES = {
 
 def assert_trained_on_the_gpu(run: Path, ranks: int, mixes: bool = False) -> None:
     """And exchanged models, if the exchange `mixes`."""
-    record = record_of(run)
+    record, last_interval = record_of(run), lambda rank: intervals(run, rank)[-1]
     assert record["completed"] and "cuda" in record["segments"][-1]["device"]
     assert sum(record.get("updates_skipped", 0) for record in all_intervals(run)) == 0
+    assert all(record["updates"] > 10 for record in map(last_interval, range(ranks)))
     assert not mixes or all(total(run, "models_mixed", rank) > 5 for rank in range(ranks))
     assert total(run, "models_refused") == 0
     for state in states_of(run, ranks):
@@ -99,6 +101,7 @@ def parameters_after(device: str, passes: str, updates: int = 3) -> torch.Tensor
     )  # fmt: skip
     envs, draw = make_envs(config.env), np.random.default_rng(5)
     parts = make_parts(config, envs, torch.device(device))
+    assert isinstance(parts.a2c.tape, GraphedTape) == (device == "cuda" and passes == "auto")
     a2c, on_device = parts.a2c, lambda array: torch.from_numpy(array).to(device)
     for _ in range(updates):
         rollout = Rollout()

@@ -23,7 +23,7 @@ GOSSIPED = tuple(Kind)
 reproducible = settings(derandomize=True, deadline=None, max_examples=200)
 
 cuda = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device: pinned staging and the side stream need one"
+    not torch.cuda.is_available(), reason="no CUDA device: pinned memory and the side stream need one"
 )
 devices = pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=cuda)], ids=["cpu", "cuda"])
 

@@ -44,6 +44,7 @@ class GraphedTape(Tape):
     """`ConvTape` in one graph for each of its passes. What a pass returns is valid until the tape comes
     to that pass again."""
 
+    adds = ConvTape.adds
     joins = False  # only a pass of the captured size is a graph
 
     def __init__(self, tape: ConvTape, observations: Tensor, max_passes: int, capture: Capture = cuda_graph) -> None:
