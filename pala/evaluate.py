@@ -13,7 +13,6 @@ network) or named (wrappers) is loaded, which runs code. If the run came from el
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from pala.config import EvaluationConfig
 from pala.evaluation.record import EPISODES
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.runtime import loading, prepare, tell
+from pala.system.runtime import loading, prepare, tell, usable_cores
 
 _PROGRAM = "pala.evaluate"
 
@@ -59,7 +58,7 @@ def parse(arguments: list[str]) -> Command:
     settings = run_folder.config_of(first.run).evaluation
     default = Command(first.run, settings.episodes or Command.episodes, settings.num_envs, settings.greedy)
     command = read_command(_PROGRAM, arguments, default)
-    return replace(command, threads=command.threads or len(os.sched_getaffinity(0)))
+    return replace(command, threads=command.threads or usable_cores())
 
 
 @exit_on_mistake()

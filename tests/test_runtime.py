@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from conftest import wait_for
 from pala.system import runtime, waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
-from pala.system.runtime import Interrupt, Launch, say, share_of_cores, tell
+from pala.system.runtime import Interrupt, Launch, most_cores, say, share_of_cores, tell, usable_cores
 from pala.system.seeding import derive, stream
 
 
@@ -45,6 +46,32 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_a_ranks_share_of_the_cores(ranks, threads):
     sets = [set(cores) for cores in ranks]
     assert [share_of_cores(mine, sets) for mine in sets] == threads
+
+
+@pytest.mark.parametrize(
+    ("quota", "allocated", "cores", "most"),
+    [
+        ("max 100000", None, 8, math.inf),
+        ("250000 100000", None, 8, 2.5),  # of a container
+        ("max 100000", "4", 8, 4),  # Slurm does not confine the job
+        ("max 100000", "4", 6, math.inf),  # it does, or a launcher has bound the rank
+        ("max 100000", "4(x2)", 8, math.inf),
+        ("250000 100000", "4", 8, 2.5),
+    ],
+)
+def test_a_job_may_use_less_than_the_cores_that_it_sees(quota, allocated, cores, most, monkeypatch, tmp_path):
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
+    monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "none")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    if allocated is not None:
+        monkeypatch.setenv("SLURM_CPUS_ON_NODE", allocated)
+    assert most_cores() == most
+    assert usable_cores() == min(cores, int(min(most, 100)))
+    four = [set(range(cores))] * 4
+    assert share_of_cores(four[0], four, most_cores()) == max(1, int(min(cores, most) / 4))
 
 
 @pytest.mark.parametrize(

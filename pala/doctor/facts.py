@@ -16,7 +16,7 @@ from pathlib import Path
 import mpi4py
 
 from pala.run.provenance import installed_versions
-from pala.system.runtime import available_memory_bytes, cgroup_numbers, launcher_process
+from pala.system.runtime import available_memory_bytes, cpu_quota, launcher_process
 
 _SLURM = (
     "SLURM_JOB_ID",
@@ -209,7 +209,7 @@ def host_here(launcher: Launcher) -> Host:
         python=sys.executable,
         versions=installed_versions() | {"pala's files": _checksum_of_sources()},
         cores=_cores_of_launcher(launcher),
-        cpu_quota=_cpu_quota(),
+        cpu_quota=cpu_quota(),
         memory_bytes=available_memory_bytes(),
         shm_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
         nvidia_driver=Path("/dev/nvidiactl").exists(),
@@ -234,11 +234,6 @@ def _checksum_of_sources() -> str:
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def _cpu_quota() -> float | None:
-    found = (cgroup_numbers("", "cpu.max"), cgroup_numbers("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    return min((quota / period for limits in found for quota, period in limits if quota > 0), default=None)
 
 
 # ---- once MPI runs ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from dataclasses import replace
@@ -22,7 +21,7 @@ from pala.report.text import counted
 from pala.run import run_folder, user_code
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError
-from pala.system.runtime import say
+from pala.system.runtime import say, usable_cores
 from pala.system.seeding import derive
 
 _PROGRESS_S = 30.0
@@ -85,7 +84,7 @@ def evaluate_with_defaults(
     try:
         return evaluate(
             run, (settings.episodes or EPISODES) if episodes is None else episodes, num_envs or settings.num_envs,
-            settings.greedy if greedy is None else greedy, seed, threads or len(os.sched_getaffinity(0)), trust_run,
+            settings.greedy if greedy is None else greedy, seed, threads or usable_cores(), trust_run,
         )  # fmt: skip
     finally:
         torch.set_num_threads(before)

@@ -3,7 +3,6 @@ use; the others sleep."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import traceback
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pala.run import run_folder
 from pala.run.result import Conclusion, Result
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError, reason
-from pala.system.runtime import Interrupt, say, tell
+from pala.system.runtime import Interrupt, say, tell, usable_cores
 
 
 def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
@@ -74,7 +73,7 @@ class _FinalTasks:
         tell(f"      evaluation: plays {settings.episodes:,} episode{'s' * (settings.episodes > 1)}")
         evaluation = evaluate(
             self._run, settings.episodes, settings.num_envs, settings.greedy, self._config.seed,
-            threads=len(os.sched_getaffinity(0)), timeout_s=settings.timeout_s,
+            threads=usable_cores(), timeout_s=settings.timeout_s,
             trust_run=True,  # this job itself has written it
         )  # fmt: skip
         self.evaluation = evaluation

@@ -7,7 +7,6 @@ python -m pala.simulate check --first 4711 --schedules 1       one again, as a f
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from pala.exchange.gossip.protocol import GossipProtocol
 from pala.simulate.schedules import InvariantError, check, schedule
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
+from pala.system.runtime import usable_cores
 
 _BATCH = 50
 _PROGRESS_S = 30.0
@@ -77,7 +77,7 @@ def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProt
     """Try the schedules of these numbers, in batches side by side, up to the first failure. Yields what came of all so
     far after each batch."""
     batches = [numbers[i : i + _BATCH] for i in range(0, len(numbers), _BATCH)]
-    processes = min(processes or len(os.sched_getaffinity(0)), len(batches))
+    processes = min(processes or usable_cores(), len(batches))
     sofar = Tried()
     context = multiprocessing.get_context("spawn")
     # Not multiprocessing's Pool: to leave one with tasks in it ends workers by force, which was seen to wait for ever.

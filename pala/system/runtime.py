@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
+import math
 import os
 import re
 import signal
@@ -109,13 +110,28 @@ def physical_cores(cpus: set[int]) -> int:
     return len(set(map(core, cpus)))
 
 
-def share_of_cores(mine: set[int], on_this_host: list[set[int]]) -> int:
-    """Threads for a rank that may run on the cores `mine`, when the ranks of its host have these sets (its own too).
+def share_of_cores(mine: set[int], on_this_host: list[set[int]], most: float = math.inf) -> int:
+    """Threads for a rank that may run on the cores `mine`, when the ranks of its host have these sets (its own too) and
+    may use `most` cores' worth of time between them.
 
     Every core is divided by the ranks that may use it: right for ranks bound to cores of their own, for ranks that
     share the host or a part of it, and for anything between.
     """
-    return max(1, int(sum(1 / sum(core in cores for cores in on_this_host) for core in mine) + 1e-6))
+    share = sum(1 / sum(core in cores for cores in on_this_host) for core in mine)
+    return max(1, int(min(share, most / len(on_this_host)) + 1e-6))
+
+
+def most_cores() -> float:
+    """How many cores' worth of time this job may use here: a container's or a job's quota, or what Slurm has allocated
+    where it does not confine jobs to their cores. Infinite if nothing says so."""
+    allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    confined = len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    return min(cpu_quota() or math.inf, int(allocated) if allocated.isdecimal() and not confined else math.inf)
+
+
+def usable_cores() -> int:
+    """As many threads as this process alone can make use of."""
+    return share_of_cores(mine := os.sched_getaffinity(0), [mine], most_cores())
 
 
 @contextmanager
@@ -150,6 +166,12 @@ def _own_groups(controller: str) -> Iterator[Path]:
         yield folder
         folder = folder.parent
     yield root
+
+
+def cpu_quota() -> float | None:
+    """Cores' worth of time that a container's or a job's control group may use; None: as much as there is."""
+    found = (cgroup_numbers("", "cpu.max"), cgroup_numbers("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    return min((quota / period for limits in found for quota, period in limits if quota > 0), default=None)
 
 
 def available_memory_bytes() -> int:

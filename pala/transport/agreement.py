@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pala.system.errors import CollectiveError, PalaError, reason
-from pala.system.runtime import share_of_cores
+from pala.system.runtime import most_cores, share_of_cores
 from pala.transport.base import Communicator
 
 T = TypeVar("T")
@@ -34,10 +34,10 @@ def collectively(comm: Communicator, action: Callable[[], T]) -> T:
 def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
     """Threads that this rank may use. Of `spares`, the last ranks, each takes the others' cores for free: it will train
     when one of the ranks that do is gone. Collective."""
-    mine = set(os.sched_getaffinity(0))
+    mine = os.sched_getaffinity(0)
     ranks = comm.allgather((comm.host, mine))
     busy = [cores for host, cores in ranks[: comm.size - spares] if host == comm.host]
-    return share_of_cores(mine, busy if comm.rank < comm.size - spares else [mine, *busy])
+    return share_of_cores(mine, busy if comm.rank < comm.size - spares else [mine, *busy], most_cores())
 
 
 def cores_of_hosts(comm: Communicator) -> dict[str, set[int]]:
