@@ -28,10 +28,10 @@ make_venv() {
         fail "$venv is no Python environment with pip, and holds files that are not PALA's. Set PALA_VENV to another folder," \
             "or empty this one."
     fi
-    if [ -e "$venv/pyvenv.cfg" ] && [ -n "${SLURM_JOB_ID:-}" ] && [ -z "$(version_of "$venv/bin/python")" ]; then
-        # Other jobs may run from it.
+    if [ -e "$venv/pyvenv.cfg" ] && [ -L "$venv/bin/python" -o -e "$venv/bin/python" ] &&
+        [ -z "$(version_of "$venv/bin/python")" ]; then # jobs may run from it elsewhere
         fail "$venv does not run on $(uname -n): its Python is of $(sed -n 's/^home = //p' "$venv/pyvenv.cfg"). Load the" \
-            "module that has it, or make it anew where no job runs: ./launch/train.sh --help"
+            "module that has it, or, if that Python is gone, remove the folder; then it is made anew."
     fi
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
@@ -41,10 +41,20 @@ make_venv() {
         fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
 }
 
-# The same arguments as those of stamp_of. Does nothing if this was installed before and nothing changed.
+# $1: folder. In a job of Slurm, where other jobs may run from it: true if something is installed there.
+stays_as_it_is() {
+    [ -n "${SLURM_JOB_ID:-}" ] && compgen -G "$1/.pala-[0-9a-f]*" >/dev/null || return 1
+    "$1/bin/python" -m pip --version >/dev/null 2>&1 || return 1
+    echo "pala: $1 was installed before $repository changed. Other jobs may run from it, so this one takes it as it is;" \
+        "'./launch/train.sh --help' on a login node installs anew." >&2
+}
+
+# The same arguments as those of stamp_of. Does nothing if this was installed before and nothing changed; false if the
+# folder is left as it is although something did.
 install_once() {
     local venv=$1
     [ -e "$(stamp_of "$@")" ] && return
+    stays_as_it_is "$venv" && return 1
     echo "Installing into $venv (once; a minute or two) ..." >&2
     make_venv "$venv"
     rm -f "$venv"/.pala-[0-9a-f]* # of what was installed before
@@ -59,12 +69,10 @@ install_into() {
         fail "PALA is not installed in $repository, which you may not write to. Set PALA_VENV to a folder of your own."
     fi
     mkdir -p "$(dirname "$1")" && exec 9>"$1.lock" || fail "The folder $1 cannot be made. Set PALA_VENV to another one."
-    if command -v flock >/dev/null; then
-        flock 9 || echo "pala: $1.lock cannot be locked: see to it that no other job installs there now." >&2
-    fi
+    flock 9 || echo "pala: $1.lock cannot be locked: see to it that no other job installs there now." >&2
     if [ -w "$repository" ]; then
-        install_once "$1" --editable "$repository[$2]"
-        touch "$(stamp_of "$1" --editable "$repository[${2%%,*}]")" # the first of the extras is there as well
+        install_once "$1" --editable "$repository[$2]" &&
+            touch "$(stamp_of "$1" --editable "$repository[${2%%,*}]")" # the first of the extras is there as well
     else
         install_copy "$1" "$2"
     fi
@@ -78,8 +86,9 @@ install_copy() {
     copy=$(mktemp -d)
     (cd "$repository" && cp -R "${parts[@]}" "$copy")
     chmod -R u+w "$copy"
-    install_once "$1" "$copy[$2]"
-    mv "$(stamp_of "$1" "$copy[$2]")" "$(stamp_of_copy "$@" "${parts[@]}")"
+    if install_once "$1" "$copy[$2]"; then
+        mv "$(stamp_of "$1" "$copy[$2]")" "$(stamp_of_copy "$@" "${parts[@]}")"
+    fi
     rm -rf "$copy"
 }
 

@@ -44,7 +44,7 @@ from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
 from pala.system.jobs import clear_after
-from pala.system.runtime import ANNOUNCEMENT, SUPERVISED, hangup, say
+from pala.system.runtime import ANNOUNCEMENT, LEAVE, SUPERVISED, hangup, say
 from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
@@ -201,6 +201,9 @@ class Supervisor:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass it on to the job; without one, end. Schedulers send theirs more than once, people mean a second ^C."""
         del frame
+        if number == LEAVE:
+            self._say(f"{LEAVE.name} is for one rank, which then leaves; this process only supervises, and goes on.")
+            return
         again, self._signal = self._signal is not None, number
         if self._job is not None:
             self._job.send_signal(number if again and number == signal.SIGINT else _GENTLY)
@@ -512,7 +515,7 @@ def main() -> NoReturn:
     """Supervise one run; the exit status is 0 only if it is complete."""
     try:
         supervisor = Supervisor(*read_options(sys.argv[1:]))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup()):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, *hangup(), LEAVE):
             signal.signal(number, supervisor.on_signal)
         sys.exit(supervisor.supervise())
     except PalaError as error:

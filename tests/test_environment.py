@@ -83,6 +83,28 @@ def test_another_python_makes_it_anew(machine: Machine) -> None:
     assert not (machine.venv / "broken").exists()
 
 
+def test_a_job_of_slurm_changes_nothing_that_others_run_from(machine: Machine) -> None:
+    assert machine.use(SLURM_JOB_ID="1").stdout == "ready\n" and machine.done == ["venv", "install"]
+    constraints = machine.checkout / "constraints.txt"
+    constraints.write_text(constraints.read_text() + "\n")
+    for _ in range(2):
+        later = machine.use(SLURM_JOB_ID="2")
+        assert later.stdout == "ready\n" and "takes it as it is" in later.stderr and machine.done == []
+    (machine.venv / "broken").touch()
+    assert machine.use(SLURM_JOB_ID="3").stdout == "ready\n" and machine.done == ["venv", "install"]
+
+
+def test_an_environment_whose_python_does_not_start_here_stays(machine: Machine) -> None:
+    """On a login node, say, before its module is loaded."""
+    machine.use()
+    (machine.venv / "pyvenv.cfg").write_text("home = /opt/python/bin\n")
+    (machine.venv / "bin/python").write_text("#!/bin/bash\nexit 127\n")
+    refused = machine.use()
+    assert refused.returncode == 2 and "its Python is of /opt/python/bin" in refused.stderr and machine.done == []
+    shutil.rmtree(machine.venv)
+    assert machine.use().stdout == "ready\n" and machine.done == ["venv", "install"]
+
+
 def test_a_wish_for_another_python_is_not_passed_over(machine: Machine, tmp_path: Path) -> None:
     machine.use()
     other = tmp_path / "python3.13"

@@ -101,6 +101,16 @@ def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
     assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
 
 
+def test_a_signal_for_a_rank_ends_no_supervisor(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told_to_leave(of: Scripted) -> int:
+        of.on_signal(signal.SIGUSR2, None)
+        return attempt(100, 0, completes=True)(of)
+
+    assert Scripted(["--run.name", "r"], [told_to_leave]).supervise() == 0
+    said = capsys.readouterr().err
+    assert "SIGUSR2 is for one rank" in said and "is complete." in said
+
+
 @pytest.mark.parametrize(
     ("numbers", "sent"),
     [
@@ -679,7 +689,7 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])  # SIGTERM: test_faults
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGQUIT, signal.SIGHUP])  # TERM: test_faults
 def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     job = start(any_mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "100000000", cwd=tmp_path)

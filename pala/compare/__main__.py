@@ -152,7 +152,7 @@ def _stop(number: int, frame: object) -> NoReturn:
 @exit_on_mistake(OSError)
 def main() -> None:
     """What `python -m pala.compare` runs."""
-    for number in (signal.SIGINT, signal.SIGTERM, *hangup()):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup()):
         signal.signal(number, _stop)
     command = read_command(_PROGRAM, sys.argv[1:], Command())
     failures = compare(command)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from pala.system.errors import PalaError
@@ -63,10 +64,11 @@ def run_job(
     with open(log, "ab") as file:
         begin = file.tell()
         try:
-            process = subprocess.Popen(
-                words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=_environment() | {_VARIABLE: token},
-            )  # fmt: skip
+            with _blocked(signal.SIGTERM, if_not=stop_signal):
+                process = subprocess.Popen(
+                    words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                    env=_environment() | {_VARIABLE: token},
+                )  # fmt: skip
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise PalaError(f"`{shlex.join(words)}` was not done after {limit_s:.0f} s.{tail(log)}") from None
@@ -78,6 +80,17 @@ def run_job(
             if _REFUSAL.encode() in file.read():
                 raise PalaError(f"`{shlex.join(words)}`: mpirun refuses so many ranks: {MORE_RANKS_THAN_CORES}")
         raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals, if_not: signal.Signals) -> Iterator[None]:
+    """What starts inside does not see this signal, which a scheduler sends to every process of a job, unless it is to
+    be ended by it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [] if number == if_not else [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def clear_after(mpirun: int) -> None:
