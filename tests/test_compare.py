@@ -512,7 +512,7 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
     page, _ = report(preset=str(write_preset(PRESET.replace("Pole = 20", "Pole = 10"))))
     # At i = 150 of 250 episodes, so after 151 / 250 of 3000 steps and, at 100 and 200 steps/s, of 30 and 15 s.
     assert cells_of(page, "The way to a target return")[1][3:] == ["10.0", "2 of 2", "1,812", "0.2"]
-    assert "learning" in section(page, "To bear in mind") and "2 runs: its intervals go from the lowest run" in page
+    assert "learning" in section(page, "To bear in mind") and "intervals of one game go from the lowest run" in page
 
 
 def test_speed_is_compared_with_its_like(there: Path, no_pictures: None) -> None:
@@ -530,7 +530,11 @@ def test_speed_is_compared_with_its_like(there: Path, no_pictures: None) -> None
 def test_what_was_disturbed_is_not_compared_over_time(there: Path) -> None:
     plan = plan_of(PRESET.replace("[1, 2]", "[1, 2]\nundisturbed = false", 1))
     plant(plan, {"gossip": (90.0, 160.0), "none": (100.0, 200.0)})
-    page, _ = report()
+    (there / "results/tiny").mkdir(parents=True)
+    (there / "results/tiny/scaling.png").touch()  # of an earlier report
+    page, rows = report()
+    assert {row["steps_per_s"] for row in rows} == {row["time_wait"] for row in rows} == {""}
+    assert "time_s" not in Path("results/tiny/curves.csv").read_text()
     assert "## Speed" not in page and "## Scaling" not in page and not Path("results/tiny/scaling.png").exists()
     assert cells_of(page, "The way to a target return")[0][3:] == ["20.0", "0 of 2", "not reached"]
     assert "what depends on time is left out" in section(page, "To bear in mind")
@@ -695,6 +699,12 @@ def test_variants_may_differ_in_budget_alone(there: Path, no_pictures: None) -> 
     assert "Runs differ in the budget" in page
 
 
+def test_a_rate_that_decays_with_another_budget_is_another_training(there: Path) -> None:
+    config = plan_of(PRESET.replace("[train]\n", "[train]\na2c.learning_rate_decay = 'linear'\n")).runs[0].config
+    assert not differences(config, replace(config, seed=9))
+    assert list(differences(config, replace(config, total_steps=9000))) == ["total_steps"]
+
+
 def test_an_earlier_state_of_a_run_does_not_replace_a_later_one(there: Path, no_pictures: None) -> None:
     mine = plan_of().runs[0]
     make_run(mine.folder, mine.config, 1)
@@ -716,7 +726,7 @@ def test_a_run_without_a_place_is_not_copied(there: Path) -> None:
 def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     plan = plan_of(PRESET.replace("[1, 2]", "[1]", 1))
     dead = [{"rank": 0, "host": "vm", "noticed_s": 1.0}]
-    odd = {"git_commit": "b" * 40, "git_dirty": True, "threads_per_rank": 7, "lost_ranks": dead}
+    odd = {"git_commit": "b" * 40, "git_dirty": True, "threads_per_rank": 7, "lost_ranks": dead, "joined_ranks": dead}
     for run, more in zip(plan.runs, ({}, odd, {"score": None}, {"completed": False}), strict=True):
         log = replace(run.config.run, log_interval_s=30.0 if more is odd else 5.0)
         make_run(run.folder, replace(run.config, run=log), 1, **more)
@@ -724,13 +734,15 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     said = section(page, "To bear in mind")
     for words in (
         "Not completed, so in the learning curves only: `none-Pole-1-2`.", f"{'b' * 10}: `none-Pole-1-1`.",
-        "Made from a changed working tree: `none-Pole-1-1`.", "Runs differ in threads.", "Lost ranks: `none-Pole-1-1`.",
+        "Made from a changed working tree: `none-Pole-1-1`.", "Runs differ in threads.",
+        "Lost ranks, so without a speed: `none-Pole-1-1`.", "Spares took places: `none-Pole-1-1`.",
         "within which staleness is the most. 5 s: `gossip-Pole-1-1`",
         "Without an evaluation of the final policy: `gossip-Pole-1-2`.", "A variant has a single run",
     ):  # fmt: skip
         assert words in said
     assert [row["completed"] for row in rows] == ["True", "True", "True", "False"]
     assert [row[3] for row in cells_of(page, "Scores")] == ["2", "1"]
+    assert [row["steps_per_s"] == "" for row in rows] == [run["lost_ranks"] == "1" for run in rows]
 
 
 def test_a_game_that_an_environment_of_ones_own_plays_is_not_atari(there: Path) -> None:

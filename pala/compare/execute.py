@@ -116,8 +116,7 @@ def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]
     differing: dict[str, tuple[object, object]] = dict(differences(config, wanted))
     if ranks != planned.cell.ranks:
         differing["ranks"] = (ranks, planned.cell.ranks)
-    decays = wanted.a2c.learning_rate_decay != "none"
-    if config.total_steps > wanted.total_steps or (decays and config.total_steps != wanted.total_steps):
+    if config.total_steps > wanted.total_steps:
         differing["total_steps"] = (config.total_steps, wanted.total_steps)
     return differing
 

@@ -71,13 +71,23 @@ class Run(RunData):
         return sum(len(segment.get("lost_ranks", [])) for segment in self.segments)
 
     @property
+    def num_left(self) -> int:
+        """Ranks that were told to leave."""
+        return sum(len(segment.get("left_ranks", [])) for segment in self.segments)
+
+    @property
+    def num_joined(self) -> int:
+        """Spares that took a place."""
+        return sum(len(segment.get("joined_ranks", [])) for segment in self.segments)
+
+    @property
     def score(self) -> float | None:
         """Mean return of the final policy's evaluation."""
         return self.evaluation["mean_return"] if self.evaluation else None
 
     @property
     def training_score(self) -> float | None:
-        """Mean return of the last 100 training episodes of all ranks."""
+        """Mean return of the last 100 training episodes of all ranks; of all, if there are fewer."""
         return float(self.returns[-WINDOW:].mean()) if len(self.returns) else None
 
     @property
@@ -95,7 +105,9 @@ class Run(RunData):
     @property
     def steps_per_s(self) -> float | None:
         """Speed of the ranks of the newest start: the sum of their medians over intervals, of that start and those
-        before it with as many ranks."""
+        before it with as many ranks. None if one died or left: its speed is not that of the whole time."""
+        if self.num_lost or self.num_left:
+            return None
         ranks = [since_resized(records) for records in self.ranks[: self.last.get("ranks")]]
         key = "local_steps_per_s"
         speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in ranks]

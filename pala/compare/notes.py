@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from pala.compare.comparison import Comparison
-from pala.compare.measures import Run
+from pala.compare.measures import WINDOW, Run
 from pala.compare.plan import Plan
 from pala.evaluation.record import action_words
 from pala.report.text import counted
@@ -27,7 +27,8 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Not completed, so in the learning curves only", [r for r in cut if r.cell.variant not in hidden]),
         _named("Not completed", [r for r in cut if r.cell.variant in hidden]),
         "A variant has a single run: nothing is known of its spread." if 1 in numbers else "",
-        f"A variant has {fewest} runs: its intervals go from the lowest run to the highest." if fewest in (2, 3, 4) else
+        f"A variant has {fewest} runs: its intervals of one game go from the lowest run to the highest."
+        if fewest in (2, 3, 4) else
         f"A variant has {fewest} runs: intervals of so few are rough, and rather too narrow."
         if 4 < fewest < _FEW_RUNS else "",
         _named("Left out for a longer run of the same seed", comparison.replaced),
@@ -39,7 +40,11 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
         _named("Resumed with another number of ranks", [run for run in done if run.was_resized]),
         _named("Ended early by a callback", [run for run in done if run.last.get("stopped_early")]),
-        _named("Lost ranks", [run for run in done if run.num_lost]),
+        _named("More ranks than cores", [run for run in done if run.is_beyond_cores]),
+        _named("Lost ranks, so without a speed", [run for run in done if run.num_lost]),
+        _named("Ranks left, so without a speed", [run for run in done if run.num_left]),
+        _named("Spares took places", [run for run in done if run.num_joined]),
+        _named(f"Fewer than {WINDOW} training episodes", [run for run in done if 0 < len(run.returns) < WINDOW]),
         _named("Without an evaluation of the final policy", [run for run in done if run.evaluation is None]),
         _differ(done, "the log interval, within which staleness is the most", _log_interval),
         _differ(done, "the budget", lambda run: f"{run.config.total_steps:,} steps", _of_game),

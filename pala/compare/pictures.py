@@ -49,6 +49,9 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
     drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
     for path, figure in drawn.items():
         write_picture(figure, path)
+    for name in figures:
+        if folder / name not in drawn:
+            (folder / name).unlink(missing_ok=True)  # of an earlier report
     return list(drawn)
 
 
@@ -153,7 +156,7 @@ def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
     rows = []
     for cell, runs in comparison.cells.items():
         drawn = [run for run in runs if len(run.returns)]
-        for axis in ("steps", "time_s"):
+        for axis in ("steps", "time_s")[: 1 + comparison.preset.undisturbed]:
             if not drawn:
                 continue
             mean = mean_of([curve_of(getattr(run, axis), run.returns, WINDOW) for run in drawn])

@@ -54,7 +54,7 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
     reached = run.reaches(target) if target is not None else None
     end = comparison.common_steps(run.cell) if run.completed else None
     memory = run.most("memory_peak_bytes")
-    return {
+    row = {
         "run": run.name, "variant": run.cell.variant, "game": run.cell.game, "ranks": run.cell.ranks, "seed": run.seed,
         "completed": run.completed, "global_steps": run.last.get("global_steps"), "training_s": run.training_s,
         "score": run.score, "score_standard_error": evaluation.get("standard_error"),
@@ -71,6 +71,10 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
         "git_commit": run.last.get("git_commit"), "git_dirty": run.last.get("git_dirty"),
         "hosts": " ".join(sorted(set(run.last.get("hosts", [])))),
     }  # fmt: skip
+    return row if comparison.preset.undisturbed else row | dict.fromkeys(_OF_TIME)
+
+
+_OF_TIME = ("training_s", "steps_per_s", "s_to_target", "time_exchange", "time_wait")  # empty if work ran beside it
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -98,8 +102,8 @@ def markdown(comparison: Comparison, folder: Path, images: Sequence[str], gaps: 
 
 
 _SCORES = f"""Interquartile mean over runs [95 % bootstrap interval]. Evaluation: mean unclipped return of the final
-policy. Training: of the last {WINDOW} training episodes of all ranks. Area: mean height of the learning curve over the
-steps that all runs of the game and number of ranks have."""
+policy. Training: of the last {WINDOW} training episodes of all ranks (of all, if fewer). Area: mean height of the
+learning curve over the steps that all runs of the game and number of ranks have."""
 _GAMES = """Human-normalised score: interquartile mean over runs and games [95 % interval, bootstrapped within games],
 of variants that have played all games."""
 _SPEED = """Steps of all ranks a second: median (range) over runs; the ratio to `none` is taken seed by seed. Shares of

@@ -81,7 +81,9 @@ METRICS = (
         "models that came from peers (`shared_memory` does not count them: they are mixed at once)",
     ),
     Metric("models_mixed", "interval", "a2c", "", "one rank", "", "peers' models that were mixed in"),
-    Metric("bytes_sent", "interval", "both", "", "one rank", "bytes", "of the models sent, headers included"),
+    Metric("bytes_sent", "interval", "both", "", "one rank", "bytes",
+        "of the models sent, headers included; Gorila: of all messages",
+    ),
     Metric("models_refused", "interval", "a2c", "", "one rank", "",
         "messages that were rejected (not finite, wrong size, another network, a model that nobody gave leave to "
         "send)",
