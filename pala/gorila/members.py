@@ -85,6 +85,8 @@ class Members:
         """A rank asks whether it may leave. If several ask at once, only so many may as the others can do without."""
         if not self.is_first or place != self.places.place_of(rank):
             return Refusal(f"this rank cannot let rank {rank} go from place {place}")
+        if self.budget.stop is not Stop.NONE:
+            return None
         stays = bool(self.why_stay(rank))
         if not stays:
             self._let_go.add(rank)
@@ -92,6 +94,8 @@ class Members:
         return None
 
     def _hear_order(self, place: int, first: int) -> Refusal | None:
+        if self.budget.stop is not Stop.NONE:
+            return None
         if (place, self.rank) in self.places.replaced:
             self.tell(first, Kind.JOIN, self._number(place, self.rank))  # it has not heard that
         elif self.rank not in self.places.spares or not self.places.can_be_taken(place):

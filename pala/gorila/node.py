@@ -107,7 +107,7 @@ class Node:
         self._arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
         self._arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
         self._open: dict[tuple[int, Kind], int] = {}  # (rank, what it owes) -> the period in which it was asked
-        self._periods = 0  # each as long as the patience
+        self._periods = 0  # each as long as the patience, as `look` last counted them
         self._samples, self._sampled = False, tuple[int, ...]()  # ranks whose replay this learner samples, once it does
         self._num_gradients = self._steps_since_fetch = self._num_steps = 0
         self._batches: deque[tuple[int, Batch]] = deque()  # replay rank, minibatch
@@ -131,7 +131,8 @@ class Node:
         """This rank's environments made so many steps; asks for parameters if it is time and no learner did."""
         self.budget.add_steps(steps)
         period = self._config.parameters_period_updates * self._config.update_period_steps
-        if self._steps_since_fetch >= period:
+        has_learned = self.budget.global_steps >= self._config.min_replay_steps  # before, they are what all begin with
+        if self._steps_since_fetch >= period and has_learned:
             self.ask_for_parameters()
         self._steps_since_fetch += steps  # those just made: a learner on this rank may still fetch after them
 
@@ -223,14 +224,14 @@ class Node:
         return not (self._next_fetches and self._is_owed(Kind.PARAMETERS))
 
     def send_gradient(self, gradient: Tensor) -> None:
-        """The flat gradient, computed with the parameters that were last taken."""
+        """The flat gradient, whose norm is finite, computed with the parameters that were last taken."""
         kind = Kind.GRADIENT_AND_FETCH if self._next_fetches else Kind.GRADIENT
         self._num_gradients += 1
         host = gradient.detach().cpu()
         for index, rank in enumerate(self.roles.shards):
             part, version = host[self._parts[index]], self._versions[index]
             if rank == self._rank and self.shard is not None:
-                self.shard.apply(part, version)
+                self.shard.apply(part, version, is_finite=True)
                 continue
             if kind is Kind.GRADIENT_AND_FETCH:
                 self._open[rank, Kind.PARAMETERS] = self._periods
@@ -257,6 +258,7 @@ class Node:
         """Take the place that this rank was told to, and ask for a model if it learns or acts; `has_model` tells when
         it has come."""
         self.members.join()
+        self._periods = self._periods_awake()  # that it has slept as well
         roles = self.roles
         for rank in roles.shards:
             if self._rank in (*roles.learners, *roles.actors):
@@ -296,12 +298,15 @@ class Node:
         self.members.look(now_s)
         if self.budget.stop is not Stop.NONE or self.members.has_left:
             return
-        periods = int(self.members.watch.awake_s / self._config.patience_s)
+        periods = self._periods_awake()
         if periods > self._periods:
             self._periods = periods
             for (rank, what), asked in list(self._open.items()):
                 if periods > asked + 1:
                     self._ask(rank, what)
+
+    def _periods_awake(self) -> int:
+        return int(self.members.watch.awake_s / self._config.patience_s)
 
     def _act_on(self, message: Message, payload: np.ndarray) -> Refusal | None:
         """Dispatch; a Refusal if its way is none of `_WAYS`, or the payload says what cannot be."""

@@ -91,15 +91,16 @@ class Shard:
         """How often the target was copied."""
         return targets_at(self.version, self._config)
 
-    def apply(self, gradient: Tensor, computed_at_version: int) -> bool:
+    def apply(self, gradient: Tensor, computed_at_version: int, is_finite: bool = False) -> bool:
         """Take one optimiser step, unless the gradient [n] is older than `max_staleness_updates` or not finite.
 
         `computed_at_version`: this shard's version when the parameters that it was computed with were fetched.
+        `is_finite`: its norm is known to be.
         """
         if self.version - computed_at_version > self._config.max_staleness_updates:
             self.stale += 1
             return False
-        if not math.isfinite(gradient.norm()):  # or its squares would overflow
+        if not is_finite and not math.isfinite(gradient.norm()):  # or its squares would overflow
             self.not_finite += 1
             return False
         self._step(gradient)

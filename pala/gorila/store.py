@@ -89,7 +89,7 @@ class ReplayStore:
 
     def serve(self) -> list[tuple[int, Batch]]:
         """(learner, minibatch) for all who can be served now, in the order in which they asked."""
-        if not self._waiting or not len(self):  # it may hold nothing but gaps, whatever was added
+        if not self._waiting or self.owed <= 0 or not len(self):  # it may hold nothing but gaps, whatever was added
             return []
         learners = [self._waiting.popleft() for _ in range(min(len(self._waiting), self.owed))]
         self._served += len(learners)

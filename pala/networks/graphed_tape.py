@@ -76,10 +76,11 @@ class GraphedTape(Tape):
         return outputs
 
     def peek(self, observations: Tensor) -> list[Tensor]:
-        if observations.shape != self._observations.shape:  # as of the episodes that a time limit has cut
+        count = len(observations)
+        if count > len(self._observations):
             return self._tape.peek(observations)
-        self._observations.copy_(observations)
-        return [outputs.clone() for outputs in self._peek()]  # one may ask more than once
+        self._observations[:count].copy_(observations)  # the other rows' outputs are of no interest
+        return [outputs[:count].clone() for outputs in self._peek()]  # one may ask more than once
 
     def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
         for mine, gradient_TBO in zip(self._gradients_TBO, gradients_TBO, strict=True):
