@@ -24,13 +24,18 @@ def train(trial: optuna.Trial, total_steps: int) -> float:
     )
     config = pala.Config(
         total_steps=total_steps, seed=1 + trial.number, a2c=a2c, env=EnvConfig("CartPole-v1"),
-        evaluation=EvaluationConfig(episodes=10), run=RunConfig(console="none", log_interval_s=1.0, tensorboard=False),
+        evaluation=EvaluationConfig(episodes=10), run=RunConfig(console="none", log_interval_s=0.1, tensorboard=False),
     )  # fmt: skip
 
+    reached = 0  # tenths of the budget: trials are compared at equal steps
+
     def report(moment: pala.Moment) -> bool:
-        if moment.mean_return is None:
+        nonlocal reached
+        tenth = 10 * moment.global_steps // total_steps
+        if moment.mean_return is None or tenth <= reached:
             return True
-        trial.report(moment.mean_return, moment.global_steps)
+        reached = tenth
+        trial.report(moment.mean_return, tenth)
         return not trial.should_prune()
 
     result = pala.fit(config, on_interval=report)

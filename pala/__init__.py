@@ -65,7 +65,7 @@ def fit(
     from pala.system.errors import CollectiveError
     from pala.system.runtime import one_sentence_for_mistakes, prepare
     from pala.transport.agreement import collectively, cores_per_rank
-    from pala.transport.mpi_process import abort, has_started_mpi, leave_job, start_mpi
+    from pala.transport.mpi_process import abort, has_spares, has_started_mpi, leave_job, start_mpi
 
     began_s = time.perf_counter() if has_started_mpi() else None
     facts = _facts()
@@ -75,6 +75,8 @@ def fit(
     try:
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
+        if config.run.spares:
+            has_spares()
         cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)
         from pala.run.rank import evaluate_and_draw, run_rank
@@ -138,7 +140,8 @@ def load_config(run: str | Path) -> Config:
 def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False) -> Policy:
     """The policy of a run, on the CPU and without MPI: `policy.act(observations)` gives actions.
 
-    A run that has not completed gives the mean of its ranks' newest checkpoints. `seed`: of sampled actions.
+    A run that has not completed gives the mean of its ranks' newest checkpoints (`none`: the first's; Gorila: the
+    shards'). `seed`: of sampled actions.
     `trust_run`: run the code that the run names or holds (its environment, network, wrappers) though it came from
     elsewhere. Raises PalaError.
     """

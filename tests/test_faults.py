@@ -126,6 +126,33 @@ def assert_resumed_without_old_checkpoints(standing: StandingRanks, cwd: Path, l
     assert budget <= record_of(run)["segments"][1]["global_steps"] < budget + 3000
 
 
+DYING_SCRIPT = """
+import os, signal, pala
+from pala.config import *
+config = pala.Config(total_steps=6000, env=EnvConfig("CartPole-v1", num_envs=4),
+                     run=RunConfig(name="r", spares={spares}), exchange=ExchangeConfig(patience_s=2.0),
+                     evaluation=EvaluationConfig(episodes=0))
+def dies(moment):
+    if moment.rank == 1 and moment.updates == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+result = pala.fit(config, on_update=dies if {dies} else None)
+print(f"the script goes on: {{result.status}}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spares", "dies", "go_on"), [(0, True, 2), (1, False, 2)])
+def test_a_script_ends_after_a_death_and_with_spares(
+    spares: int, dies: bool, go_on: int, any_mpi: Launcher, tmp_path: Path
+) -> None:
+    """MPI_Finalize could wait for them for ever."""
+    (tmp_path / "dying.py").write_text(DYING_SCRIPT.format(spares=spares, dies=dies))
+    python = str(any_mpi.folder / "python")
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "dying.py", cwd=tmp_path).wait(100)
+    assert job.output.count("the script goes on: completed") == go_on, job.output
+    assert_all_end(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_rank_of_a_paired_exchange_may_be_killed(any_mpi: Launcher, tmp_path: Path) -> None:
     """Whatever it had offered, or was about to answer."""

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import CARTPOLE, record_of
-from runs import all_intervals, local_steps, parameters_of, total
+from runs import all_intervals, local_steps, parameters_of, states_of, total
 from standing_ranks import StandingRanks, train
 
 from pala.evaluation.play import evaluate
-from pala.run.checkpoint import load_policy
+from pala.run.checkpoint import load_policy, newest_segment, save_rank
 from pala.run.hooks import Callbacks
 from pala.run.metrics import read_run
 from pala.transport.base import Communicator
@@ -192,6 +192,21 @@ def test_resume_with_another_number_of_ranks(standing: StandingRanks, tmp_path: 
     config = record_of(run)["config"]
     assert config["a2c"]["gamma"] == 0.9 and config["total_steps"] == done_steps + 1000
     assert done_steps + 1000 <= record_of(run)["segments"][1]["global_steps"] < done_steps + 3000
+
+
+@pytest.mark.parametrize("kind", ["gossip", "shared_memory"])
+def test_weights_that_nobody_learned_are_not_mixed_in(kind: str, standing: StandingRanks, tmp_path: Path) -> None:
+    """Rank 1 was killed before its first checkpoint in training; rank 0 was not."""
+    arguments = [*CARTPOLE, "--exchange.kind", kind, "--total-steps", "2000", "--run.name", "r"]
+    assert standing.train(2, *arguments, cwd=tmp_path).status == 0
+    run = tmp_path / "runs/r"
+    state = states_of(run, 2)[1]
+    state.counters |= {"updates": 0, "applied": 0, "warms_up_from": 0}
+    state.tensors["parameters"].fill_(100.0)
+    save_rank(newest_segment(run), state)
+    done = standing.train(2, "--resume", "runs/r", "--total-steps", "2200", cwd=tmp_path)
+    assert done.status == 0 and "are now brought together" in done.output, done.output
+    assert all(float(parameters_of(run, rank).abs().max()) < 10 for rank in range(2))
 
 
 def test_an_existing_run_is_never_written_over(standing: StandingRanks, tmp_path: Path) -> None:

@@ -83,8 +83,9 @@ def evaluate_with_defaults(
     settings, before = run_folder.config_of(run).evaluation, torch.get_num_threads()
     try:
         return evaluate(
-            run, (settings.episodes or EPISODES) if episodes is None else episodes, num_envs or settings.num_envs,
-            settings.greedy if greedy is None else greedy, seed, threads or usable_cores(), trust_run,
+            run, (settings.episodes or EPISODES) if episodes is None else episodes,
+            settings.num_envs if num_envs is None else num_envs, settings.greedy if greedy is None else greedy,
+            seed, threads or usable_cores(), trust_run,
         )  # fmt: skip
     finally:
         torch.set_num_threads(before)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pala.exchange.budget import ExchangeState, Stop
-from pala.system.errors import PalaError
+from pala.system.errors import EndError
 from pala.system.runtime import LEAVE, Interrupt, say
 from pala.transport.base import Communicator, Survivors
 
@@ -51,7 +51,7 @@ def average_of_ranks(
     comm: Communicator, parameters: Tensor, weight: float, timeout_s: float | None, interrupt: Interrupt
 ) -> Tensor:
     """The weighted average of the living ranks' flat parameters, on the host; what is not finite has no part in it.
-    Collective. Raises PalaError if no rank's is finite."""
+    Collective. Raises EndError, on all ranks, if no rank's is finite."""
     mine = parameters.detach().cpu()
     if not bool(mine.isfinite().all()):
         say(f"[rank {comm.rank}] its parameters are not finite and have no part in the final average")
@@ -62,7 +62,7 @@ def average_of_ranks(
         survivors.reduce(weights, "sum")
         survivors.reduce(total.numpy(), "sum")
         if weights[0] == 0:
-            raise PalaError(
+            raise EndError(
                 "The parameters of every rank are not finite; resume from a checkpoint, with a smaller learning rate."
             )
         return total.div_(float(weights[0]))

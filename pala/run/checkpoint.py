@@ -335,7 +335,7 @@ def _read_rank(path: Path, parameters: int | None = None, signature: int | None 
         if signature not in (None, state.signature):
             raise _AnotherNetworkError(
                 f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
-                "that it was made with."
+                "that it was made with, and if the network is your own and draws its buffers from torch, with its seed."
             )
         if not _are_vectors(layout, parameters):
             raise PalaError(f"Checkpoint '{path}' cannot be read (its tensors are not those of this run's network).")

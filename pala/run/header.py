@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pala.config import Config, load_with_ranks
-from pala.exchange.kinds import learning_rate_factor
+from pala.exchange.kinds import kind_of, learning_rate_factor
 from pala.report.text import counted
 
 _MOST_HOSTS = 4  # that are named
@@ -54,6 +54,11 @@ def note_on_ranks(preset: Path | None, config: Config, ranks: int) -> str:
     rate = config.a2c.learning_rate
     if meant is None or rate != chosen.a2c.learning_rate:
         return ""
+    if kind_of(config.exchange).independent:
+        return "" if meant == 1 else (
+            f"Preset '{preset}' has the learning rate {rate:g} for {meant} ranks, but here each learns alone: by "
+            f"GALA's rule, the square root of their number, use `--a2c.learning-rate {rate / math.sqrt(meant):.2g}`."
+        )  # fmt: skip
     if config.a2c.learning_rate_scaling == "ranks":
         return "" if meant == 1 or learning_rate_factor(config.exchange, ranks) == 1 else (
             f"Preset '{preset}' has the learning rate {rate:g} for {meant} ranks already, and it is scaled once more: "

@@ -12,6 +12,7 @@ from pala.exchange.sleeping import Beginning
 from pala.report.text import counted
 from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, PalaError
+from pala.system.runtime import most_cores
 from pala.system.tables import flatten
 from pala.transport.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.transport.base import Communicator
@@ -44,7 +45,8 @@ class Job:
         self.num_trainers = comm.size - self.spares
         self.hosts = comm.allgather(comm.host)
         cores = cores_of_hosts(comm)
-        self.cores = sum(map(len, cores.values()))
+        limits = dict(comm.allgather((comm.host, most_cores())))
+        self.cores = max(1, int(sum(min(len(cores[host]), limits[host]) for host in cores)))
         self.host_cores = cores[comm.host]  # that its ranks may use, between them
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use
         self.trainers = comm.first(self.num_trainers)  # None on a spare

@@ -56,7 +56,10 @@ class Saved:
             return cls(segment, None, first, 0, exchange)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
         num_lost = max(comm.allgather(len(own.counters["lost"])))
-        return cls(segment, own if num_lost == 0 else None, first, num_lost, exchange)
+        updates = comm.allgather(own.counters["updates"])
+        # Killed between the ranks' first checkpoints: some have weights that nobody learned.
+        untrained = coupling == 1 and any(updates) and not all(updates)
+        return cls(segment, None if num_lost or untrained else own, first, num_lost, exchange)
 
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
         """Rank 0 says what the ranks begin with when they are not those of before."""

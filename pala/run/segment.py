@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pala.run.lock import check_identity
-from pala.system.errors import CollectiveError
+from pala.system.errors import CollectiveError, EndError
 
 
 @dataclass(frozen=True)
@@ -38,5 +38,7 @@ class Segment:
             yield
         except CollectiveError:
             if rank == 0:
-                shutil.rmtree(self.path if self.is_resumed else self.run, ignore_errors=True)
+                with suppress(EndError):  # then it is another job's by now
+                    self.check_folder()
+                    shutil.rmtree(self.path if self.is_resumed else self.run, ignore_errors=True)
             raise

@@ -139,7 +139,7 @@ def take_place(
             exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
         except PalaError as error:
             sleeping.transport.abandon()  # who is alone is asked of MPI
-            if job.comm.is_alone() or isinstance(error, EndError):
+            if isinstance(error, EndError) or job.comm.is_alone():
                 note_failure(segment, rank, error)
             raise
         if exchange is None:
@@ -172,15 +172,15 @@ class Setup:
         """Of the request."""
         return self.request.config
 
-    def save(self, exchange: Exchange | None) -> None:
-        """This rank's checkpoint, unless its tensors are not finite; `exchange`: None before training. Not collective.
-        Raises OSError, and EndError if the run's folder is another job's by now."""
+    def save(self, exchange: Exchange | None) -> bool:
+        """This rank's checkpoint; False if its tensors are not finite, and the one before is kept. `exchange`: None
+        before training. Not collective. Raises OSError, and EndError if the run's folder is another job's by now."""
         self.segment.check_folder()
         rank = self.job.comm.rank
         tensors, numbers = self.parts.state(exchange)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            say(f"[rank {rank}] its parameters are not finite: the checkpoint before is kept.")
-            return
+            say(f"[rank {rank}] its parameters or optimiser's state are not finite: the checkpoint before is kept.")
+            return False
         counted = self.progress.counters
         counters = {
             "updates": counted.updates, "applied": counted.applied, "own_steps": counted.local_steps,
@@ -189,6 +189,7 @@ class Setup:
         streams = {"actions": self.progress.generator.get_state()}
         state = RankState(rank, self.job.comm.size, self.parts.flat.signature, tensors, streams, counters)
         checkpoint.save_rank(self.segment.path, state)
+        return True
 
     def open_records(self) -> Records:
         """Begin this rank's metrics."""
@@ -228,6 +229,7 @@ class Session:
         self._asked_to_stop = ""  # by which of the callbacks
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
+        self._has_saved = False  # the newest state
         self._saved_lost: Sequence[int] = ()  # ranks that the newest checkpoint calls lost
 
     def run(self, make_exchange: Callable[[], Exchange]) -> Result:
@@ -241,7 +243,8 @@ class Session:
         except BaseException as error:
             if exchange is not None:
                 exchange.abandon()
-            if self._comm.is_alone() or isinstance(error, (CollectiveError, EndError)):
+            # In this order: after a wait without success a thread may still be inside MPI.
+            if isinstance(error, (CollectiveError, EndError)) or self._comm.is_alone():
                 self._records.fail(error)
             raise
 
@@ -367,7 +370,8 @@ class Session:
 
         seeds: np.ndarray = env_seeds(self._config.seed, self._comm.rank, self._segment, self._envs.num_envs)
         stop = loop.run(seeds, on_interval, lambda: self._save_or_say(exchange), updated)
-        if stop.completes:  # a full disk should not keep the ranks from the smaller file, the final policy
+        # A full disk should not keep the ranks from the smaller file, the final policy, nor the others from going on.
+        if stop.completes or stop is Stop.NONE:
             self._save_or_say(exchange)
         else:
             self._save(exchange)
@@ -407,12 +411,14 @@ class Session:
         signal = self._signal(stop).name
         if not self._has_said_stop:
             self._has_said_stop = True
-            say(f"[rank {self._comm.rank}] {signal}: checkpoint written to '{self._segment.path}'.")
+            kept = "written to" if self._has_saved else "of before kept in"
+            say(f"[rank {self._comm.rank}] {signal}: checkpoint {kept} '{self._segment.path}'.")
         self._records.end("stopped", global_steps=exchange.global_steps, signal=signal)
 
     def _save(self, exchange: Exchange) -> None:
-        self._setup.save(exchange)
-        self._saved_lost = exchange.state().lost
+        self._has_saved = self._setup.save(exchange)
+        if self._has_saved:
+            self._saved_lost = exchange.state().lost
 
     def _save_or_say(self, exchange: Exchange) -> None:
         try:

@@ -146,7 +146,7 @@ class MpiCommunicator(Communicator):
         def shrink() -> None:
             try:
                 shrunken.set_result(self.mpi.Shrink())
-            except MPI.Exception as error:
+            except BaseException as error:  # whatever it is, who waits must hear of it
                 shrunken.set_exception(error)
 
         threading.Thread(target=shrink, name="pala-shrink", daemon=True).start()

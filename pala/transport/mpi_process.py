@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import faulthandler
@@ -22,6 +23,7 @@ from pala.system.waiting import wait_quietly
 if TYPE_CHECKING:
     from pala.transport.mpi import MpiCommunicator
 
+_had_spares = False
 _FINALIZE_S = 60.0
 _ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
 
@@ -34,8 +36,7 @@ def has_started_mpi() -> bool:
 
 def start_mpi() -> MpiCommunicator:
     """Initialise MPI, if that is still to be done, and return all ranks of the job. Raises PalaError."""
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = True
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -49,6 +50,7 @@ def start_mpi() -> MpiCommunicator:
             raise PalaError(_mixed(ranks, library))
         # The main thread calls MPI, then the data proxy alone, then the main thread again.
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        atexit.register(_finalize_at_exit)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise PalaError(
             f"{library} gives thread level {MPI.Query_thread()} only; the data proxy's thread needs "
@@ -60,6 +62,22 @@ def start_mpi() -> MpiCommunicator:
     from pala.transport.mpi import MpiCommunicator
 
     return MpiCommunicator(MPI.COMM_WORLD)
+
+
+def _finalize_at_exit() -> None:
+    """Of a script's own rank; `pala.train` ends by `leave_mpi`, where it says why not always."""
+    from mpi4py import MPI
+
+    from pala.transport.mpi import MpiCommunicator
+
+    if not MPI.Is_finalized() and not _had_spares and MpiCommunicator(MPI.COMM_WORLD).num_dead == 0:
+        MPI.Finalize()
+
+
+def has_spares() -> None:
+    """Note that ranks of this job end before it does."""
+    global _had_spares
+    _had_spares = True
 
 
 def _apart(ranks: int, library: str) -> str:
@@ -143,7 +161,7 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         say(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")
-    if not comm.is_alone() and not isinstance(error, (EndError, KeyboardInterrupt)):
+    if not isinstance(error, (EndError, KeyboardInterrupt)) and not comm.is_alone():
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
         time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
