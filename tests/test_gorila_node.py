@@ -286,8 +286,8 @@ def test_one_actor_and_one_learner_in_lockstep_are_plain_dqn(learning: str, rank
     history: list[Tensor] = []
 
     def record(apply, last):
-        def recorded(*arguments):
-            assert apply(*arguments)
+        def recorded(*arguments, **options):
+            assert apply(*arguments, **options)
             if last:
                 history.append(torch.cat([shard.parameters for shard in shards]))
             return True
