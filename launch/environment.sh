@@ -41,9 +41,14 @@ make_venv() {
         fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
 }
 
-# $1: folder. In a job of Slurm, where other jobs may run from it: true if something is installed there.
+# The same arguments. The name of a file that says so, of whatever versions.
+mark_of() {
+    echo "$1/.pala-of-$(echo "${@:2}" | sha256sum | cut -c1-16)"
+}
+
+# The same arguments. In a job of Slurm, where other jobs may run from the folder: true if this is installed there.
 stays_as_it_is() {
-    [ -n "${SLURM_JOB_ID:-}" ] && compgen -G "$1/.pala-[0-9a-f]*" >/dev/null || return 1
+    [ -n "${SLURM_JOB_ID:-}" ] && [ -e "$(mark_of "$@")" ] || return 1
     "$1/bin/python" -m pip --version >/dev/null 2>&1 || return 1
     echo "pala: $1 was installed before $repository changed. Other jobs may run from it, so this one takes it as it is;" \
         "'./launch/train.sh --help' on a login node installs anew." >&2
@@ -54,13 +59,13 @@ stays_as_it_is() {
 install_once() {
     local venv=$1
     [ -e "$(stamp_of "$@")" ] && return
-    stays_as_it_is "$venv" && return 1
+    stays_as_it_is "$@" && return 1
     echo "Installing into $venv (once; a minute or two) ..." >&2
     make_venv "$venv"
-    rm -f "$venv"/.pala-[0-9a-f]* # of what was installed before
+    rm -f "$venv"/.pala-[0-9a-f]* "$venv"/.pala-of-* # of what was installed before
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$repository/constraints.txt" "${@:2}" ||
         fail "pip could not install PALA's packages into $venv; see its message above."
-    touch "$(stamp_of "$@")"
+    touch "$(stamp_of "$@")" "$(mark_of "$@")"
 }
 
 # $1: folder, $2: extras. One at a time: several jobs may start on a fresh checkout.
@@ -72,7 +77,8 @@ install_into() {
     flock 9 || echo "pala: $1.lock cannot be locked: see to it that no other job installs there now." >&2
     if [ -w "$repository" ]; then
         install_once "$1" --editable "$repository[$2]" &&
-            touch "$(stamp_of "$1" --editable "$repository[${2%%,*}]")" # the first of the extras is there as well
+            touch "$(stamp_of "$1" --editable "$repository[${2%%,*}]")" \
+                "$(mark_of "$1" --editable "$repository[${2%%,*}]")" # the first of the extras is there as well
     else
         install_copy "$1" "$2"
     fi

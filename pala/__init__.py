@@ -75,7 +75,7 @@ def fit(
     try:
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
-        if config.run.spares:
+        if config.run.spares and comm.outlives_ranks:  # else they are refused
             has_spares()
         cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)

@@ -130,7 +130,7 @@ def test_each_run_is_a_job_of_its_own_size(
     monkeypatch.setenv("SLURM_JOB_PARTITION", "cpu")  # where the job runs that submits the others
     assert submit() == []
     *jobs, report = asked()
-    sizes = {name: " ".join(line.split()[6:10]) for name, line in zip(names(jobs), jobs, strict=True)}
+    sizes = {name: " ".join(line.split()[7:11]) for name, line in zip(names(jobs), jobs, strict=True)}
     assert sizes["pala-tiny-gossip-Pole-1-1"] == "--nodes=1 --ntasks-per-node=1 --time=1:00:00 launch/slurm/" \
         "several_nodes.sbatch"  # fmt: skip
     assert sizes["pala-tiny-none-Pole-4-1"].startswith("--nodes=2 --ntasks-per-node=2 ")
@@ -138,6 +138,7 @@ def test_each_run_is_a_job_of_its_own_size(
     assert "--nodes=2 --ntasks-per-node=2 " in uneven and ".sbatch -n 3 --continue game.toml " in uneven
     assert [name for name in names(jobs) if "shared" in name] == [f"pala-tiny-shared_memory-Pole-{n}-1" for n in (1, 2)]
     assert all("--partition=cpu" in line for line in (*jobs, report)) and len(jobs) == 10
+    assert all("--requeue" in line for line in jobs), "they go on, where the script's own jobs would begin anew"
     assert "--time=1:00:00" in report and "--only" not in report
     assert f"--dependency=afterany:{':'.join(str(n + 1) for n in range(10))} " in report
     said = capsys.readouterr()

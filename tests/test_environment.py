@@ -44,7 +44,7 @@ class Machine:
         script = f"set -euo pipefail; source {self.checkout}/launch/environment.sh; use_environment openmpi; echo ready"
         environment = os.environ | {"STUB_LOG": str(self.log), "STUB_VERSION": str(self.version)}
         environment |= {"PATH": f"{self.python.parent}:{os.environ['PATH']}"} | variables
-        for name in {"PALA_VENV", "PYTHON"} - set(variables):
+        for name in {"PALA_VENV", "PYTHON", "SLURM_JOB_ID"} - set(variables):
             environment.pop(name, None)
         return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
 
@@ -83,13 +83,15 @@ def test_another_python_makes_it_anew(machine: Machine) -> None:
     assert not (machine.venv / "broken").exists()
 
 
-def test_a_job_of_slurm_changes_nothing_that_others_run_from(machine: Machine) -> None:
+def test_a_job_of_slurm_changes_nothing_that_others_run_from(machine: Machine, tmp_path: Path) -> None:
     assert machine.use(SLURM_JOB_ID="1").stdout == "ready\n" and machine.done == ["venv", "install"]
     constraints = machine.checkout / "constraints.txt"
     constraints.write_text(constraints.read_text() + "\n")
     for _ in range(2):
         later = machine.use(SLURM_JOB_ID="2")
         assert later.stdout == "ready\n" and "takes it as it is" in later.stderr and machine.done == []
+    other = Machine(tmp_path / "other")  # an environment that another checkout was installed into is not taken
+    assert other.use(PALA_VENV=str(machine.venv), SLURM_JOB_ID="3").returncode == 0 and other.done == ["install"]
     (machine.venv / "broken").touch()
     assert machine.use(SLURM_JOB_ID="3").stdout == "ready\n" and machine.done == ["venv", "install"]
 

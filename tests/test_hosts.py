@@ -30,6 +30,7 @@ from runs import all_train, intervals, local_steps, longest_gap_s
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
 from pala.run.metrics import read_run
+from pala.system.runtime import usable_cores
 
 pytestmark = pytest.mark.mpi
 
@@ -91,7 +92,7 @@ def assert_gossiped(run: Path, hosts: VirtualHosts) -> None:
     assert record["completed"] and len(ranks) == hosts.num_hosts
     segment = record["segments"][0]
     assert segment["hosts"] == hosts.names
-    assert segment["threads_per_rank"] == max(1, len(os.sched_getaffinity(0)) // hosts.num_hosts)
+    assert segment["threads_per_rank"] == max(1, usable_cores() // hosts.num_hosts)
     for records in ranks:
         intervals = [r for r in records if r["type"] == "interval"]
         assert sum(r["models_mixed"] for r in intervals) > 0

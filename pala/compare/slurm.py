@@ -122,8 +122,8 @@ class Submission:
         on_each = math.ceil(ranks / nodes)
         size = [f"--nodes={nodes}", f"--ntasks-per-node={on_each}"]
         uneven = ["-n", str(run.cell.ranks)] if nodes * on_each != ranks else []  # that train
-        goes_on = ["--continue"] if task.what == "train" else []  # it may be requeued
-        return [*begin, *size, *options, str(_SCRIPT), *uneven, *goes_on, *task.arguments]
+        goes_on = ["--continue"] if task.what == "train" else []
+        return [*begin, "--requeue", *size, *options, str(_SCRIPT), *uneven, *goes_on, *task.arguments]
 
 
 def _name(run: Planned) -> str:

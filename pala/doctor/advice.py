@@ -174,8 +174,7 @@ def _quota(job: Job, host: Host) -> Iterator[Advice]:
     if host.cpu_quota is not None and threads > host.cpu_quota + 0.5:
         yield Advice(
             f"The container on {_HOST} may use {host.cpu_quota:g} cores' worth of time, but its ranks would start "
-            f"{threads} threads: set `--run.threads 1` and start at most {max(1, int(host.cpu_quota))} ranks, or raise "
-            "the quota."
+            f"{threads} threads: start at most {max(1, int(host.cpu_quota))} ranks, or raise the quota."
         )
 
 

@@ -131,8 +131,9 @@ class Node:
         """This rank's environments made so many steps; asks for parameters if it is time and no learner did."""
         self.budget.add_steps(steps)
         period = self._config.parameters_period_updates * self._config.update_period_steps
-        has_learned = self.budget.global_steps >= self._config.min_replay_steps  # before, they are what all begin with
-        if self._steps_since_fetch >= period and has_learned:
+        # Before learners can learn, parameters are what all begin with. Others hear too late how far learners are.
+        knows_better = self._rank in self.roles.learners and self.budget.global_steps < self._config.min_replay_steps
+        if self._steps_since_fetch >= period and not knows_better:
             self.ask_for_parameters()
         self._steps_since_fetch += steps  # those just made: a learner on this rank may still fetch after them
 

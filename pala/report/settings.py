@@ -39,7 +39,7 @@ def method_of(config: Config) -> str:
 def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     """Settings that decide how a run learns and differ, dotted key -> (found, wanted): the seed aside, and the budget
     unless the learning rate decays with it."""
-    decays = "linear" in (found.a2c.learning_rate_decay, wanted.a2c.learning_rate_decay)
+    decays = any(c.algorithm == "a2c" and c.a2c.learning_rate_decay == "linear" for c in (found, wanted))
     without = ("seed",) if decays else ("seed", "total_steps")
     one, other = (settings_that_matter(flatten(to_table(c)), without) for c in (found, wanted))
     pairs = {key: (one.get(key), other.get(key)) for key in one | other if not key.startswith(_MACHINE)}

@@ -55,7 +55,7 @@ def note_on_ranks(preset: Path | None, config: Config, ranks: int) -> str:
     if meant is None or rate != chosen.a2c.learning_rate:
         return ""
     if kind_of(config.exchange).independent:
-        return "" if meant == 1 else (
+        return "" if meant == 1 or kind_of(chosen.exchange).independent else (
             f"Preset '{preset}' has the learning rate {rate:g} for {meant} ranks, but here each learns alone: by "
             f"GALA's rule, the square root of their number, use `--a2c.learning-rate {rate / math.sqrt(meant):.2g}`."
         )  # fmt: skip

@@ -286,7 +286,7 @@ class Session:
             )
         else:
             # Who took another for gone that stayed has saved that.
-            if list(exchange.state().lost) != list(self._saved_lost):
+            if not self._has_saved or list(exchange.state().lost) != list(self._saved_lost):
                 self._save_or_say(exchange)
             self._record_stop(exchange, end)  # once more: now all know who lives, one leads, and the steps are exact
         self._segment.check_folder()
@@ -416,6 +416,7 @@ class Session:
         self._records.end("stopped", global_steps=exchange.global_steps, signal=signal)
 
     def _save(self, exchange: Exchange) -> None:
+        self._has_saved = False
         self._has_saved = self._setup.save(exchange)
         if self._has_saved:
             self._saved_lost = exchange.state().lost
