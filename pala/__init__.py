@@ -65,7 +65,7 @@ def fit(
     from pala.system.errors import CollectiveError
     from pala.system.runtime import one_sentence_for_mistakes, prepare
     from pala.transport.agreement import collectively, cores_per_rank
-    from pala.transport.mpi_process import abort, has_spares, has_started_mpi, leave_job, start_mpi
+    from pala.transport.mpi_process import abort, has_started_mpi, leave_job, note_spares, start_mpi
 
     began_s = time.perf_counter() if has_started_mpi() else None
     facts = _facts()
@@ -76,7 +76,7 @@ def fit(
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
         if config.run.spares and comm.outlives_ranks:  # else they are refused
-            has_spares()
+            note_spares()
         cores = cores_per_rank(comm, config.run.spares)
         prepare(config.run.threads or cores)
         from pala.run.rank import evaluate_and_draw, run_rank

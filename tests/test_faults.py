@@ -127,7 +127,8 @@ def assert_resumed_without_old_checkpoints(standing: StandingRanks, cwd: Path, l
 
 
 DYING_SCRIPT = """
-import os, signal, pala
+import atexit, os, signal, sys, pala
+atexit.register(lambda: print("finalised:", sys.modules["mpi4py.MPI"].Is_finalized()))  # after what `fit` registers
 from pala.config import *
 config = pala.Config(total_steps=6000, env=EnvConfig("CartPole-v1", num_envs=4),
                      run=RunConfig(name="r", spares={spares}), exchange=ExchangeConfig(patience_s=2.0),
@@ -141,15 +142,16 @@ print(f"the script goes on: {{result.status}}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spares", "dies", "go_on"), [(0, True, 2), (1, False, 2)])
+@pytest.mark.parametrize(("spares", "dies", "go_on"), [(0, True, 2), (1, False, 2), (0, False, 3)])
 def test_a_script_ends_after_a_death_and_with_spares(
     spares: int, dies: bool, go_on: int, any_mpi: Launcher, tmp_path: Path
 ) -> None:
-    """MPI_Finalize could wait for them for ever."""
+    """MPI_Finalize could wait for them for ever, so it is called only where there were none."""
     (tmp_path / "dying.py").write_text(DYING_SCRIPT.format(spares=spares, dies=dies))
     python = str(any_mpi.folder / "python")
     job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "dying.py", cwd=tmp_path).wait(100)
     assert job.output.count("the script goes on: completed") == go_on, job.output
+    assert job.output.count(f"finalised: {go_on == 3}") == go_on, job.output
     assert_all_end(tmp_path)
 
 

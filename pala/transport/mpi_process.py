@@ -74,7 +74,7 @@ def _finalize_at_exit() -> None:
         MPI.Finalize()
 
 
-def has_spares() -> None:
+def note_spares() -> None:
     """Note that ranks of this job end before it does."""
     global _had_spares
     _had_spares = True
