@@ -1,6 +1,6 @@
 """What the documentation site has beside docs/: pages made from the code, the repository's other pages, and its links.
 
-    python -m pip install -c constraints.txt -e .[docs]
+    python -m pip install -c constraints.txt -e '.[docs]'
     mkdocs build --strict                     # into site/; mkdocs serve shows it while you write
     python docs/mkdocs_hooks.py               # writes the tables of docs/metrics.md anew from pala/run/metric_table.py
 

@@ -1,4 +1,4 @@
-"""Search for settings with Optuna: `pip install -c constraints.txt -e .[examples]`, then
+"""Search for settings with Optuna: `pip install -c constraints.txt -e '.[examples]'`, then
 `python examples/hyperparameter_search.py`.
 
 Each trial is a whole training in this process, on one rank, in a folder of its own; one that goes badly is ended early.
@@ -24,7 +24,8 @@ def train(trial: optuna.Trial, total_steps: int) -> float:
     )
     config = pala.Config(
         total_steps=total_steps, seed=1 + trial.number, a2c=a2c, env=EnvConfig("CartPole-v1"),
-        evaluation=EvaluationConfig(episodes=10), run=RunConfig(console="none", log_interval_s=0.1, tensorboard=False),
+        evaluation=EvaluationConfig(episodes=10),
+        run=RunConfig(console="none", log_interval_s=0.1, tensorboard=False, threads=1),
     )  # fmt: skip
 
     reached = 0  # tenths of the budget: trials are compared at equal steps

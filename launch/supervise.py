@@ -484,23 +484,23 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(this program's options, those of `pala.train`)."""
     parser = argparse.ArgumentParser(
         prog="supervise", allow_abbrev=False, add_help=False,
-        usage="%(prog)s [options] [PRESET | --resume RUN] [of pala.train]",
+        usage="%(prog)s [options] [PRESET | --resume RUN] [options of pala.train]",
         description="Start a training job by mpirun, and resume it when it ends before the run is complete. What is "
         "not listed here is passed on to pala.train (python -m pala.train --help).",
     )  # fmt: skip
     parser.add_argument(
         "-n", "-np", dest="ranks", type=int, metavar="RANKS",
-        help="that train; by default 2, what hosts take, or in a run that is resumed as many as before",
+        help="ranks that train (by default 2; with hosts as many as they take; with --resume as many as before)",
     )  # fmt: skip
-    parser.add_argument("--spares", type=int, help="so many more, which sleep until one dies ('--run.spares')")
+    parser.add_argument("--spares", type=int, help="further ranks, which sleep until one dies ('--run.spares')")
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="resume '--run.name' if it has begun")
-    parser.add_argument("--restarts", type=int, default=3, help="at most (%(default)s)")
-    parser.add_argument("--pause-s", type=float, default=5.0, help="before the first; it doubles (%(default)s)")
+    parser.add_argument("--restarts", type=int, default=3, help="the most restarts (%(default)s)")
+    parser.add_argument("--pause-s", type=float, default=5.0, help="seconds before the first; it doubles (%(default)s)")
     parser.add_argument("--or-preset", metavar="PRESET", help="where no preset, run, --env.id or --algorithm is given")
     parser.add_argument("-h", "--help", action="store_true", help="show this")
-    parser.add_argument("--mpirun", default="mpirun", help="and its options, in quotes (%(default)s)")
+    parser.add_argument("--mpirun", default="mpirun", help="the program with its options, in quotes (%(default)s)")
     options, others = parser.parse_known_args(arguments)
     if options.help:  # with the options that train.sh gives as the defaults that they are
         parser.set_defaults(**vars(options))

@@ -4,7 +4,7 @@
 #   ./launch/train.sh -n 4 pong --a2c.learning-rate 1e-3
 #   ./launch/train.sh -n 4 --restarts 3 pong                 the same, and a job that dies is resumed
 #   ./launch/train.sh -n 4 --spares 1 pong                   a fifth rank replaces one that dies
-# Makes .venv on first use. All options: ./launch/train.sh --help
+# Makes .venv on first use. Its options: ./launch/train.sh --help; training's: .venv/bin/python -m pala.train --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

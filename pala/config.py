@@ -263,7 +263,8 @@ class RunConfig:
     device: str = "auto"
     """`cpu`, `cuda` (ranks of a node take its GPUs in turn), `cuda:0` (shared), or `auto`."""
     threads: int = 0
-    """Threads a rank, for torch and Atari alike; 0: the cores of the node divided by its ranks."""
+    """Threads a rank, for torch and Atari alike; 0: the rank's share of the cores that it may use, no more
+    than a container's quota or Slurm's allocation has."""
     console: Literal["auto", "panel", "lines", "none"] = "auto"
     """What rank 0 shows: a live panel on a terminal, lines in a log file."""
     spares: int = 0

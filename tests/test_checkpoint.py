@@ -350,6 +350,16 @@ def test_the_newest_segment_is_the_last_with_a_checkpoint(tmp_path):
     assert checkpoint.newest_segment(tmp_path) == segments[1]
 
 
+def test_segments_that_nothing_goes_on_from_are_removed(tmp_path):
+    """Not what others have put beside them."""
+    segments = [checkpoint.new_segment(tmp_path) for _ in range(4)]
+    kept = segments[1].with_name("segment-before-the-change")
+    kept.mkdir()
+    checkpoint.remove_older(segments[2])
+    assert sorted(segments[0].parent.iterdir()) == [*segments[2:], kept]
+    assert checkpoint.new_segment(tmp_path).name == "segment-004"
+
+
 def test_a_policy_is_exported_with_its_header(tmp_path):
     weight = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
     header = {"config": {"a2c": {"gamma": 0.99}}, "global_steps": 123}

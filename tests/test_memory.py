@@ -628,6 +628,8 @@ def test_a_run_of_many_models_goes_on_with_one(kind: str, tmp_path: Path, capsys
         assert state.counters["base_steps"] == made
     capsys.readouterr()
     assert resumed.resume(2, made + 600).ended_well() and "The run had" not in capsys.readouterr().err
+    kept = (trained.run / "checkpoints").iterdir()  # what the newest start made, and what it went on from
+    assert sorted(folder.name for folder in kept) == ["segment-001", "segment-002"]
 
 
 def test_independent_learners_go_on_with_gossip_from_the_first_one(tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def test_the_presets_of_pairs_are_for_the_ranks_that_the_launcher_starts() -> No
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train, evaluate with a video, plot, resume; Gorila and its table."""
     name = "pong-20260101-120000"
-    train, resume = commands("mpirun -np 4 python -m pala.train")
-    train, resume = (command.replace("-np 4", "-np 1") for command in (train, resume))
+    train, resume = commands("mpirun -np 2 python -m pala.train")
+    train, resume = (command.replace("-np 2", "-np 1") for command in (train, resume))
     run(f"{train} {FEW} --evaluation.episodes 0 --run.dir {tmp_path} --run.name {name}", any_mpi)
     evaluate = commands("python -m pala.evaluate")[0].replace("--episodes 100", "--episodes 2")
     output = run(evaluate.replace("runs/", f"{tmp_path}/").replace("pong.mp4", f"{tmp_path}/pong.mp4"), any_mpi)

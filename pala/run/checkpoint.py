@@ -1,7 +1,8 @@
 """Checkpoints and exported policies: safetensors files, written atomically, checked by CRC when read. No pickle.
 
 A run's `checkpoints/` has one folder for each start of the run (a *segment*: `segment-000`, after a resume
-`segment-001`, ...), with two generations of a file for each rank. A rank writes alone: no rank waits for another.
+`segment-001`, ...), with two generations of a file for each rank. A rank writes alone: no rank waits for another. Kept
+are the newest segment and the one that it went on from.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -237,6 +239,14 @@ def new_segment(run: Path) -> Path:
     folder = run / "checkpoints" / f"segment-{number:03d}"
     folder.mkdir(parents=True)
     return folder
+
+
+def remove_older(segment: Path) -> None:
+    """Remove the segments before this one, which a start has gone on from and saved a new one: nothing reads them any
+    more. One that cannot be removed stays; it only takes room."""
+    for folder in segment.parent.glob("segment-*"):
+        if 0 <= _segment_number(folder) < _segment_number(segment):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_policy(path: Path, named: dict[str, Tensor], header: dict[str, Any]) -> None:

@@ -253,6 +253,8 @@ class Session:
         assert self._job.trainers is not None
         collectively(self._job.trainers, self._records.open_reporter)
         self._parts.before_training(self._segment.previous)
+        if self._comm.rank == 0 and self._segment.previous is not None:
+            checkpoint.remove_older(self._segment.previous)
         segment, start, flat = self._segment, self._progress.start, self._parts.flat
         told = Beginning(flat.data.numel(), flat.signature, start)
         is_locked, time_s = segment.identity is not None, self._progress.counters.time_s
