@@ -17,8 +17,9 @@ import os
 import re
 import signal
 import time
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
 from pala.spaces import Inputs, Layout, inputs_of
-from pala.system.errors import PalaError, nearest
+from pala.system.errors import PalaError, nearest, reason
 from pala.system.names import import_module
 from pala.system.runtime import say
 from pala.wrappers import wrapped
@@ -210,7 +211,15 @@ class _Factory:
         return self.__dict__ | {"_made": []}
 
     def __call__(self) -> gymnasium.Env:
-        env = self._make_env()
+        try:
+            env = self._make_env()
+        except (PalaError, gymnasium.error.Error):
+            raise
+        except Exception as error:  # it is the user's code: anything may happen
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise PalaError(
+                f"The environment cannot be made ({type(error).__name__}: {error}; {at.filename}, line {at.lineno})."
+            ) from error
         if not isinstance(env, gymnasium.Env):
             raise PalaError(f"'make_env' returns {env!r}, but must return a gymnasium.Env.")
         bare = env.unwrapped
@@ -232,6 +241,27 @@ class _Factory:
         return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit))
 
 
+class _InProcess(gymnasium.Wrapper):
+    """Around an environment in a process of its own. What it raises is shown there, and reaches the rank as a sentence:
+    gymnasium's queue drops what cannot be pickled, and the rank would wait for it for ever."""
+
+    def reset(self, **arguments: Any) -> Any:
+        """As the environment."""
+        return self._shown("reset", lambda: self.env.reset(**arguments))
+
+    def step(self, action: Any) -> Any:
+        """As the environment."""
+        return self._shown("step", lambda: self.env.step(action))
+
+    def _shown(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except BaseException as error:  # sys.exit, too
+            say(traceback.format_exc())
+            name = type(error).__name__
+            raise RuntimeError(f"'{what}' of an environment has raised {name} in its process, as above.") from None
+
+
 class _Processes(gymnasium.vector.AsyncVectorEnv):
     """Environments in processes of their own, which never outlive this one's wish. Raises PalaError if one cannot be
     made there."""
@@ -243,7 +273,7 @@ class _Processes(gymnasium.vector.AsyncVectorEnv):
             if os.getpid() != rank:  # which deals with signals itself and ends its workers
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)
-            return factory()
+            return factory() if os.getpid() == rank else _InProcess(factory())
 
         self.parent_pipes, self.processes = [], []
         try:
@@ -259,6 +289,25 @@ class _Processes(gymnasium.vector.AsyncVectorEnv):
         except BaseException:
             self.end()
             raise
+
+    def reset(self, **arguments: Any) -> Any:
+        """As gymnasium's."""
+        with self._telling_of_dead():
+            return super().reset(**arguments)
+
+    def step(self, actions: Any) -> Any:
+        """As gymnasium's."""
+        with self._telling_of_dead():
+            return super().step(actions)
+
+    @contextlib.contextmanager
+    def _telling_of_dead(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            raise RuntimeError(
+                "The process of an environment has ended: it was killed, or something that it calls has crashed."
+            ) from None
 
     def end(self) -> None:
         """End processes that are still there, without gymnasium, which would first wait for the steps under way."""
@@ -321,9 +370,15 @@ def atari_rom(env_id: str) -> str:
     rom = str(gymnasium.spec(env_id).kwargs["game"])
     from ale_py import roms
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ale-py warns of a missing ROM; the sentence below says it
-        path = roms.get_rom_path(rom)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ale-py warns of a missing ROM; the sentence below says it
+            path = roms.get_rom_path(rom)
+    except OSError as error:  # missing, or not the game
+        why = " ".join(reason(error).split())
+        raise PalaError(
+            f"The ROM of '{env_id}' ('{rom}') cannot be read: {why}; look at ALE_ROMS_DIR, or reinstall ale-py."
+        ) from None
     if path is None:
         raise PalaError(f"The ROM of '{env_id}' ('{rom}') does not come with ale-py; reinstall ale-py.")
     return rom

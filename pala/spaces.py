@@ -84,8 +84,14 @@ def image_scale(space: Box) -> tuple[float, float]:
 
 
 def _is_bounded(space: Box) -> bool:
-    """Whether the bounds say anything: some environments write the largest number of the dtype for none."""
-    return space.is_bounded() and max(-float(space.low.min()), float(space.high.max())) < _LARGEST
+    """Whether the bounds say anything: some environments write the largest number of the dtype for none. Those of bytes
+    and of 16-bit pixels do."""
+    most, dtype = _LARGEST, np.dtype(space.dtype)
+    if dtype.kind == "f":
+        most = min(most, float(np.finfo(dtype).max))
+    elif dtype.kind in "iu" and dtype.itemsize >= 4:
+        most = float(np.iinfo(dtype).max)
+    return space.is_bounded() and max(-float(space.low.min()), float(space.high.max())) < most
 
 
 def channel_axis(shape: tuple[int, ...], layout: Layout = "auto") -> int:

@@ -158,7 +158,10 @@ def _tidy(launcher: Launcher) -> Iterator[Launcher]:
                     job.wait(5)
                 except subprocess.TimeoutExpired:
                     os.killpg(job.process.pid, signal.SIGKILL)
-                    job.wait(5)
+                    try:
+                        job.wait(5)
+                    except subprocess.TimeoutExpired as late:  # what it has started keeps its output open
+                        job.output += (late.output or b"").decode(errors="replace")
                 print(f"{job.process.args} was still running, and had written:\n{job.output}")
 
 
@@ -166,6 +169,16 @@ def _tidy(launcher: Launcher) -> Iterator[Launcher]:
 def mpi(request: pytest.FixtureRequest) -> Iterator[Launcher]:
     """Each MPI in turn; skipped, with the reason, where it is not installed. What runs often runs under one."""
     yield from _named(request.param)
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """Programs that run in this process may set handlers of signals; afterwards there are those from before."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if handler is not signal.getsignal(number):
+            signal.signal(number, handler)
 
 
 @pytest.fixture

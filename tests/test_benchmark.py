@@ -528,7 +528,7 @@ def test_a_launcher_that_starts_another_number_of_ranks_is_told(any_mpi: Launche
 def test_the_quick_form(any_mpi: Launcher, tmp_path: Path) -> None:
     """Pong, for a tenth of the time: it fails if gossip twice reaches less than 0.9 of none, which so short a look may
     see by chance."""
-    done = run_benchmark(any_mpi, tmp_path, "--quick", "--seconds", "0.3", "--rounds", "2")
+    done = run_benchmark(any_mpi, tmp_path, "--quick", "--seconds", "0.3", "--rounds", "2", "--env.num-envs", "2")
     (job,) = json.loads((tmp_path / "out/benchmark.json").read_text())["jobs"]
     slow = far_off([job], 0.9)
     assert done.returncode == (1 if slow else 0), done.stdout + done.stderr

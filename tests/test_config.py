@@ -249,3 +249,8 @@ def test_whole_numbers_may_have_exponents(arguments, steps):
 def test_what_is_no_whole_number_is_refused():
     with pytest.raises(PalaError, match="command line was not understood"):
         parse(["--total-steps", "1.5e0"])
+
+
+def test_a_preset_beside_a_run_to_go_on_with_is_refused():
+    with pytest.raises(PalaError, match="Give a preset or `--resume`, not both: 'runs/r' brings its own settings"):
+        parse(["pong", "--resume", "runs/r"])

@@ -499,3 +499,14 @@ def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> No
     ranks.train()
     assert [type(result) for result in ranks.results] == [EndError, EndError], ranks.results
     assert ranks.segment["status"] == "failed" and not ranks.record["completed"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_is_given_up_leaves_a_complete_run(tmp_path: Path) -> None:
+    settings = EvaluationConfig(episodes=10**6, num_envs=1, timeout_s=1.0)
+    config = replace(configure(tmp_path, steps=200), evaluation=settings)
+    ranks = Ranks(2, config, lambda comm, *rest: conclusion.conclude(*rest))
+    ranks.train()
+    assert ranks.record["completed"] and [result.exit_status for result in ranks.results] == [0, 0]
+    said = ranks.segment["conclusion"]["evaluation"]
+    assert said.startswith("given up after 1 s ('evaluation.timeout_s') with ")

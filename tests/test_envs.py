@@ -316,6 +316,51 @@ def test_an_environment_that_cannot_be_made_in_its_process_ends_them_all(capfd):
     assert "ValueError: no licence" in capfd.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:.*Raising the last exception", "ignore:.*Received the following error")
+@pytest.mark.timeout(60)
+def test_what_an_environment_in_its_process_raises_is_shown_and_named(capfd):
+    """Though it cannot be sent: its class is of this function, and made of two arguments."""
+
+    class OddError(Exception):
+        def __init__(self, code, words):
+            super().__init__(code, words)
+
+    class Breaking(counter()):
+        def step(self, action):
+            raise OddError(7, "5% gone %d")
+
+    envs = make_envs(EnvConfig(num_envs=1, vectorization="async"), make_env=Breaking)
+    envs.reset(np.zeros(1, np.int32))
+    with pytest.raises(RuntimeError, match="'step' of an environment has raised OddError in its process, as above"):
+        envs.step(np.zeros(1, int))
+    envs.abandon()
+    assert "5% gone %d" in capfd.readouterr().err
+
+
+def test_a_factory_that_fails_is_told_in_a_sentence():
+    class Needs(counter()):
+        def __init__(self, port):
+            pass
+
+    with pytest.raises(PalaError, match=r"The environment cannot be made \(TypeError: .*port.*test_envs.py, line"):
+        make_envs(EnvConfig(num_envs=1), make_env=lambda: Needs())
+    with pytest.raises(PalaError, match=r"'make_env' returns None, but must return a gymnasium.Env"):
+        make_envs(EnvConfig(num_envs=1), make_env=lambda: None)
+
+
+def test_a_rom_that_is_not_there_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("ALE_ROMS_DIR", str(tmp_path))
+    with pytest.raises(PalaError, match=r"The ROM of 'ALE/Pong-v5' \('pong'\) cannot be read: .*ALE_ROMS_DIR"):
+        make_envs(EnvConfig("ALE/Pong-v5", num_envs=1))
+
+
+@pytest.mark.parametrize(("full", "count"), [(False, 6), (True, 18)])
+def test_all_actions_can_be_asked_for(full, count):
+    envs = make_envs(EnvConfig("ALE/Pong-v5", num_envs=1, full_action_space=full))
+    assert envs.action_space.n == count
+    envs.close()
+
+
 @pytest.mark.parametrize(
     "name", ["Pong-v5", "PongNoFrameskip-v4", "Pong-v0", "PongDeterministic-v4", "ALE/Pong-v4", "ALE/Pong"]
 )

@@ -359,9 +359,10 @@ def test_no_file_of_a_run_but_the_environment_executes_code(tmp_path: Path, monk
         for number, file in enumerate(files):
             folder = tmp_path / f"{made.name}-{number}"
             shutil.copytree(made, folder)
+            # First the file alone: beside the pickle, `evaluate` and a resume are refused before they open others.
             for bad in (folder / file.relative_to(made), folder / "make_env.pkl"):
                 bad.write_bytes(pickle.dumps(Harm(mark)))
-            open_everywhere(folder, mark)
+                open_everywhere(folder, mark)
 
 
 def open_everywhere(folder: Path, mark: Path) -> None:
@@ -655,7 +656,7 @@ PROGRAMS: dict[str, Program] = {
 
 @pytest.fixture(params=PROGRAMS)
 def says(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    request: pytest.FixtureRequest, own_handlers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> Callable[[Path], str]:
     """Start a program with a run's path; the one sentence by which it ends, or nothing."""
     monkeypatch.setattr(evaluate_program, "prepare", lambda threads: None)

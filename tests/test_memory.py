@@ -467,11 +467,11 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
         assert trained.total("models_stale", rank=1) + trained.total("waits_given_up") > 0
 
 
-@pytest.mark.parametrize("max_staleness", [0, 10])
-def test_a_lost_model_is_not_waited_for_for_ever(max_staleness: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("max_staleness", "steps"), [(0, 200), (10, 1000)])
+def test_a_lost_model_is_not_waited_for_for_ever(max_staleness: int, steps: int, tmp_path: Path) -> None:
     settings = {"patience_s": 0.1, "max_staleness": max_staleness}
-    trained = train(2, configure(tmp_path, steps=200, **settings), [drop(0, 1, n=3), drop(1, 0, n=4)])
-    assert trained.ended_well()
+    trained = train(2, configure(tmp_path, steps=steps, **settings), [drop(0, 1, n=3), drop(1, 0, n=4)])
+    assert trained.ended_well() and trained.total("waits_given_up") > 0
 
 
 def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -525,6 +525,24 @@ def test_nan_is_refused_and_healed(
     assert "the parameters were not finite either; they are replaced by what the peers sent" in said
     assert trained.total("models_refused") >= 1
     assert bool(parameters(trained.states()).isfinite().all())
+
+
+def test_a_rank_that_nobody_sends_a_finite_model_gives_up(
+    poison: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only peer is stopped when it finds that its own is not finite."""
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if (comm.rank, updates) == (1, 25):  # by update 30 nothing of the peer is left in its inbox
+            wait_for(lambda: comm.world.stopped_until_s[0] > 0, 60, "the stop of rank 0")
+
+    monkeypatch.setattr("pala.exchange.gossip.exchange._GIVE_UP_AFTER_S", 0.5)
+    config = configure(tmp_path, steps=600, patience_s=0.5)
+    trained = train(2, config, [stop_at(0, update=20, seconds=600.0)], on_count=on_count)
+    assert isinstance(trained.results[1], PalaError) and trained.ended_well(but_for=[1])
+    said = "[rank 1] has no model of its own that is finite, and no peer has sent one"
+    assert said in str(trained.results[1])
 
 
 def test_nan_without_peers_ends_that_rank_with_a_sentence(poison: None, tmp_path: Path) -> None:

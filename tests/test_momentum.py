@@ -27,6 +27,11 @@ def by_formula(own_steps: Tensor, exchanged: Tensor, momentum: float, smoothing:
     return torch.stack(x)
 
 
+def test_its_settings_are_those_of_the_configuration() -> None:
+    momentum = Run(configured(BATCH, momentum=0.75, momentum_smoothing=0.25)).a2c._momentum
+    assert momentum is not None and (momentum._momentum, momentum._smoothing) == (0.75, 0.25)
+
+
 @pytest.mark.parametrize("block", [blocks._BLOCK, 2])
 def test_the_model_moves_as_the_formula_says(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, and in blocks of which the last is shorter."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +17,6 @@ import pala
 from pala import __main__ as command
 
 SOURCES = ("pala", "configs", "pyproject.toml", "setup.cfg", "README.md", "LICENSE")
-
-
-@pytest.fixture
-def own_handlers() -> Iterator[None]:
-    """Programs that run in this process may set handlers of signals; afterwards there are those from before."""
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    yield
-    for number, handler in before.items():
-        if handler is not signal.getsignal(number):
-            signal.signal(number, handler)
 
 
 def test_the_command_has_all_programs(

@@ -11,6 +11,7 @@ import sys
 import threading
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,6 +124,19 @@ class SignalledAsItBegins(Interrupt):
         super().__setattr__(name, value)
         if name == "_raises" and value:
             signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_second_interrupt_some_seconds_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr("pala.system.runtime.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with Interrupt().installed() as interrupt:
+        for number, at_s in ((signal.SIGTERM, 10), (signal.SIGTERM, 20), (signal.SIGINT, 30), (signal.SIGINT, 31)):
+            now[0] = at_s
+            signal.raise_signal(number)
+            assert interrupt.signal is number
+        now[0] = 36.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("when", ["before", "as it begins", "inside"])

@@ -110,9 +110,9 @@ def test_images_reach_the_network_scaled_and_with_channels_first(kind: str) -> N
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, np.int32])
 def test_the_largest_number_is_no_bound(dtype: Any) -> None:
-    largest = np.finfo(dtype).max
+    largest = (np.finfo if np.dtype(dtype).kind == "f" else np.iinfo)(dtype).max
     for low in (-largest, 0):
         inputs = inputs_of(Box(low, largest, (7, 8, 3), dtype))
         assert image_scale(inputs.space) == (0.0, 1.0) and not inputs.space.is_bounded()

@@ -39,7 +39,7 @@ def assert_trained_one_policy(run: Path, ranks: int) -> None:
     steps = local_steps(run)
     assert len(steps) == ranks and sum(steps) == segment["global_steps"] >= 6000
     if ranks > 1:
-        assert total(run, "models_mixed") > 10 * ranks
+        assert total(run, "models_mixed") > 3 * ranks  # within 11 updates one is promised
         assert total(run, "models_refused") == 0
     named, header = load_policy(run / "policy.safetensors")
     assert header["global_steps"] >= 6000 and all(bool(tensor.isfinite().all()) for tensor in named.values())
@@ -80,7 +80,7 @@ def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
     done = each_standing.train(
         3, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--exchange.compression", compression,
         "--exchange.top-k-fraction", "0.1", "--exchange.max-staleness", "2", "--exchange.topology", "ring",
-        cwd=tmp_path,
+        "--exchange.patience-s", "300", cwd=tmp_path,
     )  # fmt: skip
     assert done.status == 0, done.output
     run = tmp_path / "runs" / "r"

@@ -31,8 +31,7 @@ class Window:
             raise PalaError(f"No window can be opened ({error}); `--video FILE.mp4` does without.") from None
         if self._pygame.display.get_driver() in _UNSEEN and "SDL_VIDEODRIVER" not in os.environ:
             raise PalaError("No window can be opened: there is no display; `--video FILE.mp4` does without.")
-        self._pygame.display.set_caption(title)
-        self._clock, self._screen = self._pygame.time.Clock(), None
+        self._title, self._clock, self._screen = title, self._pygame.time.Clock(), None
 
     def show(self, picture: np.ndarray, frames_per_s: float) -> bool:
         """RGB uint8 [H, W, 3]; waits until it is time for it, by so many a second. False when the window was closed."""
@@ -46,10 +45,14 @@ class Window:
 
     def _draw(self, picture: np.ndarray) -> None:
         """[W, H, 3]: as pygame has it."""
-        if self._screen is None:
-            self._screen = self._pygame.display.set_mode(picture.shape[:2], self._pygame.SCALED)
+        display = self._pygame.display
+        if self._screen is None or self._screen.get_size() != picture.shape[:2]:
+            display.quit()  # a second window of SCALED gets no renderer
+            display.init()
+            display.set_caption(self._title)
+            self._screen = display.set_mode(picture.shape[:2], self._pygame.SCALED)
         self._pygame.surfarray.blit_array(self._screen, picture)
-        self._pygame.display.flip()
+        display.flip()
 
     def _is_end(self, event: Any) -> bool:
         pygame = self._pygame

@@ -273,6 +273,7 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
+_SECOND_S = 5.0  # after the first ^C another one does not wait for training to end
 LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
 
 
@@ -282,8 +283,9 @@ def hangup() -> tuple[signal.Signals, ...]:
 
 
 class Interrupt:
-    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP; training looks at it every step and ends with a checkpoint. SIGUSR2
-    asks this rank alone to leave; training looks at that after every update.
+    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP; training looks at it every step and ends with a checkpoint. A second
+    SIGINT, some seconds later, raises KeyboardInterrupt: perhaps an environment does not come back. SIGUSR2 asks this
+    rank alone to leave; training looks at that after every update.
 
     Open MPI's mpirun kills its ranks 0.2 s after it passed on the first two. SIGUSR1 it passes on, and no more.
     """
@@ -292,14 +294,18 @@ class Interrupt:
         self.signal: signal.Signals | None = None
         self.leave_requested = False
         self._raises = False
+        self._since_s = 0.0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if number == LEAVE:
             self.leave_requested = True
             return
+        if number != self.signal:
+            self._since_s = time.monotonic()
+        again = number == signal.SIGINT and time.monotonic() - self._since_s > _SECOND_S
         self.signal = signal.Signals(number)
-        if self._raises:
+        if self._raises or again:
             raise KeyboardInterrupt
 
     @contextmanager
