@@ -88,9 +88,9 @@ def _is_bounded(space: Box) -> bool:
     and of 16-bit pixels do."""
     most, dtype = _LARGEST, np.dtype(space.dtype)
     if dtype.kind == "f":
-        most = min(most, float(np.finfo(dtype).max))
+        most = min(most, float(np.finfo(dtype).max))  # type: ignore[type-var]
     elif dtype.kind in "iu" and dtype.itemsize >= 4:
-        most = float(np.iinfo(dtype).max)
+        most = float(np.iinfo(dtype).max)  # type: ignore[type-var]
     return space.is_bounded() and max(-float(space.low.min()), float(space.high.max())) < most
 
 

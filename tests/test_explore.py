@@ -104,7 +104,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (of_paired.AnswersOnlyTheFirst, "sum of all models", {"ranks": 3}),
     (of_paired.ClosesNothingThatIsRefused, "wait", {"faults": "nan", "max_staleness": 0}),
     (of_paired.ClosesOffersToTheSilent, "memory for", {"faults": "patience"}),
-    (of_paired.KeepsTheAnswersToVoidOffers, "before it was healed|sum", {"faults": "nan"}),
+    (of_paired.KeepsTheAnswersToVoidOffers, "only when it was answered", {"faults": "nan"}),
     (of_paired.DoesNotVoidAfterHealing, "before it was healed", {"faults": "nan"}),
     (of_paired.IgnoresTheNumber, "answer to another", {"faults": "garbled"}),
     (of_paired.RepliesToNothingThatCannotBeRead, "wait", {"faults": "garbled"}),

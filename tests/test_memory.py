@@ -225,6 +225,34 @@ def test_the_others_go_on_when_ranks_leave(
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
 
 
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "push_sum"], "uniform"))
+def test_the_policy_of_the_last_that_trains_is_its_own_model(mixing: str, tmp_path: Path) -> None:
+    """What the other sent as it left is mixed soon, and not hours later at the end."""
+    job = train(2, configure(tmp_path, steps=2000, mixing=mixing), on_count=leave_at(1, update=5))
+    assert job.ended_well(but_for=[1])
+    policy = torch.cat([tensor.flatten() for tensor in job.policy.values()])
+    own = job.states(ranks=1)[0].tensors["parameters"]  # saved before the end
+    assert math.isclose(float(policy.norm()), float(own.norm()), rel_tol=1e-6)
+
+
+def test_a_rank_that_made_no_update_does_not_count_in_the_policy(tmp_path: Path) -> None:
+    """Its weights are those of the seed, while another's meet the budget."""
+
+    def main(comm: MemoryCommunicator) -> Tensor:
+        parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, steps=10)
+        exchange = Gossip(comm, parameters, 1, config, ExchangeState([0, 0]), comm.interrupt)
+        if comm.rank == 0:
+            exchange.after_update(10, healthy=True)
+        else:
+            wait_for(lambda: exchange.stop is Stop.BUDGET, 60, "the end")
+        exchange.close(60.0)
+        parameters.fill_(comm.rank)  # whatever was mixed at the end
+        return exchange.final_parameters(60.0)
+
+    for policy in run_ranks(2, main):
+        torch.testing.assert_close(policy, torch.zeros(5), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
     leaver: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

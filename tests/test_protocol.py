@@ -221,7 +221,29 @@ def test_an_unhealthy_rank_gives_parts_back_until_a_whole_model_comes() -> None:
     model_came(p, 1, whole=False)
     actions = p.advance(0.0)
     assert mixed(actions) == Heal(2) and told(actions) == [(Kind.CREDIT, 3), (Kind.CREDIT, 1)]
-    assert p.must_wait, "the whole model is used up"
+    assert p.has_model and not p.must_wait, "it has taken the whole one's place"
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_what_the_dead_sent_to_the_last_that_lives_is_mixed_soon_and_not_at_the_end(mixing: str) -> None:
+    p = protocol(size=2, mixing=mixing)
+    update(p)
+    model_came(p, 1, 0.5)
+    p.peer_died(1)
+    assert mixed(update(p)) is not None
+    for _ in range(3):
+        assert mixed(update(p)) is None
+    assert mixed(p.finish()) is None
+
+
+def test_who_is_back_and_finds_itself_alone_has_a_model() -> None:
+    p = protocol(size=2, max_staleness=3)
+    update(p, 1.0)
+    update(p, 60.0)
+    assert not p.has_model
+    p.peer_died(1)
+    update(p, 61.0)
+    assert p.has_model
 
 
 def test_a_rejected_model_of_an_unhealthy_rank_asks_for_a_whole_one() -> None:

@@ -48,8 +48,6 @@ def simplest(frozen: Frozen, case: Case) -> Frozen:
         changed |= _waits_for_nobody(p)
     if frozen.mode >= Mode.ENDED:
         changed |= _has_ended(p, frozen, case)
-    if takes_no_model(frozen, case):
-        changed |= _forgets_what_came(p)
     if "inbox" not in changed:
         changed |= {"inbox": _as_old(frozen.inbox)} if alone else _drops_what_it_has(p, frozen, case)
     is_back = p["_returning"] or (p["_now_s"] < 0 and _only_whole(case))
@@ -110,17 +108,6 @@ def _has_ended(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any]:
     return _forgets_what_came(p)
 
 
-def takes_no_model(frozen: Frozen, case: Case) -> bool:
-    """A rank that is alone, and mixes no more."""
-    alone = len(dict(frozen.budget)["living"][1]) <= 1
-    return alone and _mixes_no_more(dict(frozen.protocol), case)
-
-
-def _mixes_no_more(p: dict[str, Any], case: Case) -> bool:
-    """Once it is alone: the dead's models are no fresher than its own. Who has left may still get a reply to one."""
-    return p["healthy"] and not p["_returning"] and case.mixing != "push_sum" and "leave" not in case.faults
-
-
 def _forgets_what_came(p: dict[str, Any]) -> dict[str, Any]:
     p["_inbox"], p["_whole_came"], p["_stale"] = ("dict", _NOBODY), False, ("set", _NOBODY)
     if "_numbers" in p:
@@ -167,7 +154,7 @@ def _may_lose_touch(p: dict[str, Any], case: Case) -> bool:
 def _drops_what_it_has(p: dict[str, Any], frozen: Frozen, case: Case) -> dict[str, Any]:
     """A rank that was away drops all that had come."""
     away = p["_now_s"] < 0
-    if away and _may_go(case) and not _mixes_no_more(p, case):
+    if away and _may_go(case):
         return {}
     if away:  # as the next look at the clock makes it
         p["_whole_came"] = False

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.messages import Kind
-from pala.simulate.explore_alike import NotAlikeError, takes_no_model
+from pala.simulate.explore_alike import NotAlikeError
 from pala.simulate.explore_rank import LocalRank
 from pala.simulate.explore_states import CURRENT, STALE, Case, Frozen, Letter, Mode, relabelled
 from pala.simulate.explore_tables import BULK, LATE, SMALL, About, Step, Tables
@@ -333,8 +333,7 @@ class World(Tables):
 
     def _tidy_lanes(self, sender: int, receiver: Frozen, lanes: tuple[int, ...]) -> tuple[int, ...]:
         """What is on its way from the sender: the news of the end are none to who knows; what comes too late is
-        thrown away; so is the next model of this sender, if its receiver was away; and no model matters to who is alone
-        and mixes no more."""
+        thrown away; so is the next model of this sender, if its receiver was away."""
         if receiver.mode is Mode.DEAD:
             return lanes
         budget, stale = dict(receiver.budget), dict(receiver.protocol)["_stale"][1]
@@ -342,8 +341,6 @@ class World(Tables):
         if budget["stop"] is not Stop.NONE:
             letters = [[x._replace(stop=Stop.NONE) if x.kind is not Kind.STOP else x for x in lane] for lane in letters]
         letters[LATE] = [x._replace(old=True, finite=True, whole=True) for x in letters[LATE]]
-        if takes_no_model(receiver, self.case):
-            letters[BULK] = [x._replace(old=True, finite=True, whole=True) for x in letters[BULK]]
         if sender in stale and all(x.kind is Kind.ANSWER for x in letters[LATE]):
             first = next((k for k, x in enumerate(letters[BULK]) if x.kind is not Kind.ANSWER), None)
             if first is not None:

@@ -156,8 +156,10 @@ class Gossip(ModelExchange):
         self._transport.abandon()
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        # A model as old as the time that this rank was away, or has left, counts only if all are.
-        fresh = self._protocol.has_model and not self._protocol.has_left
+        # A model that was never trained, or is as old as the time that this rank was away, or has left, counts only if
+        # all are.
+        trained = self._has_updated or self.heals > 0
+        fresh = trained and self._protocol.has_model and not self._protocol.has_left
         weight = self._protocol.mixing.weight * (1.0 if fresh else 1e-9)
         return average_of_ranks(self._comm, self._parameters, weight, timeout_s, self._interrupt)
 

@@ -1,8 +1,8 @@
 """The process lock: one credit a peer.
 
 The paper's "process lock across nodes": a rank may not send to a peer again until that peer has taken in its last
-model. It bounds what is in flight to one model for each ordered pair of ranks and keeps fast ranks from flooding
-slow ones. Sans-IO: a table and four operations.
+model. It bounds what is in flight to one model for each ordered pair of ranks (`paired`: and one answer, which takes
+no lock) and keeps fast ranks from flooding slow ones. Sans-IO: a table and four operations.
 """
 
 from __future__ import annotations

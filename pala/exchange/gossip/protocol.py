@@ -207,8 +207,8 @@ class GossipProtocol:
         return self._mix(give_credit=False) if self.has_model or self._whole_came else []
 
     def _begin_update(self) -> None:
-        if len(self.living) == 1:
-            self.staleness, self._gave_up = 0, False  # nobody's model is newer; for a spare that joins it waits anew
+        if len(self.living) == 1:  # nobody's model is newer; for a spare that joins it waits anew
+            self.staleness, self._gave_up, self._returning = 0, False, False
         self._between_updates, self._resumed_s = False, self._now_s
 
     # ---- what follows from them ----------------------------------------------------------------------------------
@@ -249,8 +249,10 @@ class GossipProtocol:
 
     @property
     def can_mix(self) -> bool:
-        """True if a full round of models has come, and at least one could be accepted."""
-        return len(self._inbox) > 0 and 0 < self._models_a_round <= len(self._inbox) + self._num_rejected
+        """True if a full round of models has come, and at least one could be accepted. Who is alone by now waits for no
+        other, and mixes what the dead have sent while it is fresh."""
+        is_full = len(self.living) == 1 or 0 < self._models_a_round <= len(self._inbox) + self._num_rejected
+        return len(self._inbox) > 0 and is_full
 
     # ---- models and credits --------------------------------------------------------------------------------------
 
@@ -388,8 +390,7 @@ class GossipProtocol:
         senders, received = list(self._inbox), sum(self._inbox.values())
         mix = Mix(self.mixing.weight, len(senders)) if self.has_model else Heal(len(senders))
         self._inbox.clear()
-        if self._asks_again_s < math.inf:  # it has taken a place
-            self.healthy, self._asks_again_s = True, math.inf
+        self.healthy, self._asks_again_s = True, math.inf  # who had no model has one now
         self._whole_came = self._returning = self._gave_up = False
         self._num_rejected = self.staleness = 0
         self.mixing.mixed(received)
