@@ -45,7 +45,7 @@ def canned_job(ranks: int = 2, speeds: dict[str, tuple[float, ...]] = SPEEDS) ->
 
     def trained(exchange: str, speed: float) -> dict[str, Any]:
         split = dict.fromkeys(SECTIONS, 0.0) | {"environment": 0.25, "update": 0.75}
-        gossip = {"models_sent": 0.9, "models_mixed": 0.9, "staleness_updates": 3, "bytes_sent": 2048.0}
+        gossip = {"models_sent": 0.95, "models_mixed": 0.9, "staleness_updates": 3, "bytes_sent": 2048.0}
         return {
             "steps_per_s": speed, "time": split, "cpu_per_core": 0.97, "exchange_thread_share": 0.01, "num_threads": 4,
         } | (gossip if exchange != "none" else {})  # fmt: skip
@@ -155,7 +155,7 @@ def test_of_staleness_the_most_is_told() -> None:
     gossip = job["rounds"][1]["training"][1]["ranks"]
     gossip[0] = gossip[0] | {"staleness_updates": 9, "models_sent": 0.1}
     figures = training_of(job)[1].figures
-    assert figures["staleness_updates"] == 9 and figures["models_sent"] == 0.9
+    assert figures["staleness_updates"] == 9 and figures["models_sent"] == 0.95
 
 
 def test_the_lower_bound_is_environment_plus_operations() -> None:
@@ -259,14 +259,28 @@ def test_what_a_model_costs_is_measured_for_each_format() -> None:
 # ---- what is made of it ----------------------------------------------------------------------------------------------
 
 
+def rows_of(text: str, section: str) -> list[list[str]]:
+    """The cells of a section's table."""
+    lines = text.split(f"## {section}\n")[1].split("##")[0].splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+
+
+def test_of_a_second_look_all_rounds_are_counted() -> None:
+    job = canned_job(2)
+    job["rounds"] *= 2
+    assert "; 6 rounds of 5 s" in markdown(canned(job))
+
+
 def test_tables_name_every_figure() -> None:
     text = markdown(canned(canned_job(1), canned_job(2)))
     for expected in (
         "Some CPU, 2 cores; 3 rounds of 5 s", "15 million floating-point operations forward and 25 million backward",
         "200 + 200", "5,000 (5,000-5,000)", "2,200 (2,000-2,400)", "0.917 (0.900-0.950)", "0.44 (0.40-0.48)",
-        "97.0%", "1.00%", "0.90", "2 |", "400", "4.2", "commit abc (changed)",
+        "97.0%", "1.00%", "commit abc (changed)",
     ):  # fmt: skip
         assert expected in text, expected
+    assert rows_of(text, "What was exchanged")[-1] == ["2", "float32", "gossip", "0.95", "0.90", "3", "2", "4"]
+    assert rows_of(text, "Ranks")[-1] == ["2", "400", "4", "4.2"]
     widths = {len(line) for line in text.split("## Training")[1].splitlines() if line.startswith("|")}
     assert len({len(line) for line in text.split("## Training")[1].split("##")[0].splitlines() if "|" in line}) == 1
     assert widths and "GPU" not in text, "a column without a figure is left out"

@@ -352,6 +352,7 @@ def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -
         (["--mixings", "paired", "--whole-every", "0"], "'--whole-every'.* must be at least 1"),
         (["--ranks", "6", "--topologies", "random"], "too many choices with more than 4 ranks"),
         (["--ranks", "20", "--topologies", "random", "--staleness", "1"], "too many choices with more than 10 ranks"),
+        (["--mixings", "uniform", "--exchanges-per-update", "2"], "none of '--mixings' is by pairs"),
         (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
         (["--ranks"], "'--ranks' names nothing"), (["--staleness"], "'--staleness' names nothing"),
         (["--most-s", "nan"], "'--most-s' is nan but must lie above 0"),

@@ -322,3 +322,31 @@ def test_a_mistake_is_one_sentence(
         predict.run(arguments)
     assert sentence in str(caught.value)
     assert not Path("runs").exists()
+
+
+def test_jobs_of_other_threads_than_the_costs_are_left_out() -> None:
+    benchmark = measured(host="h")
+    costs = costs_of(benchmark, Path("b"))
+    assert len(compare("b", benchmark, costs, 1)) == 1
+    benchmark["jobs"][0]["of_ranks"] = [rank | {"threads": 2} for rank in benchmark["jobs"][0]["of_ranks"]]
+    assert compare("b", benchmark, costs, 1) == []
+
+
+def test_a_slow_rank_is_not_waited_for_longer_than_the_patience() -> None:
+    cluster = Cluster(2, straggler=200.0, **INFINITE)
+    in_step = replace(FREE, max_staleness=0)
+    patient, impatient = (
+        predict_gossip(cluster, replace(in_step, patience_s=s), "ring", 1).steps_per_s for s in (1e9, 5.0)
+    )
+    assert impatient > 5 * patient
+
+
+def test_who_waits_no_more_takes_a_message_where_it_looks_next() -> None:
+    """It was on its way while its receiver waited, and came in the middle of an update."""
+    seen: list[float] = []
+    cluster = GossipCluster(Cluster(2, ranks_per_host=1), FREE, "ring", 1, in_phase=True)
+    cluster.ranks[1].waiting = True
+    cluster._at_poll(1, 0.05, lambda ticket: seen.append(cluster.now), 0)
+    cluster.ranks[1].waiting = False
+    cluster.play_until(0.09)
+    assert seen and seen[0] > 0.05 + 1e-6

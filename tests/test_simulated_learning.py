@@ -154,6 +154,7 @@ def test_what_was_trained_before_a_failure_is_kept(tmp_path: Path, monkeypatch: 
         ("--ranks 3 --deaths 1 --methods paired none --seeds 1", "'--deaths' is for gossip, not for 'none'"),
         ("--output /tmp", "'/tmp' is a folder; name a file"),
         ("--exchange.topology complete", "'--methods' has 'paired'"), ("--algorithm gorila", "A2C only"),
+        ("--seed 5", "'--seeds' names the seeds"),
         ("--seeds -1", "'--seeds' must be"), ("--delay-updates nan", "'--delay-updates' is nan"),
         ("--exchange.compression bfloat16", "simulated models travel as they are"),
         ("--output /no_such_folder/x.json", "nothing can be written into '/no_such_folder'"),

@@ -217,7 +217,11 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     expected_s = 10 + command.rounds * command.seconds * (variants + 1)
     tell(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s")
     worker = [sys.executable, "-m", "pala.benchmark.worker", str(folder.resolve() / "request.json")]
-    run_job([*launcher_of(command.launcher, ranks), *worker], folder / "output.txt", limit_s=300 + 5 * expected_s)
+    run_job(
+        [*launcher_of(command.launcher, ranks), *worker],
+        folder / "output.txt",
+        limit_s=300 + 5 * expected_s * command.slowdown,
+    )
     try:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -14,11 +14,12 @@ def markdown(benchmark: dict[str, Any]) -> str:
     jobs = benchmark["jobs"]
     flops = jobs[0]["flops_per_step"]
     env, machine = benchmark["config"]["env"], benchmark["machine"]
+    rounds = " or ".join(map(str, sorted({len(job["rounds"]) for job in jobs})))
     gpus = sorted({rank["gpu"] for job in jobs for rank in job["of_ranks"] if rank["gpu"]})
     sections = [
         f"# Benchmark: {env['id']}, {env['num_envs']} environments a rank, {_pace(benchmark['config'])}",
         f"{machine['cpu']}, {machine['cores']} cores{', ' if gpus else ''}{', '.join(gpus)}; "
-        f"{benchmark['options']['rounds']} rounds of {benchmark['options']['seconds']:g} s a measurement, interleaved; "
+        f"{rounds} rounds of {benchmark['options']['seconds']:g} s a measurement, interleaved; "
         f"median (range) over rounds.{_slowed(benchmark['options'])}\n"
         f"A step is {flops['forward'] / 1e6:.3g} million floating-point operations forward and "
         f"{flops['backward'] / 1e6:.3g} million backward.",

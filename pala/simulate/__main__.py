@@ -38,7 +38,7 @@ _PROGRAMS: dict[str, Callable[[list[str]], None]] = {
 """What each of them does with the rest of the command line. Raises PalaError."""
 
 
-@exit_on_mistake()
+@exit_on_mistake(OSError)
 def main() -> None:
     """What `python -m pala.simulate` runs."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]

@@ -6,6 +6,7 @@ python -m pala.simulate check --first 4711 --schedules 1       one again, as a f
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pala.exchange.gossip.protocol import GossipProtocol
+from pala.simulate.scenario import Scenario
 from pala.simulate.schedules import InvariantError, check, schedule
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
@@ -94,6 +96,18 @@ def _leave_interrupts_to_the_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def _faults(scenario: Scenario) -> dict[str, list[float]]:
+    """When they begin: what comes after the end went wrong in no training."""
+    return {
+        "deaths": [*scenario.deaths.values()],
+        "leaves": [*scenario.leaves.values()],
+        "spares": [0.0] * (scenario.spares > 0),
+        "stops": [begin for begin, _ in scenario.stops.values()],
+        "NaN": [begin for begin, _ in scenario.poison.values()],
+        "cut links": [scenario.cut_s[0]] * (scenario.cut_at > 0),
+    }
+
+
 def _try(numbers: range, protocol: type[GossipProtocol] | None = None) -> Tried:
     events, faults = 0, Counter[str]()
     for count, number in enumerate(numbers):
@@ -108,9 +122,6 @@ def _try(numbers: range, protocol: type[GossipProtocol] | None = None) -> Tried:
             )
             return Tried(count + 1, events, faults, sentence)
         events += cluster.num_events
-        kinds = {
-            "deaths": scenario.deaths, "leaves": scenario.leaves, "spares": scenario.spares, "stops": scenario.stops,
-            "NaN": scenario.poison, "cut links": scenario.cut_at,
-        }  # fmt: skip
+        kinds = {kind: min(begins, default=math.inf) < cluster.ended_s for kind, begins in _faults(scenario).items()}
         faults[" and ".join(kind for kind, present in kinds.items() if present) or "no faults"] += 1
     return Tried(len(numbers), events, faults, None)

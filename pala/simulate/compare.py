@@ -6,6 +6,7 @@ it was made: all ranks begin together, and about as many updates follow.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from dataclasses import replace
@@ -18,17 +19,16 @@ from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.costs import Costs, model_bytes_of, num_hosts
 from pala.simulate.gossip import GossipCluster, measured
 
-_MEMORY_BYTES_PER_S = float("inf")  # a link that is never used
-
 
 def compare(name: str, benchmark: dict[str, Any], costs: Costs, seed: int) -> list[dict[str, Any]]:
-    """A row for each job of a benchmark.json in its configured precision, with both of `none` and `gossip`. No row if
-    its messages differ in length (`top_k`)."""
+    """A row for each job of a benchmark.json in its configured precision, with both of `none` and `gossip`, and as many
+    threads a rank as the costs. No row if its messages differ in length (`top_k`)."""
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         return []
     precision = benchmark["config"]["network"]["precision"]
     jobs = [job for job in benchmark["jobs"] if precision in job["precisions"]]
     jobs = [job for job in jobs if {"none", "gossip"} <= set(job["exchanges"])]
+    jobs = [job for job in jobs if job["of_ranks"][0]["threads"] == costs.threads]
     return [_compare_job(name, job, benchmark, costs, seed) for job in jobs]
 
 
@@ -41,8 +41,9 @@ def _compare_job(name: str, job: dict[str, Any], benchmark: dict[str, Any], cost
     topology = ExchangeConfig(topology=config["topology"]).graph
     cluster = cluster_of(job, benchmark)
     costs = replace(
-        costs, model_bytes=model_bytes_of(job), max_staleness=config["max_staleness"], mixing=config["mixing"]
-    )
+        costs, model_bytes=model_bytes_of(job), max_staleness=config["max_staleness"], mixing=config["mixing"],
+        patience_s=config.get("patience_s", costs.patience_s),
+    )  # fmt: skip
     updates = [rank["updates"] for r in job["rounds"] for rank in ranks_of(r, precision, "gossip")]
     predicted = [
         _simulate_round(cluster, costs, topology, seed + round_, round(statistics.median(updates)))
@@ -75,7 +76,7 @@ def cluster_of(job: dict[str, Any], benchmark: dict[str, Any]) -> Cluster:
     `--rate` is their link's; other links are not known from a benchmark.json, and taken to be as fast as memory."""
     hosts, launcher = num_hosts(job), benchmark["options"]["launcher"]
     rate = re.search(r"--rate[ =](\d+)([mg])bit", launcher)
-    bits_per_s = int(rate[1]) * {"m": 1e6, "g": 1e9}[rate[2]] if rate else 8 * _MEMORY_BYTES_PER_S
+    bits_per_s = int(rate[1]) * {"m": 1e6, "g": 1e9}[rate[2]] if rate else math.inf  # it is never used
     cores = benchmark["machine"]["cores"]
     return Cluster(
         job["ranks"], -(-job["ranks"] // hosts), cores / hosts if "virtual_hosts" in launcher else cores,

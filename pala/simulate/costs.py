@@ -17,6 +17,7 @@ import numpy as np
 
 from pala.benchmark.analysis import ranks_of
 from pala.exchange.gossip.messages import gossip_sizes
+from pala.exchange.gossip.protocol import Rules
 from pala.exchange.wire import NOTHING, Wire
 from pala.system.errors import PalaError
 from pala.system.files import read_bytes
@@ -52,6 +53,8 @@ class Costs:
     """Cores that a rank has for itself."""
     compression: str = "none"
     """Of gossip's models."""
+    patience_s: float = Rules.patience_s
+    """How long a rank is waited for."""
 
     @property
     def update_s(self) -> float:
@@ -143,6 +146,7 @@ def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Co
         model_bytes=model_bytes_of(job),
         max_staleness=config["exchange"]["max_staleness"], mixing=config["exchange"]["mixing"],
         threads=job["of_ranks"][0]["threads"], compression=config["exchange"]["compression"],
+        patience_s=config["exchange"].get("patience_s", Rules.patience_s),
     )  # fmt: skip
 
 

@@ -320,6 +320,10 @@ def cases(command: Command) -> list[Case]:
             raise PalaError(f"'--rare-faults': '{fault}' is none of '--faults' ({', '.join(command.faults)}).")
         if fault not in UNFAIR:
             raise PalaError(f"'--rare-faults': '{fault}' cannot be rare: ranks need it to go on.")
+    if command.exchanges_per_update > 1 and not any(RULES[mixing].by_pairs for mixing in command.mixings):
+        raise PalaError(
+            f"'--exchanges-per-update' is {command.exchanges_per_update}, but none of '--mixings' is by pairs."
+        )
     together = command.together or len(command.faults)
     if together > len(command.faults):
         raise PalaError(f"'--together' is {together}, but '--faults' names {len(command.faults)}.")

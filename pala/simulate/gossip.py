@@ -47,6 +47,7 @@ class GossipCluster(VirtualCluster):
         scenario = Scenario(
             cluster.ranks, topology, costs.mixing, costs.max_staleness, budget_steps=1 << 62,
             steps_per_update=costs.steps_per_update, seed=seed, wake_s=(0.0, _HURRY_S), again_s=Rules.again_s,
+            patience_s=costs.patience_s,
         )  # fmt: skip
         super().__init__(scenario, np.zeros((cluster.ranks, _DIMENSION)), learn=self._step_at_random)
 
@@ -103,10 +104,11 @@ class GossipCluster(VirtualCluster):
 
     def _at_poll(self, number: int, time_s: float, handler: Callable[[int], None], ticket: int) -> None:
         """Do it when that rank next looks at its messages, from `time_s` on."""
-        if self.ranks[number].waiting:
-            self._at(max(time_s, self.now + _HURRY_S), handler, ticket)
-        elif time_s > self._ends_s[number]:
+        waits = self.ranks[number].waiting
+        if time_s > (self.now + _HURRY_S if waits else self._ends_s[number]):
             self._at(time_s, self._at_poll, number, time_s, handler, ticket)  # ask again then
+        elif waits:
+            self._at(self.now + _HURRY_S, handler, ticket)
         else:
             begin_s, end_s = self._began_s[number], self._ends_s[number]
             acting_s = self.costs.acting_share * (end_s - begin_s)

@@ -307,9 +307,10 @@ def _learned(
 def parse(arguments: list[str]) -> Command:
     """The checked command line. Raises PalaError."""
     first = read_command(_PROGRAM, arguments, Command())
-    if first.preset is not None:
-        first = dataclasses.replace(first, config=load_preset(first.preset))
-    command = read_command(_PROGRAM, arguments, first)
+    settings = Command().config if first.preset is None else load_preset(first.preset)
+    command = read_command(_PROGRAM, arguments, dataclasses.replace(first, config=settings))
+    if command.config.seed != settings.seed:
+        raise PalaError(f"'--seed' is {command.config.seed}, but '--seeds' names the seeds of the trainings here.")
     conditions = command.conditions
     exchange = command.config.exchange
     pairwise = [method for method in command.methods if method in RULES and RULES[method].by_pairs]

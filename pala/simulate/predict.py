@@ -109,6 +109,7 @@ def predict(
         ],
         "predictions": predictions(command, costs),
     }  # fmt: skip
+    tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
     write_json(output / "simulation.json", result, indent=1)
     write_atomically(output / "simulation.md", markdown(result).encode())
     draw(result, output / "simulation.png")
@@ -128,7 +129,8 @@ def _compare(
     if left_out := len(benchmark["jobs"]) - len(rows):
         say(
             f"'{path}': {counted(left_out, 'job')} of {len(benchmark['jobs'])} left out of the comparison, which needs "
-            "training both with gossip and without exchange in one precision, and no top_k."
+            "training both with gossip and without exchange in one precision, as many threads a rank as the costs "
+            f"({costs.threads}), and no top_k."
         )
     return rows
 
@@ -206,5 +208,5 @@ def run(arguments: list[str]) -> None:
     for path, other in compared:
         check_alike(other, path)
     output = make_output_folder(command.output, "simulation")
-    result = predict(command, benchmark, costs, compared, output)
-    tell(f"\n{markdown(result)}\n{output}/simulation.md, simulation.json, simulation.png")
+    predict(command, benchmark, costs, compared, output)
+    tell(f"{output}/simulation.md, simulation.json, simulation.png")
