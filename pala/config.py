@@ -21,7 +21,7 @@ from pala import presets
 from pala.config_checks import check
 from pala.exchange.kinds import kind_of
 from pala.system.errors import PalaError
-from pala.system.tables import build, shown
+from pala.system.tables import build, merged, shown
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class EnvConfig:
 
     id: str = "ALE/Pong-v5"
     """Gymnasium id; `module:id` imports the module first. Ids that begin with `ALE/` get the Atari settings of this
-    section; all others ignore them."""
+    section; all others ignore them, and may have arguments: `FrozenLake-v1(is_slippery=False)`."""
     num_envs: int = 16
     """Environments a rank [GALA: 16]."""
     wrappers: tuple[str, ...] = ()
@@ -62,11 +62,14 @@ class EnvConfig:
     """Atari: all 18 actions instead of the game's own."""
     max_episode_frames: int = 108_000
     """Atari: emulator frames after which an episode is truncated; 30 minutes of play are usual today."""
+    max_episode_steps: int = 0
+    """Other than Atari: steps after which an episode is truncated, if it has not ended before; 0: never. Of episodes
+    without an end there is no return."""
 
     @property
     def short_id(self) -> str:
-        """The id without module and namespace, as run folders are named after it."""
-        return self.id.split(":")[-1].split("/")[-1]
+        """The id without module, namespace and arguments, as run folders are named after it."""
+        return self.id.partition("(")[0].split(":")[-1].split("/")[-1]
 
     @property
     def is_atari(self) -> bool:
@@ -325,18 +328,22 @@ class Config:
 
 
 def load_preset(preset: str | Path) -> Config:
-    """Read a TOML preset, given by path or by name (`pong`), over the defaults. Raises PalaError that names the file
-    and the key."""
+    """Read a TOML preset, given by path or by name (`pong`), over the preset that its key `base` names, if any, and
+    the defaults. Raises PalaError that names the file and the key."""
     return load_with_ranks(preset)[0]
 
 
 def load_with_ranks(preset: str | Path) -> tuple[Config, int | None]:
     """The same, and the number of ranks that its settings were chosen for, its key `ranks`; None if it has none."""
-    table, source = presets.read(preset), f"Preset '{preset}'"
-    ranks = table.pop("ranks", None)
-    if ranks is not None and (type(ranks) is not int or ranks < 1):
-        raise PalaError(f"{source}: 'ranks' is {shown(ranks)} but must be a number of ranks, 1 or more.")
-    return from_table(table, source), ranks
+    table, config, ranks = dict[str, Any](), Config(), None
+    for name, above in presets.chain(preset):
+        source = f"Preset '{name}'"
+        ranks = above.pop("ranks", ranks)
+        if ranks is not None and (type(ranks) is not int or ranks < 1):
+            raise PalaError(f"{source}: 'ranks' is {shown(ranks)} but must be a number of ranks, 1 or more.")
+        table = merged(table, above)
+        config = from_table(table, source)
+    return config, ranks
 
 
 def from_table(table: dict[str, Any], source: str) -> Config:

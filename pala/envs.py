@@ -30,7 +30,7 @@ from gymnasium.vector import AutoresetMode
 from pala.config import EnvConfig
 from pala.spaces import Inputs, Layout, inputs_of
 from pala.system.errors import PalaError, nearest, reason
-from pala.system.names import import_module
+from pala.system.names import import_module, parse_call
 from pala.system.runtime import say
 from pala.wrappers import wrapped
 
@@ -335,6 +335,10 @@ def make_envs(
     """The environments of one rank. A `make_env` of the user's wins over `config.id`. Other than Atari, episodes are
     truncated after `max_episode_steps`, if not before. Raises PalaError."""
     if make_env is None and config.is_atari:
+        if "(" in config.id:
+            raise PalaError(
+                f"'env.id' is '{config.id}', but Atari games take no arguments: the section 'env' has their settings."
+            )
         if config.wrappers:
             raise PalaError(
                 f"'env.wrappers' is {list(config.wrappers)}, but '{config.id}' is played by ale-py's own vector "
@@ -345,11 +349,12 @@ def make_envs(
 
     def by_id() -> gymnasium.Env:
         try:
-            return gymnasium.make(checked_id(config.id))
+            return make_by_id(config.id)
         except ImportError as error:  # registered, but a package that it needs is not there
             raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
 
-    factory = _Factory(wrapped(make_env or by_id, config.wrappers), config.image_layout, max_episode_steps)
+    limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
+    factory = _Factory(wrapped(make_env or by_id, config.wrappers), config.image_layout, limit)
     try:
         vector_env = _vector_env(factory, config)
     except gymnasium.error.Error as error:
@@ -362,6 +367,18 @@ def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorE
     if config.vectorization == "async":
         return _Processes(factory, config.num_envs)
     return gymnasium.vector.SyncVectorEnv([factory] * config.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
+    """The environment of `id`, `module:id` or `id(key=value, ...)`. Raises PalaError if it is not registered, and what
+    it raises itself."""
+    try:
+        name, arguments = parse_call(env_id)
+    except ValueError:
+        raise PalaError(
+            f"'env.id' is '{env_id}': write `Id-v0`, `module:Id-v0` or `Id-v0(key=value)`, with plain values."
+        ) from None
+    return gymnasium.make(checked_id(name), **(arguments | more))
 
 
 def atari_rom(env_id: str) -> str:

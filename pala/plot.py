@@ -117,7 +117,8 @@ def read(path: Path) -> Run:
     run, ranks = run_files.read(path)
     if not len(run.returns):
         raise NothingToDrawError(
-            f"Run '{path}' has no whole episode yet, so there is nothing to draw; try again later."
+            f"Run '{path}' has no whole episode yet with a finite return, so there is nothing to draw; try again "
+            "later. If its episodes have no end, 'env.max_episode_steps' gives them one."
         )
     key = "consensus_distance"
     distances = [(r["global_steps"], r[key]) for rank in ranks for r in rank if r.get(key) is not None]

@@ -15,6 +15,7 @@ from typing import Any
 
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.runtime import tell
+from pala.system.tables import shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,6 +63,27 @@ def _guess(path: Path, folder: str) -> str:
 def main() -> None:
     """What `pala presets` runs: the names, one a line."""
     tell("\n".join([*names(), *(f"{name} (of `pala compare`)" for name in names(_COMPARISONS))]))
+
+
+def chain(preset: str | Path) -> list[tuple[str | Path, dict[str, Any]]]:
+    """The preset and those that it builds on, by their key `base`, the last one first: how each is called, and its
+    tables without that key. A base goes by its name, or by its path from the folder of who names it. Raises PalaError
+    that names the file."""
+    found: list[tuple[str | Path, dict[str, Any]]] = []
+    seen: list[Path] = []
+    following: str | Path | None = preset
+    while following is not None:
+        path = find(following)
+        if path.resolve() in seen:
+            raise PalaError(f"Preset '{preset}': by 'base', '{following}' builds on itself.")
+        seen.append(path.resolve())
+        table = read(following)
+        found.append((following, table))
+        base = table.pop("base", None)
+        if base is not None and not isinstance(base, str):
+            raise PalaError(f"Preset '{following}': 'base' is {shown(base)} but must be the name or path of a preset.")
+        following = beside if base is not None and (beside := path.parent / base).is_file() else base
+    return found[::-1]
 
 
 def read(preset: str | Path, folder: str = "") -> dict[str, Any]:

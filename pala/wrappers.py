@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import gymnasium
 
 from pala.system.errors import PalaError, nearest
-from pala.system.names import import_named
+from pala.system.names import import_named, parse_call
 
 Wrap = Callable[[gymnasium.Env], gymnasium.Env]
 _SOURCE = "'env.wrappers'"
@@ -52,15 +51,12 @@ def _wrap(text: str) -> Wrap:
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     """Name and arguments."""
-    match = re.fullmatch(r"([\w.:]+)(\(.*\))?", text.strip(), re.DOTALL)
     try:
-        if match is None:
+        name, arguments = parse_call(text)
+        if re.fullmatch(r"[\w.:]+", name) is None:
             raise ValueError
-        call = ast.parse(f"f{match[2] or '()'}", mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError
-        return match[1], {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, TypeError):
+        return name, arguments
+    except ValueError:
         raise PalaError(
             f"{_SOURCE}: '{text}' is no wrapper: write `Name`, `module:Name` or `Name(key=value)`, with plain values."
         ) from None

@@ -26,6 +26,7 @@ from pala.config import (
     checked,
     from_table,
     load_preset,
+    load_with_ranks,
     to_table,
 )
 from pala.config_checks import _RANGES
@@ -254,3 +255,30 @@ def test_what_is_no_whole_number_is_refused():
 def test_a_preset_beside_a_run_to_go_on_with_is_refused():
     with pytest.raises(PalaError, match="Give a preset or `--resume`, not both: 'runs/r' brings its own settings"):
         parse(["pong", "--resume", "runs/r"])
+
+
+def test_a_preset_builds_on_another(tmp_path):
+    """By a name, or by a path from its own folder; tables are put over tables."""
+    (tmp_path / "mine.toml").write_text('base = "paired/breakout"\nseed = 7\n[a2c]\nlearning_rate = 5e-4\n')
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/again.toml").write_text('base = "../mine.toml"\nranks = 4\n[a2c]\nmomentum = 0.25\n')
+    base, ranks = load_with_ranks("paired/breakout")
+    mine = replace(base, seed=7, a2c=replace(base.a2c, learning_rate=5e-4))
+    assert load_with_ranks(tmp_path / "mine.toml") == (mine, ranks)
+    assert load_with_ranks(tmp_path / "more/again.toml") == (replace(mine, a2c=replace(mine.a2c, momentum=0.25)), 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("base = 3", r"'.*mine.toml': 'base' is 3 but must be the name or path"),
+        ('base = "mine.toml"', r"by 'base', '.*mine.toml' builds on itself"),
+        ('base = "paired/brakeout"', r"Preset 'paired/brakeout' does not exist; did you mean 'paired/breakout'"),
+        ('base = "wrong.toml"', r"Preset '.*wrong.toml': unknown key 'speed'"),
+    ],
+)
+def test_a_base_that_is_none_is_named(text, sentence, tmp_path):
+    (tmp_path / "wrong.toml").write_text("speed = 3\n")
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(PalaError, match=sentence):
+        load_preset(tmp_path / "mine.toml")

@@ -316,7 +316,7 @@ def test_an_environment_that_cannot_be_made_in_its_process_ends_them_all(capfd):
     assert "ValueError: no licence" in capfd.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:.*Raising the last exception", "ignore:.*Received the following error")
+@pytest.mark.filterwarnings("ignore:.*ERROR: ")
 @pytest.mark.timeout(60)
 def test_what_an_environment_in_its_process_raises_is_shown_and_named(capfd):
     """Though it cannot be sent: its class is of this function, and made of two arguments."""
@@ -346,6 +346,39 @@ def test_a_factory_that_fails_is_told_in_a_sentence():
         make_envs(EnvConfig(num_envs=1), make_env=lambda: Needs())
     with pytest.raises(PalaError, match=r"'make_env' returns None, but must return a gymnasium.Env"):
         make_envs(EnvConfig(num_envs=1), make_env=lambda: None)
+
+
+def test_an_id_may_have_arguments():
+    envs = make_envs(EnvConfig("FrozenLake-v1(is_slippery=False, map_name='8x8')", num_envs=1))
+    envs.reset(np.zeros(1, np.int32))
+    assert envs.name == "FrozenLake-v1" and envs.observation_space.shape == (64,)
+    for place in (1, 2, 3):  # to the right, without a slip
+        assert envs.step(np.array([2])).observations[0].argmax() == place
+    envs.close()
+    assert EnvConfig("my.envs:Grid/World-v0(a='b:c/d')").short_id == "World-v0"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("FrozenLake-v1(is_slipery=False)", "The environment cannot be made .*is_slipery"),
+        ("FrozenLake-v1(False)", "write `Id-v0`"), ("FrozenLake-v1(is_slippery=f())", "write `Id-v0`"),
+        ("FrozenLake-v1(", "write `Id-v0`"), ("FrozenLak-v1(is_slippery=False)", "did you mean 'FrozenLake-v1'"),
+        ("ALE/Pong-v5(mode=1)", "Atari games take no arguments"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_none_are_told(name, sentence):
+    with pytest.raises(PalaError, match=sentence):
+        make_envs(EnvConfig(name, num_envs=1))
+
+
+def test_episodes_without_an_end_get_one():
+    def lengths(of_training, of_evaluation):
+        config = EnvConfig(num_envs=1, max_episode_steps=of_training)
+        envs = make_envs(config, make_env=counter(limit=10**9), max_episode_steps=of_evaluation)
+        return {e.length_steps for step in played(envs, [1], np.zeros((20, 1), int)) for e in step.episodes}
+
+    assert [lengths(7, None), lengths(7, 5), lengths(0, 6), lengths(0, None)] == [{7}, {5}, {6}, set()]
 
 
 def test_a_rom_that_is_not_there_is_named(monkeypatch, tmp_path):

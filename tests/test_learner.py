@@ -168,6 +168,28 @@ def test_steps_updates_and_episodes_are_counted():
     assert {(record["return"], record["length_steps"]) for record in episodes} == {(3.0, 3)}
 
 
+def test_of_many_episodes_in_an_interval_an_even_sample_has_records(monkeypatch):
+    monkeypatch.setattr("pala.run.loop._MOST_EPISODES", 2)
+    run = Run(configured(total_steps=3 * BATCH))
+    assert run.go() is Stop.BUDGET
+    ended, last = [], 0
+    for records in by_interval(run.records):
+        ended.append(len(records) - 1 + records[-1]["episodes_left_out"])
+        assert len(records) - 1 == min(2, ended[-1])
+        last = max(last, *(record["local_steps"] for record in records))
+    assert sum(ended) == ENVS * (3 * STEPS // 3) and last == 3 * BATCH
+
+
+def by_interval(records):
+    """The records of each interval, which the interval's own ends."""
+    groups = [[]]
+    for record in records:
+        groups[-1].append(record)
+        if record["type"] == "interval":
+            groups.append([])
+    return [group for group in groups if group]
+
+
 def test_a_checkpoint_has_the_training_time_of_its_own_moment():
     """Not of the last record, which may be long ago."""
     config = configured(3 * BATCH)

@@ -17,7 +17,7 @@ from pala.config import Config, from_table, load_preset, to_table
 from pala.exchange.kinds import kind_of
 from pala.report.text import counted
 from pala.system.errors import PalaError, nearest
-from pala.system.tables import build, flatten
+from pala.system.tables import build, flatten, merged
 
 _VARIANTS_OWN = ("ranks", "launcher")  # keys of a variant that are no settings of a run
 _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give
@@ -216,12 +216,7 @@ class _Own:
 
 
 def _over(config: Config, table: dict[str, Any], source: str) -> Config:
-    return from_table(_merged(to_table(config), table), source)
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = [key for key in above if isinstance(above[key], dict) and isinstance(below.get(key), dict)]
-    return below | above | {key: _merged(below[key], above[key]) for key in both}
+    return from_table(merged(to_table(config), table), source)
 
 
 def options(config: Config, over: Config) -> list[str]:

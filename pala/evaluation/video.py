@@ -21,7 +21,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs import Envs, Episode, MakeEnv, atari_rom, checked_id, make_envs
+from pala.envs import Envs, Episode, MakeEnv, atari_rom, make_by_id, make_envs
 from pala.evaluation.play import check_numbers, whole_games
 from pala.evaluation.policy import Actor, load_policy
 from pala.report.text import short_number
@@ -134,7 +134,7 @@ def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
     """An environment that draws pictures. Raises PalaError if it cannot."""
     if make_env is None:
         try:
-            return gymnasium.make(checked_id(env.id), render_mode="rgb_array")
+            return make_by_id(env.id, render_mode="rgb_array")
         except PalaError:
             raise
         except Exception as error:  # it takes no `render_mode`, or has no display: it is the user's code

@@ -23,6 +23,8 @@ from pala.exchange.budget import ExchangeState, Stop
 from pala.run.metrics import Record, Stopwatch
 from pala.system.runtime import Interrupt
 
+_MOST_EPISODES = 1000  # records of an interval: of short episodes they would take gigabytes
+
 
 @dataclass
 class Counters:
@@ -122,15 +124,18 @@ class Loop(abc.ABC):
         }
 
     def take_records(self) -> list[Record]:
-        """The episodes since the last call and one interval record."""
+        """The episodes since the last call, of many an even sample, and one interval record."""
         seconds, fractions = self._watch.split()
         record = self._stamp("interval") | self._interval_figures(seconds) | {
             "updates": self.counters.updates,
             "memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "episodes_left_out": max(0, len(self._records) - _MOST_EPISODES),
         }  # fmt: skip
         record |= {f"time_{name}": round(fraction, 4) for name, fraction in fractions.items()}
-        records, self._records = [*self._records, record], []
-        return records
+        ended, self._records = self._records, []
+        if len(ended) > _MOST_EPISODES:
+            ended = [ended[i * len(ended) // _MOST_EPISODES] for i in range(_MOST_EPISODES)]
+        return [*ended, record]
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:

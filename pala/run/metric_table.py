@@ -38,6 +38,10 @@ METRICS = (
         "episodes out",
     ),
     Metric("length_steps", "episode", "both", "", "one rank", "steps", "length of the whole episode"),
+    Metric("episodes_left_out", "interval", "both", "", "one rank", "episodes",
+        "that ended in the interval and have no record: of more than 1,000 an even sample has, so that short ones do "
+        "not take gigabytes",
+    ),
     Metric("local_steps_per_s", "interval", "both", "", "one rank", "steps/s",
         "speed of this rank; the sum over ranks is the speed of the job",
     ),

@@ -265,6 +265,7 @@ class RunView:
                         self._before[rank], self.last[rank] = {}, {}
                     elif record["type"] == "interval":
                         self._before[rank], self.last[rank] = self.last[rank], record
+                        self.num_episodes += record.get("episodes_left_out", 0)
             except PalaError as error:  # training does not depend on what is shown of it
                 if rank not in self._unreadable:
                     say(f"{error} Training goes on.")

@@ -147,7 +147,10 @@ def _pieces(run: Path, config: Config, given: UserCode) -> list[str]:
 
 def _names(config: Config) -> dict[str, list[str]]:
     """What is imported by names in a configuration."""
-    return {"env.wrappers": list(config.env.wrappers), "env.id": [config.env.id] if ":" in config.env.id else []}
+    return {
+        "env.wrappers": list(config.env.wrappers),
+        "env.id": [config.env.id] if ":" in config.env.id.partition("(")[0] else [],
+    }
 
 
 def _signature(key: bytes, run: Path, config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.machinery
 import sys
@@ -25,6 +26,18 @@ def name_of(thing: object) -> str | None:
     for part in name.split("."):
         found = getattr(found, part, None)
     return f"{module}:{name}" if found is thing else None
+
+
+def parse_call(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, arguments) of `name` or `name(key=value, ...)` with plain values. Raises ValueError for anything else."""
+    name, bracket, rest = text.strip().partition("(")
+    try:
+        call = ast.parse(f"f({rest}", mode="eval").body if bracket else ast.Call(ast.Name("f"), [], [])
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args or call.func.id != "f":
+            raise ValueError
+        return name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise ValueError(f"{text!r} is no name with plain arguments") from None
 
 
 def import_named(text: str, source: str, not_in: Path | None = None, defined_there: bool = False) -> Any:

@@ -31,6 +31,12 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """The one table over the other, tables in them alike."""
+    both = [key for key in above if isinstance(above[key], dict) and isinstance(below.get(key), dict)]
+    return below | above | {key: merged(below[key], above[key]) for key in both}
+
+
 def build(cls: type[T], table: dict[str, Any], source: str) -> T:
     """A dataclass, with dataclasses in it, from nested dictionaries. Raises PalaError that names the key."""
     return _build(cls, table, source, "", keys(cls))
