@@ -137,29 +137,30 @@ def load_config(run: str | Path) -> Config:
     return config_of(run)
 
 
-def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False) -> Policy:
+def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: bool = False) -> Policy:
     """The policy of a run, on the CPU and without MPI: `policy.act(observations)` gives actions.
 
     A run that has not completed gives the mean of its ranks' newest checkpoints (`none`: the first's; Gorila: the
     shards'). `seed`: of sampled actions.
     `trust_run`: run the code that the run names or holds (its environment, network, wrappers) though it came from
-    elsewhere. Raises PalaError.
+    elsewhere. `best`: the one with the best mean return of 100 episodes in training, as it was when a checkpoint was
+    written, in place of the final one. Raises PalaError.
     """
     from pala.evaluation.policy import policy_of
 
-    return policy_of(Path(run), seed, trust_run)
+    return policy_of(Path(run), seed, trust_run, best)
 
 
 def evaluate_policy(
     run: str | Path, episodes: int | None = None, num_envs: int | None = None, greedy: bool | None = None,
-    seed: int = 0, threads: int | None = None, trust_run: bool = False,
+    seed: int = 0, threads: int | None = None, trust_run: bool = False, best: bool = False,
 ) -> Evaluation:  # fmt: skip
     """Play whole games with a run's policy, without MPI; writes nothing. What is None is as in the run's own
     `evaluation` settings; `threads`, of torch and Atari: the cores that this process may use.
 
-    Equal arguments give equal returns, unless the environment has chance of its own. `trust_run`: as of `load_policy`.
-    Raises PalaError.
+    Equal arguments give equal returns, unless the environment has chance of its own. `trust_run`, `best`: as of
+    `load_policy`. Raises PalaError.
     """
     from pala.evaluation.play import evaluate_with_defaults
 
-    return evaluate_with_defaults(Path(run), episodes, num_envs, greedy, seed, threads, trust_run)
+    return evaluate_with_defaults(Path(run), episodes, num_envs, greedy, seed, threads, trust_run, best)

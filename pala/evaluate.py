@@ -6,9 +6,10 @@
 
 Prints one line; `RUN/evaluation.json` holds the newest result, `RUN/evaluations.jsonl` every one.
 
-The policy is `RUN/policy.safetensors`; a run that has not completed is scored on the mean of its ranks' newest
-checkpoints. It is computed on the CPU. What a run was trained with that was made in Python (environment,
-network) or named (wrappers) is loaded, which runs code. If the run came from elsewhere, that asks for `--trust-run`.
+The policy is `RUN/policy.safetensors`, by `--best` `RUN/best_policy.safetensors`; a run that has not completed is
+scored on the mean of its ranks' newest checkpoints. It is computed on the CPU. What a run was trained with that was
+made in Python (environment, network) or named (wrappers) is loaded, which runs code. If the run came from elsewhere,
+that asks for `--trust-run`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Command:
     """Equal seeds give equal episodes."""
     video: Path | None = None
     """Also record one more episode into this MP4 file."""
+    best: bool = False
+    """The policy with the best mean return in training, in place of the final one."""
     threads: int = 0
     """Threads of torch and Atari; 0: all cores."""
     trust_run: bool = False
@@ -74,9 +77,9 @@ def main() -> None:
 
     common = command.greedy, command.seed, command.threads, command.trust_run
     if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
-        tell(record_video(command.run, command.video, *common))
+        tell(record_video(command.run, command.video, *common, best=command.best))
     if command.episodes != 0 or command.video is None:
-        evaluation = evaluate(command.run, command.episodes, command.num_envs, *common)
+        evaluation = evaluate(command.run, command.episodes, command.num_envs, *common, best=command.best)
         tell(str(evaluation))
         record.save(command.run, evaluation)
 

@@ -42,6 +42,8 @@ class Command:
     """The most probable action instead of a sampled one; Gorila: no random actions."""
     seed: int = 0
     """Equal seeds give equal episodes."""
+    best: bool = False
+    """The policy with the best mean return in training, in place of the final one."""
     trust_run: bool = False
     """Run the code that the run names or holds (environment, network, wrappers), though it came from elsewhere."""
 
@@ -56,7 +58,7 @@ def main() -> None:
     prepare(_THREADS)
     from pala.evaluation.video import record_video
 
-    common = command.greedy, command.seed, _THREADS, command.trust_run
+    common = command.greedy, command.seed, _THREADS, command.trust_run, command.best
     if command.video is not None:
         tell(record_video(command.run, command.video, *common))
     else:
@@ -69,7 +71,8 @@ def _watch(command: Command) -> None:
     from pala.evaluation.window import Window
 
     window, told = Window(f"PALA  {command.run}"), 0
-    with filmed(command.run, command.episodes, command.greedy, command.seed, _THREADS, command.trust_run) as film:
+    how = command.greedy, command.seed, _THREADS, command.trust_run, command.best
+    with filmed(command.run, command.episodes, *how) as film:
         for picture in itertools.chain(film.pictures, [None]):  # the last episode ends without a picture
             for episode in film.ended[told:]:
                 tell(words_of(episode))

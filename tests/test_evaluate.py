@@ -21,6 +21,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import pala
 from pala import evaluate as program
 from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
 from pala.envs import Envs, Episode, Step, make_envs
@@ -246,6 +247,20 @@ def test_of_independent_learners_the_first_that_has_learned_is_taken_and_named(t
     policy = policy_of(run)
     assert policy.source == "checkpoint of rank 1 of 2 ranks"
     assert torch.cat([parameter.detach().reshape(-1) for parameter in policy.network.parameters()]).equal(learned)
+
+
+def test_the_best_policy_is_played_where_it_is_asked_for(tmp_path: Path) -> None:
+    run, best = make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE)), network_of(CARTPOLE)
+    with pytest.raises(PalaError, match=r"has no 'best_policy.safetensors': one is kept with the checkpoints"):
+        pala.load_policy(run, best=True)
+    signature = FlatParameters(copy.deepcopy(best), torch.device("cpu")).signature
+    header = {"global_steps": 77, "signature": signature, "mean_return": 3.0}
+    checkpoint.save_policy(run / "best_policy.safetensors", dict(best.state_dict()), header)
+    policy = pala.load_policy(run, best=True)
+    assert (policy.source, policy.global_steps, pala.load_policy(run).global_steps) == ("best", 77, 1234)
+    assert all(a.equal(b) for a, b in zip(policy.network.parameters(), best.parameters(), strict=True))
+    evaluation = pala.evaluate_policy(run, 2, 1, best=True)
+    assert str(evaluation).endswith("best policy after 77 steps")
 
 
 def test_no_policy_and_no_checkpoint(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from memory_jobs import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pala import config_checks
 from pala.a2c.learner import Learner
 from pala.config import Config, ExchangeConfig
 from pala.exchange import make as make_module
@@ -58,6 +59,7 @@ from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.request import Request
 from pala.run.result import Result
+from pala.run.session import Session
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.transport.faults import (
     corrupt,
@@ -251,6 +253,35 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(tmp_path: Path)
 
     for policy in run_ranks(2, main):
         torch.testing.assert_close(policy, torch.zeros(5), atol=1e-6, rtol=0)
+
+
+def test_the_best_policy_in_training_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the mean returns that rank 0 sees at its checkpoints; a resume goes on from what was kept."""
+    means = iter([None, 3.0, 5.0, 4.0])
+    seen: list[tuple[float | None, Tensor]] = []
+
+    def mean_return(records: Records) -> float | None:
+        return next(means, 2.0) if records._reporter is not None else None
+
+    keep = Session._keep_if_best
+
+    def kept(session: Session, exchange: Any) -> None:
+        keep(session, exchange)
+        if session._best is not None and session._leads:
+            seen.append((session._best, session._parts.flat.data.clone()))
+
+    monkeypatch.setattr(Records, "mean_return", property(mean_return))
+    monkeypatch.setattr(Session, "_keep_if_best", kept)
+    monkeypatch.setitem(config_checks._RANGES, "run.checkpoint_interval_s", (0, 1))
+    config = configure(tmp_path, steps=600)
+    job = train(2, replace(config, run=replace(config.run, checkpoint_interval_s=0.0)))  # after each update
+    assert job.ended_well() and [value for value, _ in seen][:2] == [3.0, 5.0] and seen[-1][0] == 5.0
+    best, header = checkpoint.load_policy(job.run / "best_policy.safetensors")
+    assert header["mean_return"] == 5.0 and header["global_steps"] < 600
+    there = torch.cat([tensor.flatten() for tensor in best.values()])
+    assert math.isclose(float(there.norm()), float(seen[1][1].norm()), rel_tol=1e-6)
+    assert job.resume(2, 800).ended_well() and seen[-1][0] == 5.0
+    assert checkpoint.load_policy(job.run / "best_policy.safetensors")[1] == header
 
 
 @pytest.mark.parametrize("leaver", [0, 1])

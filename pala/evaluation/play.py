@@ -36,12 +36,13 @@ def evaluate(
     threads: int,
     trust_run: bool = False,
     timeout_s: float = math.inf,
+    best: bool = False,
 ) -> Evaluation:
     """Play `episodes` whole episodes with the policy of a run, at most `num_envs` of them at the same time.
 
     Equal arguments give equal returns, unless the environment has chance of its own. `threads`: of torch and Atari.
-    `trust_run`: run the code that the run names though it came from elsewhere. Raises PalaError, also
-    when the episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
+    `trust_run`: run the code that the run names though it came from elsewhere; `best`: as of `load_policy`. Raises
+    PalaError, also when the episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
     """
     config = run_folder.config_of(run)
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
@@ -49,7 +50,7 @@ def evaluate(
     make_env, make_network = user_code.load_trusted(run, config, trust_run)
     limit = config.evaluation.max_episode_steps
     with make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env, limit) as envs:
-        policy = load_policy(run, config, envs, make_network)
+        policy = load_policy(run, config, envs, make_network, best)
         act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
         seeds = derive(seed, 0, "evaluation environments", envs.num_envs)
@@ -76,7 +77,7 @@ def evaluate(
 
 def evaluate_with_defaults(
     run: Path, episodes: int | None, num_envs: int | None, greedy: bool | None, seed: int, threads: int | None,
-    trust_run: bool,
+    trust_run: bool, best: bool,
 ) -> Evaluation:  # fmt: skip
     """What `pala.evaluate_policy` does: `evaluate`, with the run's settings for what is None; torch then has as many
     threads as before."""
@@ -85,7 +86,7 @@ def evaluate_with_defaults(
         return evaluate(
             run, (settings.episodes or EPISODES) if episodes is None else episodes,
             settings.num_envs if num_envs is None else num_envs, settings.greedy if greedy is None else greedy,
-            seed, threads or usable_cores(), trust_run,
+            seed, threads or usable_cores(), trust_run, best=best,
         )  # fmt: skip
     finally:
         torch.set_num_threads(before)

@@ -26,6 +26,7 @@ from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
 from pala.report.text import counted
 from pala.run import checkpoint, run_folder, user_code
+from pala.run.run_folder import BEST_POLICY, POLICY
 from pala.spaces import Inputs
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
@@ -143,18 +144,21 @@ def _is_single(space: gymnasium.Space, observations: Any) -> bool:
     return is_single
 
 
-def policy_of(run: Path, seed: int = 0, trust_run: bool = False) -> Policy:
+def policy_of(run: Path, seed: int = 0, trust_run: bool = False, best: bool = False) -> Policy:
     """What `pala.load_policy` does."""
     config = run_folder.config_of(run)
     make_env, make_network = user_code.load_trusted(run, config, trust_run)
     with make_envs(replace(config.env, num_envs=1, vectorization="sync"), 1, make_env) as envs:  # for its spaces
-        policy = load_policy(run, config, envs, make_network)
+        policy = load_policy(run, config, envs, make_network, best)
     policy.seed(seed)
     return policy
 
 
-def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> Policy:
-    """A completed run's final policy, or what its ranks' newest checkpoints hold. Raises PalaError."""
+def load_policy(
+    run: Path, config: Config, envs: Envs, make_network: MakeNetwork | None = None, best: bool = False
+) -> Policy:
+    """A completed run's final policy, or what its ranks' newest checkpoints hold; or the `best` that was kept while it
+    trained. Raises PalaError."""
     is_gorila = config.algorithm == "gorila"
     with torch_weights(config.seed):  # as in training: buffers that are not saved are alike
         network = (q_network if is_gorila else actor_critic)(
@@ -162,8 +166,13 @@ def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork
         )
     network.eval()
     flat = FlatParameters(network, torch.device("cpu"))
-    file = run / "policy.safetensors"
-    if file.exists() and run_folder.read(run)["completed"]:  # a resumed run still has its earlier policy
+    file = run / (BEST_POLICY if best else POLICY)
+    if best and not file.exists():
+        raise PalaError(
+            f"Run '{run}' has no '{BEST_POLICY}': one is kept with the checkpoints, once 100 episodes have ended, but "
+            "not of independent learners ('exchange.kind' 'none')."
+        )
+    if file.exists() and (best or run_folder.read(run)["completed"]):  # a resumed run still has its earlier policy
         named, header = checkpoint.load_policy(file, network.state_dict())
         if header.get("signature") != flat.signature:
             raise PalaError(
@@ -171,7 +180,7 @@ def load_policy(run: Path, config: Config, envs: Envs, make_network: MakeNetwork
                 "them from torch, or with a seed of your own."
             )
         network.load_state_dict(named)
-        steps, source = header["global_steps"], "final"
+        steps, source = header["global_steps"], "best" if best else "final"
     else:
         steps, source = _load_checkpoints(run, config, flat)
     if not flat.data.isfinite().all():

@@ -22,7 +22,7 @@ class Evaluation:
 
     finished: str  # UTC, ISO 8601
     environment: str
-    policy: str  # "final", or "mean of checkpoints of N ranks"
+    policy: str  # "final", "best", or "mean of checkpoints of N ranks"
     global_steps: int  # of training, over all ranks
     frames_per_step: int | None  # Atari: emulator frames a step, so global_steps * frames_per_step are the frames
     episodes: int
@@ -57,7 +57,7 @@ class Evaluation:
             parts.append(f"up to {self.noop_max} no-ops")
         if self.repeat_action_probability:
             parts.append(f"sticky actions {self.repeat_action_probability:g}")
-        policy = "final policy" if self.policy == "final" else self.policy
+        policy = f"{self.policy} policy" if self.policy in ("final", "best") else self.policy
         return f"{', '.join(parts)}; {policy} after {self.global_steps:,} steps"
 
 

@@ -36,14 +36,16 @@ _LEAST_VIDEO_WIDTH = 320  # pixels
 _ATARI_FRAMES_PER_S = 60
 
 
-def record_video(run: Path, file: Path, greedy: bool, seed: int, threads: int, trust_run: bool = False) -> str:
+def record_video(
+    run: Path, file: Path, greedy: bool, seed: int, threads: int, trust_run: bool = False, best: bool = False
+) -> str:  # fmt: skip
     """Write one whole episode as an MP4 file, a picture a step; returns a sentence that says what was played.
 
-    At most 20,000 steps are recorded. `trust_run`: as of `evaluate`. Raises PalaError.
+    At most 20,000 steps are recorded. `trust_run`, `best`: as of `evaluate`. Raises PalaError.
     """
     if file.suffix != ".mp4":
         raise PalaError(f"Video '{file}' must have a name that ends in '.mp4'.")
-    with filmed(run, 1, greedy, seed, threads, trust_run) as film:
+    with filmed(run, 1, greedy, seed, threads, trust_run, best) as film:
         steps = _write_video(file, film.frames_per_s, itertools.islice(film.pictures, 1 + _MOST_VIDEO_STEPS))
     if not film.ended:
         return f"Video '{file}': the first {steps:,} steps of an episode; the rest is cut."
@@ -65,7 +67,7 @@ def words_of(episode: Episode) -> str:
 
 @contextmanager
 def filmed(
-    run: Path, episodes: int, greedy: bool, seed: int, threads: int, trust_run: bool = False
+    run: Path, episodes: int, greedy: bool, seed: int, threads: int, trust_run: bool = False, best: bool = False
 ) -> Iterator[Film]:  # fmt: skip
     """So many episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
     played."""
@@ -76,7 +78,8 @@ def filmed(
     make_env, make_network = user_code.load_trusted(run, config, trust_run)
     envs, screen, frames_per_s = _stage(whole_games(config.env, 1), make_env, seeds, threads)
     try:
-        act = load_policy(run, config, envs, make_network).actor(greedy, int(derive(seed, 0, "video actions")[0]))
+        policy = load_policy(run, config, envs, make_network, best)
+        act = policy.actor(greedy, int(derive(seed, 0, "video actions")[0]))
         ended: list[Episode] = []
         yield Film(_film(envs, act, screen, seeds, ended, episodes), frames_per_s, ended)
     finally:

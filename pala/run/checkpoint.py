@@ -256,6 +256,15 @@ def save_policy(path: Path, named: dict[str, Tensor], header: dict[str, Any]) ->
     write_atomically(path, _pack(copies, header))
 
 
+def policy_header(path: Path) -> dict[str, Any] | None:
+    """The header of an exported policy; None if there is none that can be read."""
+    try:
+        with _opened(path) as (_, header, _):
+            return header
+    except PalaError:
+        return None
+
+
 def load_policy(path: Path, wanted: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(named parameters, header) of an exported policy; before they are read, their shapes must be those `wanted`.
     Raises PalaError."""

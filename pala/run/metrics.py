@@ -280,6 +280,11 @@ class RunView:
         return sum(r for _, r, _ in self._episodes) / len(self._episodes) if self._episodes else None
 
     @property
+    def whole_mean_return(self) -> float | None:
+        """The same; None before there are 100."""
+        return self.mean_return if len(self._episodes) == self._episodes.maxlen else None
+
+    @property
     def mean_length(self) -> float | None:
         """Mean length of the same episodes, in steps."""
         lengths = [length for _, _, length in self._episodes if length is not None]

@@ -70,6 +70,11 @@ class Records:
         if self._reporter is not None:
             self._reporter.report(global_steps)
 
+    @property
+    def mean_return(self) -> float | None:
+        """Mean return of the last 100 whole episodes of all ranks, if this rank leads and there are as many."""
+        return self._reporter.view.whole_mean_return if self._reporter is not None else None
+
     def resign(self) -> None:
         """This rank does not lead, or no more: who does goes on with run.json and the console."""
         self._close_reporter()

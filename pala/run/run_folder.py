@@ -16,6 +16,7 @@ from pala.run.provenance import now_utc
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated, read_json, write_json
 
+POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
 SIGNATURE = "code.signature"
 CODE_FILES = ("make_env.txt", "make_env.pkl", "make_network.txt", "make_network.pkl", SIGNATURE)  # pala.run.user_code's
 

@@ -9,6 +9,7 @@ outlive it (`pala/transport/mpi_process.py`, `abort`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from pala.config import Config, to_table
 from pala.envs import Envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
+from pala.exchange.kinds import kind_of
 from pala.exchange.sleeping import Beginning, Sleeping
 from pala.gorila import parts as gorila
 from pala.networks.own import MakeNetwork
@@ -40,6 +42,7 @@ from pala.run.parts import Parts, build_envs
 from pala.run.records import Records, note_failure
 from pala.run.request import Request
 from pala.run.result import Conclude, Conclusion, Result
+from pala.run.run_folder import BEST_POLICY, POLICY
 from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
@@ -230,6 +233,7 @@ class Session:
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
         self._has_saved = False  # the newest state
+        self._best: float | None = None  # mean return of the best policy so far; None: not looked for yet
         self._saved_lost: Sequence[int] = ()  # ranks that the newest checkpoint calls lost
 
     def run(self, make_exchange: Callable[[], Exchange]) -> Result:
@@ -371,10 +375,10 @@ class Session:
             self._call("on_update", self._callbacks.on_update, exchange)
 
         seeds: np.ndarray = env_seeds(self._config.seed, self._comm.rank, self._segment, self._envs.num_envs)
-        stop = loop.run(seeds, on_interval, lambda: self._save_or_say(exchange), updated)
+        stop = loop.run(seeds, on_interval, lambda: self._save_all(exchange), updated)
         # A full disk should not keep the ranks from the smaller file, the final policy, nor the others from going on.
         if stop.completes or stop is Stop.NONE:
-            self._save_or_say(exchange)
+            self._save_all(exchange)
         else:
             self._save(exchange)
         self._lead_if_first(exchange)
@@ -432,7 +436,37 @@ class Session:
                 "kept; the job goes on."
             )
 
+    def _save_all(self, exchange: Exchange) -> None:
+        self._save_or_say(exchange)
+        try:
+            self._keep_if_best(exchange)
+        except OSError as error:
+            say(f"[rank {self._comm.rank}] the best policy could not be written: {reason(error)}. The job goes on.")
+
+    def _keep_if_best(self, exchange: Exchange) -> None:
+        """Export this rank's parameters if it leads and the mean return in training was never better. Not of
+        independent learners, whose mean says little of one."""
+        value, parts = self._records.mean_return, self._parts
+        is_of_many = self._config.algorithm == "a2c" and kind_of(self._config.exchange).independent
+        if value is None or not parts.acts or (is_of_many and self._job.num_trainers > 1):
+            return
+        file = self._segment.run / BEST_POLICY
+        if self._best is None:  # perhaps an earlier start, or a rank that led before, has kept one
+            before = (checkpoint.policy_header(file) or {}).get("mean_return")
+            self._best = before if isinstance(before, float) and math.isfinite(before) else -math.inf
+        if value > self._best and bool(parts.flat.data.isfinite().all()):
+            self._best = value
+            self._export(file, exchange, mean_return=value)
+
     # ---- what is written down ------------------------------------------------------------------------------------
+
+    def _export(self, file: Path, exchange: Exchange, **facts: Any) -> None:
+        """Write the network as it is now. Raises OSError."""
+        header = {
+            "config": to_table(self._config), "environment": self._envs.name, "global_steps": exchange.global_steps,
+            "ranks": self._job.num_trainers, "signature": self._parts.flat.signature, **facts,
+        }  # fmt: skip
+        checkpoint.save_policy(file, dict(self._parts.network.state_dict()), header)
 
     def _complete(self, exchange: Exchange, final: Tensor, survivors: Survivors, stopped_early: str) -> None:
         """Write the final policy, and then that the run is complete. The first of the living only."""
@@ -443,12 +477,7 @@ class Session:
         self._records.lead(survivors.members, self._progress.counters.time_s, exchange.left, exchange.joining)
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
-        header = {
-            "config": to_table(self._config), "environment": self._envs.name, "global_steps": exchange.global_steps,
-            "ranks": self._job.num_trainers, "signature": self._parts.flat.signature,
-        }  # fmt: skip
-        policy = dict(self._parts.network.state_dict())
-        checkpoint.save_policy(self._segment.run / "policy.safetensors", policy, header)
+        self._export(self._segment.run / POLICY, exchange)
         why = {"stopped_early": stopped_early} if stopped_early else {}
         self._records.end("completed", global_steps=exchange.global_steps, **why)
 
