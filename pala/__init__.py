@@ -143,8 +143,8 @@ def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: b
     A run that has not completed gives the mean of its ranks' newest checkpoints (`none`: the first's; Gorila: the
     shards'). `seed`: of sampled actions.
     `trust_run`: run the code that the run names or holds (its environment, network, wrappers) though it came from
-    elsewhere. `best`: the one with the best mean return of 100 episodes in training, as it was when a checkpoint was
-    written, in place of the final one. Raises PalaError.
+    elsewhere. `best`: in place of the final one that which, of those at checkpoints, was followed by the 100 training
+    episodes with the best mean. Raises PalaError.
     """
     from pala.evaluation.policy import policy_of
 

@@ -338,7 +338,9 @@ def load_with_ranks(preset: str | Path) -> tuple[Config, int | None]:
     table, config, ranks = dict[str, Any](), Config(), None
     for name, above in presets.chain(preset):
         source = f"Preset '{name}'"
-        ranks = above.pop("ranks", ranks)
+        a2c = above.get("a2c")
+        has_rate = isinstance(a2c, dict) and "learning_rate" in a2c  # then the base's ranks are not meant
+        ranks = above.pop("ranks", None if has_rate else ranks)
         if ranks is not None and (type(ranks) is not int or ranks < 1):
             raise PalaError(f"{source}: 'ranks' is {shown(ranks)} but must be a number of ranks, 1 or more.")
         table = merged(table, above)

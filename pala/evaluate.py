@@ -4,7 +4,8 @@
     and a video of one more episode   python -m pala.evaluate RUN --video pong.mp4
     the video alone                   python -m pala.evaluate RUN --video pong.mp4 --episodes 0
 
-Prints one line; `RUN/evaluation.json` holds the newest result, `RUN/evaluations.jsonl` every one.
+Prints one line; `RUN/evaluation.json` holds the newest result of the final policy,
+`RUN/evaluations.jsonl` every one.
 
 The policy is `RUN/policy.safetensors`, by `--best` `RUN/best_policy.safetensors`; a run that has not completed is
 scored on the mean of its ranks' newest checkpoints. It is computed on the CPU. What a run was trained with that was
@@ -47,7 +48,7 @@ class Command:
     video: Path | None = None
     """Also record one more episode into this MP4 file."""
     best: bool = False
-    """The policy with the best mean return in training, in place of the final one."""
+    """In place of the final policy the one at the checkpoint after which 100 training episodes were best."""
     threads: int = 0
     """Threads of torch and Atari; 0: all cores."""
     trust_run: bool = False

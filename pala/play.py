@@ -43,7 +43,7 @@ class Command:
     seed: int = 0
     """Equal seeds give equal episodes."""
     best: bool = False
-    """The policy with the best mean return in training, in place of the final one."""
+    """In place of the final policy the one at the checkpoint after which 100 training episodes were best."""
     trust_run: bool = False
     """Run the code that the run names or holds (environment, network, wrappers), though it came from elsewhere."""
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def chain(preset: str | Path) -> list[tuple[str | Path, dict[str, Any]]]:
         base = table.pop("base", None)
         if base is not None and not isinstance(base, str):
             raise PalaError(f"Preset '{following}': 'base' is {shown(base)} but must be the name or path of a preset.")
-        following = beside if base is not None and (beside := path.parent / base).is_file() else base
+        beside = path.parent / base if base is not None else None
+        following = beside if beside is not None and os.path.isfile(beside) else base  # noqa: PTH113 - of any length
     return found[::-1]
 
 

@@ -364,7 +364,7 @@ def test_an_id_may_have_arguments():
         ("FrozenLake-v1(is_slipery=False)", "The environment cannot be made .*is_slipery"),
         ("FrozenLake-v1(False)", "write `Id-v0`"), ("FrozenLake-v1(is_slippery=f())", "write `Id-v0`"),
         ("FrozenLake-v1(", "write `Id-v0`"), ("FrozenLak-v1(is_slippery=False)", "did you mean 'FrozenLake-v1'"),
-        ("ALE/Pong-v5(mode=1)", "Atari games take no arguments"),
+        ("ALE/Pong-v5(mode=1)", "Atari games take no arguments"), (" ALE/Pong-v5", "no environment"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_none_are_told(name, sentence):

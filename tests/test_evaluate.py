@@ -159,6 +159,13 @@ def test_episodes_that_are_all_there_are_not_given_up() -> None:
         play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=2, timeout_s=0.0)
 
 
+def test_an_episode_that_training_would_cut_is_cut_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(CARTPOLE, env=replace(CARTPOLE.env, max_episode_steps=3))
+    run = make_run(tmp_path / "run", config, network_of(config))
+    assert evaluate(run, 2, 1, greedy=False, seed=0, threads=1).mean_length_steps == 3
+    assert "2 of 2 episodes were cut after 3 steps" in capsys.readouterr().err
+
+
 def test_an_odd_number_of_episodes_is_shared_out() -> None:
     played, _ = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=5)
     assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]

@@ -207,7 +207,11 @@ def test_a_name_wins_over_a_pickle_and_takes_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("named", "says"),
-    [({"wrappers": ("FlattenObservation",)}, "'env.wrappers'"), ({"id": "harm:Pong-v0"}, "'env.id'")],
+    [
+        ({"wrappers": ("FlattenObservation",)}, "'env.wrappers'"),
+        ({"id": "harm:Pong-v0"}, "'env.id'"),
+        ({"id": "FrozenLake-v1(map_name='8x8')"}, "'env.id'"),
+    ],
 )
 def test_names_in_the_configuration_are_asked_for(named: dict[str, Any], says: str, tmp_path: Path) -> None:
     """By who signed them without a question; not in a run that has been given others."""

@@ -237,12 +237,13 @@ def test_the_policy_of_the_last_that_trains_is_its_own_model(mixing: str, tmp_pa
     assert math.isclose(float(policy.norm()), float(own.norm()), rel_tol=1e-6)
 
 
-def test_a_rank_that_made_no_update_does_not_count_in_the_policy(tmp_path: Path) -> None:
-    """Its weights are those of the seed, while another's meet the budget."""
+@pytest.mark.parametrize(("made", "expected"), [(0, 0.0), (100, 0.5)])
+def test_a_rank_that_made_no_update_does_not_count_in_the_policy(made: int, expected: float, tmp_path: Path) -> None:
+    """Its weights are those of the seed, while another's meet the budget; unless an earlier start has trained them."""
 
     def main(comm: MemoryCommunicator) -> Tensor:
-        parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, steps=10)
-        exchange = Gossip(comm, parameters, 1, config, ExchangeState([0, 0]), comm.interrupt)
+        parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, steps=2 * made + 10)
+        exchange = Gossip(comm, parameters, 1, config, ExchangeState([made, made]), comm.interrupt)
         if comm.rank == 0:
             exchange.after_update(10, healthy=True)
         else:
@@ -252,35 +253,50 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(tmp_path: Path)
         return exchange.final_parameters(60.0)
 
     for policy in run_ranks(2, main):
-        torch.testing.assert_close(policy, torch.zeros(5), atol=1e-6, rtol=0)
+        torch.testing.assert_close(policy, torch.full((5,), expected), atol=1e-6, rtol=0)
 
 
-def test_the_best_policy_in_training_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the mean returns that rank 0 sees at its checkpoints; a resume goes on from what was kept."""
-    means = iter([None, 3.0, 5.0, 4.0])
-    seen: list[tuple[float | None, Tensor]] = []
+@pytest.mark.parametrize("full", [False, True])
+def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is judged by the 100 episodes that end after its checkpoint; a resume goes on from what was kept. The
+    parameters are the number of the checkpoint. `full`: the disk, when the best is to be written."""
+    means = [None, None, 3.0, 5.0, 7.0, 4.0, 2.0]  # of the episodes before each checkpoint
+    ended = [0, 60, 120, 190, 260, 400, 520]
+    looks, save_policy = [-1], checkpoint.save_policy
 
-    def mean_return(records: Records) -> float | None:
-        return next(means, 2.0) if records._reporter is not None else None
+    def look(records: Records, figures: list[Any]) -> Any:
+        return figures[min(looks[0], len(figures) - 1)] if records._reporter is not None else None
 
     keep = Session._keep_if_best
 
     def kept(session: Session, exchange: Any) -> None:
-        keep(session, exchange)
-        if session._best is not None and session._leads:
-            seen.append((session._best, session._parts.flat.data.clone()))
+        if session._comm.rank == 0:
+            looks[0] += 1
+            own = session._parts.flat.data.clone()
+            session._parts.flat.data.fill_(looks[0])
+            try:
+                keep(session, exchange)
+            finally:
+                session._parts.flat.data.copy_(own)
 
-    monkeypatch.setattr(Records, "mean_return", property(mean_return))
+    def save(path: Path, named: dict[str, Tensor], header: dict[str, Any]) -> None:
+        if full and header.get("mean_return") == 7.0:
+            raise OSError(28, "No space left on device")
+        save_policy(path, named, header)
+
+    monkeypatch.setattr(checkpoint, "save_policy", save)
+    monkeypatch.setattr(Records, "mean_return", property(lambda records: look(records, means)))
+    monkeypatch.setattr(Records, "num_episodes", property(lambda records: look(records, ended)))
     monkeypatch.setattr(Session, "_keep_if_best", kept)
     monkeypatch.setitem(config_checks._RANGES, "run.checkpoint_interval_s", (0, 1))
     config = configure(tmp_path, steps=600)
     job = train(2, replace(config, run=replace(config.run, checkpoint_interval_s=0.0)))  # after each update
-    assert job.ended_well() and [value for value, _ in seen][:2] == [3.0, 5.0] and seen[-1][0] == 5.0
+    assert job.ended_well() and looks[0] > len(means)
     best, header = checkpoint.load_policy(job.run / "best_policy.safetensors")
-    assert header["mean_return"] == 5.0 and header["global_steps"] < 600
-    there = torch.cat([tensor.flatten() for tensor in best.values()])
-    assert math.isclose(float(there.norm()), float(seen[1][1].norm()), rel_tol=1e-6)
-    assert job.resume(2, 800).ended_well() and seen[-1][0] == 5.0
+    # Held: that of checkpoint 2, judged by 7.0 at 4, where 140 more episodes have ended; then 4, judged by 4.0 at 5.
+    expected = (4, 4.0) if full else (2, 7.0)
+    assert (float(next(iter(best.values())).flatten()[0]), header["mean_return"]) == expected
+    assert job.resume(2, 800).ended_well()
     assert checkpoint.load_policy(job.run / "best_policy.safetensors")[1] == header
 
 

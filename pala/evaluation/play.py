@@ -48,7 +48,7 @@ def evaluate(
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
     torch.set_num_threads(threads)
     make_env, make_network = user_code.load_trusted(run, config, trust_run)
-    limit = config.evaluation.max_episode_steps
+    limit = min(steps for steps in (config.evaluation.max_episode_steps, config.env.max_episode_steps) if steps)
     with make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env, limit) as envs:
         policy = load_policy(run, config, envs, make_network, best)
         act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
@@ -59,7 +59,8 @@ def evaluate(
     cut = sum(episode.length_steps >= limit for episode in played)
     if cut and not isinstance(envs, AtariEnvs):
         say(
-            f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps')."
+            f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps' "
+            "or 'env.max_episode_steps')."
         )
     return Evaluation(
         finished=now_utc(),

@@ -169,8 +169,9 @@ def load_policy(
     file = run / (BEST_POLICY if best else POLICY)
     if best and not file.exists():
         raise PalaError(
-            f"Run '{run}' has no '{BEST_POLICY}': one is kept with the checkpoints, once 100 episodes have ended, but "
-            "not of independent learners ('exchange.kind' 'none')."
+            f"Run '{run}' has no '{BEST_POLICY}': one is kept with the checkpoints, when 100 episodes have ended after "
+            "it, but not of independent learners ('exchange.kind' 'none'), nor where the first rank does not play "
+            "('gorila.roles' 'separate')."
         )
     if file.exists() and (best or run_folder.read(run)["completed"]):  # a resumed run still has its earlier policy
         named, header = checkpoint.load_policy(file, network.state_dict())

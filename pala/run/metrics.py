@@ -25,6 +25,7 @@ from pala.system.files import is_number, json_text, open_to_append, open_to_read
 from pala.system.runtime import say
 
 Record = dict[str, Any]
+MEAN_OF = 100  # whole episodes, of what is shown while training goes on
 LIMIT = "PALA_METRICS_LIMIT_MIB"  # environment variable
 _LIMIT_MIB = 512.0  # of a run's metrics, unpacked; as records they take up to ten times that
 _MOST_EXPANSION = 30  # of a packed file: metrics pack to a tenth
@@ -244,7 +245,7 @@ class RunView:
 
     def __init__(self, run: Path, ranks: int) -> None:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
-        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=100)  # time, return, length
+        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=MEAN_OF)  # time, return, length
         self.last: list[Record] = [{} for _ in range(ranks)]
         self._before: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)
@@ -265,7 +266,7 @@ class RunView:
                         self._before[rank], self.last[rank] = {}, {}
                     elif record["type"] == "interval":
                         self._before[rank], self.last[rank] = self.last[rank], record
-                        self.num_episodes += record.get("episodes_left_out", 0)
+                        self.num_episodes += record.get("episodes_left_out") or 0
             except PalaError as error:  # training does not depend on what is shown of it
                 if rank not in self._unreadable:
                     say(f"{error} Training goes on.")

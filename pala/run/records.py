@@ -75,6 +75,11 @@ class Records:
         """Mean return of the last 100 whole episodes of all ranks, if this rank leads and there are as many."""
         return self._reporter.view.whole_mean_return if self._reporter is not None else None
 
+    @property
+    def num_episodes(self) -> int:
+        """Whole episodes of all ranks that have ended, if this rank leads."""
+        return self._reporter.view.num_episodes if self._reporter is not None else 0
+
     def resign(self) -> None:
         """This rank does not lead, or no more: who does goes on with run.json and the console."""
         self._close_reporter()

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM, Signals
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -37,7 +37,7 @@ from pala.run.header import header
 from pala.run.hooks import Callback, Callbacks, Moment, UserCode, asks_to_stop
 from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress
-from pala.run.metrics import Record
+from pala.run.metrics import MEAN_OF, Record
 from pala.run.parts import Parts, build_envs
 from pala.run.records import Records, note_failure
 from pala.run.request import Request
@@ -221,6 +221,14 @@ class Setup:
         return header(self.config, self.segment.run, hosts, job.threads, str(parts.device), num_learned, made)
 
 
+class _Held(NamedTuple):
+    """A policy that may be the best, in the host's memory."""
+
+    num_episodes: int  # that had ended
+    policy: dict[str, Tensor]
+    header: dict[str, Any]
+
+
 class Session:
     """A rank that is ready to train: everything has been saved and recorded once."""
 
@@ -234,6 +242,7 @@ class Session:
         self._has_said_stop = False
         self._has_saved = False  # the newest state
         self._best: float | None = None  # mean return of the best policy so far; None: not looked for yet
+        self._held: _Held | None = None
         self._saved_lost: Sequence[int] = ()  # ranks that the newest checkpoint calls lost
 
     def run(self, make_exchange: Callable[[], Exchange]) -> Result:
@@ -444,8 +453,10 @@ class Session:
             say(f"[rank {self._comm.rank}] the best policy could not be written: {reason(error)}. The job goes on.")
 
     def _keep_if_best(self, exchange: Exchange) -> None:
-        """Export this rank's parameters if it leads and the mean return in training was never better. Not of
-        independent learners, whose mean says little of one."""
+        """If this rank leads: export the policy that it held at an earlier checkpoint, if the 100 episodes that ended
+        since then, the last ones now, were better than those after any other; and hold the present one. Episodes that
+        ended before say nothing of it: it may have fallen apart just now. Not of independent learners, whose mean says
+        little of one."""
         value, parts = self._records.mean_return, self._parts
         is_of_many = self._config.algorithm == "a2c" and kind_of(self._config.exchange).independent
         if value is None or not parts.acts or (is_of_many and self._job.num_trainers > 1):
@@ -454,19 +465,24 @@ class Session:
         if self._best is None:  # perhaps an earlier start, or a rank that led before, has kept one
             before = (checkpoint.policy_header(file) or {}).get("mean_return")
             self._best = before if isinstance(before, float) and math.isfinite(before) else -math.inf
-        if value > self._best and bool(parts.flat.data.isfinite().all()):
+        held, ended = self._held, self._records.num_episodes
+        if held is not None and ended - held.num_episodes < MEAN_OF:
+            return
+        policy = {name: tensor.detach().cpu().clone() for name, tensor in parts.network.state_dict().items()}
+        is_finite = bool(parts.flat.data.isfinite().all())
+        self._held = _Held(ended, policy, self._header(exchange)) if is_finite else None
+        if held is not None and value > self._best:
+            checkpoint.save_policy(file, held.policy, held.header | {"mean_return": value})
             self._best = value
-            self._export(file, exchange, mean_return=value)
 
     # ---- what is written down ------------------------------------------------------------------------------------
 
-    def _export(self, file: Path, exchange: Exchange, **facts: Any) -> None:
-        """Write the network as it is now. Raises OSError."""
-        header = {
+    def _header(self, exchange: Exchange) -> dict[str, Any]:
+        """Of a policy that is exported now."""
+        return {
             "config": to_table(self._config), "environment": self._envs.name, "global_steps": exchange.global_steps,
-            "ranks": self._job.num_trainers, "signature": self._parts.flat.signature, **facts,
+            "ranks": self._job.num_trainers, "signature": self._parts.flat.signature,
         }  # fmt: skip
-        checkpoint.save_policy(file, dict(self._parts.network.state_dict()), header)
 
     def _complete(self, exchange: Exchange, final: Tensor, survivors: Survivors, stopped_early: str) -> None:
         """Write the final policy, and then that the run is complete. The first of the living only."""
@@ -477,7 +493,8 @@ class Session:
         self._records.lead(survivors.members, self._progress.counters.time_s, exchange.left, exchange.joining)
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
-        self._export(self._segment.run / POLICY, exchange)
+        policy = dict(self._parts.network.state_dict())
+        checkpoint.save_policy(self._segment.run / POLICY, policy, self._header(exchange))
         why = {"stopped_early": stopped_early} if stopped_early else {}
         self._records.end("completed", global_steps=exchange.global_steps, **why)
 

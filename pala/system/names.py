@@ -30,7 +30,7 @@ def name_of(thing: object) -> str | None:
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     """(name, arguments) of `name` or `name(key=value, ...)` with plain values. Raises ValueError for anything else."""
-    name, bracket, rest = text.strip().partition("(")
+    name, bracket, rest = text.partition("(")
     try:
         call = ast.parse(f"f({rest}", mode="eval").body if bracket else ast.Call(ast.Name("f"), [], [])
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args or call.func.id != "f":

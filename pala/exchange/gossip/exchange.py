@@ -44,6 +44,7 @@ class Gossip(ModelExchange):
         self._exchanges_between_steps = config.exchange.exchanges_per_update > 1
         self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._has_updated = False  # before, its moments know nothing, and half of that would go to a peer
+        self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec_with_exact(config.exchange, parameters, num_exact)
         sizes = gossip_sizes(codec.sizes, PROTOCOLS[config.exchange.mixing].kinds)
         wire = Wire(comm.size, parameters.numel(), signature, sizes)
@@ -158,7 +159,7 @@ class Gossip(ModelExchange):
     def final_parameters(self, timeout_s: float) -> Tensor:
         # A model that was never trained, or is as old as the time that this rank was away, or has left, counts only if
         # all are.
-        trained = self._has_updated or self.heals > 0
+        trained = self._has_updated or self._goes_on or self.heals > 0
         fresh = trained and self._protocol.has_model and not self._protocol.has_left
         weight = self._protocol.mixing.weight * (1.0 if fresh else 1e-9)
         return average_of_ranks(self._comm, self._parameters, weight, timeout_s, self._interrupt)
