@@ -463,7 +463,7 @@ def test_the_quickstart_is_trained_where_nothing_else_is_asked_for(there: Path, 
     assert "quickstart" not in str(caught.value)
     with pytest.raises(SystemExit):
         read_options([*by_script, "--help"])
-    assert "at most (0)" in capsys.readouterr().out
+    assert "the most restarts (0)" in capsys.readouterr().out
 
 
 def test_a_job_that_outlives_its_mpirun_is_waited_for(there: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
