@@ -164,6 +164,15 @@ def test_settings_come_in_layers(there: Path) -> None:
     assert [run.cell for run in plan.runs if run.cell.variant == "none"] == [Cell("none", "Pole", 2)] * 2
 
 
+def test_a_variant_may_be_of_some_games(there: Path) -> None:
+    Path("other.toml").write_text(GAME.replace("CartPole", "Acrobot"))
+    text = PRESET.replace('Pole = "game.toml"', 'Pole = "game.toml"\nBot = "other.toml"')
+    plan = plan_of(text + 'games = ["Bot"]\n')
+    assert {(run.cell.variant, run.cell.game) for run in plan.runs} == {
+        ("gossip", "Pole"), ("gossip", "Bot"), ("none", "Bot"),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -181,6 +190,7 @@ def test_settings_come_in_layers(there: Path) -> None:
         ("[1, 2]", "2", "'ranks' is 2 (int) but must be of type"),
         ('name = "tiny"', 'name = "a/b"', "'a/b' cannot name a folder"),
         ("[variants.gossip]", "[variants.gossip]\nranks = 2", "'ranks' is 2 (int)"),
+        ("[variants.gossip]", '[variants.gossip]\ngames = ["Pol"]', "'variants.gossip.games' has 'Pol', no game; did"),
     ],
 )
 def test_mistakes_in_a_preset_are_told(there: Path, old: str, new: str, words: str) -> None:

@@ -19,7 +19,7 @@ from pala.report.text import counted
 from pala.system.errors import PalaError, nearest
 from pala.system.tables import build, flatten, merged
 
-_VARIANTS_OWN = ("ranks", "launcher")  # keys of a variant that are no settings of a run
+_VARIANTS_OWN = ("ranks", "launcher", "games")  # keys of a variant that are no settings of a run
 _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give
 
 
@@ -60,7 +60,8 @@ class Preset:
     slurm: SlurmJobs = SlurmJobs()
     """Jobs on a cluster."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> settings; also `ranks` and `launcher`, where they differ from the above. `ranks = []`: made elsewhere."""
+    """Name -> settings; also `ranks`, `games` and `launcher`, where they differ from the above. `ranks = []`: made
+    elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Plan:
         cells = [
             Cell(variant, game, ranks)
             for game in self._games for ranks in self._rank_counts() for variant in self.preset.variants
-            if ranks in self.ranks_of(variant)
+            if ranks in self.ranks_of(variant) and game in self.games_of(variant)
         ]  # fmt: skip
         self.left_out = [cell for cell in cells if self.nodes(cell.ranks) > 1 and self._needs_one_host(cell)]
         """Cells that no run is made of: their method needs one host, and their ranks span nodes."""
@@ -146,7 +147,12 @@ class Plan:
                     f"{self.source}: 'drawn' names '{variant}', no variant{nearest(variant, preset.variants)}."
                 )
         for variant, table in preset.variants.items():
-            build(_Own, {key: table[key] for key in _VARIANTS_OWN if key in table}, f"{self.source}, '{variant}'")
+            own = build(_Own, {key: table[key] for key in _VARIANTS_OWN if key in table}, f"{self.source}, '{variant}'")
+            for game in own.games:
+                if game not in preset.games:
+                    raise PalaError(
+                        f"{self.source}: 'variants.{variant}.games' has '{game}', no game{nearest(game, preset.games)}."
+                    )
         if not all(re.fullmatch("[1-9][0-9]*", ranks) for ranks in preset.train_at):
             raise PalaError(f"{self.source}: 'train_at' needs numbers of ranks, as in [train_at.4].")
         if min(self._rank_counts(), default=1) < 1:
@@ -163,6 +169,10 @@ class Plan:
     def ranks_of(self, variant: str) -> tuple[int, ...]:
         """Of which numbers of ranks the comparison makes runs; none if those of this variant are made elsewhere."""
         return tuple(self.preset.variants.get(variant, {}).get("ranks", self.preset.ranks))
+
+    def games_of(self, variant: str) -> tuple[str, ...]:
+        """Which games the comparison makes runs of this variant on."""
+        return tuple(self.preset.variants[variant].get("games", self.preset.games))
 
     def nodes(self, ranks: int) -> int:
         """How many nodes of a cluster so many ranks span."""
@@ -213,6 +223,7 @@ class Plan:
 class _Own:
     ranks: tuple[int, ...] = ()
     launcher: str = ""
+    games: tuple[str, ...] = ()
 
 
 def _over(config: Config, table: dict[str, Any], source: str) -> Config:
