@@ -31,7 +31,7 @@ from pala.exchange.gossip.actions import (
 )
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import Kind
-from pala.exchange.gossip.paired import PairedProtocol
+from pala.exchange.gossip.paired import _CROSSED, PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Format, Message
 from pala.simulate.scenario import Scenario
@@ -509,7 +509,8 @@ def test_who_has_mixed_in_step_makes_no_offer_but_to_who_needs_a_model() -> None
 
 def test_who_is_refused_in_step_waits_only_for_an_offer_that_has_crossed_its_own() -> None:
     replies = {
-        "crossed": lambda p, number: came(p, Kind.CREDIT, 0, number),
+        "crossed": lambda p, number: came(p, Kind.CREDIT, 0, number, weight=_CROSSED),
+        "was too old": lambda p, number: came(p, Kind.CREDIT, 0, number),
         "has no model": lambda p, number: came(p, Kind.ASK_WHOLE, 0, number),
         "could not read it": lambda p, number: came(p, Kind.CREDIT, 0, 0),
         "not finite": lambda p, number: answer_came(p, 0, number, rejected=True),

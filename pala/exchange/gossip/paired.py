@@ -32,6 +32,7 @@ from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.wire import Message
 
 _MOST_FRACTION = 0.5  # of an answer, to one offer or more
+_CROSSED = 0.5  # weight of a refusal whose sender has an offer on the way, which will do
 _ANY = 0  # in a refusal: of whichever offer is open; the first offer is number 1
 
 
@@ -151,8 +152,7 @@ class PairedProtocol(GossipProtocol):
         if offer is not None and is_refusal and message.round in (offer.number, _ANY):
             self._credit_came(sender, wants_whole=message.kind is Kind.ASK_WHOLE)
             self._refusing.add(sender)
-            has_crossed = message.kind is Kind.CREDIT and message.round != _ANY and sender < self.rank
-            return self._refused(sender, waits_for_its=self._in_step and has_crossed)
+            return self._refused(sender, waits_for_its=self._in_step and message.weight == _CROSSED)
         return []
 
     def _offer_came(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
@@ -164,7 +164,7 @@ class PairedProtocol(GossipProtocol):
             return []
         if usable and self.has_model and self._crosses(sender):
             self._note_transfer(sender, took_s)
-            return self._return_credit(sender)
+            return self._return_credit(sender, _CROSSED)
         self._refusing.discard(sender)
         return self._model_came(message, took_s, late, rejected)
 

@@ -360,11 +360,12 @@ class GossipProtocol:
         if wants_whole:
             self._wants_whole.add(peer)
 
-    def _return_credit(self, peer: int) -> list[Action]:
-        """For a model that was thrown away; once training ends nobody needs it."""
+    def _return_credit(self, peer: int, weight: float = 1.0) -> list[Action]:
+        """For a model that was thrown away; once training ends nobody needs it. `weight`: why, where that matters."""
         if self.budget.stop is not Stop.NONE:
             return []
-        return [SendControl(self._reply(Kind.CREDIT if self.has_model else Kind.ASK_WHOLE, peer), peer)]
+        reply = self._reply(Kind.CREDIT if self.has_model else Kind.ASK_WHOLE, peer)
+        return [SendControl(reply._replace(weight=weight), peer)]
 
     def _drop_parts(self) -> list[Action]:
         """Empty the inbox of a rank that has no model. Parts, or models as old as its own, are of no use to it, and
