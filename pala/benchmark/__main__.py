@@ -57,8 +57,8 @@ class Command:
     Pong as GALA."""
     ranks: tuple[int, ...] = ()
     """Numbers of ranks, each a job of its own. Default: 1, 2, 4, … up to the cores that may be used, and those."""
-    rounds: int | None = None
-    """Times that everything is measured. Default 5."""
+    rounds: int = 5
+    """Times that everything is measured."""
     seconds: float | None = None
     """Length of one measurement of training; a part gets a fifth of it. Default 5; quick: at most 1.5."""
     exchanges: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def parse(arguments: list[str]) -> Command:
     check_choices("precisions", command.precisions, _PRECISIONS)
     if not all(ranks >= 1 for ranks in command.ranks):
         raise PalaError(f"'--ranks' is {shlex.join(map(str, command.ranks))} but every number must be at least 1.")
-    if (command.rounds or 0) < 1:
+    if command.rounds < 1:
         raise PalaError(f"'--rounds' is {command.rounds} but must be at least 1; medians want 5 or more.")
     if not 1 <= command.slowdown <= 100:
         raise PalaError(f"'--slowdown' is {command.slowdown:g} but must lie between 1 and 100.")
@@ -114,7 +114,6 @@ def _completed(command: Command) -> Command:
     return replace(
         command,
         ranks=tuple(dict.fromkeys(command.ranks)) or ranks,
-        rounds=5 if command.rounds is None else command.rounds,
         seconds=seconds if command.seconds is None else command.seconds,
         exchanges=exchanges,
         precisions=tuple(dict.fromkeys(command.precisions)) or (("float32",) if command.quick else ()),
@@ -205,7 +204,7 @@ def _failure(stop: _End | None) -> tuple[list[str], int]:
 
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     """The result of one job, whose files are taken away when it has succeeded. Raises PalaError."""
-    assert command.rounds is not None and command.seconds is not None
+    assert command.seconds is not None
     folder = output / f"job-{ranks}-ranks"
     folder.mkdir()
     request = Request(

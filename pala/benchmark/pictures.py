@@ -33,16 +33,7 @@ def draw(benchmark: dict[str, Any], output: Path) -> None:
     _draw_speed(speed, jobs)
     _mark_beyond_cores(speed, beyond)
     for panel, columns in ((split, 4), (speed, 2)):
-        handles, labels = panel.get_legend_handles_labels()
-        panel.legend(
-            handles,
-            labels,
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.7 / height),
-            ncols=columns,
-            frameon=False,
-            fontsize=9,
-        )
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.7 / height), ncols=columns, frameon=False, fontsize=9)
     env = benchmark["config"]["env"]
     title = f"{env['id']}, {env['num_envs']} environments a rank; {machine['cpu']}, {machine['cores']} cores"
     figure.suptitle(title, fontsize=11)

@@ -91,10 +91,10 @@ def load(folder: Path, plan: Plan) -> Run:
 
 
 def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) -> Cell:
-    """The variant is the one with the fewest other settings among those with the same method, and the same number of
-    ranks and budget where several have as few; settings that differ even so are named, so that runs which are not alike
-    are not mixed.
-    Variants may differ in what does not decide how a run learns, as threads: then the run's name tells."""
+    """The variant: of those with the run's method, the one from which it differs in the fewest settings. Of several
+    such the one that gives its run of this seed the same name (variants may differ in what does not decide how a run
+    learns, as threads), then one that has runs with as many ranks, then one with the same budget. Settings that differ
+    even so become part of the name, so that runs which are not alike are not mixed."""
     game, method, ranks = plan.game_of(config, source), method_of(config), segment.get("ranks", 1)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
     alike = {variant: settings for variant, settings in wanted.items() if method_of(settings) == method}

@@ -59,7 +59,8 @@ def task_of(planned: Planned, results: Path) -> Task | None:
             return None
         over = load_preset(planned.game_preset)
         return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
-    for key, (found, asked) in _misfits(planned, folder).items():
+    if misfits := _misfits(planned, folder):
+        key, (found, asked) = next(iter(misfits.items()))
         if key == "ranks":
             raise WrongRanksError(
                 f"Run '{folder}' last ran with {found} ranks, not {asked}, as where hosts fail; move it away to "

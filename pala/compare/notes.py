@@ -68,8 +68,8 @@ def left_out(plan: Plan) -> list[str]:
 
 
 def not_begun(plan: Plan, runs: Sequence[Run]) -> list[str]:
-    """A sentence that names what is in the preset and not there, if there is such: its runs, and its variants of which
-    all runs are made elsewhere."""
+    """A sentence, or none, that names what the preset asks for and is not there: runs that it makes, and variants whose
+    runs are all made elsewhere and of which there is none."""
     there = {(run.cell, run.seed) for run in runs}
     absent = [str(run) for run in plan.runs if (run.cell, run.config.seed) not in there]
     cells = [*(run.cell for run in plan.runs), *(run.cell for run in runs), *plan.left_out]

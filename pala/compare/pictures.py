@@ -55,10 +55,6 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
     return list(drawn)
 
 
-def _look(comparison: Comparison, variant: str) -> dict[str, Any]:
-    return line_look(comparison.looks[variant])
-
-
 # ---- learning curves -------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +100,7 @@ def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[_Line]:
     order = sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks))
     lines = []
     for place, cell in enumerate(order):
-        look = _look(comparison, cell.variant) | {"marker": MARKERS[place % len(MARKERS)]}
+        look = line_look(comparison.looks[cell.variant]) | {"marker": MARKERS[place % len(MARKERS)]}
         if several:
             look["linestyle"] = LINE_STYLES[place % len(LINE_STYLES)]
         name = f"{cell.variant}, {counted(cell.ranks, 'rank')}" if several else cell.variant
@@ -192,7 +188,7 @@ def _final_scores(comparison: Comparison) -> Figure | None:
 
 def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Comparison) -> None:
     for y, (cell, values) in enumerate(scores.items()):
-        colour = _look(comparison, cell.variant)["color"]
+        colour = line_look(comparison.looks[cell.variant])["color"]
         panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
         panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
         panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)

@@ -35,8 +35,8 @@ def draw(comparison: Comparison) -> Figure | None:
     lines = comparison.speeds_over_ranks()
     if not lines:
         return None
-    figure = new_figure(11, 0.8 + 3.2 * (len({game for game, _ in lines}) + len(lines)))
     games = list(dict.fromkeys(game for game, _ in lines))
+    figure = new_figure(11, 0.8 + 3.2 * (len(games) + len(lines)))
     variants = {game: [name for name in comparison.variants if (game, name) in lines] for game in games}
     parts = figure.subfigures(len(games), 1, squeeze=False, height_ratios=[1 + len(of) for of in variants.values()])
     for game, part in zip(games, parts[:, 0], strict=True):
@@ -116,10 +116,9 @@ def _draw_curves(
     tidy_learning_curve(over_steps, steps_label({run.frame_skip for of in groups.values() for run in of}), WINDOW)
     tidy_learning_curve(over_time, "", WINDOW)
     for ranks, of in groups.items():
-        label = counted(ranks, "rank") + (f", {len(of)} runs" if len(of) > 1 else "")
-        for panel, unit, axis in ((over_steps, 1.0, "steps"), (over_time, seconds, "time_s")):
-            curves = [learning_curve(getattr(run, axis) / unit, run.returns, WINDOW) for run in of]
-            draw_group(panel, curves, label, looks[ranks])
+        label, look = counted(ranks, "rank") + (f", {len(of)} runs" if len(of) > 1 else ""), looks[ranks]
+        draw_group(over_steps, [learning_curve(run.steps, run.returns, WINDOW) for run in of], label, look)
+        draw_group(over_time, [learning_curve(run.time_s / seconds, run.returns, WINDOW) for run in of], label, look)
     over_time.set_xscale("log")
     _label_plainly(over_time.xaxis, "{x:g}")
 

@@ -5,6 +5,7 @@ A job's name tells which run it is for, so that the queue says what need not be 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -56,12 +57,8 @@ class Submission:
         """Submit what is missing and has no job; returns the runs whose job Slurm did not take. Raises PalaError if it
         does not answer, or another comparison works in the same folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(self._folder)
-        try:
+        with lock_folder(self._folder) or contextlib.nullcontext():  # where there are no locks
             return self._submit()
-        finally:
-            if lock is not None:
-                lock.close()
 
     def _submit(self) -> list[Planned]:
         queue = self._queue()

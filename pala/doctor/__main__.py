@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pala.doctor import facts
 from pala.doctor.advice import advise, before_start, is_mixed
-from pala.doctor.facts import Host, Job
+from pala.doctor.facts import Host, Job, Launcher
 from pala.doctor.ping import ping
 from pala.doctor.report import report
 from pala.doctor.trial import identified, try_mpirun
@@ -76,7 +76,7 @@ def _advise() -> None:
         sys.exit(2)
     known = provenance() if launcher.rank == 0 else {}
     with Watchdog(launcher.rank) as watchdog:
-        job = _alone(command, watchdog)
+        job = _alone(launcher, command, watchdog)
         comm, job = _started(job, watchdog)
         if comm is None:
             _leave_to_first(launcher.rank)
@@ -97,9 +97,8 @@ def _leave_to_first(rank: int) -> None:
         sys.exit(0)
 
 
-def _alone(command: Command, watchdog: Watchdog) -> Job:
+def _alone(launcher: Launcher, command: Command, watchdog: Watchdog) -> Job:
     """What this process knows before MPI starts."""
-    launcher = facts.launcher_here()
     library, standard = facts.library_here()
     launcher = replace(launcher, command=facts.launcher_command(launcher))
     trial = None

@@ -41,17 +41,16 @@ def turns(hosts: Sequence[str], most_pairs: int = MOST_PAIRS) -> list[list[Pair]
     wanted = max(1, min(len(rounds), most_pairs // max(1, len(hosts) // 2)))
     chosen: list[list[Pair]] = []
     for number in range(wanted):
-        waiting = rounds[number * len(rounds) // wanted] if rounds else []
+        waiting = rounds[number * len(rounds) // wanted]
         while waiting:
             busy: set[str] = set()
             turn: list[Pair] = []
-            later: list[Pair] = []
             for pair in waiting:
-                at = {hosts[rank] for rank in pair}
-                (later if at & busy else turn).append(pair)
-                busy |= set() if at & busy else at
+                if busy.isdisjoint(at := {hosts[rank] for rank in pair}):
+                    turn.append(pair)
+                    busy |= at
             chosen.append(turn)
-            waiting = later
+            waiting = [pair for pair in waiting if pair not in turn]
     return chosen
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from pala.config import EnvConfig
-from pala.envs import AtariEnvs, Envs, Episode, atari_rom, make_envs
+from pala.envs import AtariEnvs, Envs, Episode, make_envs
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import EPISODES, Evaluation
-from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_scores
+from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_of
 from pala.report.text import counted
 from pala.run import run_folder, user_code
 from pala.run.provenance import now_utc
@@ -135,7 +135,7 @@ def _game_facts(env: EnvConfig, played: list[Episode], name: str, is_atari: bool
         "noop_max": env.noop_max,
         "repeat_action_probability": env.repeat_action_probability,
     }
-    reference = reference_scores(atari_rom(env.id))
+    reference = reference_of(env.id)
     if reference is not None:
         random, human = reference
         mean = statistics.fmean(episode.episode_return for episode in played)

@@ -175,11 +175,11 @@ class Members:
     def ask_to_leave(self) -> None:
         """`may_leave` tells when the first shard has answered."""
         self.may_leave = None
-        self.tell(self.places.roles.shards[0], Kind.ASK_LEAVE, self._number(self._own_place, self.rank))
+        self.tell(self.places.roles.shards[0], Kind.ASK_LEAVE, self._number(self.own_place, self.rank))
 
     def leave(self) -> None:
         """This rank does nothing more; tell the others, who go on."""
-        place = self._own_place
+        place = self.own_place
         self.budget.rank_left(self.rank)
         self._tell_others(Kind.LEAVE, place)
 
@@ -189,7 +189,8 @@ class Members:
             self.tell(peer, Kind.STOP, 0)
 
     @property
-    def _own_place(self) -> int:
+    def own_place(self) -> int:
+        """Of this rank, which does not sleep."""
         place = self.places.place_of(self.rank)
         assert place is not None, "a rank that sleeps has none"
         return place

@@ -141,7 +141,7 @@ class Node:
         """This rank's environments begin new games; frames [B, *frame]."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
-            self.store.begin(self._place, frames)
+            self.store.begin(self.members.own_place, frames)
         else:
             self._num_steps += 1
             self._send_arrays(replay, Kind.RESET, self._formats.reset, frames, self._num_steps)
@@ -150,7 +150,7 @@ class Node:
         """What `stepped` counted. Returns the message, if one is needed: a silent replay gets none."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
-            self.store.add(self._place, experience)
+            self.store.add(self.members.own_place, experience)
             self._serve()
             return None
         self._num_steps += 1
@@ -190,12 +190,6 @@ class Node:
                 flat[self._parts[index]].copy_(torch.from_numpy(values))
                 taken = True
         return taken
-
-    @property
-    def _place(self) -> int:
-        place = self.members.places.place_of(self._rank)
-        assert place is not None
-        return place
 
     # ---- learner -------------------------------------------------------------------------------------------------
 

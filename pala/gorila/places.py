@@ -20,7 +20,8 @@ class Places:
 
     def __init__(self, roles: Roles, size: int) -> None:
         """`roles`: of the places; `size`: ranks of the job, of which those that have no place are spares."""
-        self.first_roles = self.roles = roles  # by place; by rank, of those who have the places now
+        self.first_roles = roles  # the places that have each role
+        self.roles = roles  # the ranks that have each role now
         self.size, self.num_places = size, len(roles.everybody)
         self._holders = list(range(self.num_places))
         self._heirs: dict[int, int] = {}  # place -> spare that has it when its holder is known to be gone

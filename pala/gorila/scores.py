@@ -193,7 +193,8 @@ def _notes(rows: Sequence[Row], runs: Sequence[Run], left_out: Sequence[str]) ->
 
 
 def _other_settings(run: Run, other: Run) -> str:
-    """But for the game, the seed and what does not decide how it learns; with the budget."""
+    """In which settings a run differs from another, in words: the budget too, but not the game, the seed, or what does
+    not decide how it learns."""
     wanted = replace(other.config, env=replace(other.config.env, id=run.config.env.id))
     found = {key: pair[0] for key, pair in differences(run.config, wanted).items()}
     if run.config.total_steps != other.config.total_steps:

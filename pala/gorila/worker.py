@@ -133,8 +133,8 @@ class Worker(Loop):
                 batch = self._exchange.next_batch(0.0) if may_go_on else None
 
     def _look_ahead(self) -> None:
-        """The target network's values for all minibatches at hand, in one pass if that is faster: it stands still
-        for so long."""
+        """The target network's values for all minibatches at hand, which stay right until it changes; in one pass if
+        that is faster."""
         batches = [batch.next_observations for batch in self._ahead]
         if self._target_tape.joins and len(batches) > 1:
             (values,) = self._target_tape.peek(torch.cat(batches))

@@ -39,7 +39,7 @@ def draw_references(
 ) -> None:
     """Draw what random play and a human reach, as lines over what is already drawn; `across` a panel whose returns lie
     on its x axis. A score that is far from everything drawn is named, with the side on which it lies, and not drawn.
-    `drawn`: from where to where that lies, of panels that share the axis."""
+    `drawn`: the range on that axis of what is drawn, for panels that share it."""
     if scores is None:
         return
     low, high = drawn or (panel.get_xlim() if across else panel.get_ylim())

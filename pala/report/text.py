@@ -63,13 +63,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "|" + ("-" * (width + 1) + ":" if right else "-" * (width + 2))
         for width, right in zip(widths, figures, strict=True)
     )
-    return "\n".join(
-        [
-            line(c[0] for c in columns),
-            rule + "|",
-            *(line(cells) for cells in zip(*(c[1:] for c in columns), strict=True)),
-        ]
-    )
+    head, *body = map(line, zip(*columns, strict=True))
+    return "\n".join([head, rule + "|", *body])
 
 
 def csv_text(rows: Sequence[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from pala.benchmark.analysis import ranks_of, training_of
 from pala.config import ExchangeConfig
 from pala.report.text import Spread
 from pala.simulate.cluster import Cluster, Prediction
-from pala.simulate.costs import Costs, model_bytes_of, num_hosts
+from pala.simulate.costs import Costs, model_bytes_of
 from pala.simulate.gossip import GossipCluster, measured
 
 
@@ -74,11 +74,11 @@ def _simulate_round(cluster: Cluster, costs: Costs, topology: str, seed: int, up
 def cluster_of(job: dict[str, Any], benchmark: dict[str, Any]) -> Cluster:
     """The machines of a job. Virtual hosts (`launch/virtual_hosts.py`) share the machine's cores, and their launcher's
     `--rate` is their link's; other links are not known from a benchmark.json, and taken to be as fast as memory."""
-    hosts, launcher = num_hosts(job), benchmark["options"]["launcher"]
+    hosts, launcher = len({rank["host"] for rank in job["of_ranks"]}), benchmark["options"]["launcher"]
     rate = re.search(r"--rate[ =](\d+)([mg])bit", launcher)
     bits_per_s = int(rate[1]) * {"m": 1e6, "g": 1e9}[rate[2]] if rate else math.inf  # it is never used
     cores = benchmark["machine"]["cores"]
     return Cluster(
         job["ranks"], -(-job["ranks"] // hosts), cores / hosts if "virtual_hosts" in launcher else cores,
-        latency_s=50e-6, bandwidth_bytes_per_s=bits_per_s / 8,
+        bandwidth_bytes_per_s=bits_per_s / 8,
     )  # fmt: skip

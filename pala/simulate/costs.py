@@ -170,8 +170,3 @@ def model_bytes_of(job: dict[str, Any]) -> int:
 def control_bytes(ranks: int) -> int:
     """A credit, or a model's header and counters."""
     return Wire(ranks, 0, 0, gossip_sizes(NOTHING)).control_bytes
-
-
-def num_hosts(job: dict[str, Any]) -> int:
-    """Number of hosts of a job."""
-    return len({rank["host"] for rank in job["of_ranks"]})

@@ -107,20 +107,19 @@ class Explorer:
     def run(self, most_states: int = 10**9, most_s: float = 1e9, first_only: bool = False) -> Explored:
         """Until all states are known, or a limit is reached; `first_only`: or something does not hold. Raises
         NotAlikeError if ranks or messages that were taken to be alike are not: then nothing is found out."""
-        begin_s, transitions, finished, k = time.perf_counter(), 0, True, 0
+        begin_s, transitions, k = time.perf_counter(), 0, 0
         states: list[State] = []
         for state in self.world.initial():
             self._add(state, -1, -1, states)
         while k < len(states):
             if first_only and self._found:
-                finished = False
                 break
             if len(states) > most_states or (k % _LOOK_EVERY == 0 and time.perf_counter() - begin_s > most_s):
-                finished = False
                 break
             transitions += self._expand(k, states)
             self.world.check_alike()
             k += 1
+        finished = k == len(states)
         if self._liveness and finished:
             self._begins.append(len(self._targets))
             self._find_endless_waits(states)

@@ -80,15 +80,10 @@ class World(Tables):
 
     def initial(self) -> list[State]:
         """Where runs begin; of resumed ones, each with other rounds and weights."""
-        nothing = (0,) * (3 * len(self._pairs) + 1)
-        rounds = range(max(1, self.case.period)) if "resume" in self._faults else range(1)
+        nothing, resumed = (0,) * (3 * len(self._pairs) + 1), "resume" in self._faults
+        weights = [Fraction(2 * k + 1, self.n) if resumed else Fraction(1) for k in range(self.n)]
         states = []
-        for begin in itertools.product(rounds, repeat=self.n):
-            weights = (
-                [Fraction(2 * k + 1, self.n) for k in range(self.n)]
-                if "resume" in self._faults
-                else [Fraction(1)] * self.n
-            )
+        for begin in itertools.product(range(self.case.period if resumed else 1), repeat=self.n):
             ranks = [LocalRank(self.case, k, begin[k], weights[k]).save() for k in range(self.n)]
             states.append(self.canonical((*map(self._rank_id, ranks), *nothing)))
         return list(dict.fromkeys(states))
@@ -128,11 +123,7 @@ class World(Tables):
                 yield f"push-sum weight: {total} of {n}"
         if self.case.updates:
             made = sum(rank.made for rank in ranks)
-            known = max(
-                sum(dict(rank.budget)["local_steps"][1]) + dict(rank.budget)["base_steps"]
-                for rank in ranks
-                if rank.mode is not Mode.DEAD
-            )
+            known = max(_known_steps(rank) for rank in ranks if rank.mode is not Mode.DEAD)
             if known > made:
                 yield f"known steps that nobody made: {known} of {made}"
 
@@ -265,14 +256,8 @@ class World(Tables):
                 continue
             for step in self._step(i, ("close",)):
                 faults += step.faults
-            budget = dict(rank.budget)
-            known = sum(budget["local_steps"][1]) + budget["base_steps"]
-            if (
-                self.case.updates
-                and budget["stop"] is Stop.BUDGET
-                and not self._faults & {"stop"}
-                and known < self.case.updates
-            ):
+            known, is_met = _known_steps(rank), dict(rank.budget)["stop"] is Stop.BUDGET
+            if is_met and known < self.case.updates and "stop" not in self._faults:
                 faults.append(f"budget: rank {rank.number} ended at {known} steps of {self.case.updates}")
         if faults:
             found.append(Successor(("close",), None, tuple(faults)))
@@ -445,3 +430,9 @@ class World(Tables):
             return (*ranks, *pick(state), state[-1])
 
         return permuted
+
+
+def _known_steps(rank: Frozen) -> int:
+    """Of all ranks, as far as this one knows."""
+    budget = dict(rank.budget)
+    return sum(budget["local_steps"][1]) + budget["base_steps"]

@@ -373,7 +373,8 @@ def run(arguments: list[str]) -> None:
 def _write(command: Command, results: list[dict[str, Any]]) -> None:
     if command.output is None:
         return
-    facts: dict[str, Any] = provenance() | {"options": _plain(asdict(command)), "trainings": results}
+    options = json.loads(json.dumps(asdict(command), default=str))  # paths as text
+    facts: dict[str, Any] = provenance() | {"options": options, "trainings": results}
     try:
         write_json(command.output, facts)
     except OSError as error:
@@ -392,7 +393,3 @@ def _row(method: str, trainings: list[Learned], total_steps: int) -> list[str]:
         f"{mean(training.models_sent / sum(training.updates) for training in trainings):.2f}",
         f"{mean(training.time_updates for training in trainings):,.0f}",
     ]  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))

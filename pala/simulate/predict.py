@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
         command.bandwidth_gbit * 1e9 / 8, straggler,
     )  # fmt: skip
     begin = time.perf_counter()
-    prediction = _simulation(method, cluster, costs, command)()
+    prediction = _simulated(method, cluster, costs, command)
     seconds = time.perf_counter() - begin
     row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
     tell(
@@ -164,14 +163,14 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
     return row | {"updates_a_rank": cluster.updates_a_rank, "seconds_to_simulate": round(seconds, 2)}
 
 
-def _simulation(method: str, cluster: Cluster, costs: Costs, command: Command) -> Callable[[], Prediction]:
-    seed = command.seed
-    return {
-        "shared_memory": lambda: predict_shared_memory(cluster, costs, seed),
-        "allreduce": lambda: predict_allreduce(cluster, costs, seed),
-        "server": lambda: predict_server(cluster, costs, 1, seed),
-        "servers": lambda: predict_server(cluster, costs, command.shards, seed),
-    }.get(method, lambda: predict_gossip(cluster, costs, method, seed))
+def _simulated(method: str, cluster: Cluster, costs: Costs, command: Command) -> Prediction:
+    if method == "shared_memory":
+        return predict_shared_memory(cluster, costs, command.seed)
+    if method == "allreduce":
+        return predict_allreduce(cluster, costs, command.seed)
+    if method in ("server", "servers"):
+        return predict_server(cluster, costs, 1 if method == "server" else command.shards, command.seed)
+    return predict_gossip(cluster, costs, method, command.seed)
 
 
 def _check_that_something_is_left(command: Command, costs: Costs | None = None) -> None:
