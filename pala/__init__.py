@@ -141,10 +141,9 @@ def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: b
     """The policy of a run, on the CPU and without MPI: `policy.act(observations)` gives actions.
 
     A run that has not completed gives the mean of its ranks' newest checkpoints (`none`: the first's; Gorila: the
-    shards'). `seed`: of sampled actions.
-    `trust_run`: run the code that the run names or holds (its environment, network, wrappers) though it came from
-    elsewhere. `best`: in place of the final one that which, of those at checkpoints, was followed by the 100 training
-    episodes with the best mean. Raises PalaError.
+    shards'). `seed`: of sampled actions. `trust_run`: run the code that the run names or holds (its environment,
+    network, wrappers) though it came from elsewhere. `best`: not the final policy, but the one of the checkpoint after
+    which 100 training episodes had the best mean. Raises PalaError.
     """
     from pala.evaluation.policy import policy_of
 

@@ -116,9 +116,9 @@ class A2CConfig:
     without it the first step is 10 times as long as the rate says, 1 / sqrt(1 - alpha), and can ruin the network. A
     spare that takes a place and a rank that was poisoned begin so, too. 0: none [GALA]. Ours (results/mixing/)."""
     learning_rate_scaling: Literal["none", "ranks"] = "none"
-    """`none`: every rank steps by `learning_rate`. `ranks`: `learning_rate` is that of one learner alone; N ranks step
-    by so many times that as their exchange needs for a step of the same length: `allreduce` √N [GALA], gossip and
-    `shared_memory` N over the progress that mixing keeps, `none` 1 (docs/architecture.md). Ours."""
+    """`none`: every rank steps by `learning_rate`. `ranks`: `learning_rate` is that of one learner alone, and is
+    multiplied for N ranks: `allreduce` by √N [GALA]; gossip and `shared_memory` by N over the progress that mixing
+    keeps, which makes their steps as long as those of `allreduce`; `none` by 1 (docs/architecture.md). Ours."""
     learning_rate_most_scaling: float = 4.0
     """The most that `ranks` multiplies by: ranks whose policies differ too much act badly. Ours (results/mixing/)."""
     momentum: float = 0.0

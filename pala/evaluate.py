@@ -23,7 +23,7 @@ from typing import Annotated
 import tyro
 
 from pala.config import EvaluationConfig
-from pala.evaluation.record import EPISODES
+from pala.evaluation.record import EPISODES, save
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.runtime import loading, prepare, tell, usable_cores
@@ -48,7 +48,7 @@ class Command:
     video: Path | None = None
     """Also record one more episode into this MP4 file."""
     best: bool = False
-    """In place of the final policy the one at the checkpoint after which 100 training episodes were best."""
+    """Not the final policy, but the one of the checkpoint after which 100 training episodes had the best mean."""
     threads: int = 0
     """Threads of torch and Atari; 0: all cores."""
     trust_run: bool = False
@@ -72,7 +72,6 @@ def main() -> None:
     prepare(command.threads)
     # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
     with loading():
-        from pala.evaluation import record
         from pala.evaluation.play import evaluate
         from pala.evaluation.video import record_video
 
@@ -82,7 +81,7 @@ def main() -> None:
     if command.episodes != 0 or command.video is None:
         evaluation = evaluate(command.run, command.episodes, command.num_envs, *common, best=command.best)
         tell(str(evaluation))
-        record.save(command.run, evaluation)
+        save(command.run, evaluation)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Command:
     seed: int = 0
     """Equal seeds give equal episodes."""
     best: bool = False
-    """In place of the final policy the one at the checkpoint after which 100 training episodes were best."""
+    """Not the final policy, but the one of the checkpoint after which 100 training episodes had the best mean."""
     trust_run: bool = False
     """Run the code that the run names or holds (environment, network, wrappers), though it came from elsewhere."""
 

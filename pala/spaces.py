@@ -29,7 +29,6 @@ Layout = Literal["auto", "channels_first", "channels_last"]
 LEAST_SIDE = 7  # pixels: three convolutions of 3x3 leave one
 _MOST_CHANNELS = 32  # that `auto` believes of an image that is not square
 _FLAT = (Box, Discrete, MultiBinary, MultiDiscrete)
-_INFINITY = np.float32(np.inf)
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -84,8 +83,8 @@ def image_scale(space: Box) -> tuple[float, float]:
 
 
 def _is_bounded(space: Box) -> bool:
-    """Whether the bounds say anything: some environments write the largest number of the dtype for none. Those of bytes
-    and of 16-bit pixels do."""
+    """Whether the bounds say anything. Some environments write the largest number of the dtype where they have none; of
+    bytes and of 16-bit pixels it is taken for a bound."""
     most, dtype = _LARGEST, np.dtype(space.dtype)
     if dtype.kind == "f":
         most = min(most, float(np.finfo(dtype).max))  # type: ignore[type-var]
@@ -122,7 +121,7 @@ def _image(space: Box, layout: Layout) -> Inputs:
         return _tiny_image(space)
     dtype: Any = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
     if not _is_bounded(space):
-        low, high = np.full(low.shape, -_INFINITY), np.full(low.shape, _INFINITY)
+        low, high = np.full(low.shape, -np.inf), np.full(low.shape, np.inf)
     wanted = Box(low.astype(dtype), high.astype(dtype), low.shape, dtype)
     if axis == 0 and space.dtype == dtype:
         return Inputs(space, wanted)
@@ -132,7 +131,7 @@ def _image(space: Box, layout: Layout) -> Inputs:
 def _tiny_image(space: Box) -> Inputs:
     low, factor = image_scale(space)
     size = int(np.prod(space.shape))
-    wanted = Box(0.0, 1.0, (size,), np.float32) if _is_bounded(space) else _unbounded(size)
+    wanted = Box(0.0, 1.0, (size,), np.float32) if _is_bounded(space) else Box(-np.inf, np.inf, (size,), np.float32)
     return Inputs(space, wanted, partial(_scaled, low=low, factor=factor))
 
 
@@ -163,7 +162,3 @@ def _can_be_flat(space: gymnasium.Space) -> bool:
 def _vector(flat: gymnasium.Space) -> Box:
     assert isinstance(flat, Box)
     return Box(flat.low.astype(np.float32), flat.high.astype(np.float32), flat.shape, np.float32)
-
-
-def _unbounded(size: int) -> Box:
-    return Box(-np.inf, np.inf, (size,), np.float32)

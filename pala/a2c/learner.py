@@ -134,14 +134,14 @@ class Learner(Loop):
         healthy = result.applied or bool(self._flat.data.isfinite().all())
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
         if healthy:
-            self._movement.learned(self._a2c.learned)
+            self._movement.learned()
         with self._exchanging():
             heals = self._exchange.heals
             finite = self._exchange.after_update(self._config.steps_per_update, healthy)
         if healthy and self._exchange.heals == heals:
-            self._movement.exchanged(self._a2c.learned)
+            self._movement.exchanged()
         else:
-            self._movement.restart(self._a2c.learned)
+            self._movement.restart()
             self._a2c.restart_momentum()
         if not result.applied:
             self._report_left_out(healthy, finite)
@@ -170,7 +170,7 @@ class Learner(Loop):
 
     @property
     def _learners(self) -> int:
-        """Of whose gradients, one each, that in hand is to be clipped as one."""
+        """For the clip: the number of learners whose mean gradient is to be clipped; 1: this rank's own gradient is."""
         config = self._config
         mixes = kind_of(config.exchange).coupling == 1
         return max(1, len(self._exchange.living)) if mixes and config.a2c.gradient_clipping == "mean" else 1

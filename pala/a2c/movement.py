@@ -19,6 +19,8 @@ class Movement:
     """How far one rank's flat parameters move. All ranks look at the same ones."""
 
     def __init__(self, parameters: Tensor) -> None:
+        """`parameters`: changed in place, by the rank's steps and by the exchange."""
+        self._parameters = parameters
         size, device = parameters.numel(), parameters.device
         draw = np.random.default_rng(size)
         count = min(size, _SAMPLE)
@@ -29,17 +31,17 @@ class Movement:
         self._begin = self._last = parameters[self._indices]
         self._own = torch.zeros_like(self._last)
 
-    def learned(self, parameters: Tensor) -> None:
+    def learned(self) -> None:
         """The rank has made a step of its own."""
-        self._own += parameters[self._indices] - self._last
+        self._own += self._parameters[self._indices] - self._last
 
-    def exchanged(self, parameters: Tensor) -> None:
-        """The exchange has done with the model what it does."""
-        self._last = parameters[self._indices]
+    def exchanged(self) -> None:
+        """The exchange is over, whether it has changed the model or not."""
+        self._last = self._parameters[self._indices]
 
-    def restart(self, parameters: Tensor) -> None:
+    def restart(self) -> None:
         """The model is another one: what the interval had is forgotten."""
-        self._begin = self._last = parameters[self._indices]
+        self._begin = self._last = self._parameters[self._indices]
         self._own = torch.zeros_like(self._own)
 
     def take(self) -> tuple[list[float], list[float]]:

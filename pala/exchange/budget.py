@@ -124,7 +124,8 @@ class StepBudget:
         self._count()
 
     def tell_stop(self) -> tuple[int, ...]:
-        """Peers to tell that training ends, one message each time that it stands here: once, when it does."""
+        """Peers to tell that training ends: once, when it does, and anew after a death; otherwise none. A peer that is
+        listed twice gets two messages."""
         if self.stop is Stop.NONE or self._stop_told:
             return ()
         self._stop_told = True

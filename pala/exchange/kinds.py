@@ -30,8 +30,8 @@ class ExchangeKind:
     default_topology: str = "random"
     """What the topology `auto` stands for."""
     independent: bool = False
-    """The ranks tell each other nothing while they train: the upper bound of the others' speed. The run's policy is the
-    model of the first rank that lives, else the mean of all ranks' models."""
+    """The ranks tell each other nothing while they train: the upper bound of the others' speed. The run's policy is
+    then the model of the first rank that lives; of the other kinds, the mean of all ranks' models."""
     one_host: bool = False
     """All ranks must be on one host."""
     outlives_ranks: bool = False

@@ -97,7 +97,7 @@ class NoExchange(ModelExchange):
     def state(self) -> ExchangeState:
         steps = list(self._start.local_steps)
         steps[self._comm.rank] = self._local_steps
-        lost = [rank for rank in range(self._comm.size) if rank not in self.living]
+        lost = sorted(set(range(self._comm.size)).difference(self.living))
         return ExchangeState(steps, self._start.base_steps, lost=lost)
 
     def _check_budget(self) -> None:

@@ -49,8 +49,8 @@ class Moments(nn.Module):
 
     @torch.no_grad()
     def see(self, values: Tensor) -> None:
-        """Note samples [M, N] in `seen`: their mean and mean square as this stands to them, in its deviations. (The
-        first ones' variance instead: their mean may lie far off.) So the figures of ranks can be averaged."""
+        """Note samples [M, N] in `seen`: mean and mean square of z = (sample - mean) / deviation, so that figures of
+        ranks can be averaged. (Of the first samples the variance of z in its place: their mean may lie far off.)"""
         z = (values - self.mean) / self._deviation
         self.seen["mean"].copy_(z.mean(0))
         self.seen["variance"].copy_(z.var(0, correction=0) if self.is_new else z.square().mean(0))

@@ -19,7 +19,7 @@ class Tape(abc.ABC):
     """`begin` whenever the parameters have changed, and at first; then `forward` a step, and `backward` once."""
 
     joins = True  # several minibatches take less time in one `peek` than each in its own
-    adds = True  # `backward` to what is in `.grad`, which must be zero before; or writes over it
+    adds = True  # `backward` adds to `.grad`, which must be zero before; False: it writes over what is there
 
     @abc.abstractmethod
     def begin(self) -> None:

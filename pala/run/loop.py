@@ -38,7 +38,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is when it begins, and, but for `start`, while it trains."""
+    """How far a rank is when it begins. `counters` and `generator` go on while it trains, `start` does not."""
 
     counters: Counters
     generator: torch.Generator  # of its actions

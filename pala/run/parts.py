@@ -34,7 +34,7 @@ class Saved:
 
     segment: Path  # folder of the ranks' checkpoints
     own: RankState | None  # this rank's, if the job has all its old ranks again, and their models are close enough
-    first: RankState  # rank 0's
+    num_trainers: int  # ranks that trained then; of spares none, though they took a place
     num_lost: int  # ranks that had died
     exchange: ExchangeConfig  # that the run had
 
@@ -53,19 +53,19 @@ class Saved:
 
         first = collectively(comm, lambda: load(0))
         if first.trainers != comm.size or coupling > kind_of(exchange).coupling:
-            return cls(segment, None, first, 0, exchange)
+            return cls(segment, None, first.trainers, 0, exchange)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
         num_lost = max(comm.allgather(len(own.counters["lost"])))
         updates = comm.allgather(own.counters["updates"])
         # Killed between the ranks' first checkpoints: some have weights that nobody learned.
         untrained = coupling == 1 and any(updates) and not all(updates)
-        return cls(segment, None if num_lost or untrained else own, first, num_lost, exchange)
+        return cls(segment, None if num_lost or untrained else own, first.trainers, num_lost, exchange)
 
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
         """Rank 0 says what the ranks begin with when they are not those of before."""
         if comm.rank == 0:
-            had = f"had {counted(self.first.trainers, 'rank')} and now has {comm.size}"
-            if self.first.trainers == comm.size:
+            had = f"had {counted(self.num_trainers, 'rank')} and now has {comm.size}"
+            if self.num_trainers == comm.size:
                 had = "had a model for each rank, which are now brought together"
             text = f"had lost {counted(self.num_lost, 'rank')}" if self.num_lost else had
             say(f"The run {text}: {what}; the steps made count; random streams are new.")

@@ -105,7 +105,7 @@ class Records:
         after the death of who kept it."""
         if self._record is None:
             self._record = RunRecord.take_over(self._segment.run, self._segment.check_folder)
-            if self._record.is_running:
+            if self._record.segment["status"] == "running":
                 self._reporter = self._make_reporter()
         self._trained |= set(living).difference(joining)
         gone = sorted(self._trained.difference(living))

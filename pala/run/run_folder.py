@@ -139,8 +139,7 @@ def read(path: str | Path) -> dict[str, Any]:
         raise PalaError(f"'{path}' is not a run's folder: {_instead(Path(path))}.") from None
     if (fault := _fault(record)) is not None:
         raise PalaError(f"'{file}' is not a run's record: {fault}.")
-    found: dict[str, Any] = record
-    return found
+    return record
 
 
 def _instead(path: Path) -> str:
@@ -236,13 +235,7 @@ class RunRecord:
     @property
     def segment(self) -> dict[str, Any]:
         """As it was last written."""
-        segment: dict[str, Any] = self._record["segments"][-1]
-        return segment
-
-    @property
-    def is_running(self) -> bool:
-        """Whether nobody has said yet how the segment ended."""
-        return bool(self.segment["status"] == "running")
+        return self._record["segments"][-1]
 
     def end(self, status: str, **facts: Any) -> None:
         """`completed`, `stopped` (by a signal) or `failed`."""

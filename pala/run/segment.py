@@ -21,11 +21,6 @@ class Segment:
     previous: Path | None  # with the checkpoints that it goes on from
     identity: tuple[int, int] | None = None  # of the run's folder, where it is locked
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether the run goes on from an earlier start."""
-        return self.previous is not None
-
     def check_folder(self) -> None:
         """Raise EndError if the run's folder was deleted and another job has made it anew. Before anything is written:
         the two would mix their files. Not collective."""
@@ -40,5 +35,5 @@ class Segment:
             if rank == 0:
                 with suppress(EndError):  # then it is another job's by now
                     self.check_folder()
-                    shutil.rmtree(self.path if self.is_resumed else self.run, ignore_errors=True)
+                    shutil.rmtree(self.run if self.previous is None else self.path, ignore_errors=True)
             raise

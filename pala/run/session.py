@@ -210,8 +210,9 @@ class Setup:
         return {
             **request.facts, "threads_per_rank": job.threads, "environment": self.envs.name,
             "python_environment": request.make_env is not None, "python_network": request.make_network is not None,
-            "ranks": job.num_trainers, "cores": job.cores, "resumed": self.segment.is_resumed, **job.comm.facts(),
-            "device": str(parts.device), "seed": self.config.seed, "parameters": parts.flat.data.numel(),
+            "ranks": job.num_trainers, "cores": job.cores, "resumed": self.segment.previous is not None,
+            **job.comm.facts(), "device": str(parts.device), "seed": self.config.seed,
+            "parameters": parts.flat.data.numel(),
         }  # fmt: skip
 
     def header(self) -> str:
@@ -291,9 +292,9 @@ class Session:
                 self._comm.depart()
                 return Result(self._segment.run, "left", exchange.global_steps, None, False, 0)
             stop = self._stay(exchange) if self._comm.outlives_ranks else self._sit_out(exchange)
-        end, early = exchange.close(self._job.patience_after(stop)), ""
+        end = exchange.close(self._job.patience_after(stop))
+        early = self._who_stopped() if end is Stop.CALLBACK else ""
         if end.completes:
-            early = self._who_stopped() if end is Stop.CALLBACK else ""
             self._check_learned(loop)
             final = exchange.final_parameters(self._job.patience_s)
             self._comm.with_survivors(
@@ -388,10 +389,9 @@ class Session:
         # A full disk should not keep the ranks from the smaller file, the final policy, nor the others from going on.
         if stop.completes or stop is Stop.NONE:
             self._save_all(exchange)
+            self._lead_if_first(exchange)
         else:
             self._save(exchange)
-        self._lead_if_first(exchange)
-        if stop is not Stop.NONE and not stop.completes:
             self._record_stop(exchange, stop)  # at once: after a signal the launcher may not give much time
         self._envs.close()
         return stop

@@ -323,7 +323,7 @@ class Interrupt:
     @contextmanager
     def installed(self) -> Iterator[Interrupt]:
         """Catch the signals inside the block and restore the previous handlers after it."""
-        if not _in_main_thread():
+        if threading.current_thread() is not threading.main_thread():  # which alone may catch signals
             yield self
             return
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
@@ -333,10 +333,6 @@ class Interrupt:
         finally:
             for number, handler in zip(numbers, previous, strict=True):
                 signal.signal(number, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 _divert: Callable[[str], bool] | None = None

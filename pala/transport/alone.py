@@ -14,26 +14,8 @@ from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Su
 T = TypeVar("T")
 
 
-class _Me(Survivors):
-    members = (0,)
-
-    def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        """One value is its own sum and maximum."""
-
-    def bcast_array(self, array: np.ndarray) -> None:
-        """To nobody."""
-
-
-class _NoDeaths(Deaths):
-    def __init__(self) -> None:
-        self.ranks: set[int] = set()
-
-    def look(self) -> set[int]:
-        return set()
-
-
 class Alone(Communicator):
-    """Rank 0 of one."""
+    """Rank 0 of one, which builds what it trains with, and does not train."""
 
     rank, size, outlives_ranks = 0, 1, False
 
@@ -62,10 +44,10 @@ class Alone(Communicator):
         """One value is its own sum and maximum."""
 
     def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
-        return action(_Me())
+        raise NotImplementedError("a rank alone does not train")
 
     def deaths(self) -> Deaths:
-        return _NoDeaths()
+        raise NotImplementedError("a rank alone has nobody to lose")
 
     def is_alone(self) -> bool:
         return True

@@ -69,7 +69,7 @@ class Models(abc.ABC):
         return 0
 
     def fill_answer(self, snapshot: Any, message: Message, peer: int) -> int:
-        """The same with what the offer held that was added from this peer."""
+        """As `fill`, but only with the parameters that the offer from this peer held, which is in the inbox."""
         return 0
 
     @abc.abstractmethod
@@ -208,8 +208,7 @@ class GossipDriver(Receiver):
         with self.lock:
             self.models = models
             self.protocol.rules = replace(self.protocol.rules, whole_every=whole_every)
-            self._num_snapshots = _SNAPSHOTS
-            self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(_SNAPSHOTS)]
+            self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(self._num_snapshots)]
 
     def take_place(self) -> None:
         """Train from now on; `advance` says when a peer's model has come."""

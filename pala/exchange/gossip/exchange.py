@@ -37,9 +37,8 @@ class Gossip(ModelExchange):
         interrupt: Interrupt, slept: SleepingGossip | None = None, num_exact: int = 0,
     ) -> None:  # fmt: skip
         """`parameters`: flat, mixed in place, touched only inside `after_update`; the last `num_exact` are never
-        rounded or left out. `start`: None for a
-        spare that is needed, which goes on with what it `slept` by, and has to `take_place`. Collective, but for a
-        spare."""
+        rounded or left out. `start`: None for a spare that is needed, which goes on with what it `slept` by, and has to
+        `take_place`. Collective, but for a spare."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
         self._exchanges_between_steps = config.exchange.exchanges_per_update > 1
         self._stays = False  # it was told to leave, and has told others, but is there at the end

@@ -63,7 +63,7 @@ class SendBuffer:
         with torch.cuda.stream(self._stream):
             self._copy(packed)
             self._copied = self._stream.record_event()
-        current.wait_event(self._copied)  # neither the next update nor a new tensor in `parts`' place may overtake it
+        current.wait_event(self._copied)  # neither the next update nor a new tensor in a piece's memory may overtake it
 
     def _copy(self, packed: Packed) -> None:
         begin = self._wire.control_bytes

@@ -41,7 +41,7 @@ class SleepingGossip(Sleeping):
         protocol = make_protocol(config, budget, begin.start.round, weight=0.0, whole_every=1)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
         super().__init__(budget, comm.open_transport(), interrupt)
-        self.driver = GossipDriver(protocol, self.transport, _NoModels(wire), num_snapshots=0)
+        self.driver = GossipDriver(protocol, self.transport, _NoModels(wire))
         self.driver.start()
 
     @property
