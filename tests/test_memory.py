@@ -54,7 +54,7 @@ from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment
 from pala.run.metric_table import METRICS
-from pala.run.metrics import read_run
+from pala.run.metrics import RunView, read_run
 from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.request import Request
@@ -258,14 +258,10 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(made: int, expe
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is judged by the 100 episodes that end after its checkpoint; a resume goes on from what was kept. The
+    """Each is judged by the first 100 episodes that end after its checkpoint; a resume goes on from what was kept. The
     parameters are the number of the checkpoint. `full`: the disk, when the best is to be written."""
-    means = [None, None, 3.0, 5.0, 7.0, 4.0, 2.0]  # of the episodes before each checkpoint
-    ended = [0, 60, 120, 190, 260, 400, 520]
+    means = [None, None, 3.0, None, 7.0, 4.0, 2.0]  # since the last that was held, at each checkpoint
     looks, save_policy = [-1], checkpoint.save_policy
-
-    def look(records: Records, figures: list[Any]) -> Any:
-        return figures[min(looks[0], len(figures) - 1)] if records._reporter is not None else None
 
     keep = Session._keep_if_best
 
@@ -285,15 +281,14 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
         save_policy(path, named, header)
 
     monkeypatch.setattr(checkpoint, "save_policy", save)
-    monkeypatch.setattr(Records, "mean_return", property(lambda records: look(records, means)))
-    monkeypatch.setattr(Records, "num_episodes", property(lambda records: look(records, ended)))
+    monkeypatch.setattr(RunView, "mean_since", property(lambda view: means[min(looks[0], len(means) - 1)]))
     monkeypatch.setattr(Session, "_keep_if_best", kept)
     monkeypatch.setitem(config_checks._RANGES, "run.checkpoint_interval_s", (0, 1))
     config = configure(tmp_path, steps=600)
     job = train(2, replace(config, run=replace(config.run, checkpoint_interval_s=0.0)))  # after each update
     assert job.ended_well() and looks[0] > len(means)
     best, header = checkpoint.load_policy(job.run / "best_policy.safetensors")
-    # Held: that of checkpoint 2, judged by 7.0 at 4, where 140 more episodes have ended; then 4, judged by 4.0 at 5.
+    # Held: that of checkpoint 0, judged by 3.0 at 2; that of 2, judged by 7.0 at 4; that of 4, judged by 4.0 at 5.
     expected = (4, 4.0) if full else (2, 7.0)
     assert (float(next(iter(best.values())).flatten()[0]), header["mean_return"]) == expected
     assert job.resume(2, 800).ended_well()

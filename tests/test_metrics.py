@@ -569,3 +569,15 @@ def test_the_launchers_output_decides(terminal, tmp_path):
     assert terminal_seen(terminal, launcher(tmp_path, '#!/bin/sh\n"$@" | cat\n')) == "(81, 25)"
     on_terminal = "import pty, subprocess, sys; subprocess.run(sys.argv[1:], stdout=pty.openpty()[1], check=True)"
     assert terminal_seen(subprocess.PIPE, launcher(tmp_path, f"#!{sys.executable}\n{on_terminal}\n")) == "None"
+
+
+def test_what_is_watched_is_the_first_hundred_episodes_after_a_time(tmp_path: Path) -> None:
+    metrics_path(tmp_path, 0).parent.mkdir()
+    writer, view = MetricsWriter(metrics_path(tmp_path, 0), 0), RunView(tmp_path, 1)
+    view.watch(10.0)
+    for begin, mean in ((0, None), (60, 60.5), (120, 60.5)):
+        writer.write([episode(0) | {"time_s": float(n), "return": float(n)} for n in range(begin, begin + 60)])
+        view.refresh()
+        assert view.mean_since == mean, "of 11 to 110"
+    view.watch(200.0)
+    assert view.mean_since is None

@@ -250,6 +250,7 @@ class RunView:
         self._before: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)
         self.num_episodes = 0
+        self._watched_s, self._since = 0.0, list[float]()  # and the returns of the first 100 episodes after that
         self._unreadable: set[int] = set()
 
     def refresh(self) -> None:
@@ -273,17 +274,24 @@ class RunView:
                 self._unreadable.add(rank)
             fresh += mine
         self.num_episodes += len(fresh)
-        self._episodes.extend(sorted(fresh, key=lambda episode: episode[:2]))
+        fresh.sort(key=lambda episode: episode[:2])
+        self._episodes.extend(fresh)
+        self._since = [*self._since, *(r for time_s, r, _ in fresh if time_s > self._watched_s)][:MEAN_OF]
 
     @property
     def mean_return(self) -> float | None:
         """Mean unclipped return of the last 100 whole episodes of all ranks."""
         return sum(r for _, r, _ in self._episodes) / len(self._episodes) if self._episodes else None
 
+    def watch(self, time_s: float) -> None:
+        """From now on `mean_since` is of episodes that end after this training time."""
+        self._watched_s, self._since = time_s, []
+
     @property
-    def whole_mean_return(self) -> float | None:
-        """The same; None before there are 100."""
-        return self.mean_return if len(self._episodes) == self._episodes.maxlen else None
+    def mean_since(self) -> float | None:
+        """Mean unclipped return of the first 100 whole episodes after the time that is watched; None before they are
+        there."""
+        return sum(self._since) / MEAN_OF if len(self._since) == MEAN_OF else None
 
     @property
     def mean_length(self) -> float | None:

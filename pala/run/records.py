@@ -11,7 +11,7 @@ from typing import Any
 from pala.config import Config, to_table
 from pala.report.settings import settings_that_matter
 from pala.run.console import Reporter
-from pala.run.metrics import MetricsWriter, Record, metrics_path
+from pala.run.metrics import MetricsWriter, Record, RunView, metrics_path
 from pala.run.run_folder import RunRecord
 from pala.run.segment import Segment
 from pala.system.errors import PalaError, reason
@@ -71,14 +71,9 @@ class Records:
             self._reporter.report(global_steps)
 
     @property
-    def mean_return(self) -> float | None:
-        """Mean return of the last 100 whole episodes of all ranks, if this rank leads and there are as many."""
-        return self._reporter.view.whole_mean_return if self._reporter is not None else None
-
-    @property
-    def num_episodes(self) -> int:
-        """Whole episodes of all ranks that have ended, if this rank leads."""
-        return self._reporter.view.num_episodes if self._reporter is not None else 0
+    def view(self) -> RunView | None:
+        """What the metrics of all ranks show, if this rank leads."""
+        return self._reporter.view if self._reporter is not None else None
 
     def resign(self) -> None:
         """This rank does not lead, or no more: who does goes on with run.json and the console."""

@@ -37,7 +37,7 @@ from pala.run.header import header
 from pala.run.hooks import Callback, Callbacks, Moment, UserCode, asks_to_stop
 from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Loop, Progress
-from pala.run.metrics import MEAN_OF, Record
+from pala.run.metrics import Record
 from pala.run.parts import Parts, build_envs
 from pala.run.records import Records, note_failure
 from pala.run.request import Request
@@ -225,7 +225,6 @@ class Setup:
 class _Held(NamedTuple):
     """A policy that may be the best, in the host's memory."""
 
-    num_episodes: int  # that had ended
     policy: dict[str, Tensor]
     header: dict[str, Any]
 
@@ -453,25 +452,26 @@ class Session:
             say(f"[rank {self._comm.rank}] the best policy could not be written: {reason(error)}. The job goes on.")
 
     def _keep_if_best(self, exchange: Exchange) -> None:
-        """If this rank leads: export the policy that it held at an earlier checkpoint, if the 100 episodes that ended
-        since then, the last ones now, were better than those after any other; and hold the present one. Episodes that
-        ended before say nothing of it: it may have fallen apart just now. Not of independent learners, whose mean says
-        little of one."""
-        value, parts = self._records.mean_return, self._parts
+        """If this rank leads: export the policy that it holds from an earlier checkpoint, if the first 100 episodes
+        that ended after that were better than those after any other; and hold the present one. Episodes that ended
+        before say nothing of it: it may have fallen apart just now. Not of independent learners, whose mean says little
+        of one."""
+        view, parts, held = self._records.view, self._parts, self._held
         is_of_many = self._config.algorithm == "a2c" and kind_of(self._config.exchange).independent
-        if value is None or not parts.acts or (is_of_many and self._job.num_trainers > 1):
+        if view is None or not parts.acts or (is_of_many and self._job.num_trainers > 1):
+            return
+        value = view.mean_since
+        if held is not None and value is None:
             return
         file = self._segment.run / BEST_POLICY
         if self._best is None:  # perhaps an earlier start, or a rank that led before, has kept one
             before = (checkpoint.policy_header(file) or {}).get("mean_return")
             self._best = before if isinstance(before, float) and math.isfinite(before) else -math.inf
-        held, ended = self._held, self._records.num_episodes
-        if held is not None and ended - held.num_episodes < MEAN_OF:
-            return
         policy = {name: tensor.detach().cpu().clone() for name, tensor in parts.network.state_dict().items()}
         is_finite = bool(parts.flat.data.isfinite().all())
-        self._held = _Held(ended, policy, self._header(exchange)) if is_finite else None
-        if held is not None and value > self._best:
+        self._held = _Held(policy, self._header(exchange)) if is_finite else None
+        view.watch(self._progress.counters.time_s)
+        if held is not None and value is not None and value > self._best:
             checkpoint.save_policy(file, held.policy, held.header | {"mean_return": value})
             self._best = value
 
