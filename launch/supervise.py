@@ -57,14 +57,24 @@ _ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
 _GENTLY = signal.SIGUSR1  # after SIGTERM, Open MPI's mpirun gives ranks 0.2 s: too little for a checkpoint
 
 
-# Of Open MPI; options in `--mpirun` win. `:oversubscribe`, good for one host, would put all ranks on the first. A host
-# that cannot be reached any more ends the job after 15 to 35 s; Open MPI's own settings leave that to 8 minutes.
+# Of Open MPI; the user's own and options in `--mpirun` win. A host that cannot be reached any more ends the job after
+# 15 to 35 s; Open MPI's own settings leave that to 8 minutes.
 _BETWEEN_HOSTS = {
-    "PRTE_MCA_rmaps_default_mapping_policy": "slot",
     "PRTE_MCA_oob_tcp_keepalive_time": "20",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
     "PRTE_MCA_oob_tcp_keepalive_probes": "3",
 }
+
+
+def _environment(between_hosts: bool) -> dict[str, str]:
+    """Of mpirun."""
+    if not between_hosts:
+        return dict(os.environ)
+    environment = _BETWEEN_HOSTS | os.environ
+    policy = "PRTE_MCA_rmaps_default_mapping_policy"
+    if environment.get(policy, ":oversubscribe") == ":oversubscribe":  # good for one host; puts all ranks on the first
+        environment[policy] = "slot"
+    return environment
 
 
 class Host(NamedTuple):
@@ -229,7 +239,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self._job = subprocess.Popen(
             [*self.mpirun, *placed, "env", f"{SUPERVISED}=1", sys.executable, "-m", "pala.train", *arguments],
-            env=os.environ | (_BETWEEN_HOSTS if hosts else {}), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env=_environment(between_hosts=bool(hosts)), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])

@@ -86,10 +86,10 @@ def main() -> None:
         sys.exit(2)
     rank = comm.rank
     announce("up")
-    if rank == 0:
-        check_slurm_tasks(comm.size)
     try:
         command = collectively(comm, lambda: parse(sys.argv[1:]))
+        if rank == 0:
+            check_slurm_tasks(comm.size, command.config.run.spares)
         cores = cores_per_rank(comm, command.config.run.spares)
         if rank == 0 and command.config.run.console != "none" and comm.size > command.config.run.spares:
             _greet(command, comm.size - command.config.run.spares)

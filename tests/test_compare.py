@@ -723,6 +723,48 @@ def test_an_earlier_state_of_a_run_does_not_replace_a_later_one(there: Path, no_
     assert [row["completed"] for row in rows] == ["True"]
 
 
+def test_a_longer_run_that_was_interrupted_does_not_replace_a_completed_one(there: Path, no_pictures: None) -> None:
+    mine = plan_of().runs[0]
+    make_run(mine.folder, mine.config, 1)
+    report()
+    longer = replace(mine.config, total_steps=2 * mine.config.total_steps)
+    run_folder.RunRecord.begin(mine.folder, longer, {"started": "later", "ranks": 1})
+    _, rows = report()
+    assert [row["completed"] for row in rows] == ["True"]
+
+
+def test_a_run_that_was_evaluated_otherwise_is_evaluated_again(there: Path) -> None:
+    mine = plan_of().runs[0]
+    make_run(mine.folder, mine.config, 1)
+    assert task_of(mine, Path("results")) is None
+    greedy = replace(mine.config, evaluation=replace(mine.config.evaluation, greedy=True))
+    task = task_of(replace(mine, config=greedy), Path("results"))
+    assert task is not None and task.what == "evaluate" and task.command[-1] == "--greedy"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("undisturbed = false", "undisturbed = true", "other work ran beside its runs"),
+        ("undisturbed = true", "undisturbed = false", None),
+        ('launcher = "slow -np {ranks}"', "", "runs of gossip, none had another 'launcher'"),
+    ],
+)
+def test_runs_made_under_other_conditions_are_not_reported_as_if(
+    before: str, after: str, said: str | None, there: Path, no_pictures: None
+) -> None:
+    launcher = next(line for line in PRESET.splitlines() if line.startswith("launcher"))
+    first = plan_of(PRESET.replace(launcher, before)).runs[0]
+    make_run(first.folder, first.config, 1)
+    report()
+    plan_of(PRESET.replace(launcher, after))
+    if said is None:
+        report()
+    else:
+        with pytest.raises(PalaError, match=f"{said}.*another 'name'"):
+            report()
+
+
 def test_a_run_without_a_place_is_not_copied(there: Path) -> None:
     plan_of()
     foreign = make_run(there / "foreign", Config(), 1)

@@ -166,6 +166,23 @@ def test_what_waits_or_runs_is_not_submitted_again(there: Path) -> None:
     assert submit() == [] and asked() == []
 
 
+def test_jobs_of_another_cluster_are_looked_for_there(there: Path) -> None:
+    Path("preset.toml").write_text(Path("preset.toml").read_text().replace('"--time=1:00:00"', '"--clusters=b"'))
+    for name in ("squeue", "scancel"):
+        script = there / "bin" / name
+        script.write_text(script.read_text().replace("#!/bin/sh\n", f'#!/bin/sh\necho "{name} $*" >> words\n'))
+    Path("queue").write_text(f"CLUSTER: b\n72|{there}|pala-tiny-report\n")
+    assert submit() == []
+    queued, cancelled = Path("words").read_text().splitlines()
+    assert queued.startswith("squeue --clusters=b --user=") and cancelled == "scancel --clusters=b --state=PENDING 72"
+
+
+def test_a_variant_with_a_folder_of_its_own_gets_it(there: Path) -> None:
+    Path("preset.toml").write_text(Path("preset.toml").read_text() + 'run.dir = "elsewhere"\n')
+    assert submit() == []
+    assert Path("elsewhere/tiny").is_dir()
+
+
 def test_what_slurm_does_not_take_is_told(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_preset("[1]")
     Path("limit").write_text("2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -35,7 +36,7 @@ GIB = 2**30
 
 def host(name: str = "a", **changes) -> Host:
     sound = Host(
-        name, "/env/bin/python", {"torch": "2.13.0"}, cores=[0, 1, 2, 3], cpu_quota=None, memory_bytes=8 * GIB,
+        name, "/env/bin/python", {"torch": "2.13.0"}, cores=[0, 1, 2, 3], most_cores=math.inf, memory_bytes=8 * GIB,
         shm_bytes=GIB, nvidia_driver=False, bfloat16=True, sees_runs=True,
     )  # fmt: skip
     return replace(sound, **changes)
@@ -93,8 +94,11 @@ PROBLEMS = {
     "oversubscribed": (job(ranks=ranks(*"aaaaa")), "Ranks outnumber cores (5 ranks, 4 cores on a)", False),
     "one core": (job(ranks=ranks("a", "a", cores=(0,))), "bound to the same cores (2 ranks, 1 core on a)", False),
     "idle": (job(ranks=ranks("a", "a", cores=(0, 1))), "leave 2 cores idle (2 ranks, 2 cores on a)", False),
-    "quota": (job(hosts=[host(cpu_quota=1.5)]), "may use 1.5 cores' worth of time, but its ranks would start 4", False),
+    "quota": (job(hosts=[host(most_cores=1.5)]), "on a may use 1.5 cores' worth of time", False),
     "memory": (job(hosts=[host(memory_bytes=600 << 20)]), "600 MiB of memory are available on a", False),
+    "memory, with GPUs": (
+        job(hosts=[host(memory_bytes=3 * GIB, gpus=["H100"] * 2, nvidia_driver=True)]), "Pong take 3,624 MiB", False
+    ),
     "shm": (job(hosts=[host(shm_bytes=9 << 20)]), "9 MiB are free in /dev/shm on a; Open MPI wants 16 MiB", False),
     "shm, MPICH": (
         job(hosts=[host(shm_bytes=9 << 20)], library=MPICH, launcher=started_by(MPICH)), "MPICH wants 12 MiB", True
@@ -149,7 +153,8 @@ def test_each_problem_gets_its_advice_and_no_other(problem: Job, sentence: str, 
         job(launcher=started_by(Product("Slurm")), slurm={"SLURM_NTASKS": "2"}),
         job(launcher=started_by(Product())),
         by_hand(hosts=[host(shm_bytes=0)]),  # one rank needs none
-        job(hosts=[host(cpu_quota=4.0)]),
+        job(hosts=[host(most_cores=4.0)]),
+        job(hosts=[host(most_cores=2.0)], ranks=[replace(rank, threads=1) for rank in ranks("a", "a", cores=(0, 1))]),
         job(hosts=[host(gpus=["H100", "H100"], nvidia_driver=True)]),
         job(hosts=[host(nvidia_driver=True, bfloat16=None)]),  # torch was not asked
     ],
@@ -273,10 +278,10 @@ def test_the_launcher_is_told_by_its_variables(environment, expected, monkeypatc
 @pytest.mark.parametrize(
     ("files", "quota", "limit_bytes"),
     [
-        ({}, None, None),
-        ({"cpu.max": "max 100000", "memory.max": "max"}, None, None),
+        ({}, math.inf, None),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, math.inf, None),
         ({"cpu.max": "150000 100000", "memory.max": "4096"}, 1.5, 4096),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, None),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf, None),
         (
             {"cpu/cpu.cfs_quota_us": "90000", "cpu/cpu.cfs_period_us": "30000", "memory/memory.limit_in_bytes": "8192"},
             3.0, 8192,
@@ -290,7 +295,7 @@ def test_a_containers_limits_are_read(files, quota, limit_bytes, monkeypatch, tm
     monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
     monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "none")
     here = facts.host_here(facts.Launcher())
-    assert here.cpu_quota == quota
+    assert here.most_cores == quota
     assert here.memory_bytes == limit_bytes if limit_bytes else here.memory_bytes > 1e6
 
 
@@ -315,7 +320,7 @@ def test_a_jobs_limits_are_read_wherever_they_stand(own, files, monkeypatch, tmp
     monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
     monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "own")
     here = facts.host_here(facts.Launcher())
-    assert (here.cpu_quota, here.memory_bytes) == (2.0, 4096)
+    assert (here.most_cores, here.memory_bytes) == (2.0, 4096)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ STUB = r"""#!/bin/bash
 here=$(cd "$(dirname "$0")/.." && pwd)
 case "$*" in
     *"-m pip --version"*) [ ! -e "$here/broken" ] ;;
-    *"-m pip install"*) echo "install ${*: -1}" >>"$STUB_LOG" ;;
+    *"-m pip install"*) echo "install ${*: -1}" >>"$STUB_LOG"; [ ! -e "$here/no-network" ] ;;
     *"-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" && echo venv >>"$STUB_LOG" ;;
     *version_info\)*) cat "$STUB_VERSION" ;;
 esac
@@ -133,8 +133,45 @@ def test_a_checkout_that_may_not_be_written_to_is_installed_once(machine: Machin
     assert machine.use(PALA_VENV=venv).stdout == "ready\n" and machine.done == []
     (machine.checkout / "pala/module.py").write_text("2")
     assert machine.use(PALA_VENV=venv).returncode == 0 and machine.done == ["install"]
+    job = machine.use(PALA_VENV=venv, SLURM_JOB_ID="1")
+    assert job.returncode == 0 and machine.done == []
     (machine.checkout / "pala/module.py").write_text("1")  # back to what was there before
+    job = machine.use(PALA_VENV=venv, SLURM_JOB_ID="1")
+    assert "takes it as it is" in job.stderr and machine.done == []
     assert machine.use(PALA_VENV=venv).returncode == 0 and machine.done == ["install"]
+
+
+def test_what_the_owner_has_installed_does_for_who_may_not_write(machine: Machine) -> None:
+    machine.use()
+    script = machine.checkout / "launch/environment.sh"
+    script.write_text(
+        script.read_text().replace('[ -w "$repository" ]', "false").replace('[ ! -w "$repository" ]', ":")
+    )
+    assert machine.use().stdout == "ready\n" and machine.done == []
+    (machine.checkout / "constraints.txt").write_text("")
+    refused = machine.use()
+    assert refused.returncode == 2 and "Set PALA_VENV" in refused.stderr and machine.done == []
+
+
+def test_a_failed_installation_leaves_jobs_of_slurm_what_they_have(machine: Machine) -> None:
+    machine.use()
+    constraints = machine.checkout / "constraints.txt"
+    before = constraints.read_text()
+    constraints.write_text(before + "\n")
+    (machine.venv / "no-network").touch()
+    assert machine.use().returncode == 2 and machine.done == ["install"]
+    assert machine.use(SLURM_JOB_ID="1").stdout == "ready\n" and machine.done == []
+    (machine.venv / "no-network").unlink()
+    constraints.write_text(before)  # nobody knows how far the other one came
+    assert machine.use().returncode == 0 and machine.done == ["install"]
+
+
+def test_a_checkout_has_one_name(machine: Machine, tmp_path: Path) -> None:
+    machine.use()
+    link = tmp_path / "link"
+    link.symlink_to(machine.checkout)
+    machine.checkout = link
+    assert machine.use().stdout == "ready\n" and machine.done == []
 
 
 @pytest.mark.parametrize("slash", ["", "/"])

@@ -55,7 +55,7 @@ def test_threads_are_a_ranks_share_of_the_cores(ranks, threads):
         ("max 100000", None, 8, math.inf),
         ("250000 100000", None, 8, 2.5),  # of a container
         ("max 100000", "4", 8, 4),  # Slurm does not confine the job
-        ("max 100000", "4", 6, math.inf),  # it does, or a launcher has bound the rank
+        ("max 100000", "4", 6, math.inf),  # it does, or a launcher has bound the ranks
         ("max 100000", "4(x2)", 8, math.inf),
         ("250000 100000", "4", 8, 2.5),
     ],
@@ -69,10 +69,10 @@ def test_a_job_may_use_less_than_the_cores_that_it_sees(quota, allocated, cores,
     monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
     if allocated is not None:
         monkeypatch.setenv("SLURM_CPUS_ON_NODE", allocated)
-    assert most_cores() == most
+    assert most_cores(set(range(cores))) == most
     assert usable_cores() == min(cores, int(min(most, 100)))
     four = [set(range(cores))] * 4
-    assert share_of_cores(four[0], four, most_cores()) == max(1, int(min(cores, most) / 4))
+    assert share_of_cores(four[0], four, most_cores(four[0])) == max(1, int(min(cores, most) / 4))
 
 
 @pytest.mark.parametrize(

@@ -228,9 +228,19 @@ def test_another_number_of_ranks_than_tasks_is_told(
         monkeypatch.delenv(name, raising=False)
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    check_slurm_tasks(2)
+    check_slurm_tasks(2, spares=0)
     output = "".join(capsys.readouterr())
     assert said in output and bool(said) == bool(output)
+
+
+def test_spares_may_be_tasks_or_come_to_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    for size in (4, 5, 6):
+        check_slurm_tasks(size, spares=1)
+    assert "".join(capsys.readouterr()).count("Slurm has allocated 4 tasks, but this job has 6 ranks") == 1
 
 
 def test_every_script_is_bash_and_says_how_it_is_submitted() -> None:

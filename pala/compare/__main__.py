@@ -25,9 +25,10 @@ import tyro
 from pala.compare.collect import keep, load
 from pala.compare.execute import Executor, chosen, nothing_missing
 from pala.compare.notes import left_out
-from pala.compare.plan import Plan, Planned
+from pala.compare.plan import Plan, Planned, Preset
 from pala.compare.report import write
 from pala.compare.slurm import Submission, unfinished
+from pala.presets import read
 from pala.run.run_folder import runs_in
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -72,6 +73,7 @@ def compare(command: Command) -> list[Planned]:
     runs = chosen(plan, command.only)
     results = command.output or Path("results") / plan.preset.name
     added = runs_in(command.add)
+    _check_conditions(plan, results)
     if not runs and not (added or command.report_only or command.gather):
         for note in left_out(plan):
             say(note)
@@ -101,6 +103,29 @@ def compare(command: Command) -> list[Planned]:
         failures = executor.run()
     _report(plan, added, results)
     return failures
+
+
+def _check_conditions(plan: Plan, results: Path) -> None:
+    """Of what was beside a run, and how it was launched, its own record says nothing: the preset in the results does.
+    Raises PalaError if this one would make other runs of those that are there."""
+    file, preset = results / "preset.toml", plan.preset
+    if not file.exists() or not (results / "runs").exists():
+        return
+    before = read(file)
+    variants, launcher = before.get("variants", {}), before.get("launcher", Preset.launcher)
+    changed = [
+        name for name in variants.keys() & preset.variants.keys()
+        if variants[name].get("launcher", launcher) != preset.variants[name].get("launcher", preset.launcher)
+    ]  # fmt: skip
+    if preset.undisturbed and before.get("undisturbed") is False:
+        fault = "other work ran beside its runs ('undisturbed = false'), so their times are not for a report"
+    elif changed:
+        fault = f"runs of {', '.join(sorted(changed))} had another 'launcher'"
+    else:
+        return
+    raise PalaError(
+        f"{plan.source}: by '{file}' {fault}. Put that back, or give the comparison another 'name' for runs of its own."
+    )
 
 
 def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], results: Path) -> None:

@@ -24,10 +24,12 @@ from pala.system.files import json_text, open_to_read, write_atomically
 _QUOTED = re.compile(r"""(?<=(["']))/(?:[^"'/]+/)*(?=[^"'/]+\1)""")  # blanks and all
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:(?:[\w.+@~-]|[=,](?!/)|\\u[0-9a-f]{4})+/)*(?=[\w.\\])")
 
+_EVALUATIONS = ("evaluation.json", "evaluations.jsonl")
+
 
 def keep(run: Path, folder: Path) -> None:
     """Copy of a run what a report needs into `folder`, beside copies of other runs of the same name. An earlier copy of
-    the same run is replaced. Raises PalaError."""
+    the same run is replaced, but not a completed one by one that is not. Raises PalaError."""
     begun = _begun(run)
     number, copy = 1, folder / run.name
     while (copy / "run.json").exists() and _begun(copy) != begun:
@@ -36,6 +38,7 @@ def keep(run: Path, folder: Path) -> None:
     if copy.resolve() == run.resolve() or ((copy / "run.json").exists() and _progress(copy) > _progress(run)):
         return
     try:
+        record = _bytes_of(run / "run.json")  # first: what it calls completed has all its metrics
         if (run / "metrics").is_symlink():
             raise OSError("'metrics' is a link, not a folder")
         (copy / "metrics").mkdir(parents=True, exist_ok=True)
@@ -43,9 +46,9 @@ def keep(run: Path, folder: Path) -> None:
             data = _bytes_of(file)
             packed = data if file.suffix == ".gz" else gzip.compress(data, mtime=0)
             _write(copy / "metrics" / f"{file.name.removesuffix('.gz')}.gz", packed)
-        for name in ("evaluation.json", "evaluations.jsonl", "run.json"):
-            if (run / name).exists():
-                _write(copy / name, without_paths(_bytes_of(run / name).decode(errors="replace")).encode())
+        texts = {name: _bytes_of(run / name) for name in _EVALUATIONS if (run / name).exists()} | {"run.json": record}
+        for name, data in texts.items():
+            _write(copy / name, without_paths(data.decode(errors="replace")).encode())
     except OSError as error:
         raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {reason(error)}.") from None
 
@@ -75,9 +78,9 @@ def _begun(run: Path) -> Any:
     return first["started"], first.get("hosts"), run_folder.config_of(run).seed, command
 
 
-def _progress(run: Path) -> tuple[int, bool]:
+def _progress(run: Path) -> tuple[bool, int]:
     record = run_folder.read(run)
-    return len(record["segments"]), record["completed"]
+    return record["completed"], len(record["segments"])
 
 
 def load(folder: Path, plan: Plan) -> Run:

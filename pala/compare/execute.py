@@ -106,8 +106,12 @@ def _needs(planned: Planned, folder: Path) -> str:
     ended_early = record["segments"][-1].get("stopped_early")  # by a callback
     if not record["completed"] or ended_early or config.total_steps < planned.config.total_steps:
         return "resume"
-    evaluation, episodes = final_evaluation(folder, record), planned.config.evaluation.episodes
-    return "evaluate" if episodes and (evaluation is None or evaluation["episodes"] < episodes) else ""
+    evaluation, wanted = final_evaluation(folder, record), planned.config.evaluation
+    if not wanted.episodes:
+        return ""
+    if evaluation is None or evaluation["episodes"] < wanted.episodes or evaluation["greedy"] != wanted.greedy:
+        return "evaluate"
+    return ""
 
 
 def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pala.compare.comparison import Comparison
 from pala.compare.measures import WINDOW, Run
@@ -36,7 +37,7 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Made from a changed working tree", [r for r in done if any(s.get("git_dirty") for s in r.segments)]),
         _differ(done, "versions", versions),
         _differ(done, "the machine; do not compare their speeds", machine),
-        _differ(done, "threads", lambda run: f"{run.last.get('threads_per_rank')} a rank", _of_ranks),
+        _differ(done, "threads", _threads, _of_ranks),
         _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
         _named("Resumed with another number of ranks", [run for run in done if run.was_resized]),
         _named("Ended early by a callback", [run for run in done if run.last.get("stopped_early")]),
@@ -84,15 +85,28 @@ def commit(run: Run) -> str:
 
 
 def versions(run: Run) -> str:
-    """The versions of packages and of MPI in the newest segment."""
-    packages = ", ".join(f"{name} {version}" for name, version in run.last.get("versions", {}).items())
-    return f"{packages}; {' '.join(str(run.last.get('mpi')).split(',')[0].split())}"
+    """The versions of packages and of MPI in all segments."""
+
+    def of(segment: dict[str, Any]) -> str:
+        packages = ", ".join(f"{name} {version}" for name, version in segment.get("versions", {}).items())
+        return f"{packages}; {' '.join(str(segment.get('mpi')).split(',')[0].split())}"
+
+    return ", then ".join(dict.fromkeys(map(of, run.segments)))
 
 
 def machine(run: Run) -> str:
-    """The hosts, platform and device of the newest segment."""
-    hosts = ", ".join(sorted(set(run.last.get("hosts", []))))
-    return f"{hosts} ({run.last.get('platform')}), {run.last.get('device')}"
+    """The hosts, platform and device of all segments."""
+
+    def of(segment: dict[str, Any]) -> str:
+        hosts = ", ".join(sorted(set(segment.get("hosts", []))))
+        return f"{hosts} ({segment.get('platform')}), {segment.get('device')}"
+
+    return ", then ".join(dict.fromkeys(map(of, run.segments)))
+
+
+def _threads(run: Run) -> str:
+    numbers = dict.fromkeys(str(segment.get("threads_per_rank")) for segment in run.segments)
+    return f"{', then '.join(numbers)} a rank"
 
 
 def _evaluation(run: Run) -> str:

@@ -23,7 +23,19 @@ from pala.system.runtime import tell
 
 _SCRIPT = Path("launch/slurm/several_nodes.sbatch")
 _WHERE = {"partition": "SLURM_JOB_PARTITION", "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS"}
-_OF_EVERY_JOB = ("--account", "--partition", "--qos", "--reservation", "--clusters", "--time", "-A", "-p", "-q", "-t")
+_OF_EVERY_JOB = (
+    "--account",
+    "--partition",
+    "--qos",
+    "--reservation",
+    "--clusters",
+    "--time",
+    "-A",
+    "-M",
+    "-p",
+    "-q",
+    "-t",
+)
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # of a job's own variables: they say which cluster, not which job
 
 
@@ -56,8 +68,11 @@ class Submission:
     def submit(self) -> list[Planned]:
         """Submit what is missing and has no job; returns the runs whose job Slurm did not take. Raises PalaError if it
         does not answer, or another comparison works in the same folder."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with lock_folder(self._folder) or contextlib.nullcontext():  # where there are no locks
+        with contextlib.ExitStack() as locks:
+            for folder in sorted({run.folder.parent for run in self._runs}):
+                folder.mkdir(parents=True, exist_ok=True)
+                if (lock := lock_folder(folder)) is not None:  # None where there are no locks
+                    locks.enter_context(lock)
             return self._submit()
 
     def _submit(self) -> list[Planned]:
@@ -94,16 +109,22 @@ class Submission:
         job = _ask([*_sbatch(self._report_name), *_output(log), *size, after, f"--wrap=exec {command}"])
         tell(f"      report, after them: job {job}; what it says is in '{log}'")
         if earlier:
-            _ask(["scancel", "--state=PENDING", earlier])
+            _ask(["scancel", *self._clusters, "--state=PENDING", earlier])
 
     @property
     def _report_name(self) -> str:
         """One of a part has a name of its own: it judges that part alone."""
         return "-".join((f"pala-{self._plan.preset.name}-report", *self._only))
 
+    @property
+    def _clusters(self) -> list[str]:
+        """Where the jobs are, if not on the cluster of this machine."""
+        return [option for option in self._plan.preset.slurm.options if option.startswith(("--clusters=", "-M"))]
+
     def _queue(self) -> dict[str, str]:
         """Name -> number of this user's jobs from this folder that wait, run or end."""
-        lines = _ask(["squeue", f"--user={os.getuid()}", "--noheader", "--format=%i|%Z|%j"]).splitlines()
+        words = ["squeue", *self._clusters, f"--user={os.getuid()}", "--noheader", "--format=%i|%Z|%j"]
+        lines = _ask(words).splitlines()
         jobs = [line.split("|", 2) for line in lines if line.count("|") >= 2]
         here = Path.cwd()
         return {name: number for number, folder, name in jobs if Path(folder).resolve() == here}

@@ -13,6 +13,7 @@ from pala.report.text import counted
 from pala.system.jobs import MORE_RANKS_THAN_CORES
 
 RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (README)
+_RANK_MEMORY_WITH_GPU_BYTES = 1_900_000_000  # on an H200's host (docs/clusters.md)
 _OPEN_MPI_SHM_BYTES = 16 << 20  # that Open MPI 5.0.11 wants to be free; else it does without shared memory
 _MPICH_SHM_BYTES = 6 << 20  # a rank of MPICH 5.0.2 took 5.1 MiB; a rank that gets less is killed by a signal
 _HOST, _MOST_NAMES = "{host}", 4  # in an advice's text: the hosts that it is for
@@ -155,9 +156,9 @@ def _slots(job: Job) -> Iterator[Advice]:
 def _cores(job: Job, host: Host) -> Iterator[Advice]:
     ranks = job.ranks_of(host)
     used = {core for rank in ranks for core in rank.cores}
-    idle = len(set(host.cores) - used)
+    idle = int(max(0, min(len(set(host.cores) - used), host.most_cores - len(used))))
     there = f"{counted(len(ranks), 'rank')}, {counted(len(used), 'core')} on {_HOST}"
-    unbound = "start with `--bind-to none`, or set PRTE_MCA_hwloc_default_binding_policy=none"
+    unbound = "start with `--bind-to none`, or set PRTE_MCA_hwloc_default_binding_policy=none (Open MPI 5)"
     if len(ranks) > len(used) and idle:
         yield Advice(f"Ranks are bound to the same cores ({there}) and leave {counted(idle, 'other')} idle: {unbound}.")
     elif len(ranks) > len(used):
@@ -171,19 +172,21 @@ def _cores(job: Job, host: Host) -> Iterator[Advice]:
 
 def _quota(job: Job, host: Host) -> Iterator[Advice]:
     threads = sum(rank.threads for rank in job.ranks_of(host))
-    if host.cpu_quota is not None and threads > host.cpu_quota + 0.5:
+    if threads > host.most_cores + 0.5:
         yield Advice(
-            f"The container on {_HOST} may use {host.cpu_quota:g} cores' worth of time, but its ranks would start "
-            f"{threads} threads: start at most {max(1, int(host.cpu_quota))} ranks, or raise the quota."
+            f"Ranks on {_HOST} may use {host.most_cores:g} cores' worth of time, by a container's quota or Slurm's "
+            f"allocation, but would start {threads} threads: start at most {max(1, int(host.most_cores))} ranks, or "
+            "raise the limit."
         )
 
 
 def _memory(job: Job, host: Host) -> Iterator[Advice]:
     ranks = len(job.ranks_of(host))
-    if host.memory_bytes < ranks * RANK_MEMORY_BYTES:
+    needed = ranks * (_RANK_MEMORY_WITH_GPU_BYTES if host.gpus else RANK_MEMORY_BYTES)
+    if host.memory_bytes < needed:
         yield Advice(
             f"{_mib(host.memory_bytes)} of memory are available on {_HOST}, but {counted(ranks, 'rank')} of Pong take "
-            f"{_mib(ranks * RANK_MEMORY_BYTES)}: start fewer, or set a smaller `--env.num-envs`."
+            f"{_mib(needed)}: start fewer, or set a smaller `--env.num-envs`."
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import mpi4py
 
 from pala.run.provenance import installed_versions
-from pala.system.runtime import available_memory_bytes, cpu_quota, launcher_process
+from pala.system.runtime import available_memory_bytes, launcher_process, most_cores
 
 _SLURM = (
     "SLURM_JOB_ID",
@@ -97,7 +97,7 @@ class Host:
     python: str
     versions: dict[str, str]
     cores: list[int]  # that a launcher may give to its ranks
-    cpu_quota: float | None  # cores' worth of time that a container may use
+    most_cores: float  # cores' worth of time that a container or Slurm leaves the job; infinite if nothing says so
     memory_bytes: int  # that is available
     shm_bytes: int  # free in /dev/shm
     nvidia_driver: bool
@@ -204,12 +204,13 @@ def python_in_path() -> str:
 def host_here(launcher: Launcher) -> Host:
     """This host, without what torch and ale-py tell of it."""
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").exists() else None
+    cores = _cores_of_launcher(launcher)
     return Host(
         name=platform.node(),
         python=sys.executable,
         versions=installed_versions() | {"pala's files": _checksum_of_sources()},
-        cores=_cores_of_launcher(launcher),
-        cpu_quota=cpu_quota(),
+        cores=cores,
+        most_cores=most_cores(set(cores)),
         memory_bytes=available_memory_bytes(),
         shm_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
         nvidia_driver=Path("/dev/nvidiactl").exists(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -120,7 +121,7 @@ def _host_row(job: Job, host: Host) -> tuple[str, ...]:
     sets = {tuple(rank.cores) for rank in ranks}
     bound = sets != {tuple(host.cores)}
     binding = "none" if not bound else "one set for all" if len(sets) == 1 < len(ranks) else "each its own"
-    quota = "" if host.cpu_quota is None else f" (quota {host.cpu_quota:g})"
+    quota = "" if math.isinf(host.most_cores) else f" ({host.most_cores:g} to use)"
     return (
         host.name,
         str(len(ranks)),

@@ -45,7 +45,7 @@ class Job:
         self.num_trainers = comm.size - self.spares
         self.hosts = comm.allgather(comm.host)
         cores = cores_of_hosts(comm)
-        limits = dict(comm.allgather((comm.host, most_cores())))
+        limits = dict(comm.allgather((comm.host, most_cores(cores[comm.host]))))
         self.cores = max(1, int(sum(min(len(cores[host]), limits[host]) for host in cores)))
         self.host_cores = cores[comm.host]  # that its ranks may use, between them
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use

@@ -20,8 +20,8 @@ _TAIL_LINES = 25
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
 _REFUSAL = "There are not enough slots available"  # of Open MPI
 MORE_RANKS_THAN_CORES = (
-    "it starts no more than it counts cores. For more, set PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe, as "
-    "./launch/train.sh does, or give mpirun `--map-by :oversubscribe`."
+    "it starts no more than it counts cores. For more, give mpirun `--map-by :oversubscribe`, or set "
+    "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe (Open MPI 5), as ./launch/train.sh does."
 )
 """What to do where mpirun refuses ranks; the sentence's second half."""
 
@@ -45,7 +45,7 @@ def launcher_of(template: str, ranks: int) -> list[str]:
 def _environment() -> dict[str, str]:
     """Ours; the mpirun beside this Python wins, as it belongs to the same mpi4py. Open MPI binds no ranks, as under
     `launch/`: else it would bind one or two to a core each, and more to a whole socket."""
-    unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
+    unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}  # 5, 4
     return unbound | os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
 
 

@@ -121,17 +121,18 @@ def share_of_cores(mine: set[int], on_this_host: list[set[int]], most: float = m
     return max(1, int(min(share, most / len(on_this_host)) + 1e-6))
 
 
-def most_cores() -> float:
-    """How many cores' worth of time this job may use here: a container's or a job's quota, or what Slurm has allocated
-    where it does not confine jobs to their cores. Infinite if nothing says so."""
+def most_cores(seen: set[int]) -> float:
+    """How many cores' worth of time a job may use here whose ranks may run on these cores between them: a container's
+    or a job's quota, or what Slurm has allocated where it does not confine jobs to their cores. Infinite if nothing
+    says so."""
     allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    confined = len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    confined = len(seen) < (os.cpu_count() or 1)
     return min(cpu_quota() or math.inf, int(allocated) if allocated.isdecimal() and not confined else math.inf)
 
 
 def usable_cores() -> int:
     """As many threads as this process alone can make use of."""
-    return share_of_cores(mine := os.sched_getaffinity(0), [mine], most_cores())
+    return share_of_cores(mine := os.sched_getaffinity(0), [mine], most_cores(mine))
 
 
 @contextmanager

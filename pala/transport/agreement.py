@@ -37,7 +37,8 @@ def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
     mine = os.sched_getaffinity(0)
     ranks = comm.allgather((comm.host, mine))
     busy = [cores for host, cores in ranks[: comm.size - spares] if host == comm.host]
-    return share_of_cores(mine, busy if comm.rank < comm.size - spares else [mine, *busy], most_cores())
+    most = most_cores(mine.union(*busy))
+    return share_of_cores(mine, busy if comm.rank < comm.size - spares else [mine, *busy], most)
 
 
 def cores_of_hosts(comm: Communicator) -> dict[str, set[int]]:

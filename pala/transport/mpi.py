@@ -171,6 +171,7 @@ class MpiCommunicator(Communicator):
     def open_transport(self) -> Transport:
         from pala.transport.data_proxy import DataProxy
 
+        self.barrier()
         return DataProxy(self.mpi)
 
     def are_on_one_host(self) -> bool:
@@ -181,6 +182,7 @@ class MpiCommunicator(Communicator):
         return together
 
     def share_memory(self, num_bytes: int) -> SharedBlock:
+        self.barrier()
         return _Window(self.mpi, num_bytes)
 
     def facts(self) -> dict[str, Any]:

@@ -95,13 +95,14 @@ def _mixed(ranks: int, library: str) -> str:
     )
 
 
-def check_slurm_tasks(size: int) -> None:
-    """Say so if the job's number of ranks is not that of the tasks which Slurm allocated: often a forgotten `-np`.
+def check_slurm_tasks(size: int, spares: int) -> None:
+    """Say so if the job's number of ranks, with its spares or without, is not that of the tasks which Slurm allocated:
+    often a forgotten `-np`.
 
     In a task of srun, which daemons of mpirun are too, `SLURM_NTASKS` is not the allocation's.
     """
     tasks = os.environ.get("SLURM_NTASKS", "")
-    if tasks.isdigit() and int(tasks) != size and "SLURM_STEP_NUM_TASKS" not in os.environ:
+    if tasks.isdigit() and int(tasks) not in (size, size - spares) and "SLURM_STEP_NUM_TASKS" not in os.environ:
         ranks = f"{size} rank{'s' * (size > 1)}"
         say(f"Slurm has allocated {tasks} tasks, but this job has {ranks}; `mpirun -np` and `--ntasks` should agree.")
 
