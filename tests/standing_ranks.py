@@ -286,7 +286,7 @@ def main() -> None:
     world = start_mpi().mpi
     prepare(1)
     with loading():
-        from pala.run import session  # noqa: F401 - loaded now, not by the first case
+        from pala.run import start  # noqa: F401 - loaded now, not by the first case
 
     own = socket.socket(socket.AF_UNIX)
     own.connect(sys.argv[1])

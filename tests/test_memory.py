@@ -13,7 +13,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import gymnasium
 import pytest
@@ -53,13 +54,13 @@ from pala.exchange.make import make_exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment
+from pala.run.keeper import BestPolicy
 from pala.run.metric_table import METRICS
 from pala.run.metrics import RunView, read_run
 from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.request import Request
 from pala.run.result import Result
-from pala.run.session import Session
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.transport.faults import (
     corrupt,
@@ -263,17 +264,12 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
     means = [None, None, 3.0, None, 7.0, 4.0, 2.0]  # since the last that was held, at each checkpoint
     looks, save_policy = [-1], checkpoint.save_policy
 
-    keep = Session._keep_if_best
+    judge = BestPolicy.judge
 
-    def kept(session: Session, exchange: Any) -> None:
-        if session._comm.rank == 0:
-            looks[0] += 1
-            own = session._parts.flat.data.clone()
-            session._parts.flat.data.fill_(looks[0])
-            try:
-                keep(session, exchange)
-            finally:
-                session._parts.flat.data.copy_(own)
+    def judged(best: BestPolicy, view: RunView, now_s: float, header: dict[str, Any], present: Any) -> None:
+        looks[0] += 1
+        numbered = {name: torch.full_like(tensor, looks[0]) for name, tensor in present().items()}
+        judge(best, view, now_s, header, lambda: numbered)
 
     def save(path: Path, named: dict[str, Tensor], header: dict[str, Any]) -> None:
         if full and header.get("mean_return") == 7.0:
@@ -282,7 +278,7 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(checkpoint, "save_policy", save)
     monkeypatch.setattr(RunView, "mean_since", property(lambda view: means[min(looks[0], len(means) - 1)]))
-    monkeypatch.setattr(Session, "_keep_if_best", kept)
+    monkeypatch.setattr(BestPolicy, "judge", judged)
     monkeypatch.setitem(config_checks._RANGES, "run.checkpoint_interval_s", (0, 1))
     config = configure(tmp_path, steps=600)
     job = train(2, replace(config, run=replace(config.run, checkpoint_interval_s=0.0)))  # after each update
@@ -293,6 +289,29 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
     assert (float(next(iter(best.values())).flatten()[0]), header["mean_return"]) == expected
     assert job.resume(2, 800).ended_well()
     assert checkpoint.load_policy(job.run / "best_policy.safetensors")[1] == header
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_kept"),
+    [
+        ({"num_envs": 3, "vectorization": "async"}, True),
+        ({"frame_skip": 2}, False),
+        ({"wrappers": ["x:Y"]}, False),
+    ],
+)
+def test_the_best_policy_of_another_environment_does_not_stay(
+    changed: dict[str, Any], is_kept: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "best_policy.safetensors"
+    env = {"id": "CartPole-v1", "num_envs": 4, "vectorization": "sync", "wrappers": (), "frame_skip": 4}
+    earlier = {"environment": "CartPole-v1", "config": {"env": env}, "global_steps": 10}
+    checkpoint.save_policy(file, {"weight": torch.zeros(2)}, earlier | {"mean_return": 600.0})
+    best, now = BestPolicy(file), earlier | {"config": {"env": env | changed}, "global_steps": 20}
+    for value in (None, 5.0):
+        view = SimpleNamespace(mean_since=value, watch=lambda now_s: None)
+        best.judge(cast(RunView, view), 1.0, now, lambda: {"weight": torch.ones(2)})
+    kept = checkpoint.load_policy(file)[1]
+    assert (kept["mean_return"], kept["global_steps"]) == ((600.0, 10) if is_kept else (5.0, 20))
 
 
 @pytest.mark.parametrize("leaver", [0, 1])

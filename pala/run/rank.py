@@ -38,7 +38,7 @@ def run_rank(comm: Communicator, request: Request, interrupt: Interrupt | None =
             comm.watch_signals(interrupt)
             return _stand_by(job, request, interrupt)
     with loading():
-        from pala.run.session import train  # before signals are caught: until it is loaded there is nothing to keep
+        from pala.run.start import train  # before signals are caught: until it is loaded there is nothing to keep
 
     with (interrupt or Interrupt()).installed() as interrupt:
         comm.watch_signals(interrupt)
@@ -58,7 +58,7 @@ def _stand_by(job: Job, request: Request, interrupt: Interrupt) -> Result:
             is_needed = sleeping.until_needed()
         if is_needed:
             with loading():
-                from pala.run.session import take_place  # torch, environments: now they are needed
+                from pala.run.start import take_place  # torch, environments: now they are needed
 
             result = take_place(job, request, briefing, began_s, sleeping, interrupt)
             if result is not None:

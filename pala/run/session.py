@@ -1,161 +1,45 @@
-"""One rank from start to end, with either algorithm: build, train, export, record. Everything runs on every rank.
+"""A rank that is ready to train, to the end: it trains, averages, exports, and says how the run ended.
 
-    environments ──▶ parts (network, optimiser) ──▶ segment (folders) ──▶ progress ──▶ records ──▶ exchange ──▶ loop
-
-Functions that communicate say so. An error that one rank meets while all ranks start is raised on all of them, so none
-waits for ever; a later error ends this rank, and the job if no other can
-outlive it (`pala/transport/mpi_process.py`, `abort`).
+Functions that communicate say so. An error that one rank meets ends this rank, and the job if no other can outlive it
+(`pala/transport/mpi_process.py`, `abort`).
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from signal import SIGTERM, Signals
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from pala.a2c import parts as a2c
-from pala.config import Config, to_table
+from pala.config import Config
 from pala.envs import Envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
-from pala.exchange.kinds import kind_of
-from pala.exchange.sleeping import Beginning, Sleeping
-from pala.gorila import parts as gorila
-from pala.networks.own import MakeNetwork
-from pala.run import checkpoint, run_folder, user_code
-from pala.run.begin import begin, env_seeds, joined, make_generator, open_segment
-from pala.run.checkpoint import RankState
+from pala.exchange.sleeping import Beginning
+from pala.run import checkpoint
+from pala.run.begin import env_seeds
 from pala.run.header import header
-from pala.run.hooks import Callback, Callbacks, Moment, UserCode, asks_to_stop
+from pala.run.hooks import Callback, Callbacks, Moment, asks_to_stop
 from pala.run.job import Briefing, Job
-from pala.run.loop import Counters, Loop, Progress
+from pala.run.keeper import Keeper
+from pala.run.loop import Loop, Progress
 from pala.run.metrics import Record
-from pala.run.parts import Parts, build_envs
-from pala.run.records import Records, note_failure
+from pala.run.parts import Parts
+from pala.run.records import Records
 from pala.run.request import Request
 from pala.run.result import Conclude, Conclusion, Result
-from pala.run.run_folder import BEST_POLICY, POLICY
 from pala.run.segment import Segment
-from pala.system.errors import CollectiveError, EndError, PalaError, reason
-from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say, tell
+from pala.system.errors import CollectiveError, EndError
+from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say
 from pala.transport.agreement import collectively
-from pala.transport.alone import Alone
-from pala.transport.base import Communicator, Survivors
+from pala.transport.base import Survivors
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
-# Collective; last, what a spare has slept by.
-_BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any], Parts[Any]]] = {
-    "a2c": a2c.build, "gorila": gorila.build,
-}  # fmt: skip
 _CALLBACKS = ("", *Callbacks._fields)
-
-
-def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
-    """What `run_rank` does on a rank that trains from the beginning. Collective."""
-    comm, config = job.trainers, request.config
-    assert comm is not None, "a spare stands by"
-    with job.telling_of_failure():
-        code = request.code
-        if request.resume is not None:
-            code = _load_code(comm, request.resume, code, request.trust_run)
-        envs = build_envs(comm, config, job.threads, code.make_env)
-        if comm.rank == 0 and code.make_env is not request.make_env:
-            _say_of_env(request)
-        request = _completed(request, code, envs)
-        config = request.config
-        with envs:
-            parts = _BUILD[config.algorithm](comm, config, envs, code.make_network, None)
-            if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
-                say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
-            with open_segment(comm, config, request.resume, request.preset or config.env.short_id) as segment:
-                with segment.removed_if_nobody_starts(comm.rank):
-                    progress = begin(comm, config.seed, parts, segment, job.spares)
-                    setup = Setup(job, request, envs, parts, segment, progress)
-                    # A run that cannot save should fail now.
-                    collectively(comm, lambda: setup.save(exchange=None))
-                    # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
-                    collectively(comm, lambda: user_code.keep(segment.run, config, code) if comm.rank == 0 else None)
-                    records = setup.open_records()
-                    records.begin(comm, setup.described())
-                if comm.rank == 0 and config.run.console != "none":
-                    tell(setup.header())
-                if not parts.acts:  # it needed their spaces alone
-                    envs.close()
-                session = Session(setup, records, interrupt)
-                return session.run(session.begin)
-
-
-def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) -> UserCode:
-    """What a run was made with from Python, as far as it is not given anew. Rank 0 alone judges whose it is: other
-    hosts may lack the user's home. Collective."""
-
-    def check() -> None:
-        if comm.rank == 0:
-            user_code.check_trust(run, run_folder.config_of(run), trust_run, given)
-
-    collectively(comm, check)
-    return collectively(comm, lambda: user_code.load(run, given))
-
-
-def _say_of_env(request: Request) -> None:
-    """The factory that the run keeps wins over an id that is given anew."""
-    assert request.resume is not None
-    before, given = run_folder.config_of(request.resume).env.id, request.config.env.id
-    if given != before:
-        say(f"'env.id' is '{given}', but the run keeps an environment made in Python, '{before}', which wins.")
-
-
-def _completed(request: Request, code: UserCode, envs: Envs) -> Request:
-    """With the code that is in use. An environment's factory has won over the id that the settings name."""
-    env = request.config.env if code.make_env is None else replace(request.config.env, id=envs.name)
-    return replace(request, config=replace(request.config, env=env), **code._asdict())
-
-
-def take_place(
-    job: Job, request: Request, briefing: Briefing, began_s: float, sleeping: Sleeping, interrupt: Interrupt
-) -> Result | None:
-    """What a spare does when it is needed: build, ask others for a model, train. None if training ended before.
-    `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
-    alone, rank = Alone(job.comm.host), job.comm.rank
-    config = request.config
-    with ExitStack() as stack:
-        try:
-            # This job has kept or judged it.
-            code = user_code.load(briefing.segment.run, request.code)
-            envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
-            request = _completed(request, code, envs)
-            config = request.config
-            parts = _BUILD[config.algorithm](alone, config, envs, code.make_network, sleeping)
-        except CollectiveError as error:  # of this rank alone
-            raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
-        segment = stack.enter_context(joined(briefing.segment, briefing.is_locked))
-        try:
-            is_needed = sleeping.until_needed()  # still: to build took a while
-            exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
-        except PalaError as error:
-            sleeping.transport.abandon()  # who is alone is asked of MPI
-            if isinstance(error, EndError) or job.comm.is_alone():
-                note_failure(segment, rank, error)
-            raise
-        if exchange is None:
-            return None
-        say(f"[rank {rank}] takes the place of a rank that is gone.")
-        counters = Counters(time_s=time.perf_counter() - began_s)
-        progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
-        setup = Setup(job, request, envs, parts, segment, progress)
-        records = setup.open_records()
-        if not parts.acts:
-            envs.close()
-        session = Session(setup, records, interrupt)
-        return session.run(lambda: exchange)
 
 
 @dataclass(frozen=True)
@@ -175,24 +59,9 @@ class Setup:
         """Of the request."""
         return self.request.config
 
-    def save(self, exchange: Exchange | None) -> bool:
-        """This rank's checkpoint; False if its tensors are not finite, and the one before is kept. `exchange`: None
-        before training. Not collective. Raises OSError, and EndError if the run's folder is another job's by now."""
-        self.segment.check_folder()
-        rank = self.job.comm.rank
-        tensors, numbers = self.parts.state(exchange)
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            say(f"[rank {rank}] its parameters or optimiser's state are not finite: the checkpoint before is kept.")
-            return False
-        counted = self.progress.counters
-        counters = {
-            "updates": counted.updates, "applied": counted.applied, "own_steps": counted.local_steps,
-            "time_s": counted.time_s, "spares": self.job.spares,
-        } | (exchange.state() if exchange is not None else self.progress.start)._asdict() | numbers  # fmt: skip
-        streams = {"actions": self.progress.generator.get_state()}
-        state = RankState(rank, self.job.comm.size, self.parts.flat.signature, tensors, streams, counters)
-        checkpoint.save_rank(self.segment.path, state)
-        return True
+    def make_keeper(self) -> Keeper:
+        """Of what is kept of the run."""
+        return Keeper(self.job, self.config, self.envs.name, self.parts, self.segment, self.progress)
 
     def open_records(self) -> Records:
         """Begin this rank's metrics."""
@@ -222,28 +91,17 @@ class Setup:
         return header(self.config, self.segment.run, hosts, job.threads, str(parts.device), num_learned, made)
 
 
-class _Held(NamedTuple):
-    """A policy that may be the best, in the host's memory."""
-
-    policy: dict[str, Tensor]
-    header: dict[str, Any]
-
-
 class Session:
     """A rank that is ready to train: everything has been saved and recorded once."""
 
-    def __init__(self, setup: Setup, records: Records, interrupt: Interrupt) -> None:
-        self._setup, self._records, self._interrupt = setup, records, interrupt
+    def __init__(self, setup: Setup, keeper: Keeper, records: Records, interrupt: Interrupt) -> None:
+        self._keeper, self._records, self._interrupt = keeper, records, interrupt
         self._request, self._config, self._callbacks = setup.request, setup.config, setup.request.callbacks
         self._job, self._comm, self._envs, self._parts = setup.job, setup.job.comm, setup.envs, setup.parts
         self._segment, self._progress = setup.segment, setup.progress
         self._asked_to_stop = ""  # by which of the callbacks
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
-        self._has_saved = False  # the newest state
-        self._best: float | None = None  # mean return of the best policy so far; None: not looked for yet
-        self._held: _Held | None = None
-        self._saved_lost: Sequence[int] = ()  # ranks that the newest checkpoint calls lost
 
     def run(self, make_exchange: Callable[[], Exchange]) -> Result:
         """Train, then average, export and conclude. Collective."""
@@ -300,9 +158,7 @@ class Session:
                 lambda living: self._complete(exchange, final, living, early), self._job.patience_s, self._interrupt
             )
         else:
-            # Who took another for gone that stayed has saved that.
-            if not self._has_saved or list(exchange.state().lost) != list(self._saved_lost):
-                self._save_or_say(exchange)
+            self._keeper.save_if_changed(exchange)
             self._record_stop(exchange, end)  # once more: now all know who lives, one leads, and the steps are exact
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
@@ -384,13 +240,13 @@ class Session:
             self._call("on_update", self._callbacks.on_update, exchange)
 
         seeds: np.ndarray = env_seeds(self._config.seed, self._comm.rank, self._segment, self._envs.num_envs)
-        stop = loop.run(seeds, on_interval, lambda: self._save_all(exchange), updated)
+        stop = loop.run(seeds, on_interval, lambda: self._keeper.keep(exchange, self._records.view), updated)
         # A full disk should not keep the ranks from the smaller file, the final policy, nor the others from going on.
         if stop.completes or stop is Stop.NONE:
-            self._save_all(exchange)
+            self._keeper.keep(exchange, self._records.view)
             self._lead_if_first(exchange)
         else:
-            self._save(exchange)
+            self._keeper.save(exchange)
             self._record_stop(exchange, stop)  # at once: after a signal the launcher may not give much time
         self._envs.close()
         return stop
@@ -425,64 +281,11 @@ class Session:
         signal = self._signal(stop).name
         if not self._has_said_stop:
             self._has_said_stop = True
-            kept = "written to" if self._has_saved else "of before kept in"
+            kept = "written to" if self._keeper.has_saved else "of before kept in"
             say(f"[rank {self._comm.rank}] {signal}: checkpoint {kept} '{self._segment.path}'.")
         self._records.end("stopped", global_steps=exchange.global_steps, signal=signal)
 
-    def _save(self, exchange: Exchange) -> None:
-        self._has_saved = False
-        self._has_saved = self._setup.save(exchange)
-        if self._has_saved:
-            self._saved_lost = exchange.state().lost
-
-    def _save_or_say(self, exchange: Exchange) -> None:
-        try:
-            self._save(exchange)
-        except OSError as error:
-            say(
-                f"[rank {self._comm.rank}] no checkpoint could be written: {reason(error)}. The one before is "
-                "kept; the job goes on."
-            )
-
-    def _save_all(self, exchange: Exchange) -> None:
-        self._save_or_say(exchange)
-        try:
-            self._keep_if_best(exchange)
-        except OSError as error:
-            say(f"[rank {self._comm.rank}] the best policy could not be written: {reason(error)}. The job goes on.")
-
-    def _keep_if_best(self, exchange: Exchange) -> None:
-        """If this rank leads: export the policy that it holds from an earlier checkpoint, if the first 100 episodes
-        that ended after that were better than those after any other; and hold the present one. Episodes that ended
-        before say nothing of it: it may have fallen apart just now. Not of independent learners, whose mean says little
-        of one."""
-        view, parts, held = self._records.view, self._parts, self._held
-        is_of_many = self._config.algorithm == "a2c" and kind_of(self._config.exchange).independent
-        if view is None or not parts.acts or (is_of_many and self._job.num_trainers > 1):
-            return
-        value = view.mean_since
-        if held is not None and value is None:
-            return
-        file = self._segment.run / BEST_POLICY
-        if self._best is None:  # perhaps an earlier start, or a rank that led before, has kept one
-            before = (checkpoint.policy_header(file) or {}).get("mean_return")
-            self._best = before if isinstance(before, float) and math.isfinite(before) else -math.inf
-        policy = {name: tensor.detach().cpu().clone() for name, tensor in parts.network.state_dict().items()}
-        is_finite = bool(parts.flat.data.isfinite().all())
-        self._held = _Held(policy, self._header(exchange)) if is_finite else None
-        view.watch(self._progress.counters.time_s)
-        if held is not None and value is not None and value > self._best:
-            checkpoint.save_policy(file, held.policy, held.header | {"mean_return": value})
-            self._best = value
-
     # ---- what is written down ------------------------------------------------------------------------------------
-
-    def _header(self, exchange: Exchange) -> dict[str, Any]:
-        """Of a policy that is exported now."""
-        return {
-            "config": to_table(self._config), "environment": self._envs.name, "global_steps": exchange.global_steps,
-            "ranks": self._job.num_trainers, "signature": self._parts.flat.signature,
-        }  # fmt: skip
 
     def _complete(self, exchange: Exchange, final: Tensor, survivors: Survivors, stopped_early: str) -> None:
         """Write the final policy, and then that the run is complete. The first of the living only."""
@@ -491,10 +294,7 @@ class Session:
             self._records.resign()
             return
         self._records.lead(survivors.members, self._progress.counters.time_s, exchange.left, exchange.joining)
-        self._segment.check_folder()
-        self._parts.flat.data.copy_(final)
-        policy = dict(self._parts.network.state_dict())
-        checkpoint.save_policy(self._segment.run / POLICY, policy, self._header(exchange))
+        self._keeper.export(final, exchange.global_steps)
         why = {"stopped_early": stopped_early} if stopped_early else {}
         self._records.end("completed", global_steps=exchange.global_steps, **why)
 

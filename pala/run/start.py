@@ -1,0 +1,143 @@
+"""How a rank starts to train, from the beginning or in the place of one that is gone. Everything runs on every rank.
+
+    environments ──▶ parts (network, optimiser) ──▶ segment (folders) ──▶ progress ──▶ records ──▶ session
+
+An error that one rank meets while all ranks start is raised on all of them, so none waits for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pala.a2c import parts as a2c
+from pala.config import Config
+from pala.envs import Envs
+from pala.exchange.sleeping import Sleeping
+from pala.gorila import parts as gorila
+from pala.networks.own import MakeNetwork
+from pala.run import run_folder, user_code
+from pala.run.begin import begin, joined, make_generator, open_segment
+from pala.run.hooks import UserCode
+from pala.run.job import Briefing, Job
+from pala.run.loop import Counters, Progress
+from pala.run.parts import Parts, build_envs
+from pala.run.records import note_failure
+from pala.run.request import Request
+from pala.run.result import Result
+from pala.run.session import Session, Setup
+from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.system.runtime import Interrupt, say, tell
+from pala.transport.agreement import collectively
+from pala.transport.alone import Alone
+from pala.transport.base import Communicator
+
+# Collective; last, what a spare has slept by.
+_BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any], Parts[Any]]] = {
+    "a2c": a2c.build, "gorila": gorila.build,
+}  # fmt: skip
+
+
+def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
+    """What `run_rank` does on a rank that trains from the beginning. Collective."""
+    comm, config = job.trainers, request.config
+    assert comm is not None, "a spare stands by"
+    with job.telling_of_failure():
+        code = request.code
+        if request.resume is not None:
+            code = _load_code(comm, request.resume, code, request.trust_run)
+        envs = build_envs(comm, config, job.threads, code.make_env)
+        if comm.rank == 0 and code.make_env is not request.make_env:
+            _say_of_env(request)
+        request = _completed(request, code, envs)
+        config = request.config
+        with envs:
+            parts = _BUILD[config.algorithm](comm, config, envs, code.make_network, None)
+            if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
+                say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
+            with open_segment(comm, config, request.resume, request.preset or config.env.short_id) as segment:
+                with segment.removed_if_nobody_starts(comm.rank):
+                    progress = begin(comm, config.seed, parts, segment, job.spares)
+                    setup = Setup(job, request, envs, parts, segment, progress)
+                    keeper = setup.make_keeper()
+                    # A run that cannot save should fail now.
+                    collectively(comm, lambda: keeper.save(exchange=None))
+                    # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
+                    collectively(comm, lambda: user_code.keep(segment.run, config, code) if comm.rank == 0 else None)
+                    records = setup.open_records()
+                    records.begin(comm, setup.described())
+                if comm.rank == 0 and config.run.console != "none":
+                    tell(setup.header())
+                if not parts.acts:  # it needed their spaces alone
+                    envs.close()
+                session = Session(setup, keeper, records, interrupt)
+                return session.run(session.begin)
+
+
+def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) -> UserCode:
+    """What a run was made with from Python, as far as it is not given anew. Rank 0 alone judges whose it is: other
+    hosts may lack the user's home. Collective."""
+
+    def check() -> None:
+        if comm.rank == 0:
+            user_code.check_trust(run, run_folder.config_of(run), trust_run, given)
+
+    collectively(comm, check)
+    return collectively(comm, lambda: user_code.load(run, given))
+
+
+def _say_of_env(request: Request) -> None:
+    """The factory that the run keeps wins over an id that is given anew."""
+    assert request.resume is not None
+    before, given = run_folder.config_of(request.resume).env.id, request.config.env.id
+    if given != before:
+        say(f"'env.id' is '{given}', but the run keeps an environment made in Python, '{before}', which wins.")
+
+
+def _completed(request: Request, code: UserCode, envs: Envs) -> Request:
+    """With the code that is in use. An environment's factory has won over the id that the settings name."""
+    env = request.config.env if code.make_env is None else replace(request.config.env, id=envs.name)
+    return replace(request, config=replace(request.config, env=env), **code._asdict())
+
+
+def take_place(
+    job: Job, request: Request, briefing: Briefing, began_s: float, sleeping: Sleeping, interrupt: Interrupt
+) -> Result | None:
+    """What a spare does when it is needed: build, ask others for a model, train. None if training ended before.
+    `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
+    alone, rank = Alone(job.comm.host), job.comm.rank
+    config = request.config
+    with ExitStack() as stack:
+        try:
+            # This job has kept or judged it.
+            code = user_code.load(briefing.segment.run, request.code)
+            envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
+            request = _completed(request, code, envs)
+            config = request.config
+            parts = _BUILD[config.algorithm](alone, config, envs, code.make_network, sleeping)
+        except CollectiveError as error:  # of this rank alone
+            raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
+        segment = stack.enter_context(joined(briefing.segment, briefing.is_locked))
+        try:
+            is_needed = sleeping.until_needed()  # still: to build took a while
+            exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
+        except PalaError as error:
+            sleeping.transport.abandon()  # who is alone is asked of MPI
+            if isinstance(error, EndError) or job.comm.is_alone():
+                note_failure(segment, rank, error)
+            raise
+        if exchange is None:
+            return None
+        say(f"[rank {rank}] takes the place of a rank that is gone.")
+        counters = Counters(time_s=time.perf_counter() - began_s)
+        progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
+        setup = Setup(job, request, envs, parts, segment, progress)
+        records = setup.open_records()
+        if not parts.acts:
+            envs.close()
+        session = Session(setup, setup.make_keeper(), records, interrupt)
+        return session.run(lambda: exchange)
