@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import pytest
 from conftest import record_of, slow_but_for, wait_for
-from memory_jobs import ENDLESS, KINDS, asking_as_abort_does, configure, slow_until_joined, with_spares
+from memory_jobs import ENDLESS, KINDS, asking_as_abort_does, configure, slow_until_joined, train, with_spares
 
 from pala.a2c.learner import Learner
 from pala.config import Config, EvaluationConfig
@@ -483,6 +483,25 @@ def test_a_run_that_could_not_begin_keeps_nobody_from_its_name(
 
 
 # ---- nothing was learned ---------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_agree_on_the_run_to_resume_say_so(tmp_path: Path) -> None:
+    job = train(2, configure(tmp_path, steps=100))
+    for other in (None, tmp_path / "other"):
+        requests = [Request(job.config, resume=job.run), Request(job.config, resume=other)]
+        for error in run_ranks(2, lambda comm: run_rank(comm, requests[comm.rank])):  # noqa: B023
+            assert isinstance(error, CollectiveError) and "'resume' is" in str(error) and "Rank 1: " in str(error)
+
+
+def test_a_resume_under_another_name_is_refused(tmp_path: Path) -> None:
+    job = train(1, configure(tmp_path, steps=100))
+    renamed = replace(job.config, run=replace(job.config.run, name="fork"), total_steps=200)
+    (error,) = train(1, renamed, resume=job.run).results
+    assert isinstance(error, CollectiveError) and "copy the folder and resume the copy" in str(error)
+    assert sorted(path.name for path in (job.run / "checkpoints").iterdir()) == ["segment-000"]
+    copy = job.run.with_name("fork")
+    shutil.copytree(job.run, copy)
+    assert train(1, renamed, resume=copy).ended_well()
 
 
 def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> None:

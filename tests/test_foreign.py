@@ -7,9 +7,9 @@ import gzip
 import json
 import os
 import pickle
+import secrets
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, 
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.system.errors import CollectiveError, PalaError
+from pala.system.files import write_atomically
 from pala.train import parse
 from pala.transport.memory import run_ranks
 
@@ -449,12 +450,16 @@ def test_nothing_is_written_through_a_link(name: str, run: Path, tmp_path: Path,
     assert ("it is a link" in capsys.readouterr().err) == (name == "metrics/rank-0000.jsonl")
 
 
-def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(run: Path, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     victim = tmp_path / "victim"
     victim.write_text("as it was")
-    (run / f".evaluation.json.{threading.get_native_id()}.tmp").symlink_to(victim)
-    evaluate_and_save(run)
-    assert victim.read_text() == "as it was" and not (run / "evaluation.json").is_symlink()
+    monkeypatch.setattr(secrets, "token_hex", lambda num_bytes: "guessed")
+    (run / ".evaluation.json.guessed.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_atomically(run / "evaluation.json", b"new")
+    assert victim.read_text() == "as it was"
 
 
 def test_links_are_not_copied_into_results(run: Path, tmp_path: Path) -> None:

@@ -79,6 +79,28 @@ def test_a_spare_takes_a_place_in_any_topology(topology: str, tmp_path: Path) ->
     assert job.total("models_mixed", rank=4) > 0
 
 
+def test_a_resume_goes_on_from_the_spare_that_trained_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """All that began died before their next checkpoints, which know of no death."""
+    joined = threading.Event()
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if comm.rank == 2:
+            joined.set()
+        elif joined.is_set() and updates > 5:
+            comm.die()
+
+    stop = stop_when(2, updates=20, also=on_count)
+    job = train(3, with_spares(tmp_path, spares=1), [fail_at(0, update=5)], on_count=stop)
+    assert stopped_well(job, but_for=[0, 1]) and ranks_in(job, "joined_ranks") == [2]
+    (trained,) = [state for state in job.states() if state.rank == 2]
+    assert trained.counters["updates"] >= 20 and job.states()[1].counters["lost"] == []
+    steps = job.segment["global_steps"]
+    resumed = train(3, replace(job.config, total_steps=steps + 1), resume=job.run)
+    assert resumed.ended_well(but_for=[2]) and "had lost 1 rank" in capsys.readouterr().err
+    assert resumed.segment["global_steps"] > steps and resumed.states(ranks=1)[0].counters["updates"] >= 20
+
+
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
     faults = [fail_at(0, update=5)]
     job = train(3, with_spares(tmp_path, spares=1, steps=1000), faults, on_count=slow_until_joined(2))

@@ -332,6 +332,15 @@ def test_a_resume_that_is_refused_leaves_the_network_that_the_run_was_made_with(
     (refused,) = train(1, configure(tmp_path, steps=400), make_network=other, resume=result.run)
     assert isinstance(refused, CollectiveError) and "is of another network" in str(refused)
     assert {"run.json", "make_network.txt"} <= before.keys() and files() == before
+    lock = threading.Lock()
+
+    class Unkept(MyNetwork):
+        held = lock
+
+    code = {"make_env": lambda: gymnasium.make("CartPole-v1"), "make_network": Unkept}
+    (refused,) = train(1, configure(tmp_path, steps=400), resume=result.run, **code)
+    assert isinstance(refused, CollectiveError) and "'make_network' cannot be kept with the run" in str(refused)
+    assert files() == before
     assert isinstance(policy_of(result.run).network.own, MyNetwork)
 
 

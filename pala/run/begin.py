@@ -43,6 +43,8 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
         if comm.rank != 0:
             return None
         run = resume if resume is not None else run_folder.create(config, preset)
+        if resume is not None:
+            run_folder.check_name(resume, config)
         lock = lock_folder(run)  # before anything in it is changed
         if lock is not None:
             run_folder.remove_unfinished(run)

@@ -127,6 +127,12 @@ def _check_owner(path: Path, state: RankState, rank: int, ranks: int | None) -> 
         raise PalaError(f"Checkpoint '{path}' is rank {state.rank}'s of {state.ranks} ranks, not that of {expected}.")
 
 
+def has_spares(folder: Path, first: RankState) -> bool:
+    """Whether a spare of the job has saved there: it took a place. `first`: of one of its ranks."""
+    spares = range(first.trainers, first.ranks)
+    return any(path.exists() for rank in spares for path in _generations(folder, rank))
+
+
 def load_all(folder: Path, signature: int, parameters: int | None = None) -> list[RankState]:
     """The checkpoints of all ranks of a segment, but for those that died: theirs are old, and only their steps count.
     As `load_rank`."""

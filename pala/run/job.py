@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from pala.config import Config, to_table
 from pala.exchange.budget import Stop
@@ -37,9 +38,9 @@ class Job:
     """The same where a run is stopped, for a rank that got no signal itself: after one it waits less (`waiting.py`).
     Others may have to save, or be spares that were about to take a place."""
 
-    def __init__(self, comm: Communicator, config: Config) -> None:
+    def __init__(self, comm: Communicator, config: Config, resume: Path | None) -> None:
         """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
-        check_agreement(comm, config)
+        check_agreement(comm, config, resume)
         check_spares_can_sleep(comm, config.run.spares)
         self.comm, self.spares = comm, config.run.spares
         self.num_trainers = comm.size - self.spares
@@ -73,9 +74,9 @@ class Job:
             raise
 
 
-def check_agreement(comm: Communicator, config: Config) -> None:
-    """Raise on all ranks if ranks were started with different configurations. Collective."""
-    mine = flatten(to_table(config))
+def check_agreement(comm: Communicator, config: Config, resume: Path | None = None) -> None:
+    """Raise on all ranks if ranks were started with different configurations, or runs to resume. Collective."""
+    mine = flatten(to_table(config)) | {"resume": None if resume is None else str(resume)}
     first = comm.bcast(mine)
     differing = [key for key in mine if mine[key] != first.get(key)]
 

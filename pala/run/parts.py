@@ -35,7 +35,7 @@ class Saved:
     segment: Path  # folder of the ranks' checkpoints
     own: RankState | None  # this rank's, if the job has all its old ranks again, and their models are close enough
     num_trainers: int  # ranks that trained then; of spares none, though they took a place
-    num_lost: int  # ranks that had died
+    num_lost: int  # ranks that had died; at least so many
     exchange: ExchangeConfig  # that the run had
 
     @classmethod
@@ -55,7 +55,9 @@ class Saved:
         if first.trainers != comm.size or coupling > kind_of(exchange).coupling:
             return cls(segment, None, first.trainers, 0, exchange)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
-        num_lost = max(comm.allgather(len(own.counters["lost"])))
+        # A spare that trains is in the place of somebody who may have died before the next checkpoint of any other.
+        replaced = collectively(comm, lambda: comm.rank == 0 and checkpoint.has_spares(segment, first))
+        num_lost = max(comm.allgather(max(len(own.counters["lost"]), int(replaced))))
         updates = comm.allgather(own.counters["updates"])
         # Killed between the ranks' first checkpoints: some have weights that nobody learned.
         untrained = coupling == 1 and any(updates) and not all(updates)

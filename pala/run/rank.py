@@ -32,7 +32,7 @@ def run_rank(comm: Communicator, request: Request, interrupt: Interrupt | None =
 
     `interrupt`: in place of the process's signals.
     """
-    job = Job(comm, request.config)
+    job = Job(comm, request.config, request.resume)
     if job.trainers is None:
         with (interrupt or Interrupt()).installed() as interrupt:
             comm.watch_signals(interrupt)

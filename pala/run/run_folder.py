@@ -29,6 +29,15 @@ def check_place(config: Config) -> None:
         raise PalaError("'run.dir' or 'run.name' holds a zero byte, which no name of a folder may.")
 
 
+def check_name(run: Path, config: Config) -> None:
+    """Raise PalaError if a run that is to go on is given a name that is neither its folder's nor its own."""
+    if config.run.name not in ("", run.resolve().name, config_of(run).run.name):
+        raise PalaError(
+            f"'run.name' is '{config.run.name}', but a run goes on in its own folder, '{run}': leave the name out. For "
+            "another run that begins as this one is, copy the folder and resume the copy."
+        )
+
+
 def create(config: Config, preset: str) -> Path:
     """Make the folder of a new run. Raises PalaError if it exists already or cannot be made.
 

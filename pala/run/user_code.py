@@ -40,10 +40,11 @@ NOTHING = UserCode()
 
 def keep(run: Path, config: Config, code: UserCode) -> None:
     """Write it into the run's folder: by name what can be imported by that, else as a pickle. Then sign it, and the
-    names in the run's configuration. Raises OSError."""
-    for what, factory in code._asdict().items():
-        if factory is not None:
-            _keep_one(run, what, factory)
+    names in the run's configuration. Raises OSError, and PalaError if one cannot be kept: then all is as it was."""
+    kept = {what: _to_keep(what, factory) for what, factory in code._asdict().items() if factory is not None}
+    for what, (ending, data) in kept.items():  # all can be kept: nothing is changed else
+        write_atomically(run / f"{what}.{ending}", data)
+        (run / f"{what}.{'pkl' if ending == 'txt' else 'txt'}").unlink(missing_ok=True)
     key = _own_key()
     if key is not None and _pieces(run, config, NOTHING):
         write_atomically(run / SIGNATURE, _signature(key, run, config).encode())
@@ -93,22 +94,19 @@ def _kept(run: Path, what: str) -> Path | None:
     return next((file for ending in ("txt", "pkl") if (file := run / f"{what}.{ending}").exists()), None)
 
 
-def _keep_one(run: Path, what: str, factory: Any) -> None:
-    name, pickle = run / f"{what}.txt", run / f"{what}.pkl"
+def _to_keep(what: str, factory: Any) -> tuple[str, bytes]:
+    """The ending of the file that a factory is kept in, and its content."""
     imported_by = name_of(factory)
     if imported_by is not None:
-        write_atomically(name, imported_by.encode())
-        pickle.unlink(missing_ok=True)
-    else:
-        advice = "define it in a module that can be imported, so that its name is enough."
-        try:
-            data = cloudpickle.dumps(factory)
-        except Exception as error:  # it is the user's code: anything may happen
-            raise PalaError(f"'{what}' cannot be kept with the run ({error}): {advice}") from error
-        if len(data) > _MOST_PICKLE_BYTES:
-            raise PalaError(f"'{what}' takes {len(data):,} bytes to be kept with the run, more than it may: {advice}")
-        write_atomically(pickle, data)
-        name.unlink(missing_ok=True)
+        return "txt", imported_by.encode()
+    advice = "define it in a module that can be imported, so that its name is enough."
+    try:
+        data = cloudpickle.dumps(factory)
+    except Exception as error:  # it is the user's code: anything may happen
+        raise PalaError(f"'{what}' cannot be kept with the run ({error}): {advice}") from error
+    if len(data) > _MOST_PICKLE_BYTES:
+        raise PalaError(f"'{what}' takes {len(data):,} bytes to be kept with the run, more than it may: {advice}")
+    return "pkl", data
 
 
 def _load_one(run: Path, what: str) -> Any:

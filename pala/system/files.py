@@ -7,8 +7,8 @@ import gzip
 import json
 import math
 import os
+import secrets
 import stat
-import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -38,8 +38,7 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """`write_atomically` for what is too large to be held as bytes: the file takes its place when the block ends."""
     _refuse_device(path)
-    neighbour = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")  # two may write at once
-    neighbour.unlink(missing_ok=True)  # a link that came with the folder could lead to any file of the user's
+    neighbour = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # several may write at once
     try:
         with os.fdopen(os.open(neighbour, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
             yield file
