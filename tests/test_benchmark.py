@@ -31,7 +31,7 @@ from pala.envs import make_envs
 from pala.exchange.budget import ExchangeState
 from pala.gorila.worker import minibatches_at_hand
 from pala.report.text import Spread, table
-from pala.run.metrics import SECTIONS
+from pala.run.stopwatch import SECTIONS
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.jobs import launcher_of, run_job
 from pala.system.runtime import Interrupt, physical_cores

@@ -35,9 +35,10 @@ from pala.networks.network import ActorCritic
 from pala.run import checkpoint, metrics, run_folder, user_code
 from pala.run.hooks import UserCode
 from pala.run.lock import lock_folder, who_trains
-from pala.run.metrics import LIMIT, MetricsWriter, RunView, Tail, metrics_path, read_run
+from pala.run.metrics import LIMIT, MetricsWriter, Tail, metrics_path, read_run
 from pala.run.rank import run_rank
 from pala.run.request import Request
+from pala.run.view import RunView
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
 from pala.train import parse

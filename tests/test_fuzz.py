@@ -46,7 +46,8 @@ from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat
 from pala.report.curves import curve_of
 from pala.run import checkpoint
-from pala.run.metrics import RunView, metrics_path
+from pala.run.metrics import metrics_path
+from pala.run.view import RunView
 from pala.system.errors import PalaError
 from pala.transport.base import Packet, Received, Receiver, Transport
 

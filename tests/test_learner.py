@@ -27,7 +27,8 @@ from pala.networks.distributions import Categorical
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.run.loop import Counters, Progress
-from pala.run.metrics import SECTIONS, Record
+from pala.run.metrics import Record
+from pala.run.stopwatch import SECTIONS
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive

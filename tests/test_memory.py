@@ -56,11 +56,12 @@ from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment
 from pala.run.keeper import BestPolicy
 from pala.run.metric_table import METRICS
-from pala.run.metrics import RunView, read_run
+from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.request import Request
 from pala.run.result import Result
+from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.transport.faults import (
     corrupt,

@@ -24,18 +24,11 @@ from pala.config import load_preset
 from pala.run import console
 from pala.run.console import Figures, Lines, Reporter, make_console
 from pala.run.header import header, note_on_ranks
-from pala.run.metrics import (
-    SECTIONS,
-    MetricsWriter,
-    Record,
-    RunView,
-    Stopwatch,
-    Tail,
-    metrics_path,
-    read_run,
-)
+from pala.run.metrics import MetricsWriter, Record, Tail, metrics_path, read_run
 from pala.run.panel import Panel
+from pala.run.stopwatch import SECTIONS, Stopwatch
 from pala.run.tensorboard import TensorBoard
+from pala.run.view import RunView
 from pala.system.errors import PalaError
 from pala.system.files import json_text
 from pala.system.runtime import say

@@ -16,7 +16,8 @@ from typing import Any
 
 from pala.exchange.kinds import KINDS
 from pala.report.text import Spread
-from pala.run.metrics import SECTIONS, progress_kept
+from pala.run.metrics import progress_kept
+from pala.run.stopwatch import SECTIONS
 
 BASELINE = next(kind.name for kind in KINDS.values() if kind.independent)
 """The exchange that the others are compared with."""

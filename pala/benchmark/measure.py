@@ -34,7 +34,8 @@ from pala.gorila.parts import GorilaParts
 from pala.networks.conv_tape import fast_linear
 from pala.networks.network import ActorCritic, Network
 from pala.run.loop import Counters, Loop, Progress
-from pala.run.metrics import SECTIONS, Record
+from pala.run.metrics import Record
+from pala.run.stopwatch import SECTIONS
 from pala.system.runtime import Interrupt
 from pala.system.seeding import derive
 from pala.transport.base import Communicator

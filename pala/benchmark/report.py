@@ -6,7 +6,7 @@ from typing import Any
 
 from pala.benchmark.analysis import BASELINE, PARTS, Training, all_training, parts_of
 from pala.report.text import table
-from pala.run.metrics import SECTIONS
+from pala.run.stopwatch import SECTIONS
 
 
 def markdown(benchmark: dict[str, Any]) -> str:

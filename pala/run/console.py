@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pala.report.text import counted, duration
-from pala.run.metrics import SECTIONS, RunView
+from pala.run.stopwatch import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
+from pala.run.view import RunView
 from pala.system.errors import reason
 from pala.system.runtime import say, tell, terminal_size
 

@@ -18,10 +18,10 @@ from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.job import Job
 from pala.run.loop import Progress
-from pala.run.metrics import RunView
 from pala.run.parts import Parts
 from pala.run.run_folder import BEST_POLICY, POLICY
 from pala.run.segment import Segment
+from pala.run.view import RunView
 from pala.system.errors import reason
 from pala.system.files import json_text
 from pala.system.runtime import say

@@ -20,7 +20,8 @@ from torch import Tensor
 from pala.config import RunConfig
 from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState, Stop
-from pala.run.metrics import Record, Stopwatch
+from pala.run.metrics import Record
+from pala.run.stopwatch import Stopwatch
 from pala.system.runtime import Interrupt
 
 _MOST_EPISODES = 1000  # records of an interval: of short episodes they would take gigabytes

@@ -11,9 +11,10 @@ from typing import Any
 from pala.config import Config, to_table
 from pala.report.settings import settings_that_matter
 from pala.run.console import Reporter
-from pala.run.metrics import MetricsWriter, Record, RunView, metrics_path
+from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.run.run_folder import RunRecord
 from pala.run.segment import Segment
+from pala.run.view import RunView
 from pala.system.errors import PalaError, reason
 from pala.system.runtime import say
 from pala.system.tables import flatten

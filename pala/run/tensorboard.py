@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pala.run.metrics import SECTIONS, RunView
+from pala.run.stopwatch import SECTIONS
+from pala.run.view import RunView
 
 if TYPE_CHECKING:
     from pala.evaluation.record import Evaluation
