@@ -93,8 +93,8 @@ class NetworkConfig:
     are float32. bfloat16 is faster where the processor or GPU has its instructions. On a GPU convolutions in
     float32 are torch's, by default in TF32. Ours."""
     passes: Literal["auto", "autograd"] = "auto"
-    """How forward and backward passes are made: `auto` uses hand-written ones where there are some (images), as CUDA
-    graphs on a GPU; `autograd` leaves all to torch. Equal but for rounding."""
+    """How forward and backward passes are made: `auto` uses hand-written ones where there are some (images; in bfloat16
+    those near 0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal but for rounding."""
 
 
 @dataclass(frozen=True)

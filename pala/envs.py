@@ -227,6 +227,11 @@ class _Factory:
             raise PalaError("'make_env' returns the same environment again, but must make a new one each time.")
         self._made.append(bare)
         self.name = bare.spec.id if bare.spec is not None else type(bare).__name__
+        for key in ("observation_space", "action_space"):  # gymnasium.Env declares both, and sets none
+            if not isinstance(getattr(env, key, None), gymnasium.Space):
+                raise PalaError(
+                    f"The environment '{self.name}' has no '{key}' that is a gymnasium.Space; let it set one."
+                )
         spaces = env.observation_space, env.action_space
         self._spaces = self._spaces or spaces
         if spaces != self._spaces:

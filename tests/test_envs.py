@@ -348,6 +348,23 @@ def test_a_factory_that_fails_is_told_in_a_sentence():
         make_envs(EnvConfig(num_envs=1), make_env=lambda: None)
 
 
+@pytest.mark.parametrize("key", ["observation_space", "action_space"])
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("wrap", [lambda env: env, gymnasium.Wrapper])
+def test_an_environment_without_spaces_is_told(key, vectorization, wrap):
+    class Bare(gymnasium.Env):
+        pass
+
+    def make():
+        env = Bare()
+        env.observation_space = env.action_space = gymnasium.spaces.Discrete(2)
+        delattr(env, key)
+        return wrap(env)
+
+    with pytest.raises(PalaError, match=f"The environment 'Bare' has no '{key}' that is a gymnasium.Space; let it"):
+        make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=make)
+
+
 def test_an_id_may_have_arguments():
     envs = make_envs(EnvConfig("FrozenLake-v1(is_slippery=False, map_name='8x8')", num_envs=1))
     envs.reset(np.zeros(1, np.int32))

@@ -468,6 +468,26 @@ def test_an_environment_that_does_not_draw_is_told(tmp_path: Path) -> None:
         record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
 
 
+def no_memory() -> gymnasium.Env:
+    raise MemoryError("of the renderer")
+
+
+@pytest.mark.parametrize(
+    ("make_env", "sentence"),
+    [
+        (no_memory, r"cannot be drawn for a video: MemoryError: of the renderer\."),
+        (lambda: Sparkle(None), "draws no pictures"),
+        (lambda: None, "'make_env' returns None, but must return a gymnasium.Env"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_told(make_env: Any, sentence: str, tmp_path: Path) -> None:
+    network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE.network)
+    run = make_run(tmp_path / "run", CARTPOLE, network)
+    user_code.keep(run, CARTPOLE, UserCode(make_env))
+    with pytest.raises(PalaError, match=sentence):
+        record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+
+
 def test_a_video_that_cannot_be_read_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk fails the encoder at its end, and nothing is raised."""
     pictures = [np.full((32, 32, 3), shade, np.uint8) for shade in (0, 90, 200)]

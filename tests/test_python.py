@@ -449,6 +449,26 @@ def test_whatever_a_trunk_gives_reaches_the_heads_as_float32(gives: Callable[[to
         assert all(output.dtype == torch.float32 for output in network.outputs(torch.zeros(3, 4)))
 
 
+class Ten(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sub_(10)
+
+
+def test_what_works_in_place_changes_neither_observations_nor_another_heads_features() -> None:
+    def make(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = MyNetwork(space, num_outputs)
+        made.trunk, heads = nn.Identity(), [nn.Sequential(Ten(), nn.Linear(4, n)) for n in num_outputs]
+        made.heads = nn.ModuleList([*heads[:1], nn.Linear(4, 1)])
+        return made
+
+    network = actor_critic(gymnasium.spaces.Box(-1, 1, (4,)), Discrete(2), Config(), make)
+    observations = torch.rand(3, 4)
+    before = observations.clone()
+    policy, value = network.outputs(observations)
+    assert observations.equal(before)
+    assert policy.equal(network.heads[0][1](before - 10)) and value.equal(network.heads[1](before))
+
+
 def test_a_network_may_begin_with_layers_of_another_run(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", CARTPOLE, network_of(CARTPOLE))
 

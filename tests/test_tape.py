@@ -108,6 +108,20 @@ def test_bfloat16_is_near_float32_and_returns_float32(device):
     assert flat.data.dtype == torch.float32
 
 
+@pytest.mark.parametrize(("low", "kind"), [(273, AutogradTape), (-60, AutogradTape), (-20, ConvTape), (0, ConvTape)])
+def test_in_bfloat16_images_far_from_zero_keep_what_tells_them_apart(low, kind):
+    """What is 20 to 25 above the lower bound gives outputs that differ as they should, not only a mean that fits."""
+    torch.manual_seed(0)
+    network = ActorCritic(Box(low, low + 47, (3, 40, 40), np.float32), Discrete(5), NetworkConfig((8, 16, 8), 16))
+    images = low + 20 + 5 * torch.rand(8, 3, 40, 40)
+    tape = make_tape(network, NetworkConfig(precision="bfloat16"), STEPS, images)
+    tape.begin()
+    found, expected = (torch.cat(outputs, 1).detach() for outputs in (tape.peek(images), network.outputs(images)))
+    apart = expected - expected.mean(0)
+    assert float((found - found.mean(0) - apart).norm()) < 0.2 * float(apart.norm())
+    assert isinstance(tape, kind)
+
+
 def test_a_new_rollout_sees_new_parameters_and_forgets_the_old_passes():
     network, flat = make_network()
     tape, plain = conv_tape(network), AutogradTape(network)

@@ -8,6 +8,8 @@ The loop knows nothing of ranks, peers or MPI; `exchange` is the one object in w
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 
@@ -38,7 +40,7 @@ class Learner(Loop):
         super().__init__(config.run, exchange, progress, interrupt, a2c.flat.data.device)
         self._config, self._rank, self._envs, self._a2c = config, rank, envs, a2c
         self._tape, self._flat = a2c.tape, a2c.flat
-        self._means, self._updates, self._skipped = Means(), 0, 0  # of the interval
+        self._means, self._logged = Means(), self.began_with  # of the interval; what was done before it
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
         self._movement = Movement(a2c.learned)
@@ -188,25 +190,22 @@ class Learner(Loop):
         return rate
 
     def _count(self, result: UpdateResult) -> None:
-        self._updates += 1
         self.counters.applied += result.applied
-        if not result.applied:
-            self._skipped += 1
-            return
-        loss = result.loss
-        self._means.add(
-            loss_policy=loss.policy, loss_value=loss.value, entropy=loss.entropy, gradient_norm=result.gradient_norm
-        )
+        if result.applied:
+            self._means.add(
+                loss_policy=result.loss.policy, loss_value=result.loss.value, entropy=result.loss.entropy,
+                gradient_norm=result.gradient_norm,
+            )  # fmt: skip
 
     def _interval_figures(self, seconds: float) -> Record:
-        updates, self._updates = self._updates, 0
-        skipped, self._skipped = self._skipped, 0
+        before, now = self._logged, replace(self.counters)
+        self._logged = now
         exchange = self._exchange.metrics()
         own, moved = self._movement.take()
         distance, norm = exchange.get("consensus_distance"), float(self._a2c.learned.norm())
         return self._means.take() | exchange | {
-            "updates_skipped": skipped,
-            "local_steps_per_s": updates * self._config.steps_per_update / seconds,
+            "updates_skipped": (now.updates - before.updates) - (now.applied - before.applied),
+            "local_steps_per_s": (now.local_steps - before.local_steps) / seconds,
             "learning_rate": self._learning_rate(),
             "own_movement": own, "movement": moved,
             "consensus_distance_relative": distance / norm if distance is not None and norm > 0 else None,

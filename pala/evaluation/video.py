@@ -135,15 +135,14 @@ def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
 
 def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
     """An environment that draws pictures. Raises PalaError if it cannot."""
-    if make_env is None:
-        try:
-            return make_by_id(env.id, render_mode="rgb_array")
-        except PalaError:
-            raise
-        except Exception as error:  # it takes no `render_mode`, or has no display: it is the user's code
-            raise PalaError(f"'{env.id}' cannot be drawn for a video: {_words(error)}.") from error
-    made = make_env()
-    if getattr(made, "render_mode", None) != "rgb_array":
+    name = f"'{env.id}'" if make_env is None else "The run's environment, which was made in Python,"
+    try:
+        made: Any = make_by_id(env.id, render_mode="rgb_array") if make_env is None else make_env()
+    except PalaError:
+        raise
+    except Exception as error:  # it takes no `render_mode`, or has no display: it is the user's code
+        raise PalaError(f"{name} cannot be drawn for a video: {_words(error)}.") from error
+    if make_env is not None and isinstance(made, gymnasium.Env) and made.render_mode != "rgb_array":
         made.close()
         raise PalaError(
             "The run's environment was made in Python and draws no pictures, so there can be no video; let its factory "

@@ -89,6 +89,7 @@ KINDS: Mapping[str, ExchangeKind] = {
             allows={"topology": ("auto", "ring", "complete"), **_WHOLE_MODELS},
         ),
         ExchangeKind("allreduce", one_model=True, reads=(), allows=_WHOLE_MODELS),
+        # Allows gossip's settings without reading them: the benchmark measures it beside gossip, with the same ones.
         ExchangeKind("none", independent=True, outlives_ranks=True, reads=()),
     )
 }  # fmt: skip

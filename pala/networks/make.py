@@ -24,7 +24,9 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
         raise PalaError(
             "'network.precision' is 'bfloat16', which would round vector observations to 8 bits; use 'float32'."
         )
-    if config.passes == "autograd" or network.is_own or not network.is_image:
+    # The written-out passes round pixels before their low is taken away, which these few bits only bear near 0.
+    far_from_zero = config.precision == "bfloat16" and abs(network.pixel_low) * network.pixel_factor > 1
+    if config.passes == "autograd" or network.is_own or not network.is_image or far_from_zero:
         return AutogradTape(network, config.precision)
     tape = ConvTape(
         network.trunk, network.heads, config.precision, max_passes, observations,

@@ -8,7 +8,7 @@ import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import gymnasium
 import torch
@@ -70,21 +70,24 @@ class Network(nn.Module, abc.ABC):
         """Each head's [B, O] float32, for observations [B, ...]."""
         features = self._features(self._inputs(observations))
         with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
-            return [head(_as_float32(x)) for head, x in zip(self.heads, features, strict=True)]
+            return [head(x) for head, x in zip(self.heads, features, strict=True)]
 
     def _inputs(self, observations: Tensor) -> Tensor:
-        """What a trunk takes of observations [B, ...]: float32; images scaled and channels-last."""
+        """What a trunk takes of observations [B, ...]: float32; images scaled and channels-last. A user's trunk, which
+        may work in place, never gets the observations themselves."""
         if self.is_image:
             images = channels_last(observations).to(torch.float32)  # a copy
             if self.pixel_low != 0:
                 images.sub_(self.pixel_low)
             return images.mul_(self.pixel_factor)
         moments = self.observation_moments
-        return observations.to(torch.float32) if moments is None else moments.standardised(observations)
+        if moments is None:
+            return observations.to(torch.float32, copy=self.is_own)
+        return moments.standardised(observations)
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
-        """What each head takes."""
-        return [self.trunk(inputs)] * len(self.heads)
+        """What each head takes, float32."""
+        return [self.trunk(inputs).float()] * len(self.heads)
 
 
 class ActorCritic(Network):
@@ -113,19 +116,9 @@ class ActorCritic(Network):
         return policy_output, value.squeeze(-1)
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
-        return super()._features(inputs) if self.is_image else [self.trunk(inputs), self.value_trunk(inputs)]
-
-
-def _as_float32(features: Any) -> Any:
-    """Those of a network of one's own may be anything."""
-    if isinstance(features, Tensor):
-        return features.float() if features.is_floating_point() else features
-    if isinstance(features, dict):
-        return {key: _as_float32(part) for key, part in features.items()}
-    if isinstance(features, (tuple, list)):
-        parts = [_as_float32(part) for part in features]
-        return type(features)(*parts) if hasattr(features, "_fields") else type(features)(parts)
-    return features
+        if self.is_image:
+            return super()._features(inputs)
+        return [trunk(inputs).float() for trunk in (self.trunk, self.value_trunk)]
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ class OwnNetwork(Network):
         return self.outputs(observations)
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
-        return [cast(Any, self.own).trunk(inputs)] * len(self.heads)
+        features = cast(Any, self.own).trunk(inputs)
+        return [_as_own(features) for _ in self.heads]
 
     def _check_outputs(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
         observations = blank_observations(space, 2, torch.device("cpu"))
@@ -81,6 +82,18 @@ class OwnNetwork(Network):
         wanted = [(2, number) for number in num_outputs]
         if shapes != wanted:
             raise PalaError(f"The heads of 'make_network' give {shapes} for two observations, but must give {wanted}.")
+
+
+def _as_own(features: Any) -> Any:
+    """A copy for one head, which may work in place; floats as float32. What is made of no tensors stays."""
+    if isinstance(features, Tensor):
+        return features.to(torch.float32 if features.is_floating_point() else features.dtype, copy=True)
+    if isinstance(features, dict):
+        return {key: _as_own(part) for key, part in features.items()}
+    if isinstance(features, (tuple, list)):
+        parts = [_as_own(part) for part in features]
+        return type(features)(*parts) if hasattr(features, "_fields") else type(features)(parts)
+    return features
 
 
 def _check_values(own: nn.Module) -> None:
