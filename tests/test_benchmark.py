@@ -369,7 +369,7 @@ def test_a_job_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
 def test_that_mpirun_refuses_ranks_is_told_with_what_to_do(tmp_path: Path) -> None:
     """In one sentence, and not because an earlier job of the same log was refused."""
     log = tmp_path / "log"
-    with pytest.raises(PalaError, match=r"mpirun refuses so many ranks: .*`--map-by :oversubscribe`\.$"):
+    with pytest.raises(PalaError, match=r"mpirun refuses so many ranks: .*`--map-by :oversubscribe`.*train.sh does\.$"):
         run_job(["sh", "-c", "echo There are not enough slots available in the system; exit 1"], log)
     with pytest.raises(PalaError, match="failed with status 1"):
         run_job(["false"], log)
