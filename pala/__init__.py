@@ -28,13 +28,17 @@ from pala.run.hooks import Callback, Callbacks, Moment
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
+    from gymnasium.vector import VectorEnv
+
     from pala.evaluation.policy import Policy
     from pala.evaluation.record import Evaluation
     from pala.networks.own import MakeNetwork
     from pala.run.result import Result
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Moment", "PalaError", "evaluate_policy", "fit", "load_config", "load_policy", "load_preset"]
+__all__ = [
+    "Config", "Moment", "PalaError", "evaluate_policy", "fit", "load_config", "load_policy", "load_preset", "make_envs",
+]  # fmt: skip
 
 
 def fit(
@@ -148,6 +152,18 @@ def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: b
     from pala.evaluation.policy import policy_of
 
     return policy_of(Path(run), seed, trust_run, best)
+
+
+def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> VectorEnv:
+    """The environment of a run, so many times beside each other, as `evaluate_policy` plays it: whole games, rewards
+    unclipped. What `load_policy(run)` takes are its observations.
+
+    They are gymnasium's, in this process: an environment begins anew in the step in which its episode ends
+    (`AutoresetMode.SAME_STEP`). `trust_run`: as of `load_policy`. Raises PalaError.
+    """
+    from pala.evaluation.play import environments_of
+
+    return environments_of(Path(run), num_envs, trust_run)
 
 
 def evaluate_policy(

@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class Envs:
         self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool, name: str = "", inputs: Inputs | None = None
     ) -> None:
         """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s."""
-        self._env, self.name = vector_env, name
+        self.vector_env, self.name = vector_env, name
         self._clip = clip_rewards
         self.num_envs = vector_env.num_envs
         self.observation_space = vector_env.single_observation_space
@@ -76,7 +77,7 @@ class Envs:
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """First observations [B, *obs]; `seeds` int32 [B], one an environment."""
-        observations, info = self._env.reset(seed=self._seed_argument(seeds))
+        observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
         self._returns[:] = 0
         self._lengths[:] = 0
         self._begin(info)
@@ -84,7 +85,7 @@ class Envs:
 
     def step(self, actions: np.ndarray) -> Step:
         """Step all environments; `actions` [B, ...] as the action space has them."""
-        observations, rewards, terminated, truncated, info = self._env.step(actions)
+        observations, rewards, terminated, truncated, info = self.vector_env.step(actions)
         truncated = truncated & ~terminated
         ended = self._episode_ended(terminated, truncated, info)
         self._returns += rewards
@@ -110,7 +111,7 @@ class Envs:
     def close(self) -> None:
         """Free the environments and their threads or processes. What they raise is said: nobody needs them any more."""
         try:
-            self._env.close()
+            self.vector_env.close()
         except Exception as error:  # it is the user's code
             say(f"The environments cannot be closed ({type(error).__name__}: {error}).")
         finally:
@@ -118,15 +119,15 @@ class Envs:
 
     def abandon(self) -> None:
         """The same after a failure: nobody waits for a worker that has died in a step, or does not come back."""
-        if isinstance(self._env, _Processes):
+        if isinstance(self.vector_env, _Processes):
             self._end_workers()
         else:
             self.close()
 
     def _end_workers(self) -> None:
-        if isinstance(self._env, _Processes):
-            self._env.end()
-        self._env.closed = True
+        if isinstance(self.vector_env, _Processes):
+            self.vector_env.end()
+        self.vector_env.closed = True
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return [int(s) for s in seeds]
@@ -352,20 +353,46 @@ def make_envs(
             )
         return AtariEnvs(atari_rom(config.id), config, num_threads)
 
+    limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
+    factory = _Factory(_single(config, make_env), config.image_layout, limit)
+    with _saying_what_cannot_be_made(config, make_env):
+        vector_env = _vector_env(factory, config)
+    return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs)
+
+
+def as_gymnasium(config: EnvConfig, num_threads: int, make_env: MakeEnv | None = None) -> gymnasium.vector.VectorEnv:
+    """The same in this process as gymnasium has them: with infos, and observations as the environment gives them.
+    Raises PalaError."""
+    if make_env is None and config.is_atari:
+        return make_envs(config, num_threads).vector_env
+    make, limit = _single(config, make_env), config.max_episode_steps
+
+    def limited() -> gymnasium.Env:
+        return gymnasium.wrappers.TimeLimit(make(), limit) if limit else make()
+
+    with _saying_what_cannot_be_made(config, make_env):
+        return _vector_env(limited, replace(config, vectorization="sync"))
+
+
+def _single(config: EnvConfig, make_env: MakeEnv | None) -> MakeEnv:
+    """Makes one, with its wrappers."""
+
     def by_id() -> gymnasium.Env:
         try:
             return make_by_id(config.id)
         except ImportError as error:  # registered, but a package that it needs is not there
             raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
 
-    limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
-    factory = _Factory(wrapped(make_env or by_id, config.wrappers), config.image_layout, limit)
+    return wrapped(make_env or by_id, config.wrappers)
+
+
+@contextlib.contextmanager
+def _saying_what_cannot_be_made(config: EnvConfig, make_env: MakeEnv | None) -> Iterator[None]:
     try:
-        vector_env = _vector_env(factory, config)
+        yield
     except gymnasium.error.Error as error:
         what = "The environment made in Python" if make_env is not None else f"'env.id': the environment '{config.id}'"
         raise PalaError(f"{what} cannot be made: {error}") from None
-    return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs)
 
 
 def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:

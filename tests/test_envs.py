@@ -272,7 +272,7 @@ def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypat
     envs = make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=Slow)
     envs.reset(np.zeros(2, np.int32))
     capfd.readouterr()
-    idle, busy = envs._env.processes
+    idle, busy = envs.vector_env.processes
 
     def later() -> float:
         """The patience is over when the worker that is not in a step has ended, however long that takes."""
@@ -280,7 +280,7 @@ def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypat
 
     monkeypatch.setattr(envs_module, "_PATIENCE_S", 60.0)
     monkeypatch.setattr(envs_module, "time", SimpleNamespace(monotonic=later))
-    envs._env.step_async(np.zeros(2, int))
+    envs.vector_env.step_async(np.zeros(2, int))
     envs.abandon()
     assert (idle.exitcode, busy.exitcode) == (0, -signal.SIGKILL) and not multiprocessing.active_children()
     envs.close()

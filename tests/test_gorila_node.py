@@ -471,9 +471,15 @@ def test_minibatches_with_a_planted_outlier_send_no_gradient_and_are_counted() -
     learner.exchange.next_batch = watched
     for step in range(220):
         if step == 120:
-            actor.worker._envs._env.envs[0].step = lambda _: (np.eye(CELLS, dtype=np.float32)[0], 1e6, False, False, {})
+            actor.worker._envs.vector_env.envs[0].step = lambda _: (
+                np.eye(CELLS, dtype=np.float32)[0],
+                1e6,
+                False,
+                False,
+                {},
+            )
         if step == 124:
-            del actor.worker._envs._env.envs[0].step
+            del actor.worker._envs.vector_env.envs[0].step
         next(lockstep)
     assert 3 < sum(planted) < 20
     assert not any(planted[:20])

@@ -38,6 +38,7 @@ from pala.evaluation.policy import policy_of
 from pala.evaluation.video import _rendered_env
 from pala.evaluation.window import Window
 from pala.exchange.kinds import KINDS
+from pala.networks.network import ActorCritic
 from pala.networks.own import OwnNetwork, actor_critic
 from pala.run import provenance, user_code
 from pala.run.begin import make_generator
@@ -278,6 +279,52 @@ def test_a_policy_is_evaluated_with_the_runs_own_settings(tmp_path: Path) -> Non
     assert (evaluation.episodes, evaluation.num_envs, evaluation.greedy) == (3, 2, False)
     assert pala.evaluate_policy(str(run), episodes=1, greedy=True, seed=1).greedy
     assert torch.get_num_threads() == threads and not (run / "evaluation.json").exists()
+
+
+class Grid(gymnasium.Env[dict[str, Any], int]):
+    """Observations in parts; infos that training never sees."""
+
+    observation_space = gymnasium.spaces.Dict({"at": Discrete(4), "near": gymnasium.spaces.Box(0, 1, (2,))})
+    action_space = Discrete(3, start=1)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed, options=options)
+        return {"at": 0, "near": np.zeros(2, np.float32)}, {"map": "small"}
+
+    def step(self, action: int) -> Any:
+        assert self.action_space.contains(action)
+        return {"at": 1, "near": np.ones(2, np.float32)}, 1.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("env", "make_env", "length"),
+    [
+        (EnvConfig("CartPole-v1", max_episode_steps=7, wrappers=("TimeAwareObservation",)), None, 7),
+        (EnvConfig("Grid-v0", max_episode_steps=5), Grid, 5),
+        (EnvConfig("ALE/Pong-v5", max_episode_frames=80), None, 20),
+    ],
+    ids=["wrapped", "parts", "Atari"],
+)
+def test_the_environments_of_a_run_give_what_its_policy_takes(
+    env: EnvConfig, make_env: Any, length: int, tmp_path: Path
+) -> None:
+    code = user_code.UserCode(make_env)
+    config = replace(CARTPOLE, env=env)
+    with make_envs(replace(env, num_envs=1), 1, make_env) as one:
+        network = ActorCritic(one.observation_space, one.action_space, config.network)
+    run = make_run(tmp_path / "run", config, network)
+    user_code.keep(run, config, code)
+    policy, envs = pala.load_policy(run), pala.make_envs(run, num_envs=2)
+    assert envs.num_envs == 2 and envs.single_observation_space == policy.observation_space
+    observations, infos = envs.reset(seed=1)
+    assert ("map" in infos) == (make_env is Grid)
+    for step in range(1, 2 * length):
+        observations, _, terminated, truncated, _ = envs.step(policy.act(observations, greedy=True))
+        ended = terminated | truncated
+        assert ended.tolist() == [step == length] * 2 or (env.id == "CartPole-v1" and step > length)
+    envs.close()
+    with pytest.raises(PalaError, match="'num_envs' is 0 but must be at least 1"):
+        pala.make_envs(run, num_envs=0)
 
 
 def test_a_run_that_left_its_evaluation_out_can_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

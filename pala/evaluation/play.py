@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 
 from pala.config import EnvConfig
-from pala.envs import AtariEnvs, Envs, Episode, make_envs
+from pala.envs import AtariEnvs, Envs, Episode, as_gymnasium, make_envs
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import EPISODES, Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_of
@@ -91,6 +92,14 @@ def evaluate_with_defaults(
         )  # fmt: skip
     finally:
         torch.set_num_threads(before)
+
+
+def environments_of(run: Path, num_envs: int, trust_run: bool) -> gymnasium.vector.VectorEnv:
+    """What `pala.make_envs` does."""
+    config = run_folder.config_of(run)
+    check_numbers(num_envs=(num_envs, 1))
+    make_env, _ = user_code.load_trusted(run, config, trust_run)
+    return as_gymnasium(whole_games(config.env, num_envs), usable_cores(), make_env)
 
 
 def check_numbers(**values: tuple[int, int]) -> None:
