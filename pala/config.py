@@ -36,6 +36,9 @@ class EnvConfig:
     wrappers: tuple[str, ...] = ()
     """Other than Atari: Gymnasium wrappers around each environment, the innermost first: `FlattenObservation`,
     `RescaleObservation(min_obs=-1, max_obs=1)`, `my_module:MyWrapper`."""
+    episode_info: tuple[str, ...] = ()
+    """Other than Atari: numbers in the `info` of an episode's last step that are recorded with it, such as
+    `is_success`: in metrics, TensorBoard and evaluations."""
     vectorization: Literal["sync", "async"] = "sync"
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own. With `async`
     a script must call `pala.fit` below `if __name__ == "__main__":`, because each process imports the script."""

@@ -19,7 +19,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -40,11 +40,18 @@ _PATIENCE_S = 3.0  # with all workers that are to end
 
 
 class Episode(NamedTuple):
-    """A whole episode: unclipped sum of rewards, length in steps, and which environment played it."""
+    """A whole episode: unclipped sum of rewards, length in steps, which environment played it, and the numbers in its
+    last info that are asked for (`env.episode_info`)."""
 
     episode_return: float
     length_steps: int
     env_index: int
+    info: dict[str, float] = {}  # noqa: RUF012 - nobody changes it
+
+    def record(self) -> dict[str, float]:
+        """As metrics have it."""
+        told = {f"info_{key}": value for key, value in self.info.items()}
+        return {"return": self.episode_return, "length_steps": self.length_steps} | told
 
 
 class Step(NamedTuple):
@@ -63,10 +70,12 @@ class Envs:
     or abandoned."""
 
     def __init__(
-        self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool, name: str = "", inputs: Inputs | None = None
-    ) -> None:
-        """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s."""
-        self.vector_env, self.name = vector_env, name
+        self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool, name: str = "", inputs: Inputs | None = None,
+        episode_info: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s;
+        `episode_info`: numbers in its final infos."""
+        self.vector_env, self.name, self._episode_info = vector_env, name, episode_info
         self._clip = clip_rewards
         self.num_envs = vector_env.num_envs
         self.observation_space = vector_env.single_observation_space
@@ -90,7 +99,10 @@ class Envs:
         ended = self._episode_ended(terminated, truncated, info)
         self._returns += rewards
         self._lengths += 1
-        episodes = [Episode(float(self._returns[i]), int(self._lengths[i]), int(i)) for i in np.flatnonzero(ended)]
+        episodes = [
+            Episode(float(self._returns[i]), int(self._lengths[i]), int(i), self._info_of(int(i), info))
+            for i in np.flatnonzero(ended)
+        ]
         self._returns[ended] = 0
         self._lengths[ended] = 0
         rewards = np.sign(rewards) if self._clip else rewards
@@ -139,6 +151,9 @@ class Envs:
         del info
         return terminated | truncated
 
+    def _info_of(self, env_index: int, info: dict[str, Any]) -> dict[str, float]:
+        return {key: float(info["final_info"][key][env_index]) for key in self._episode_info}
+
     def _final_observations(self, truncated: np.ndarray, info: dict[str, Any]) -> np.ndarray:
         if not truncated.any():
             return np.empty((0, *(self.observation_space.shape or ())), self.observation_space.dtype)
@@ -184,24 +199,41 @@ class AtariEnvs(Envs):
 
 
 class _Outermost(gymnasium.Wrapper):
-    """Around each environment: what the vector environment needs. Infos, which nobody reads, stay here: of some
-    (None beside a number, arrays of unlike lengths) it can make no arrays."""
+    """Around each environment: what the vector environment needs. Infos stay here, but for the numbers in the last of
+    an episode that are asked for: of some (None beside a number, arrays of unlike lengths) it can make no arrays."""
+
+    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str]) -> None:
+        super().__init__(env)
+        self._episode_info = episode_info
 
     def reset(self, **arguments: Any) -> Any:
         """Without info."""
         return self.env.reset(**arguments)[0], {}
 
     def step(self, action: Any) -> Any:
-        """With a last observation that outlives the reset, though the environment writes all into one array."""
-        observation, reward, terminated, truncated, _ = self.env.step(action)
-        return (np.array(observation) if truncated else observation), reward, terminated, truncated, {}
+        """With a last observation that outlives the reset, though the environment writes all into one array. Raises
+        PalaError if a number that is asked for is not there."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        told = {key: _number(key, info) for key in self._episode_info} if terminated or truncated else {}
+        return (np.array(observation) if truncated else observation), reward, terminated, truncated, told
+
+
+def _number(key: str, info: dict[str, Any]) -> float:
+    try:
+        return float(info[key])
+    except (KeyError, TypeError, ValueError):
+        there = f"is {info[key]!r}, no number" if key in info else f"is not there; there are {sorted(map(str, info))}"
+        raise PalaError(f"'env.episode_info': '{key}' of an episode's last info {there}.") from None
 
 
 class _Factory:
     """Makes environments whose observations are what the network gets; knows what the first one is called."""
 
-    def __init__(self, make_env: MakeEnv, layout: Layout, max_episode_steps: int | None) -> None:
+    def __init__(
+        self, make_env: MakeEnv, layout: Layout, max_episode_steps: int | None, episode_info: Sequence[str]
+    ) -> None:
         self._make_env, self._layout, self._max_episode_steps = make_env, layout, max_episode_steps
+        self._episode_info = episode_info
         self.name = ""
         self.inputs: Inputs | None = None
         self._spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None
@@ -244,7 +276,7 @@ class _Factory:
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
         limit = self._max_episode_steps
-        return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit))
+        return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit), self._episode_info)
 
 
 class _InProcess(gymnasium.Wrapper):
@@ -345,6 +377,11 @@ def make_envs(
             raise PalaError(
                 f"'env.id' is '{config.id}', but Atari games take no arguments: the section 'env' has their settings."
             )
+        if config.episode_info:
+            raise PalaError(
+                f"'env.episode_info' is {list(config.episode_info)}, but '{config.id}' is played by ale-py's vector "
+                "environment, whose infos have nothing to tell of an episode."
+            )
         if config.wrappers:
             raise PalaError(
                 f"'env.wrappers' is {list(config.wrappers)}, but '{config.id}' is played by ale-py's own vector "
@@ -354,10 +391,10 @@ def make_envs(
         return AtariEnvs(atari_rom(config.id), config, num_threads)
 
     limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
-    factory = _Factory(_single(config, make_env), config.image_layout, limit)
+    factory = _Factory(_single(config, make_env), config.image_layout, limit, config.episode_info)
     with _saying_what_cannot_be_made(config, make_env):
         vector_env = _vector_env(factory, config)
-    return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs)
+    return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs, config.episode_info)
 
 
 def as_gymnasium(config: EnvConfig, num_threads: int, make_env: MakeEnv | None = None) -> gymnasium.vector.VectorEnv:

@@ -48,7 +48,7 @@ from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
     trained = train(ranks, gorila(tmp_path, config))
     assert trained.ended_well() and 400 <= trained.results[0].global_steps < 500
-    assert trained.fields() == {metric.name for metric in METRICS if metric.algorithm != "a2c"}
+    assert trained.fields() == {metric.name for metric in METRICS if metric.algorithm != "a2c"} - {"info_KEY"}
     states = trained.states()
     assert sum(own_steps(states)) == trained.results[0].global_steps
     learned = 0 if config.roles == "separate" else 20  # there actors wait for no learner

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -44,6 +44,7 @@ from pala.run import provenance, user_code
 from pala.run.begin import make_generator
 from pala.run.conclusion import conclude
 from pala.run.hooks import NO_CALLBACKS, Callbacks, Moment, UserCode, asks_to_stop
+from pala.run.metrics import read_run
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
@@ -279,6 +280,45 @@ def test_a_policy_is_evaluated_with_the_runs_own_settings(tmp_path: Path) -> Non
     assert (evaluation.episodes, evaluation.num_envs, evaluation.greedy) == (3, 2, False)
     assert pala.evaluate_policy(str(run), episodes=1, greedy=True, seed=1).greedy
     assert torch.get_num_threads() == threads and not (run / "evaluation.json").exists()
+
+
+class Told(Sparkle):
+    """Says at an episode's end, of five steps, how it went."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._number = getattr(self, "_number", 0) + 1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"is_success": self._number % 2 == 0, "unseen": None}
+
+
+@pytest.mark.parametrize(("vectorization", "algorithm"), [("sync", "a2c"), ("async", "a2c"), ("sync", "gorila")])
+def test_numbers_of_an_episodes_info_are_recorded_and_evaluated(
+    vectorization: Literal["sync", "async"], algorithm: str, tmp_path: Path
+) -> None:
+    config = gorila(tmp_path, steps=200) if algorithm == "gorila" else configure(tmp_path, steps=200)
+    config = replace(config, env=replace(config.env, vectorization=vectorization, episode_info=("is_success",)))
+    results = train(2, config, make_env=Told)
+    assert [result.status for result in results] == ["completed"] * 2
+    for records in read_run(results[0].run):
+        told = [record["info_is_success"] for record in records if record["type"] == "episode"]
+        assert told[:: config.env.num_envs] == [i % 2 for i in range(len(told[:: config.env.num_envs]))]
+        assert {record["info_is_success"] for record in records if record["type"] == "interval"} <= {0.5, *told}
+    evaluation = pala.evaluate_policy(results[0].run, episodes=4, num_envs=1)
+    assert evaluation.mean_info == {"is_success": 0.5} and "over 4 episodes, is_success 0.5, " in str(evaluation)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("is_sucess", "is not there; there are ['is_success', 'unseen']"), ("unseen", "is None")]
+)
+def test_a_number_that_no_info_has_is_told(key: str, said: str, tmp_path: Path) -> None:
+    config = configure(tmp_path, steps=200)
+    (error,) = train(1, replace(config, env=replace(config.env, episode_info=(key,))), make_env=Told)
+    assert isinstance(error, PalaError) and said in str(error)
+    with pytest.raises(PalaError, match=r"'env.episode_info' is \['x'\], but 'ALE/Pong-v5'"):
+        make_envs(EnvConfig(episode_info=("x",)))
 
 
 class Grid(gymnasium.Env[dict[str, Any], int]):

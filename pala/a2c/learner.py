@@ -109,8 +109,7 @@ class Learner(Loop):
                 rollout.rewards.append(self._rewards(step, rollout.ended[-1]))
                 self.observations = self._to_device(step.observations)
             for episode in step.episodes:
-                what = {"return": episode.episode_return, "length_steps": episode.length_steps}
-                self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | what)
+                self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | episode.record())
             with self._watch.section("exchange"):
                 self._exchange.between_steps()
             if self._is_to_end:

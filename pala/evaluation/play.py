@@ -126,6 +126,7 @@ def _statistics(played: list[Episode]) -> dict[str, Any]:
         "max_return": max(returns),
         "mean_length_steps": statistics.fmean(episode.length_steps for episode in played),
         "returns": returns,
+        "mean_info": {key: statistics.fmean(episode.info[key] for episode in played) for key in played[0].info},
     }
 
 

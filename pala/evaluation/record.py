@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class Evaluation:
     score_table: str | None
     steps_per_s: float
     returns: list[float]
+    mean_info: dict[str, float] = field(default_factory=dict)
+    """Of the numbers in `env.episode_info`."""
 
     def __str__(self) -> str:
         """The one line for people."""
@@ -52,6 +54,7 @@ class Evaluation:
         parts = [f"{self.environment}: mean return {short_number(self.mean_return)}{error} over {episodes}"]
         if self.human_normalised_score is not None:
             parts.append(f"{self.human_normalised_score:.1f} % human-normalised (dqn_zoo table)")
+        parts += [f"{key} {short_number(value)}" for key, value in self.mean_info.items()]
         parts.append(action_words(self.greedy, self.epsilon))
         if self.noop_max:
             parts.append(f"up to {self.noop_max} no-ops")

@@ -26,7 +26,7 @@ from pala.system.errors import reason
 from pala.system.files import json_text
 from pala.system.runtime import say
 
-_WITHOUT_INFLUENCE = ("num_envs", "vectorization")  # on the returns of a policy
+_WITHOUT_INFLUENCE = ("num_envs", "vectorization", "episode_info")  # on the returns of a policy
 
 
 class Policy(NamedTuple):

@@ -134,6 +134,8 @@ class Loop(abc.ABC):
         }  # fmt: skip
         record |= {f"time_{name}": round(fraction, 4) for name, fraction in fractions.items()}
         ended, self._records = self._records, []
+        for key in {key for episode in ended for key in episode if key.startswith("info_")}:
+            record[key] = sum(episode[key] for episode in ended) / len(ended)
         if len(ended) > _MOST_EPISODES:
             ended = [ended[i * len(ended) // _MOST_EPISODES] for i in range(_MOST_EPISODES)]
         return [*ended, record]

@@ -38,6 +38,10 @@ METRICS = (
         "episodes out",
     ),
     Metric("length_steps", "episode", "both", "", "one rank", "steps", "length of the whole episode"),
+    Metric("info_KEY", "episode", "both", "", "one rank", "",
+        "the number KEY of the episode's last info, for each in `env.episode_info`; null if it was not finite. In the "
+        "interval's record its mean over the episodes that ended in the interval",
+    ),
     Metric("episodes_left_out", "interval", "both", "", "one rank", "episodes",
         "that ended in the interval and have no record: of more than 1,000 an even sample has, so that short ones do "
         "not take gigabytes",

@@ -40,6 +40,8 @@ class TensorBoard:
         values[self._TAGS["mean_return"]], values[self._TAGS["mean_length"]] = view.mean_return, view.mean_length
         values["speed/global_steps_per_s"] = view.global_steps_per_s
         values |= {f"time/{name}": view.mean(f"time_{name}") for name in SECTIONS}
+        told = {key for record in view.last for key in record if key.startswith("info_")}
+        values |= {f"episode/{key.removeprefix('info_')}": view.mean(key) for key in told}
         self._write(values, global_steps)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
