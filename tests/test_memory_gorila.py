@@ -156,6 +156,16 @@ def test_a_staleness_that_discards_many_gradients_is_told(tmp_path: Path, capsys
     assert "many will be discarded (`gradients_stale`)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("period", "is_said"), [(10, False), (11, True)])
+def test_a_budget_that_never_copies_the_target_network_is_told(
+    period: int, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of 100 steps 40 come after the first 60, and four pay for an update."""
+    assert train(1, gorila(tmp_path, replace(GORILA, num_shards=1, target_period_updates=period), 100)).ended_well()
+    sentence = "pays for about 10 updates, but the target network is first copied after"
+    assert (sentence in capsys.readouterr().err) == is_said
+
+
 def test_rewards_that_are_not_finite_are_left_out_counted_and_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

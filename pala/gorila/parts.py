@@ -148,6 +148,7 @@ class GorilaParts(Parts[GorilaExchange]):
         """From now on a resume begins with the new segment; the replay of the one before would only take room."""
         if self.rank == 0:
             _warn_of_staleness(self.config, len(self.rules.roles.learners))
+            _warn_of_first_target(self.config)
         if self.rank == 0 and previous is not None:
             for file in previous.glob("*.replay"):
                 file.unlink()
@@ -272,6 +273,18 @@ def _warn_of_staleness(config: Config, num_learners: int) -> None:
         say(
             f"'gorila.max_staleness_updates' is {gorila.max_staleness_updates}, but with {num_learners} learners "
             f"gradients may be about {usual} updates old: many will be discarded (`gradients_stale`). Raise it to that."
+        )
+
+
+def _warn_of_first_target(config: Config) -> None:
+    """Say it if the budget ends before the target network is copied: it is a random network until then."""
+    gorila = config.gorila
+    updates = (config.total_steps - gorila.min_replay_steps) // gorila.update_period_steps
+    if updates < gorila.target_period_updates:
+        say(
+            f"'total_steps' ({config.total_steps:,}) pays for about {updates:,} updates, but the target network is "
+            f"first copied after 'gorila.target_period_updates' ({gorila.target_period_updates:,}), so targets stay a "
+            "random network's. Raise the one or lower the other."
         )
 
 
