@@ -29,6 +29,7 @@ from pala.envs import Envs
 from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
+from pala.gorila.store import ReplayStore
 from pala.run.hooks import Callbacks, Moment
 from pala.run.metric_table import METRICS
 from pala.run.rank import run_rank
@@ -96,6 +97,20 @@ def test_a_signal_to_one_rank_stops_gorila_and_its_replay_is_kept(tmp_path: Path
     assert assemble(resumed.states()).version > begin.version
     assert len(list((resumed.run / "checkpoints/segment-001").glob("*.replay"))) == 3
     assert not list((resumed.run / "checkpoints/segment-000").glob("*.replay"))
+
+
+def test_a_replay_that_was_played_with_other_settings_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    loaded, load = [], ReplayStore.load
+    monkeypatch.setattr(ReplayStore, "load", lambda store, prefix: (loaded.append(prefix), load(store, prefix)))
+    trained = train(2, gorila(tmp_path, replace(GORILA, save_replay=True)))
+    trained = trained.resume(2, 600)
+    assert trained.ended_well() and len(loaded) == 2
+    env = replace(trained.config.env, clip_rewards="sign", wrappers=("FlattenObservation",))
+    assert train(2, replace(trained.config, total_steps=800, env=env), resume=trained.run).ended_well()
+    why = "(it was played with another 'env.wrappers', 'env.clip_rewards'): it is filled anew"
+    assert why in capsys.readouterr().err and len(loaded) == 2
 
 
 def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pala.config import Config
+from pala.config import Config, EnvConfig
 from pala.envs import AtariEnvs, Envs
 from pala.exchange.budget import ExchangeState, budget_of
 from pala.gorila.dqn import LossFilter
@@ -28,7 +28,7 @@ from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork
 from pala.networks.tape import Tape
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint
 from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
@@ -100,7 +100,7 @@ class GorilaParts(Parts[GorilaExchange]):
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
                 mine.copy_(of_all)
             self.version = begin.version
-            before = run_folder.config_of(saved.segment.parents[1]).gorila.optimiser
+            before = saved.config.gorila.optimiser
             if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
                 self.squares.zero_()
                 say(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
@@ -117,14 +117,16 @@ class GorilaParts(Parts[GorilaExchange]):
         """What was saved of it, if anything was and the job has its old ranks; whether it is there. Collective."""
         prefix = self._replay_prefix(saved.segment)
         found = self.store is None or self.store.is_saved(prefix)
-        if all(comm.allgather(found)) and saved.own is not None and self.config.gorila.save_replay:
+        changed, is_wanted = _changed(saved.config.env, self.config.env), self.config.gorila.save_replay
+        if all(comm.allgather(found)) and saved.own is not None and is_wanted and not changed:
             collectively(comm, lambda: self.store.load(prefix) if self.store is not None else None)
             return True
         if self.rank == 0:
             what = "No replay was saved to go on with"
             if any(saved.segment.glob("*.replay")):
                 why = "its ranks or roles are not this job's, or a file is missing"
-                why = why if self.config.gorila.save_replay else "'gorila.save_replay' is off"
+                why = f"it was played with another {', '.join(changed)}" if changed else why
+                why = why if is_wanted else "'gorila.save_replay' is off"
                 what = f"The replay that was saved is not used, and deleted ({why})"
             say(f"{what}: it is filled anew before learning goes on.")
         return False
@@ -261,6 +263,12 @@ def _find_place(comm: Communicator, config: Config, sleeping: SleepingGorila | N
         return roles
 
     return comm.rank, comm.rank, collectively(comm, make_roles)
+
+
+def _changed(before: EnvConfig, now: EnvConfig) -> list[str]:
+    """Settings that differ and may change what a transition means."""
+    alike = replace(before, num_envs=now.num_envs, vectorization=now.vectorization)
+    return [f"'env.{key}'" for key, value in asdict(alike).items() if value != getattr(now, key)]
 
 
 def _warn_of_staleness(config: Config, num_learners: int) -> None:
