@@ -113,6 +113,20 @@ def test_a_replay_that_was_played_with_other_settings_is_not_used(
     assert why in capsys.readouterr().err and len(loaded) == 2
 
 
+def test_a_replay_that_cannot_be_removed_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = train(1, gorila(tmp_path, replace(GORILA, num_shards=1, save_replay=True)))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".replay":
+            raise PermissionError(path)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert trained.resume(1, 600).ended_well()
+    assert list(trained.run.glob("checkpoints/segment-000/*.replay"))
+
+
 def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as they were drawn before, nor as another rank draws them."""
     streams, before_training = [], GorilaParts.before_training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,13 +148,15 @@ class GorilaParts(Parts[GorilaExchange]):
         }}  # fmt: skip
 
     def before_training(self, previous: Path | None) -> None:
-        """From now on a resume begins with the new segment; the replay of the one before would only take room."""
+        """From now on a resume begins with the new segment; the replay of the one before would only take room, and so
+        does a file that cannot be removed."""
         if self.rank == 0:
             _warn_of_staleness(self.config, len(self.rules.roles.learners))
             _warn_of_first_target(self.config)
         if self.rank == 0 and previous is not None:
             for file in previous.glob("*.replay"):
-                file.unlink()
+                with suppress(OSError):
+                    file.unlink()
         if self.store is not None and previous is not None:  # else it would draw what it drew before
             self.store.reseed(stream(self.config.seed, self.rank, f"replay after {previous.name}"))
 
