@@ -205,7 +205,8 @@ class GorilaConfig:
     min_replay_steps: int = 50_000
     """Steps over all ranks before learning begins [DQN]."""
     save_replay: bool = False
-    """Keep the replay in checkpoints too; otherwise a resumed run fills it anew before it learns on. Ours."""
+    """Write the replay, too, when the run ends or is stopped. Without that, as after a job that died, a resumed run
+    fills it anew before it learns on. Ours."""
     minibatch_size: int = 32
     """Transitions sampled for one gradient [DQN]."""
     update_period_steps: int = 4
