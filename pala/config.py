@@ -206,9 +206,10 @@ class GorilaConfig:
     """Steps that the replay holds over all ranks, 7 KB each for Atari; the oldest are overwritten [DQN: 1 M; Gorila:
     1 M a bundle]. Over all ranks is ours: more ranks on a host need no more memory."""
     min_replay_steps: int = 50_000
-    """Steps over all ranks before learning begins [DQN]."""
+    """Steps over all ranks before learning begins [DQN]; each replay waits for its own share of them."""
     save_replay: bool = False
-    """Keep the replay in checkpoints too; otherwise a resumed run fills it anew before it learns on. Ours."""
+    """Write the replay, too, when the run ends or is stopped. Without that, as after a job that died, a resumed run
+    fills it anew before it learns on. Ours."""
     minibatch_size: int = 32
     """Transitions sampled for one gradient [DQN]."""
     update_period_steps: int = 4

@@ -54,11 +54,12 @@ def check(config: Config, source: str) -> None:
     _check_gorila(config.gorila, source)
     _check_normalization(config, source)
     _check_spares(config, source)
-    least = config.gorila.min_replay_steps
-    if config.algorithm == "gorila" and config.total_steps <= least:
+    least, period = config.gorila.min_replay_steps, config.gorila.update_period_steps
+    if config.algorithm == "gorila" and config.total_steps < least + period:
         raise PalaError(
             f"{source}: 'total_steps' is {config.total_steps}, but learning begins after 'gorila.min_replay_steps' "
-            f"({least}), so nothing would be learned; raise the one or lower the other."
+            f"({least}) and 'gorila.update_period_steps' ({period}), so nothing would be learned; raise the one or "
+            "lower the others."
         )
     name = config.run.name
     if name in (".", "..") or "/" in name:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pala.transport import data_proxy
-from pala.transport.base import Received, Receiver
+from pala.transport.base import Bytes, Received, Receiver
 from pala.transport.data_proxy import _BULK_TAG, _SMALL_TAG, DataProxy, _Receive, _Send
 from pala.transport.threaded import ThreadedTransport
 
@@ -49,6 +51,48 @@ def test_a_senders_messages_are_heard_in_the_order_in_which_they_began() -> None
     assert proxy._complete_receives()
     assert heard[2:] == [(1, 1000, False), (1, 1, False), (3, 3000, True)]
     assert not proxy._receives
+
+
+def proxy_to_which_come(
+    sources: Iterator[int], receives: list[_Receive], monkeypatch: pytest.MonkeyPatch
+) -> tuple[DataProxy, Listener]:
+    """Small messages from these sources, in this order, beside what is under way. Each has its number of bytes."""
+    proxy, listener, sizes = DataProxy.__new__(DataProxy), Listener(), count()
+    ThreadedTransport.__init__(proxy, "test")
+    proxy._deaths, proxy._receiver = SimpleNamespace(look=lambda: ()), listener  # type: ignore[assignment]
+    proxy._receives, proxy._sends = receives, []
+
+    def start_receive() -> bool:
+        if (source := next(sources, None)) is None:
+            return False
+        request, data = Request(), np.zeros(next(sizes), np.uint8)
+        request.done = True
+        proxy._receives.append(_Receive(request, source, _SMALL_TAG, data, 0.0))  # type: ignore[arg-type]
+        return True
+
+    monkeypatch.setattr(proxy, "_start_receive", start_receive)
+    return proxy, listener
+
+
+def test_peers_that_send_faster_than_is_heard_keep_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's send is over when its receipt begins, and its actor then makes the next: so few may be begun."""
+    proxy, listener = proxy_to_which_come(iter([1, 2] * 500), [], monkeypatch)
+    sent: list[int] = []
+    monkeypatch.setattr(proxy, "_send_now", lambda peer, packet, bulk: sent.append(len(listener.heard)))
+    monkeypatch.setattr(listener, "on_message", lambda message: (
+        proxy.send(message.source, Bytes(message.data)), Listener.on_message(listener, message)
+    ))  # fmt: skip
+    assert proxy._poll() and 0 < len(listener.heard) < 100 and not proxy._receives
+    assert len(sent) == len(listener.heard), "answers leave at once"
+    while proxy._poll():
+        pass
+    assert [size for _, size, _ in listener.heard] == list(range(1000))
+
+
+def test_peers_that_stop_while_they_send_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = [_Receive(Request(), 1, _SMALL_TAG, np.zeros(9, np.uint8), 0.0) for _ in range(500)]  # type: ignore[arg-type]
+    proxy, listener = proxy_to_which_come(iter([2]), stopped, monkeypatch)
+    assert proxy._poll() and listener.heard == [(2, 0, False)]
 
 
 def test_a_death_is_heard_of_before_what_was_lost_with_it_counts_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,11 +280,23 @@ def test_the_launcher_is_told_by_its_variables(environment, expected, monkeypatc
     [
         ({}, math.inf, None),
         ({"cpu.max": "max 100000", "memory.max": "max"}, math.inf, None),
-        ({"cpu.max": "150000 100000", "memory.max": "4096"}, 1.5, 4096),
+        ({"cpu.max": "150000 100000", "memory.max": "4096", "memory.current": "0", "memory.stat": ""}, 1.5, 4096),
+        (
+            {
+                "memory.max": "8192", "memory.current": "6000",
+                "memory.stat": "anon 1000\ninactive_file 500\nactive_file 3000",
+            },
+            math.inf, 2692,
+        ),
+        ({"memory.max": "4096", "memory.current": "5000", "memory.stat": "inactive_file 500"}, math.inf, 0),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf, None),
         (
-            {"cpu/cpu.cfs_quota_us": "90000", "cpu/cpu.cfs_period_us": "30000", "memory/memory.limit_in_bytes": "8192"},
-            3.0, 8192,
+            {
+                "cpu/cpu.cfs_quota_us": "90000", "cpu/cpu.cfs_period_us": "30000",
+                "memory/memory.limit_in_bytes": "8192", "memory/memory.usage_in_bytes": "5000",
+                "memory/memory.stat": "inactive_file 7\ntotal_inactive_file 1000",
+            },
+            3.0, 4192,
         ),
     ],
 )  # fmt: skip
@@ -296,17 +308,27 @@ def test_a_containers_limits_are_read(files, quota, limit_bytes, monkeypatch, tm
     monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "none")
     here = facts.host_here(facts.Launcher())
     assert here.most_cores == quota
-    assert here.memory_bytes == limit_bytes if limit_bytes else here.memory_bytes > 1e6
+    assert here.memory_bytes == limit_bytes if limit_bytes is not None else here.memory_bytes > 1e6
 
 
 @pytest.mark.parametrize(
     ("own", "files"),
     [
-        ("0::/slurm/job_7/step_0", {"slurm/job_7/memory.max": "4096", "slurm/job_7/step_0/cpu.max": "200000 100000"}),
+        (
+            "0::/slurm/job_7/step_0",
+            {
+                "slurm/job_7/memory.max": "4196", "slurm/job_7/memory.current": "200",
+                "slurm/job_7/memory.stat": "inactive_file 100", "slurm/job_7/step_0/cpu.max": "200000 100000",
+                "slurm/job_7/step_0/memory.max": "max", "slurm/job_7/step_0/memory.current": "100",
+                "slurm/job_7/step_0/memory.stat": "inactive_file 50",
+            },
+        ),
         (
             "3:cpu,cpuacct:/slurm/job_7\n2:memory:/slurm/job_7/step_0\n1:name=systemd:/x",
             {
-                "memory/slurm/job_7/memory.limit_in_bytes": "4096", "memory/memory.limit_in_bytes": "9223372036854",
+                "memory/slurm/job_7/memory.limit_in_bytes": "4196", "memory/memory.limit_in_bytes": "9223372036854",
+                "memory/slurm/job_7/memory.usage_in_bytes": "200", "memory/memory.usage_in_bytes": "300",
+                "memory/slurm/job_7/memory.stat": "total_inactive_file 100", "memory/memory.stat": "",
                 "cpu/slurm/job_7/cpu.cfs_quota_us": "200000", "cpu/slurm/job_7/cpu.cfs_period_us": "100000",
             },
         ),

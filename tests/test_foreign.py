@@ -398,9 +398,8 @@ def resumed(folder: Path) -> None:
     """As `--resume` does, but for the training itself."""
     config = parse(["--resume", str(folder)]).config
     steps = checkpoint.global_steps(folder) + 1
-    config = replace(
-        config, total_steps=max(steps, config.gorila.min_replay_steps + 1 if config.algorithm == "gorila" else 1)
-    )
+    least = config.gorila.min_replay_steps + config.gorila.update_period_steps
+    config = replace(config, total_steps=max(steps, least if config.algorithm == "gorila" else 1))
     for result in run_ranks(1, lambda comm: run_rank(comm, Request(config, resume=folder), comm.interrupt)):
         if isinstance(result, BaseException):
             raise result

@@ -402,12 +402,17 @@ def test_a_filter_that_no_run_had_is_refused(field: dict[str, float]) -> None:
     ("settings", "sentence"),
     [
         ({"total_steps": 50_000}, "'total_steps' is 50000, but learning begins after 'gorila.min_replay_steps'"),
+        ({"total_steps": 50_003}, r"\(50000\) and 'gorila.update_period_steps' \(4\), so nothing would be learned"),
         ({"gorila": {"parameters_period_updates": 102}}, "'gorila.parameters_period_updates' is 102, but gradients"),
     ],
 )
 def test_settings_by_which_little_would_be_learned_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(PalaError, match=sentence):
         from_table({"algorithm": "gorila"} | settings, "Preset")
+
+
+def test_a_budget_of_one_minibatch_is_taken() -> None:
+    assert from_table({"algorithm": "gorila", "total_steps": 50_004}, "Preset").total_steps == 50_004
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoin
     assert not record_of(run)["completed"]
     assert_all_end(tmp_path)
     begin = assemble(states_of(run, 3))
-    done = standing.train(3, "--resume", str(run), "--total-steps", "201", cwd=tmp_path)
+    done = standing.train(3, "--resume", str(run), "--total-steps", "204", cwd=tmp_path)
     assert done.status == 0, done.output
     assert assemble(states_of(run, 3)).parameters.equal(begin.parameters)
 

@@ -29,6 +29,7 @@ from pala.envs import Envs
 from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
+from pala.gorila.store import ReplayStore
 from pala.run.hooks import Callbacks, Moment
 from pala.run.metric_table import METRICS
 from pala.run.rank import run_rank
@@ -98,6 +99,34 @@ def test_a_signal_to_one_rank_stops_gorila_and_its_replay_is_kept(tmp_path: Path
     assert not list((resumed.run / "checkpoints/segment-000").glob("*.replay"))
 
 
+def test_a_replay_that_was_played_with_other_settings_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    loaded, load = [], ReplayStore.load
+    monkeypatch.setattr(ReplayStore, "load", lambda store, prefix: (loaded.append(prefix), load(store, prefix)))
+    trained = train(2, gorila(tmp_path, replace(GORILA, save_replay=True)))
+    trained = trained.resume(2, 600)
+    assert trained.ended_well() and len(loaded) == 2
+    env = replace(trained.config.env, clip_rewards="sign", wrappers=("FlattenObservation",))
+    assert train(2, replace(trained.config, total_steps=800, env=env), resume=trained.run).ended_well()
+    why = "(it was played with another 'env.wrappers', 'env.clip_rewards'): it is filled anew"
+    assert why in capsys.readouterr().err and len(loaded) == 2
+
+
+def test_a_replay_that_cannot_be_removed_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = train(1, gorila(tmp_path, replace(GORILA, num_shards=1, save_replay=True)))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".replay":
+            raise PermissionError(path)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert trained.resume(1, 600).ended_well()
+    assert list(trained.run.glob("checkpoints/segment-000/*.replay"))
+
+
 def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as they were drawn before, nor as another rank draws them."""
     streams, before_training = [], GorilaParts.before_training
@@ -154,6 +183,16 @@ def test_ranks_that_do_not_act_keep_no_environments(tmp_path: Path, monkeypatch:
 def test_a_staleness_that_discards_many_gradients_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(2, gorila(tmp_path, replace(GORILA, max_staleness_updates=1), 100)).ended_well()
     assert "many will be discarded (`gradients_stale`)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("period", "is_said"), [(10, False), (11, True)])
+def test_a_budget_that_never_copies_the_target_network_is_told(
+    period: int, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of 100 steps 40 come after the first 60, and four pay for an update."""
+    assert train(1, gorila(tmp_path, replace(GORILA, num_shards=1, target_period_updates=period), 100)).ended_well()
+    sentence = "pays for about 10 updates, but the target network is first copied after"
+    assert (sentence in capsys.readouterr().err) == is_said
 
 
 def test_rewards_that_are_not_finite_are_left_out_counted_and_said_once(

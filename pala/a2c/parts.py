@@ -91,7 +91,7 @@ class A2CParts(Parts[ModelExchange]):
             "every rank starts from the average of the ranks' parameters and of RMSprop's mean squares (independent "
             "learners: from the first's)",
         )
-        first_only = kind_of(saved.exchange).independent
+        first_only = kind_of(saved.config.exchange).independent
 
         def average() -> RankState | None:
             if comm.rank != 0:  # which alone reads all files, and has room for them

@@ -363,7 +363,7 @@ class Node:
         assert store is not None
         if message.kind is Kind.SAMPLE:
             if self.budget.stop is Stop.NONE:
-                self._wait_in_line(source)
+                store.ask(source)
                 self._serve()
             return None
         if source not in self.roles.actors or self.roles.replay_of(source) != self._rank:
@@ -417,13 +417,8 @@ class Node:
         self._open[rank, what] = self._periods
         if rank != self._rank:
             self._send(rank, _QUESTIONS[what])
-        else:
-            self._wait_in_line(rank)
-
-    def _wait_in_line(self, learner: int) -> None:
-        """For a minibatch of this rank's replay, once."""
-        if self.store is not None and not self.store.is_waiting(learner):
-            self.store.ask(learner)
+        elif self.store is not None:
+            self.store.ask(rank)
 
     def _is_owed(self, what: Kind) -> bool:
         return any(kind is what for _, kind in self._open)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pala.config import Config
+from pala.config import Config, EnvConfig
 from pala.envs import AtariEnvs, Envs
 from pala.exchange.budget import ExchangeState, budget_of
 from pala.gorila.dqn import LossFilter
@@ -28,7 +29,7 @@ from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork
 from pala.networks.tape import Tape
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint
 from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
@@ -100,7 +101,7 @@ class GorilaParts(Parts[GorilaExchange]):
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
                 mine.copy_(of_all)
             self.version = begin.version
-            before = run_folder.config_of(saved.segment.parents[1]).gorila.optimiser
+            before = saved.config.gorila.optimiser
             if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
                 self.squares.zero_()
                 say(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
@@ -117,14 +118,16 @@ class GorilaParts(Parts[GorilaExchange]):
         """What was saved of it, if anything was and the job has its old ranks; whether it is there. Collective."""
         prefix = self._replay_prefix(saved.segment)
         found = self.store is None or self.store.is_saved(prefix)
-        if all(comm.allgather(found)) and saved.own is not None and self.config.gorila.save_replay:
+        changed, is_wanted = _changed(saved.config.env, self.config.env), self.config.gorila.save_replay
+        if all(comm.allgather(found)) and saved.own is not None and is_wanted and not changed:
             collectively(comm, lambda: self.store.load(prefix) if self.store is not None else None)
             return True
         if self.rank == 0:
             what = "No replay was saved to go on with"
             if any(saved.segment.glob("*.replay")):
                 why = "its ranks or roles are not this job's, or a file is missing"
-                why = why if self.config.gorila.save_replay else "'gorila.save_replay' is off"
+                why = f"it was played with another {', '.join(changed)}" if changed else why
+                why = why if is_wanted else "'gorila.save_replay' is off"
                 what = f"The replay that was saved is not used, and deleted ({why})"
             say(f"{what}: it is filled anew before learning goes on.")
         return False
@@ -145,12 +148,15 @@ class GorilaParts(Parts[GorilaExchange]):
         }}  # fmt: skip
 
     def before_training(self, previous: Path | None) -> None:
-        """From now on a resume begins with the new segment; the replay of the one before would only take room."""
+        """From now on a resume begins with the new segment; the replay of the one before would only take room, and so
+        does a file that cannot be removed."""
         if self.rank == 0:
             _warn_of_staleness(self.config, len(self.rules.roles.learners))
+            _warn_of_first_target(self.config)
         if self.rank == 0 and previous is not None:
             for file in previous.glob("*.replay"):
-                file.unlink()
+                with suppress(OSError):
+                    file.unlink()
         if self.store is not None and previous is not None:  # else it would draw what it drew before
             self.store.reseed(stream(self.config.seed, self.rank, f"replay after {previous.name}"))
 
@@ -262,6 +268,12 @@ def _find_place(comm: Communicator, config: Config, sleeping: SleepingGorila | N
     return comm.rank, comm.rank, collectively(comm, make_roles)
 
 
+def _changed(before: EnvConfig, now: EnvConfig) -> list[str]:
+    """Settings that differ and may change what a transition means."""
+    alike = replace(before, num_envs=now.num_envs, vectorization=now.vectorization)
+    return [f"'env.{key}'" for key, value in asdict(alike).items() if value != getattr(now, key)]
+
+
 def _warn_of_staleness(config: Config, num_learners: int) -> None:
     """A learner computes a gradient while its last one is under way, and environments that step together pay for
     several minibatches at once: in so many updates most gradients come. Say it if they will be discarded."""
@@ -272,6 +284,18 @@ def _warn_of_staleness(config: Config, num_learners: int) -> None:
         say(
             f"'gorila.max_staleness_updates' is {gorila.max_staleness_updates}, but with {num_learners} learners "
             f"gradients may be about {usual} updates old: many will be discarded (`gradients_stale`). Raise it to that."
+        )
+
+
+def _warn_of_first_target(config: Config) -> None:
+    """Say it if the budget ends before the target network is copied: it is a random network until then."""
+    gorila = config.gorila
+    updates = (config.total_steps - gorila.min_replay_steps) // gorila.update_period_steps
+    if updates < gorila.target_period_updates:
+        say(
+            f"'total_steps' ({config.total_steps:,}) pays for about {updates:,} updates, but the target network is "
+            f"first copied after 'gorila.target_period_updates' ({gorila.target_period_updates:,}), so targets stay a "
+            "random network's. Raise the one or lower the other."
         )
 
 

@@ -80,7 +80,8 @@ class Run:
 
 def read(folder: Path) -> Run | str:
     """A run, or why it does not count. Raises PalaError."""
-    record, config = run_folder.read(folder), run_folder.config_of(folder)
+    record = run_folder.read(folder)
+    config = run_folder.config_of(folder, record)
     if config.algorithm != "gorila":
         return f"trains '{config.algorithm}'"
     last, rom = record["segments"][-1], rom_of(config.env.id)

@@ -37,7 +37,7 @@ class ReplayStore:
     ) -> None:
         self._replays = {actor: Replay(capacity_steps, num_envs, observation_space, frame_stack) for actor in actors}
         self._update_period_steps, self._minibatch_size, self._rng = update_period_steps, minibatch_size, rng
-        self._waiting: deque[int] = deque()  # learners; one that asked twice is here twice
+        self._waiting: deque[int] = deque()  # learners, each once
         self._steps = self._served = 0
         self._min_steps = min_steps
 
@@ -76,12 +76,9 @@ class ReplayStore:
         return count
 
     def ask(self, learner: int) -> None:
-        """Put a learner that wants a minibatch at the end of the queue."""
-        self._waiting.append(learner)
-
-    def is_waiting(self, learner: int) -> bool:
-        """Whether this learner is in the queue."""
-        return learner in self._waiting
+        """Put a learner that wants a minibatch at the end of the queue, unless it is there."""
+        if learner not in self._waiting:
+            self._waiting.append(learner)
 
     def forget(self, learner: int) -> None:
         """Leave a learner out that died. Of an actor that died, what it played stays and is sampled on."""

@@ -104,8 +104,7 @@ class Worker(Loop):
             experience = experience_of(actions.cpu().numpy(), step, self._frame_stack)
         self.counters.local_steps += self._envs.num_envs
         for episode in step.episodes:
-            what = {"return": episode.episode_return, "length_steps": episode.length_steps}
-            self._records.append(self._stamp("episode") | what)
+            self._records.append(self._stamp("episode") | episode.record())
         with self._exchanging():
             self._exchange.stepped(self._envs.num_envs, experience)
 

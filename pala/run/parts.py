@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pala.config import Config, ExchangeConfig
+from pala.config import Config
 from pala.envs import Envs, MakeEnv, make_envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState
@@ -36,24 +36,24 @@ class Saved:
     own: RankState | None  # this rank's, if the job has all its old ranks again, and their models are close enough
     num_trainers: int  # ranks that trained then; of spares none, though they took a place
     num_lost: int  # ranks that had died; at least so many
-    exchange: ExchangeConfig  # that the run had
+    config: Config  # that the run had
 
     @classmethod
     def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, coupling: int) -> Saved:
         """Read the checkpoints of such a network. `coupling`: how close the ranks' models are to be. Collective."""
 
-        def earlier() -> ExchangeConfig | None:
-            return run_folder.config_of(segment.parents[1]).exchange if comm.rank == 0 else None
+        def earlier() -> Config | None:
+            return run_folder.config_of(segment.parents[1]) if comm.rank == 0 else None
 
-        exchange = comm.bcast(collectively(comm, earlier))
-        assert exchange is not None
+        config = comm.bcast(collectively(comm, earlier))
+        assert config is not None
 
         def load(rank: int, ranks: int | None = None) -> RankState:
             return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
 
         first = collectively(comm, lambda: load(0))
-        if first.trainers != comm.size or coupling > kind_of(exchange).coupling:
-            return cls(segment, None, first.trainers, 0, exchange)
+        if first.trainers != comm.size or coupling > kind_of(config.exchange).coupling:
+            return cls(segment, None, first.trainers, 0, config)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
         # A spare that trains is in the place of somebody who may have died before the next checkpoint of any other.
         replaced = collectively(comm, lambda: comm.rank == 0 and checkpoint.has_spares(segment, first))
@@ -61,7 +61,7 @@ class Saved:
         updates = comm.allgather(own.counters["updates"])
         # Killed between the ranks' first checkpoints: some have weights that nobody learned.
         untrained = coupling == 1 and any(updates) and not all(updates)
-        return cls(segment, None if num_lost or untrained else own, first.trainers, num_lost, exchange)
+        return cls(segment, None if num_lost or untrained else own, first.trainers, num_lost, config)
 
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
         """Rank 0 says what the ranks begin with when they are not those of before."""

@@ -190,9 +190,9 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def config_of(path: str | Path) -> Config:
-    """The configuration that a run was made with."""
-    return from_table(read(path)["config"], source=f"'{Path(path) / 'run.json'}'")
+def config_of(path: str | Path, record: dict[str, Any] | None = None) -> Config:
+    """The configuration that a run was made with. `record`: of the run, if it has been read."""
+    return from_table((record or read(path))["config"], source=f"'{Path(path) / 'run.json'}'")
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:

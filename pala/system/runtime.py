@@ -176,12 +176,25 @@ def cpu_quota() -> float | None:
 
 
 def available_memory_bytes() -> int:
-    """Available memory of the machine, or a container's or a job's limit if that is less."""
+    """Available memory of the machine, or what a container's or a job's limit leaves if that is less."""
     table = Path("/proc/meminfo").read_text(encoding="ascii")
     match = re.search(r"MemAvailable:\s+(\d+) kB", table)
     available = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = (cgroup_numbers("", "memory.max"), cgroup_numbers("memory", "memory.limit_in_bytes"))
-    return min([available, *(number for found in limits for numbers in found for number in numbers)])
+    return min([
+        available, *_left_by_limits("", "memory.max", "memory.current", "inactive_file"),
+        *_left_by_limits("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ])  # fmt: skip
+
+
+def _left_by_limits(controller: str, limit: str, used: str, idle_files: str) -> Iterator[int]:
+    """Bytes that this process's control group, and each above it, may still take, where they set a limit. What the
+    kernel keeps of files that are not in use, it gives up."""
+    for folder in _own_groups(controller):
+        with suppress(OSError, ValueError):
+            limit_bytes, used_bytes = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
+            table = (folder / "memory.stat").read_text(encoding="ascii")
+            idle = re.search(rf"^{idle_files} (\d+)$", table, re.MULTILINE)
+            yield max(limit_bytes - used_bytes + (int(idle[1]) if idle else 0), 0)
 
 
 def prepare(threads: int) -> None:

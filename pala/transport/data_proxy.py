@@ -28,6 +28,7 @@ from pala.transport.threaded import TICK_S, ThreadedTransport
 from pala.transport.ulfm import Barrier, MpiDeaths, is_death
 
 _BULK_TAG, _SMALL_TAG = 1, 2
+_MOST_AT_ONCE = 32  # messages that are taken in between two looks at what is to be sent
 _HURRY_SLEEP_S, _BUSY_SLEEP_S, _CLOSING_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.01, TICK_S
 
 
@@ -91,8 +92,7 @@ class DataProxy(ThreadedTransport):
     def _poll(self) -> bool:
         self._tell_of_deaths()
         moved = self._empty_outboxes()
-        while self._start_receive() or self._complete_receives():
-            moved = True
+        moved |= self._take_in()
         moved |= self._empty_outboxes()  # answers to what came
         for send in self._sends[:]:
             if (fate := _test(send.request)) is not _Fate.UNDER_WAY:  # a dead peer needs it no more
@@ -102,6 +102,15 @@ class DataProxy(ThreadedTransport):
                     self._tell_of_deaths()  # at once: who has sent its last news must not count on the dead
                 self._has_left(send.packet)
         return moved
+
+    def _take_in(self) -> bool:
+        """Some of what has come; True if there was anything. Who sends faster than this rank hears has to wait, and
+        what is to be sent has not. What is under way is not limited: peers that stop in the midst would use it up."""
+        for turn in range(_MOST_AT_ONCE):
+            if not (self._start_receive() or self._complete_receives()):
+                return turn > 0
+        self._complete_receives()
+        return True
 
     def _tell_of_deaths(self) -> None:
         for rank in self._deaths.look():
