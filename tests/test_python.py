@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shutil
+import statistics
 import sys
 import threading
 import time
@@ -303,10 +304,15 @@ def test_numbers_of_an_episodes_info_are_recorded_and_evaluated(
     results = train(2, config, make_env=Told)
     assert [result.status for result in results] == ["completed"] * 2
     for records in read_run(results[0].run):
-        told = [record["info_is_success"] for record in records if record["type"] == "episode"]
-        assert told[:: config.env.num_envs] == [i % 2 for i in range(len(told[:: config.env.num_envs]))]
-        means = {record["info_is_success"] for record in records if "info_is_success" in record}
-        assert told and means <= {0.5, *told}
+        told, since = list[float](), list[float]()  # all; of an interval
+        for record in records:
+            if record["type"] == "episode":
+                told.append(record["info_is_success"])
+                since.append(told[-1])
+            elif record["type"] == "interval":
+                assert record.get("info_is_success") == (pytest.approx(statistics.fmean(since)) if since else None)
+                since.clear()
+        assert told[:: config.env.num_envs] == [i % 2 for i in range(len(told[:: config.env.num_envs]))] != []
     evaluation = pala.evaluate_policy(results[0].run, episodes=4, num_envs=1)
     assert evaluation.mean_info == {"is_success": 0.5} and "over 4 episodes, is_success 0.5, " in str(evaluation)
 
