@@ -6,6 +6,7 @@ import json
 import math
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,17 @@ def test_that_mpirun_refuses_ranks_is_told_with_what_to_do(tmp_path: Path) -> No
         run_job(["sh", "-c", "echo There are not enough slots available in the system; exit 1"], log)
     with pytest.raises(PalaError, match="failed with status 1"):
         run_job(["false"], log)
+
+
+def test_ranks_that_are_killed_leave_no_shared_memory(tmp_path: Path) -> None:
+    shared = Path(f"/dev/shm/sm_segment.pala-test.{os.getpid()}")
+    code = (
+        f"import mmap, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); file = open('{shared}', 'w+b'); "
+        "file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); time.sleep(1000)"
+    )
+    with pytest.raises(PalaError, match="was not done after"):
+        run_job([sys.executable, "-c", code], tmp_path / "log", 5, patience_s=0.1)
+    assert not shared.exists()
 
 
 def test_jobs_that_are_measured_survive_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,6 +19,7 @@ from pala.system.errors import PalaError
 
 _TAIL_LINES = 25
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
+_OF_MPI = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # shared memory of MPICH, of Open MPI
 _REFUSAL = "There are not enough slots available"  # of Open MPI
 MORE_RANKS_THAN_CORES = (
     "it starts no more than it counts cores. For more, give mpirun `--map-by :oversubscribe`, or set "
@@ -110,11 +112,17 @@ def _end(process: subprocess.Popen[bytes] | None, token: str, stop_signal: signa
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience_s)
     finally:
+        shared = set[str]()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     if f"{_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
+                        with contextlib.suppress(OSError):
+                            shared.update(_OF_MPI.findall((entry / "maps").read_text(errors="replace")))
                         os.kill(int(entry.name), signal.SIGKILL)
+        for path in shared:  # ranks that are killed leave it; /dev/shm is small in a container
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
         if process is not None:
             process.wait()
             clear_after(process.pid)
