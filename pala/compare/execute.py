@@ -109,7 +109,11 @@ def _needs(planned: Planned, folder: Path) -> str:
     evaluation, wanted = final_evaluation(folder, record), planned.config.evaluation
     if not wanted.episodes:
         return ""
-    if evaluation is None or evaluation["episodes"] < wanted.episodes or evaluation["greedy"] != wanted.greedy:
+    if (
+        evaluation is None
+        or evaluation["episodes"] < wanted.episodes
+        or evaluation.get("greedy", False) != wanted.greedy
+    ):
         return "evaluate"
     return ""
 

@@ -116,6 +116,7 @@ def _statistics(played: list[Episode]) -> dict[str, Any]:
             f"{bad} of {counted(len(returns), 'return')} {'are' if bad > 1 else 'is'} not finite: the environment gave "
             "rewards that are NaN or infinite, and there is no score."
         )
+    means = {key: statistics.fmean(episode.info[key] for episode in played) for key in played[0].info}
     error = statistics.stdev(returns) / len(returns) ** 0.5 if len(returns) > 1 else None
     return {
         "episodes": len(returns),
@@ -126,7 +127,7 @@ def _statistics(played: list[Episode]) -> dict[str, Any]:
         "max_return": max(returns),
         "mean_length_steps": statistics.fmean(episode.length_steps for episode in played),
         "returns": returns,
-        "mean_info": {key: statistics.fmean(episode.info[key] for episode in played) for key in played[0].info},
+        "mean_info": {key: mean for key, mean in means.items() if math.isfinite(mean)},
     }
 
 

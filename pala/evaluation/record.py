@@ -45,7 +45,7 @@ class Evaluation:
     steps_per_s: float
     returns: list[float]
     mean_info: dict[str, float] = field(default_factory=dict)
-    """Of the numbers in `env.episode_info`."""
+    """Of the numbers in `env.episode_info`, where all are finite."""
 
     def __str__(self) -> str:
         """The one line for people."""

@@ -270,7 +270,7 @@ def _find_place(comm: Communicator, config: Config, sleeping: SleepingGorila | N
 
 def _changed(before: EnvConfig, now: EnvConfig) -> list[str]:
     """Settings that differ and may change what a transition means."""
-    alike = replace(before, num_envs=now.num_envs, vectorization=now.vectorization)
+    alike = replace(before, num_envs=now.num_envs, vectorization=now.vectorization, episode_info=now.episode_info)
     return [f"'env.{key}'" for key, value in asdict(alike).items() if value != getattr(now, key)]
 
 

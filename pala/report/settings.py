@@ -12,7 +12,7 @@ from pala.system.tables import flatten
 _WITHOUT_INFLUENCE = (
     "run.name", "run.dir", "run.console", "run.log_interval_s", "run.tensorboard", "run.checkpoint_interval_s",
     "run.start_timeout_s", "evaluation.episodes", "evaluation.num_envs", "evaluation.greedy", "evaluation.epsilon",
-    "evaluation.timeout_s", "evaluation.max_episode_steps",
+    "evaluation.timeout_s", "evaluation.max_episode_steps", "env.episode_info",
 )  # fmt: skip
 _SECTIONS_NOT_READ = {"a2c": ("gorila.",), "gorila": ("a2c.", "exchange.")}  # by algorithm
 _MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns

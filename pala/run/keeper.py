@@ -26,7 +26,8 @@ from pala.system.errors import reason
 from pala.system.files import json_text
 from pala.system.runtime import say
 
-_WITHOUT_INFLUENCE = ("num_envs", "vectorization", "episode_info")  # on the returns of a policy
+# On the returns of a policy, which are of whole games, unclipped.
+_WITHOUT_INFLUENCE = ("num_envs", "vectorization", "episode_info", "clip_rewards", "terminal_on_life_loss")
 
 
 class Policy(NamedTuple):
