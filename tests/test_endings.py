@@ -493,15 +493,15 @@ def test_ranks_that_do_not_agree_on_the_run_to_resume_say_so(tmp_path: Path) -> 
             assert isinstance(error, CollectiveError) and "'resume' is" in str(error) and "Rank 1: " in str(error)
 
 
-def test_a_resume_under_another_name_is_refused(tmp_path: Path) -> None:
+def test_a_run_keeps_its_name_but_a_copy_may_have_another(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     job = train(1, configure(tmp_path, steps=100))
     renamed = replace(job.config, run=replace(job.config.run, name="fork"), total_steps=200)
-    (error,) = train(1, renamed, resume=job.run).results
-    assert isinstance(error, CollectiveError) and "copy the folder and resume the copy" in str(error)
-    assert sorted(path.name for path in (job.run / "checkpoints").iterdir()) == ["segment-000"]
     copy = job.run.with_name("fork")
     shutil.copytree(job.run, copy)
-    assert train(1, renamed, resume=copy).ended_well()
+    for run, name, told in ((job.run, job.config.run.name, True), (copy, "fork", False)):
+        (result,) = train(1, renamed, resume=run).results
+        assert result.status == "completed" and result.run == run and record_of(run)["config"]["run"]["name"] == name
+        assert ("copy the folder and resume the copy" in capsys.readouterr().err) == told
 
 
 def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> None:

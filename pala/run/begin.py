@@ -43,8 +43,11 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
         if comm.rank != 0:
             return None
         run = resume if resume is not None else run_folder.create(config, preset)
-        if resume is not None:
-            run_folder.check_name(resume, config)
+        if resume is not None and (name := run_folder.own_name(run, config)) != config.run.name:
+            say(
+                f"'run.name' ('{config.run.name}') is not used: the run goes on in its folder as '{name}'. For another "
+                "run that begins as it is, copy the folder and resume the copy."
+            )
         lock = lock_folder(run)  # before anything in it is changed
         if lock is not None:
             run_folder.remove_unfinished(run)

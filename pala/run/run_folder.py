@@ -7,6 +7,7 @@ import os
 import reprlib
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,10 @@ def check_place(config: Config) -> None:
         raise PalaError("'run.dir' or 'run.name' holds a zero byte, which no name of a folder may.")
 
 
-def check_name(run: Path, config: Config) -> None:
-    """Raise PalaError if a run that is to go on is given a name that is neither its folder's nor its own."""
-    if config.run.name not in ("", run.resolve().name, config_of(run).run.name):
-        raise PalaError(
-            f"'run.name' is '{config.run.name}', but a run goes on in its own folder, '{run}': leave the name out. For "
-            "another run that begins as this one is, copy the folder and resume the copy."
-        )
+def own_name(run: Path, config: Config) -> str:
+    """The name that a run which goes on keeps: the given one, if it is none or its folder's (as of one that was moved),
+    or else the one before."""
+    return config.run.name if config.run.name in ("", run.resolve().name) else config_of(run).run.name
 
 
 def create(config: Config, preset: str) -> Path:
@@ -231,7 +229,9 @@ class RunRecord:
             if old["status"] == "running":
                 old["status"] = "lost"
         begun = {"started": now_utc(), "ended": None, "status": "running"} | segment
-        text = {"format": 1, "completed": False, "config": to_table(config), "segments": [*earlier, begun]}
+        name = own_name(path, config) if earlier else config.run.name
+        table = to_table(replace(config, run=replace(config.run, name=name)))
+        text = {"format": 1, "completed": False, "config": table, "segments": [*earlier, begun]}
         record = cls(path, text, check)
         record._write(text)
         return record
