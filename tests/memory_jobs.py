@@ -179,8 +179,12 @@ class _Together:
             self._changed.wait_for(lambda: self._missing <= 0, 5.0)
 
 
+_AHEAD_S = 0.3
+
+
 def _slow_before(faults: list[Fault], on_count: OnCount) -> OnCount:
-    """The same, but that ranks which are ahead of what is planned to happen to another take their time."""
+    """The same, but that ranks which are ahead of what is planned to happen to another wait for it, though not long: it
+    may be waiting for them."""
     made = dict[int, int]()
     planned = [(fault.rank, fault.update) for fault in faults if isinstance(fault, AtUpdate)]
     planned += planned_of(on_count)
@@ -188,7 +192,8 @@ def _slow_before(faults: list[Fault], on_count: OnCount) -> OnCount:
     def slow(comm: MemoryCommunicator, updates: int) -> None:
         made[comm.rank] = updates
         on_count(comm, updates)
-        if any(made.get(rank, 0) < update <= updates for rank, update in planned):
+        until = time.monotonic() + _AHEAD_S
+        while any(made.get(rank, 0) < update <= updates for rank, update in planned) and time.monotonic() < until:
             time.sleep(0.02)
 
     return slow

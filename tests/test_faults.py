@@ -127,7 +127,7 @@ def assert_resumed_without_old_checkpoints(standing: StandingRanks, cwd: Path, l
 
 
 DYING_SCRIPT = """
-import atexit, os, signal, sys, pala
+import atexit, os, signal, sys, time, pala
 atexit.register(lambda: print("finalised:", sys.modules["mpi4py.MPI"].Is_finalized()))  # after what `fit` registers
 from pala.config import *
 config = pala.Config(total_steps=6000, env=EnvConfig("CartPole-v1", num_envs=4),
@@ -135,7 +135,10 @@ config = pala.Config(total_steps=6000, env=EnvConfig("CartPole-v1", num_envs=4),
                      evaluation=EvaluationConfig(episodes=0))
 def dies(moment):
     if moment.rank == 1 and moment.updates == 20:
+        open("dying", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
+    while moment.rank != 1 and moment.updates == 20 and not os.path.exists("dying"):
+        time.sleep(0.01)
 result = pala.fit(config, on_update=dies if {dies} else None)
 print(f"the script goes on: {{result.status}}")
 """

@@ -114,7 +114,7 @@ def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
     assert job.ended_well(but_for=[2, 3]) and [result.status for result in job.results[2:]] == ["spared"] * 2
     assert job.segment["ranks"] == 2 and not {"lost_ranks", "joined_ranks"} & job.segment.keys()
     before = own_steps(job.states(ranks=2))
-    resumed = train(3, replace(job.config, total_steps=500, run=replace(job.config.run, spares=1)), resume=job.run)
+    resumed = train(3, replace(job.config, total_steps=1500, run=replace(job.config.run, spares=1)), resume=job.run)
     assert resumed.ended_well(but_for=[2])
     assert all(now > then for now, then in zip(own_steps(resumed.states(ranks=2)), before, strict=True))
 

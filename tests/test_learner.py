@@ -243,7 +243,7 @@ def test_time_is_split_into_parts_that_sum_to_one():
     class Waiting(NoExchange):
         def after_update(self, steps, healthy):
             begin = time.perf_counter()
-            time.sleep(0.01)
+            time.sleep(0.05)
             self.waited_s += time.perf_counter() - begin
             return super().after_update(steps, healthy)
 
@@ -254,7 +254,8 @@ def test_time_is_split_into_parts_that_sum_to_one():
         fractions = {name: record[f"time_{name}"] for name in SECTIONS}
         assert sum(fractions.values()) == pytest.approx(1, abs=1e-3)  # each is rounded to four places
         assert all(0 <= fraction < 1 for fraction in fractions.values())
-        assert fractions["wait"] > fractions["exchange"]
+        assert fractions["wait"] > 0
+    assert sum(record["time_wait"] - record["time_exchange"] for record in intervals) > 0
     assert all(sum(record[f"time_{name}"] for record in intervals) > 0 for name in SECTIONS)
 
 

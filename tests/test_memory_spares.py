@@ -46,7 +46,7 @@ def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
     assert job.segment["ranks"] == 3 and not {"lost_ranks", "joined_ranks"} & job.segment.keys()
     assert len(list(job.run.glob("metrics/*"))) == len(list(job.run.glob("checkpoints/*/rank-000?.safetensors"))) == 3
     before = [own_steps(job.states(ranks=3)), job.segment["global_steps"]]
-    resumed = train(4, replace(job.config, total_steps=400, run=replace(job.config.run, spares=1)), resume=job.run)
+    resumed = train(4, replace(job.config, total_steps=1000, run=replace(job.config.run, spares=1)), resume=job.run)
     assert resumed.ended_well(but_for=[3]) and before[1] == sum(before[0])
     # The same ranks train, so each goes on from its own checkpoint, however many spares there are.
     assert all(now > then for now, then in zip(own_steps(resumed.states(ranks=3)), before[0], strict=True))

@@ -303,6 +303,7 @@ def test_numbers_of_an_episodes_info_are_recorded_and_evaluated(
     config = replace(config, env=replace(config.env, vectorization=vectorization, episode_info=("is_success",)))
     results = train(2, config, make_env=Told)
     assert [result.status for result in results] == ["completed"] * 2
+    num_told = 0
     for records in read_run(results[0].run):
         told, since = list[float](), list[float]()  # all; of an interval
         for record in records:
@@ -312,7 +313,9 @@ def test_numbers_of_an_episodes_info_are_recorded_and_evaluated(
             elif record["type"] == "interval":
                 assert record.get("info_is_success") == (pytest.approx(statistics.fmean(since)) if since else None)
                 since.clear()
-        assert told[:: config.env.num_envs] == [i % 2 for i in range(len(told[:: config.env.num_envs]))] != []
+        assert told[:: config.env.num_envs] == [i % 2 for i in range(len(told[:: config.env.num_envs]))]
+        num_told += len(told)
+    assert num_told > 0  # one rank may find the budget met by the other
     evaluation = pala.evaluate_policy(results[0].run, episodes=4, num_envs=1)
     assert evaluation.mean_info == {"is_success": 0.5} and "over 4 episodes, is_success 0.5, " in str(evaluation)
 

@@ -145,8 +145,11 @@ train = {{run = {{dir = "{tmp_path}/runs", tensorboard = false}}, evaluation = {
             f"{tmp_path}/tiny.toml", "--output", f"{tmp_path}/results", cwd=REPOSITORY,
         )  # fmt: skip
         wait_for(lambda job=said.output: slurm.states(job) == ["COMPLETED"], what="the submission")
-        queue = slurm.run("squeue", "--noheader", "--format=%j").output.split()
-        assert sorted(queue) == ["pala-tiny-gossip-Pole-1-1", "pala-tiny-report"]
+        names = ["pala-tiny-gossip-Pole-1-1", "pala-tiny-report"]  # the controller may be away for a moment
+        wait_for(
+            lambda: sorted(slurm.run("squeue", "--noheader", "--format=%j").output.split()) == names,  # noqa: B023
+            what="the queue",
+        )
     slurm.run("scontrol", "release", "JobName=pala-tiny-gossip-Pole-1-1")
     wait_for(lambda: not slurm.run("squeue", "--noheader").output, 120, "the end of the jobs")
     log = (tmp_path / "runs/tiny/report.log").read_text()
