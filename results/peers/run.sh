@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train the peers one after the other, each until its target or for so many minutes; what has a .csv is not run again.
-#   [GAMES=Breakout] results/peers/run.sh [MINUTES [SEED ...]]
+#   [GAMES=Breakout] [PEERS=appo] results/peers/run.sh [MINUTES [SEED ...]]
 # Nothing else should run on the machine. Their environments and output lie in runs/.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -31,8 +31,12 @@ run() { # ENVIRONMENT NAME PROGRAM ARGUMENT...
 for seed in "${seeds[@]:-1}"; do
     for game in ${GAMES:-Breakout Pong}; do
         [ "$game" = Breakout ] && target=30.5 || target=0
-        run sb3 sb3-a2c sb3.py a2c "$game"
-        run sb3 sb3-ppo sb3.py ppo "$game"
-        run appo appo sample_factory_appo.py "$game"
+        for peer in ${PEERS:-sb3-a2c sb3-ppo appo}; do
+            case $peer in
+                appo) run appo appo sample_factory_appo.py "$game" ;;
+                sb3-*) run sb3 "$peer" sb3.py "${peer#sb3-}" "$game" ;;
+                *) echo "PEERS has $peer; there are sb3-a2c, sb3-ppo and appo" >&2 && exit 2 ;;
+            esac
+        done
     done
 done
