@@ -22,6 +22,7 @@ from pathlib import Path
 import gymnasium
 
 FOLDER = "PALA_PEERS_EPISODES"
+START_S = 120.0
 
 
 class Record(gymnasium.Wrapper):
@@ -104,12 +105,15 @@ def main():
             env=os.environ | {FOLDER: str(folder)},
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        episodes, begin_s = [], time.perf_counter()
+        episodes, start_s = [], time.perf_counter()
+        begin_s = start_s
         try:
             while process.poll() is None and time.perf_counter() - begin_s < 60 * command.minutes:
                 time.sleep(2)
                 if not any(folder.iterdir()):
                     begin_s = time.perf_counter()
+                    if begin_s - start_s > START_S:
+                        sys.exit(f"No environment has begun within {START_S:.0f} s; Sample Factory's errors stand above.")
                 episodes = episodes_in(folder)
                 last = [value for _, _, value in episodes[-100:]]
                 if len(last) == 100 and sum(last) / 100 >= command.target:
