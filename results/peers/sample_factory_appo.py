@@ -113,7 +113,7 @@ def main():
                 if not any(folder.iterdir()):
                     begin_s = time.perf_counter()
                     if begin_s - start_s > START_S:
-                        sys.exit(f"No environment has begun within {START_S:.0f} s; Sample Factory's errors stand above.")
+                        sys.exit(f"No environment has begun within {START_S:.0f} s; errors stand above.")
                 episodes = episodes_in(folder)
                 last = [value for _, _, value in episodes[-100:]]
                 if len(last) == 100 and sum(last) / 100 >= command.target:
