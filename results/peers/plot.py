@@ -16,33 +16,35 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 TARGETS = {"Breakout": 30.5, "Pong": 0.0}
 NAMES = {"sb3-a2c": "Stable-Baselines3 A2C", "sb3-ppo": "Stable-Baselines3 PPO", "appo": "Sample Factory APPO"}
-WINDOW = 100  # episodes
+OWN = {"paired": "PALA, gossip (paired)", "allreduce": "PALA, synchronous A2C"}
+WINDOW, LEAST = 100, 20  # episodes of a mean; fewer at the beginning
 
 
 def read_peers():
-    """(name, game, seed) -> minutes, running means of the last 100 episodes' returns."""
+    """(name, game, seed) -> minutes, running means of the returns of the last 100 episodes; of fewer, if 20 or more."""
     curves = {}
     for path in sorted(HERE.glob("*-*-*.csv")):
         name, game, seed = path.stem.rsplit("-", 2)
         rows = np.loadtxt(path, delimiter=",", skiprows=2, ndmin=2)
-        if len(rows) < WINDOW:
+        if len(rows) < LEAST:
             continue
         sums = np.cumsum(np.insert(rows[:, 2], 0, 0.0))
-        curves[NAMES[name], game, seed] = rows[WINDOW - 1 :, 0] / 60, (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
+        ends = np.arange(LEAST, len(sums))
+        begins = np.maximum(ends - WINDOW, 0)
+        curves[NAMES[name], game, seed] = rows[ends - 1, 0] / 60, (sums[ends] - sums[begins]) / (ends - begins)
     return curves
 
 
 def read_own():
-    """(variant, game, runs) -> minutes, mean returns; of PALA's runs, by pala.compare."""
+    """(name, game, runs) -> minutes, mean returns; of PALA's runs, by pala.compare."""
     points = defaultdict(list)
     if not (HERE / "curves.csv").exists():
         return {}
     with (HERE / "curves.csv").open() as file:
         for row in csv.DictReader(file):
             if row["axis"] == "time_s":
-                points[f"PALA, {row['variant']}", row["game"], row["runs"]].append(
-                    (float(row["x"]) / 60, float(row["mean_return"]))
-                )
+                name = OWN[row["variant"].removesuffix("_warmup")]
+                points[name, row["game"], row["runs"]].append((float(row["x"]) / 60, float(row["mean_return"])))
     return {key: tuple(np.transpose(values)) for key, values in points.items()}
 
 
@@ -67,7 +69,7 @@ def main():
                 took = f"{np.interp(target, returns[around], minutes[around]):.1f} minutes"
             print(f"{game} {target:g}: {name} ({number}): {took}")
         panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
-        panel.set(title=game, xlabel="wall-clock time (minutes)", ylabel="episode return (mean of 100 episodes)")
+        panel.set(title=game, xlabel="wall-clock time (minutes)", ylabel="episode return (mean of up to 100 episodes)")
     lines = {line.get_label(): line for panel in panels[0] for line in panel.get_lines() if line.get_label()[0] != "_"}
     figure.legend(lines.values(), lines.keys(), loc="outside right upper")
     figure.savefig(HERE / "time_to_score.png", dpi=130)
