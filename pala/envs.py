@@ -13,10 +13,8 @@ Three ends are told apart:
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
-import time
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +27,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
+from pala.env_processes import EnvProcesses
 from pala.spaces import Inputs, Layout, inputs_of
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.names import import_module, parse_call
@@ -36,7 +35,7 @@ from pala.system.runtime import say
 from pala.wrappers import wrapped
 
 MakeEnv = Callable[[], gymnasium.Env]
-_PATIENCE_S = 3.0  # with all workers that are to end
+_CLOSE_S = 30.0  # what closing environments may take without a word
 
 
 class Episode(NamedTuple):
@@ -122,24 +121,24 @@ class Envs:
 
     def close(self) -> None:
         """Free the environments and their threads or processes. What they raise is said: nobody needs them any more."""
+        if isinstance(self.vector_env, EnvProcesses):
+            if killed := self.vector_env.end(_CLOSE_S):
+                say(f"{killed} of the environments did not close within {_CLOSE_S:g} s; their processes were killed.")
+            return
         try:
-            self.vector_env.close()
+            with _told_if_it_takes_long():
+                self.vector_env.close()
         except Exception as error:  # it is the user's code
             say(f"The environments cannot be closed ({type(error).__name__}: {error}).")
         finally:
-            self._end_workers()
+            self.vector_env.closed = True
 
     def abandon(self) -> None:
         """The same after a failure: nobody waits for a worker that has died in a step, or does not come back."""
-        if isinstance(self.vector_env, _Processes):
-            self._end_workers()
+        if isinstance(self.vector_env, EnvProcesses):
+            self.vector_env.end()
         else:
             self.close()
-
-    def _end_workers(self) -> None:
-        if isinstance(self.vector_env, _Processes):
-            self.vector_env.end()
-        self.vector_env.closed = True
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return [int(s) for s in seeds]
@@ -158,6 +157,19 @@ class Envs:
         if not truncated.any():
             return np.empty((0, *(self.observation_space.shape or ())), self.observation_space.dtype)
         return np.stack(list(info["final_obs"][truncated]))
+
+
+@contextlib.contextmanager
+def _told_if_it_takes_long() -> Iterator[None]:
+    """Around `close` of the user's environments."""
+    waits = f"'close' of the environments has not returned for {_CLOSE_S:g} s; this process goes on waiting for it."
+    notice = threading.Timer(_CLOSE_S, say, [waits])
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 class AtariEnvs(Envs):
@@ -237,7 +249,7 @@ class _Factory:
         self.name = ""
         self.inputs: Inputs | None = None
         self._spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None
-        self._made: list[gymnasium.Env] = []  # in this process
+        self._made: list[gymnasium.Env] = []  # in this process; the user's
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which makes its own."""
@@ -256,9 +268,9 @@ class _Factory:
         if not isinstance(env, gymnasium.Env):
             raise PalaError(f"'make_env' returns {env!r}, but must return a gymnasium.Env.")
         bare = env.unwrapped
-        if any(bare is other for other in self._made):
+        if any(bare is other.unwrapped for other in self._made):
             raise PalaError("'make_env' returns the same environment again, but must make a new one each time.")
-        self._made.append(bare)
+        self._made.append(env)
         self.name = bare.spec.id if bare.spec is not None else type(bare).__name__
         for key in ("observation_space", "action_space"):  # gymnasium.Env declares both, and sets none
             if not isinstance(getattr(env, key, None), gymnasium.Space):
@@ -278,93 +290,11 @@ class _Factory:
         limit = self._max_episode_steps
         return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit), self._episode_info)
 
-
-class _InProcess(gymnasium.Wrapper):
-    """Around an environment in a process of its own. What it raises is shown there, and reaches the rank as a sentence:
-    gymnasium's queue drops what cannot be pickled, and the rank would wait for it for ever."""
-
-    def reset(self, **arguments: Any) -> Any:
-        """As the environment."""
-        return self._shown("reset", lambda: self.env.reset(**arguments))
-
-    def step(self, action: Any) -> Any:
-        """As the environment."""
-        return self._shown("step", lambda: self.env.step(action))
-
-    def _shown(self, what: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except BaseException as error:  # sys.exit, too
-            say(traceback.format_exc())
-            name = type(error).__name__
-            raise RuntimeError(f"'{what}' of an environment has raised {name} in its process, as above.") from None
-
-
-class _Processes(gymnasium.vector.AsyncVectorEnv):
-    """Environments in processes of their own, which never outlive this one's wish. Raises PalaError if one cannot be
-    made there."""
-
-    def __init__(self, factory: MakeEnv, num_envs: int) -> None:
-        rank = os.getpid()
-
-        def in_worker() -> gymnasium.Env:
-            if os.getpid() != rank:  # which deals with signals itself and ends its workers
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-                    signal.signal(number, signal.SIG_IGN)
-            return factory() if os.getpid() == rank else _InProcess(factory())
-
-        self.parent_pipes, self.processes = [], []
-        try:
-            # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
-            super().__init__([in_worker] * num_envs, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
-        except (EOFError, ConnectionError):  # of a pipe whose other end has died
-            self.end()
-            raise PalaError(
-                "'env.vectorization' is 'async', and a process that was to make an environment has ended; its own "
-                'error stands above. (A script that calls `pala.fit` does so below `if __name__ == "__main__":`, '
-                "for such processes import it.)"
-            ) from None
-        except BaseException:
-            self.end()
-            raise
-
-    def reset(self, **arguments: Any) -> Any:
-        """As gymnasium's."""
-        with self._telling_of_dead():
-            return super().reset(**arguments)
-
-    def step(self, actions: Any) -> Any:
-        """As gymnasium's."""
-        with self._telling_of_dead():
-            return super().step(actions)
-
-    @contextlib.contextmanager
-    def _telling_of_dead(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, ConnectionError):
-            raise RuntimeError(
-                "The process of an environment has ended: it was killed, or something that it calls has crashed."
-            ) from None
-
-    def end(self) -> None:
-        """End processes that are still there, without gymnasium, which would first wait for the steps under way."""
-        self.closed = True
-        pipes = [pipe for pipe in self.parent_pipes if pipe is not None]  # None: of one that raised
-        for pipe in pipes:
-            with contextlib.suppress(OSError):  # it has ended
-                pipe.send(("close", None))
-        begun = [process for process in self.processes if process.pid is not None]
-        deadline = time.monotonic() + _PATIENCE_S
-        try:
-            for process in begun:
-                process.join(max(0.0, deadline - time.monotonic()))
-        finally:
-            for process in begun:
-                process.kill()  # they ignore SIGTERM
-                process.join()
-            for pipe in pipes:
-                pipe.close()
+    def close(self) -> None:
+        """What was made in this process, after a failure."""
+        for env in self._made:
+            with contextlib.suppress(Exception), _told_if_it_takes_long():  # the failure before is what is to be told
+                env.close()
 
 
 def make_envs(
@@ -393,7 +323,12 @@ def make_envs(
     limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
     factory = _Factory(_single(config, make_env), config.image_layout, limit, config.episode_info)
     with _saying_what_cannot_be_made(config, make_env):
-        vector_env = _vector_env(factory, config)
+        try:
+            vector_env = _vector_env(factory, config)
+        except BaseException:
+            if config.vectorization == "sync":  # else gymnasium has closed the only one that is in this process
+                factory.close()
+            raise
     return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs, config.episode_info)
 
 
@@ -434,7 +369,7 @@ def _saying_what_cannot_be_made(config: EnvConfig, make_env: MakeEnv | None) -> 
 
 def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:
     if config.vectorization == "async":
-        return _Processes(factory, config.num_envs)
+        return EnvProcesses(factory, config.num_envs)
     return gymnasium.vector.SyncVectorEnv([factory] * config.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 

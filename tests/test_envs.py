@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from ale_py import roms
 
+from pala import env_processes as processes_module
 from pala import envs as envs_module
 from pala.config import EnvConfig
 from pala.envs import Envs, Episode, Step, make_envs
@@ -278,13 +280,58 @@ def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypat
         """The patience is over when the worker that is not in a step has ended, however long that takes."""
         return time.monotonic() + (0 if idle.is_alive() else 1000)
 
-    monkeypatch.setattr(envs_module, "_PATIENCE_S", 60.0)
-    monkeypatch.setattr(envs_module, "time", SimpleNamespace(monotonic=later))
+    monkeypatch.setattr(processes_module, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(processes_module, "time", SimpleNamespace(monotonic=later))
     envs.vector_env.step_async(np.zeros(2, int))
     envs.abandon()
     assert (idle.exitcode, busy.exitcode) == (0, -signal.SIGKILL) and not multiprocessing.active_children()
     envs.close()
     assert capfd.readouterr() == ("closed\n", "")
+
+
+@pytest.mark.timeout(60)
+def test_a_process_whose_environment_does_not_close_is_killed(monkeypatch, capfd):
+    class Stuck(counter()):
+        def close(self):
+            time.sleep(1000 * (multiprocessing.parent_process() is not None))
+
+    monkeypatch.setattr(envs_module, "_CLOSE_S", 0.1)
+    envs = make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=Stuck)
+    envs.reset(np.zeros(2, np.int32))
+    processes = envs.vector_env.processes
+    envs.close()
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+    assert "2 of the environments did not close within 0.1 s; their processes were killed." in capfd.readouterr().err
+
+
+def test_a_wait_for_environments_that_do_not_close_is_told(monkeypatch):
+    told = threading.Event()
+
+    class Slow(counter()):
+        def close(self):
+            assert told.wait(60)
+
+    monkeypatch.setattr(envs_module, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(envs_module, "say", lambda text: told.set() if "has not returned" in text else None)
+    make_envs(EnvConfig(num_envs=1), make_env=Slow).close()
+    assert told.is_set()
+
+
+def test_environments_are_closed_if_a_later_one_cannot_be_made():
+    class Closing(counter()):
+        def close(self):
+            closed.append(self)
+
+    def make():
+        if len(made) == 2:
+            raise ValueError("no licence")
+        made.append(Closing())
+        return made[-1]
+
+    made, closed = [], []
+    with pytest.raises(PalaError, match="no licence"):
+        make_envs(EnvConfig(num_envs=3), make_env=make)
+    assert closed == made and len(made) == 2
 
 
 def _keeps_its_handlers() -> None:

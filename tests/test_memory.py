@@ -6,6 +6,8 @@ Gorila have files of their own.
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 import re
 import threading
@@ -62,7 +64,7 @@ from pala.run.records import Records
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.view import RunView
-from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.transport.faults import (
     corrupt,
     drop,
@@ -700,6 +702,96 @@ def test_environments_that_cannot_be_closed_cost_nothing(tmp_path: Path, capsys:
     assert [result.status for result in run_ranks(2, main)] == ["completed"] * 2
     assert capsys.readouterr().err.count("The environments cannot be closed (RuntimeError: the viewer is gone)") == 2
     assert (tmp_path / "r" / "policy.safetensors").exists()
+
+
+def test_environments_are_closed_when_the_run_is_complete(tmp_path: Path) -> None:
+    """It is the user's code, and may not return."""
+
+    class Looking(gymnasium.Wrapper):
+        def close(self) -> None:
+            if threading.current_thread().name == "rank-0":
+                record = json.loads((tmp_path / "r" / "run.json").read_text())
+                found.append((record["completed"], (tmp_path / "r" / "policy.safetensors").exists()))
+
+    def main(comm: MemoryCommunicator) -> Result:
+        return run_rank(comm, Request(config, make_env=lambda: Looking(gymnasium.make("CartPole-v1"))), comm.interrupt)
+
+    config, found = configure(tmp_path), []
+    assert [result.status for result in run_ranks(2, main)] == ["completed"] * 2
+    assert found == [(True, True)] * config.env.num_envs
+
+
+def test_environments_are_closed_if_those_of_another_rank_cannot_be_made(tmp_path: Path) -> None:
+    class Closing(gymnasium.Wrapper):
+        def close(self) -> None:
+            closed.append(self)
+
+    def main(comm: MemoryCommunicator) -> Result:
+        def make() -> gymnasium.Env:
+            if comm.rank == 1:
+                raise ValueError("no licence")
+            return Closing(gymnasium.make("CartPole-v1"))
+
+        return run_rank(comm, Request(config, make_env=make), comm.interrupt)
+
+    config, closed = configure(tmp_path), []
+    assert all(isinstance(error, CollectiveError) and "no licence" in str(error) for error in run_ranks(2, main))
+    assert len(set(closed)) == config.env.num_envs
+
+
+def test_environments_that_change_the_working_directory_do_not_move_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> gymnasium.Env:
+        monkeypatch.chdir(tmp_path / "assets")
+        return gymnasium.make("CartPole-v1")
+
+    def main(comm: MemoryCommunicator) -> Result:
+        return run_rank(comm, Request(config, make_env=make), comm.interrupt)
+
+    (tmp_path / "assets").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = configure(Path("runs"))
+    (result,) = run_ranks(1, main)
+    assert result.status == "completed" and result.run == tmp_path / "runs" / "r"
+    assert (tmp_path / "runs" / "r" / "policy.safetensors").exists() and not list((tmp_path / "assets").iterdir())
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_rollout_that_does_not_fit_into_memory_is_refused(
+    fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path)
+    both = 2 * config.a2c.rollout_steps * config.env.num_envs * 4 * 4  # ranks of CartPole's four float32
+    monkeypatch.setattr("pala.a2c.parts.available_memory_bytes", lambda: both - (not fits))
+    trained = train(2, config)
+    if fits:
+        assert trained.ended_well()
+    else:
+        assert all(isinstance(error, CollectiveError) for error in trained.results)
+        assert "'a2c.rollout_steps' is 2: the observations of a rollout alone take" in str(trained.results[0])
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["save_policy", "save_rank"])
+def test_a_file_that_cannot_be_written_at_the_end_is_an_error_of_its_own(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is told in a sentence, unlike the errors of a user's environment."""
+
+    def fail(path: Path, *_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if updates == 10:
+            monkeypatch.setattr(checkpoint, what, fail)
+            if what == "save_rank":
+                comm.interrupt.signal = SIGTERM
+
+    trained = train(1, configure(tmp_path), on_count=on_count)
+    (error,) = trained.results
+    assert isinstance(error, SaveError) and reason(error).startswith("Permission denied ('")
 
 
 def test_ranks_of_unlike_networks_are_told(tmp_path: Path) -> None:

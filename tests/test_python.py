@@ -320,13 +320,18 @@ def test_numbers_of_an_episodes_info_are_recorded_and_evaluated(
     assert evaluation.mean_info == {"is_success": 0.5} and "over 4 episodes, is_success 0.5, " in str(evaluation)
 
 
+@pytest.mark.filterwarnings("ignore:.*ERROR: ")
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
 @pytest.mark.parametrize(
     ("key", "said"), [("is_sucess", "is not there; there are ['is_success', 'unseen']"), ("unseen", "is None")]
 )
-def test_a_number_that_no_info_has_is_told(key: str, said: str, tmp_path: Path) -> None:
+def test_a_number_that_no_info_has_is_told(
+    key: str, said: str, vectorization: Literal["sync", "async"], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     config = configure(tmp_path, steps=200)
-    (error,) = train(1, replace(config, env=replace(config.env, episode_info=(key,))), make_env=Told)
-    assert isinstance(error, PalaError) and said in str(error)
+    env = replace(config.env, vectorization=vectorization, episode_info=(key,))
+    (error,) = train(1, replace(config, env=env), make_env=Told)
+    assert isinstance(error, PalaError) and said in str(error) and "Traceback" not in capfd.readouterr().err
     with pytest.raises(PalaError, match=r"'env.episode_info' is \['x'\], but 'ALE/Pong-v5'"):
         make_envs(EnvConfig(episode_info=("x",)))
 

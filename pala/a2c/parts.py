@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,8 @@ from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
 from pala.run.parts import Parts, Saved, prepare_device
-from pala.system.runtime import Interrupt
+from pala.system.errors import PalaError
+from pala.system.runtime import Interrupt, available_memory_bytes
 from pala.system.seeding import torch_weights
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
@@ -126,7 +129,27 @@ def build(
     """Network, tape and optimiser, with the seed's first weights; a spare builds the same. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
     device = prepare_device(comm, config)
+    _check_memory(comm, config, envs, device)
     return collectively(comm, lambda: make_parts(config, envs, device, make_network))
+
+
+def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.device) -> None:
+    """Raise PalaError if the rollouts of this host's ranks that compute on the CPU cannot fit into its memory.
+    Collective."""
+    space, steps = envs.observation_space, config.a2c.rollout_steps * envs.num_envs
+    assert space.shape is not None and space.dtype is not None
+    mine = steps * math.prod(space.shape) * space.dtype.itemsize if device.type == "cpu" else 0
+    here = sum(size for host, size in comm.allgather((comm.host, mine)) if host == comm.host)
+
+    def check() -> None:
+        if here > (available := available_memory_bytes()):
+            raise PalaError(
+                f"'a2c.rollout_steps' is {config.a2c.rollout_steps:,}: the observations of a rollout alone take "
+                f"{here / 2**30:.1f} GiB for the ranks on {platform.node()}, and their activations more, but "
+                f"{available / 2**30:.1f} GiB of memory are available. Lower it, or 'env.num_envs'."
+            )
+
+    collectively(comm, check)
 
 
 def make_parts(

@@ -88,7 +88,7 @@ def joined(segment: Segment, is_locked: bool) -> Iterator[Segment]:
         yield replace(segment, identity=lock_identity(lock))
 
 
-def begin(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, spares: int) -> Progress:
+def initial_progress(comm: Communicator, seed: int, parts: Parts[Any], segment: Segment, spares: int) -> Progress:
     """Give the parts what they begin with; how far this rank is. `spares`: that follow the ranks of `comm`.
     Collective."""
     signatures = comm.allgather(parts.flat.signature)

@@ -22,7 +22,7 @@ from pala.run.parts import Parts
 from pala.run.run_folder import BEST_POLICY, POLICY
 from pala.run.segment import Segment
 from pala.run.view import RunView
-from pala.system.errors import reason
+from pala.system.errors import SaveError, reason
 from pala.system.files import json_text
 from pala.system.runtime import say
 
@@ -38,7 +38,7 @@ class Policy(NamedTuple):
 
 
 class Keeper:
-    """Of one rank. `environment`: its name."""
+    """Saves a rank's checkpoints and, if it leads, the best and the final policy. `environment`: its name."""
 
     def __init__(
         self, job: Job, config: Config, environment: str, parts: Parts[Any], segment: Segment, progress: Progress
@@ -72,7 +72,7 @@ class Keeper:
 
     def save(self, exchange: Exchange | None) -> None:
         """This rank's checkpoint; if its tensors are not finite, the one before is kept. `exchange`: None before
-        training. Raises OSError, and EndError if the run's folder is another job's by now."""
+        training. Raises SaveError, and EndError if the run's folder is another job's by now."""
         self.has_saved = False
         self._segment.check_folder()
         tensors, numbers = self._parts.state(exchange)
@@ -87,24 +87,30 @@ class Keeper:
         } | state._asdict() | numbers  # fmt: skip
         streams = {"actions": self._progress.generator.get_state()}
         rank, ranks, signature = self._job.comm.rank, self._job.comm.size, self._parts.flat.signature
-        checkpoint.save_rank(self._segment.path, RankState(rank, ranks, signature, tensors, streams, counters))
+        try:
+            checkpoint.save_rank(self._segment.path, RankState(rank, ranks, signature, tensors, streams, counters))
+        except OSError as error:
+            raise SaveError.of(error) from error
         self.has_saved, self._saved_lost = True, state.lost
 
     def export(self, final: Tensor, global_steps: int) -> None:
-        """Write the final policy, of these parameters, which the network has from now on. Raises OSError, and EndError
-        if the run's folder is another job's by now."""
+        """Write the final policy, of these parameters, which the network has from now on. Raises SaveError, and
+        EndError if the run's folder is another job's by now."""
         self._segment.check_folder()
         self._parts.flat.data.copy_(final)
         policy = dict(self._parts.network.state_dict())
-        checkpoint.save_policy(self._segment.run / POLICY, policy, self._header(global_steps))
+        try:
+            checkpoint.save_policy(self._segment.run / POLICY, policy, self._header(global_steps))
+        except OSError as error:
+            raise SaveError.of(error) from error
 
     def _say(self, text: str) -> None:
         say(f"[rank {self._job.comm.rank}] {text}")
 
     def _judge(self, exchange: Exchange, view: RunView | None) -> None:
         """Not of independent learners, whose mean says little of one."""
-        is_of_many = self._config.algorithm == "a2c" and kind_of(self._config.exchange).independent
-        if view is None or not self._parts.acts or (is_of_many and self._job.num_trainers > 1):
+        is_independent = self._config.algorithm == "a2c" and kind_of(self._config.exchange).independent
+        if view is None or not self._parts.acts or (is_independent and self._job.num_trainers > 1):
             return
         header = self._header(exchange.global_steps)
         self._best.judge(view, self._progress.counters.time_s, header, self._present)
@@ -141,7 +147,8 @@ class BestPolicy:
         if held is not None and value is None:
             return
         if self._value is None:
-            self._value = self._kept(header)
+            kept = kept_best(self._file, header)
+            self._value = kept["mean_return"] if kept is not None else -math.inf
         tensors = present()
         self._held = Policy(tensors, header) if tensors is not None else None
         view.watch(now_s)
@@ -149,14 +156,15 @@ class BestPolicy:
             checkpoint.save_policy(self._file, held.tensors, held.header | {"mean_return": value})
             self._value = value
 
-    def _kept(self, header: dict[str, Any]) -> float:
-        """The mean return of the one that an earlier start has kept, or a rank that led before; not if it was of
-        another environment, whose returns tell nothing of this one's."""
-        kept = checkpoint.policy_header(self._file) or {}
-        value = kept.get("mean_return")
-        if not isinstance(value, float) or not math.isfinite(value) or _played(kept) != _played(header):
-            return -math.inf
-        return value
+
+def kept_best(file: Path, header: dict[str, Any]) -> dict[str, Any] | None:
+    """The header of the best policy that an earlier start has kept, or a rank that led before; None if it was of
+    another environment than the policy of `header`, whose returns tell nothing of this one's."""
+    kept = checkpoint.policy_header(file) or {}
+    value = kept.get("mean_return")
+    if not isinstance(value, float) or not math.isfinite(value) or _played(kept) != _played(header):
+        return None
+    return kept
 
 
 def _played(header: dict[str, Any]) -> object:

@@ -128,7 +128,14 @@ def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeE
     """This rank's environments; torch gets as many threads. Collective."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
-    return collectively(comm, lambda: make_envs(config.env, threads, make_env))
+    made: list[Envs] = []
+    try:
+        collectively(comm, lambda: made.append(make_envs(config.env, threads, make_env)))
+    except BaseException:
+        for envs in made:  # those of another rank could not be made
+            envs.abandon()
+        raise
+    return made[0]
 
 
 def prepare_device(comm: Communicator, config: Config) -> torch.device:

@@ -60,7 +60,7 @@ class Setup:
         return self.request.config
 
     def make_keeper(self) -> Keeper:
-        """Of what is kept of the run."""
+        """Of this rank."""
         return Keeper(self.job, self.config, self.envs.name, self.parts, self.segment, self.progress)
 
     def open_records(self) -> Records:
@@ -119,7 +119,7 @@ class Session:
                 self._records.fail(error)
             raise
 
-    def begin(self) -> Exchange:
+    def make_exchange(self) -> Exchange:
         """The exchange of ranks that train from the beginning. Collective."""
         assert self._job.trainers is not None
         collectively(self._job.trainers, self._records.open_reporter)
@@ -163,6 +163,7 @@ class Session:
         self._segment.check_folder()
         self._parts.after_training(self._comm, self._segment.path)
         self._records.saved()
+        self._envs.close()  # not before: it is the user's code, and may not return
         status, signal = ("completed", None) if end.completes else ("stopped", self._signal(end))
         exit_status = 0 if signal is None else 128 + signal
         return Result(self._segment.run, status, exchange.global_steps, signal, self._leads, exit_status, early)
@@ -207,6 +208,7 @@ class Session:
             f"[rank {self._comm.rank}] trains no more, but this MPI needs its process until the job ends; it sleeps. "
             "Open MPI 5 with `mpirun --with-ft ulfm` lets it go."
         )
+        self._envs.close()
         while exchange.stop is Stop.NONE:
             if not exchange.living:  # perhaps all have left at the same time
                 return self._stay(exchange)
@@ -248,7 +250,6 @@ class Session:
         else:
             self._keeper.save(exchange)
             self._record_stop(exchange, stop)  # at once: after a signal the launcher may not give much time
-        self._envs.close()
         return stop
 
     def _call(

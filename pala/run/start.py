@@ -21,7 +21,7 @@ from pala.exchange.sleeping import Sleeping
 from pala.gorila import parts as gorila
 from pala.networks.own import MakeNetwork
 from pala.run import run_folder, user_code
-from pala.run.begin import begin, joined, make_generator, open_segment
+from pala.run.begin import initial_progress, joined, make_generator, open_segment
 from pala.run.hooks import UserCode
 from pala.run.job import Briefing, Job
 from pala.run.loop import Counters, Progress
@@ -47,10 +47,12 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
     comm, config = job.trainers, request.config
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
-        code = request.code
+        code, here = request.code, _working_directory()
         if request.resume is not None:
             code = _load_code(comm, request.resume, code, request.trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
+        if any(comm.allgather(_working_directory() != here)) and here is not None:  # changed by the user's code
+            request = _as_seen_from(here, request)
         if comm.rank == 0 and code.make_env is not request.make_env:
             _say_of_env(request)
         request = _completed(request, code, envs)
@@ -61,7 +63,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                 say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
             with open_segment(comm, config, request.resume, request.preset or config.env.short_id) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):
-                    progress = begin(comm, config.seed, parts, segment, job.spares)
+                    progress = initial_progress(comm, config.seed, parts, segment, job.spares)
                     setup = Setup(job, request, envs, parts, segment, progress)
                     keeper = setup.make_keeper()
                     # A run that cannot save should fail now.
@@ -75,7 +77,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                 if not parts.acts:  # it needed their spaces alone
                     envs.close()
                 session = Session(setup, keeper, records, interrupt)
-                return session.run(session.begin)
+                return session.run(session.make_exchange)
 
 
 def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) -> UserCode:
@@ -88,6 +90,21 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
 
     collectively(comm, check)
     return collectively(comm, lambda: user_code.load(run, given))
+
+
+def _working_directory() -> Path | None:
+    """None if it has been deleted."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
+def _as_seen_from(here: Path, request: Request) -> Request:
+    """With absolute paths of what was meant to be below this folder."""
+    run = replace(request.config.run, dir=str(here / request.config.run.dir))
+    resume = here / request.resume if request.resume is not None else None
+    return replace(request, resume=resume, config=replace(request.config, run=run))
 
 
 def _say_of_env(request: Request) -> None:

@@ -29,6 +29,15 @@ def reason(error: Exception) -> str:
     return f"{error.strerror} ('{error.filename}')" if error.filename is not None else error.strerror
 
 
+class SaveError(OSError):
+    """A file of the run cannot be written. What was written before is kept."""
+
+    @classmethod
+    def of(cls, error: OSError) -> SaveError:
+        """The same, of a run's file."""
+        return cls(*error.args, *([error.filename] if error.filename is not None else []))
+
+
 class EndError(PalaError):
     """Ends the whole job, though other ranks live: they do not answer, cannot go on without one that is gone, or are no
     better off."""

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import mpi4py
 
-from pala.system.errors import CollectiveError, EndError, PalaError, reason
+from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.system.runtime import Interrupt, Launch, say, wait_until_read
-from pala.system.waiting import wait_quietly
+from pala.system.waiting import wait_asleep
 
 if TYPE_CHECKING:
     from pala.transport.mpi import MpiCommunicator
 
 _had_spares = False
 _FINALIZE_S = 60.0
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, or a share of it
 _ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
 
 
@@ -32,6 +33,16 @@ def has_started_mpi() -> bool:
     """Whether MPI has been initialised in this process, by whomever."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
+
+
+def start_mpi_or_exit() -> MpiCommunicator:
+    """As `start_mpi`; a program's first step. What every rank meets one of them says."""
+    try:
+        return start_mpi()
+    except PalaError as error:
+        if not isinstance(error, CollectiveError) or Launch.detect().rank == 0:
+            say(f"pala: error: {error}")
+        sys.exit(2)
 
 
 def start_mpi() -> MpiCommunicator:
@@ -120,7 +131,7 @@ def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
     from pala.transport.ulfm import Barrier
 
     try:
-        wait_quietly(Barrier(comm.mpi).done, _FINALIZE_S, Interrupt())
+        wait_asleep(Barrier(comm.mpi).done, _FINALIZE_S, Interrupt())
     except EndError as error:
         say(f"[rank {comm.rank}] {error}")
         return lambda status: _exit_at_once(status or 1)
@@ -156,9 +167,9 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         say(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
         wait_until_read()
         comm.mpi.Abort(1)
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        why = reason(error)
-        say(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: make room, then `--resume`.")
+    elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
+        why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
+        say(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: {mend}, then `--resume`.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         say(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")

@@ -1,0 +1,119 @@
+"""Environments in processes of their own (`env.vectorization` "async"): gymnasium's, with their errors told in a
+sentence, and ended with the rank however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AutoresetMode
+
+from pala.system.errors import PalaError
+from pala.system.runtime import say
+
+_PATIENCE_S = 3.0  # with all processes that are to end after a failure
+
+
+class _InProcess(gymnasium.Wrapper):
+    """Around an environment in a process of its own. What it raises is shown there, and reaches the rank as a sentence:
+    gymnasium's queue drops what cannot be pickled, and the rank would wait for it for ever."""
+
+    def reset(self, **arguments: Any) -> Any:
+        """As the environment."""
+        return self._shown("reset", lambda: self.env.reset(**arguments))
+
+    def step(self, action: Any) -> Any:
+        """As the environment."""
+        return self._shown("step", lambda: self.env.step(action))
+
+    def _shown(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except PalaError:
+            raise
+        except BaseException as error:  # sys.exit, too
+            say(traceback.format_exc())
+            name = type(error).__name__
+            raise RuntimeError(f"'{what}' of an environment has raised {name} in its process, as above.") from None
+
+
+class EnvProcesses(gymnasium.vector.AsyncVectorEnv):
+    """Environments in processes of their own, which never outlive this one's wish. Raises PalaError if one cannot be
+    made there."""
+
+    def __init__(self, factory: Callable[[], gymnasium.Env], num_envs: int) -> None:
+        rank = os.getpid()
+
+        def in_worker() -> gymnasium.Env:
+            if os.getpid() != rank:  # which deals with signals itself and ends its workers
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_IGN)
+            return factory() if os.getpid() == rank else _InProcess(factory())
+
+        self.parent_pipes, self.processes = [], []
+        try:
+            # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
+            super().__init__([in_worker] * num_envs, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
+        except (EOFError, ConnectionError):  # of a pipe whose other end has died
+            self.end()
+            raise PalaError(
+                "'env.vectorization' is 'async', and a process that was to make an environment has ended; its own "
+                'error stands above. (A script that calls `pala.fit` does so below `if __name__ == "__main__":`, '
+                "for such processes import it.)"
+            ) from None
+        except BaseException:
+            self.end()
+            raise
+
+    def reset(self, **arguments: Any) -> Any:
+        """As gymnasium's."""
+        with self._telling_of_dead():
+            return super().reset(**arguments)
+
+    def step(self, actions: Any) -> Any:
+        """As gymnasium's."""
+        with self._telling_of_dead():
+            return super().step(actions)
+
+    @contextlib.contextmanager
+    def _telling_of_dead(self) -> Iterator[None]:
+        """What raises in a process is told there, or by who gets it here: gymnasium would say it once more, and stumble
+        over a percent sign in it."""
+        before = gymnasium.logger.min_level
+        gymnasium.logger.min_level = gymnasium.logger.ERROR + 1
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            raise RuntimeError(
+                "The process of an environment has ended: it was killed, or something that it calls has crashed."
+            ) from None
+        finally:
+            gymnasium.logger.min_level = before
+
+    def end(self, patience_s: float | None = None) -> int:
+        """End processes that are still there, without gymnasium, which would first wait for the steps under way, and
+        for as long as an environment takes to close. Returns how many were killed."""
+        self.closed = True
+        pipes = [pipe for pipe in self.parent_pipes if pipe is not None]  # None: of one that raised
+        for pipe in pipes:
+            with contextlib.suppress(OSError):  # it has ended
+                pipe.send(("close", None))
+        begun = [process for process in self.processes if process.pid is not None]
+        deadline = time.monotonic() + (_PATIENCE_S if patience_s is None else patience_s)
+        try:
+            for process in begun:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            late = [process for process in begun if process.is_alive()]
+            for process in late:
+                process.kill()  # they ignore SIGTERM
+                process.join()
+            for pipe in pipes:
+                pipe.close()
+        return len(late)
