@@ -176,6 +176,8 @@ class Supervisor:
         goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
         if goes_on and (fault := self._left_over()) is not None:
             return self._give_up(fault)
+        if not goes_on and self._has_record():  # else a restart would take it for this one's
+            raise run_folder.taken(self.run)
         for start in range(self.restarts + 1):
             hosts = self.hosts if start == 0 else self._answering()
             if self.hosts and not hosts:

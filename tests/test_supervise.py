@@ -433,6 +433,15 @@ def test_the_pause_before_a_restart_has_a_limit(there: Path, monkeypatch: pytest
     assert len(paused) == 1030 and paused[:3] == [1, 2, 4] and max(paused) == paused[-1] == 300
 
 
+def test_a_name_that_another_run_has_is_refused_before_a_job_starts(there: Path) -> None:
+    """Or a restart would go on with that run."""
+    assert Scripted(["--run.name", "r"], [attempt(5, 1), attempt(9, 0, completes=True)]).supervise() == 0
+    later = Scripted(["--run.name", "r"], [dies_early])
+    with pytest.raises(PalaError, match="'runs/r' exists already; nothing is written over"):
+        later.supervise()
+    assert later.told == []
+
+
 def test_an_earlier_completion_is_not_this_ones(there: Path) -> None:
     assert Scripted(["--run.name", "r"], [attempt(5, 0, completes=True)]).supervise() == 0
     later = Scripted(["--resume", "runs/r", "--total-steps", "9"], [dies_early, attempt(9, 0, completes=True)])

@@ -59,16 +59,20 @@ def create(config: Config, preset: str) -> Path:
                 (path / "metrics").mkdir(exist_ok=True)
                 return path
             if config.run.name:
-                other = "move it away: it holds no run to resume"
-                if (path / "run.json").exists():
-                    other = f"go on with it by `--resume {shlex.quote(str(path))}`"
-                raise PalaError(
-                    f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or "
-                    f"{other}."
-                ) from None
+                raise taken(path) from None
         except OSError as error:
             raise PalaError(f"Run folder '{path}' cannot be made: {reason(error)}; see 'run.dir'.") from None
     raise PalaError(f"Folder '{parent}' holds too many runs that began in this second.")
+
+
+def taken(path: Path) -> PalaError:
+    """Why a new run cannot be made there."""
+    other = "move it away: it holds no run to resume"
+    if (path / "run.json").exists():
+        other = f"go on with it by `--resume {shlex.quote(str(path))}`"
+    return PalaError(
+        f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or {other}."
+    )
 
 
 def _never_began(path: Path) -> bool:
