@@ -12,11 +12,11 @@ from collections import deque
 import numpy as np
 
 from pala.exchange.budget import StepBudget
-from pala.exchange.gossip.driver import GossipDriver, Models, Opened
+from pala.exchange.gossip.driver import GossipDriver, NoModels
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.mixing import Uniform
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
-from pala.exchange.wire import NOTHING, Message, Refusal, Wire
+from pala.exchange.wire import NOTHING, Message, Wire
 from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 
 _BLOCK = 200  # messages that are timed together, at least
@@ -62,7 +62,8 @@ class _Job:
 def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> GossipDriver:
     budget = StepBudget(rank, num_ranks, budget_steps=1 << 62)
     protocol = GossipProtocol(budget, Uniform(), Rules("random", max_staleness=10, seed=1))
-    driver = GossipDriver(protocol, _Post(rank, post), _NoModels(num_ranks))
+    wire = Wire(num_ranks, 0, signature=1, sizes=gossip_sizes(NOTHING))
+    driver = GossipDriver(protocol, _Post(rank, post), _EmptyModels(wire))
     driver.start()
     return driver
 
@@ -95,11 +96,8 @@ class _Post(Transport):
         self._post.append((peer, Received(self._rank, packet.data.copy(), bulk, took_s=0.0)))
 
 
-class _NoModels(Models):
-    """Messages as they are, with models that have no parameters."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._wire = Wire(num_ranks, 0, signature=1, sizes=gossip_sizes(NOTHING))
+class _EmptyModels(NoModels):
+    """Models that have no parameters are sent, too."""
 
     def new_snapshot(self) -> Bytes:
         return Bytes(np.zeros(self._wire.most_bytes, np.uint8))
@@ -107,11 +105,3 @@ class _NoModels(Models):
     def fill(self, snapshot: Bytes, message: Message, whole: bool) -> int:
         self._wire.encode(message, snapshot.data)
         return len(snapshot.data)
-
-    def control(self, message: Message) -> Bytes:
-        return Bytes(self._wire.encoded(message))
-
-    def open(self, received: Received, offer: Bytes | None = None) -> Opened:
-        message = self._wire.decode_from(received.source, received.data)
-        assert not isinstance(message, Refusal), message
-        return Opened(message)

@@ -1,7 +1,7 @@
 """The one driver of the gossip protocol: it tells the protocol what happens, and carries out what that asks for.
 
-Training drives it over MPI, tests over threads of one process, the simulator and the benchmark of the protocol over a
-simulated network. They differ by the transport, and by what holds the models: tensors, or a few numbers.
+Training drives it over MPI, tests over threads of one process, the simulator over a simulated network, the benchmark of
+the protocol over a queue. They differ by the transport, and by what holds the models: tensors, or a few numbers.
 
 Two threads meet here under one lock: the learner's, which finishes updates and asks to go on, and the transport's,
 which brings messages when the learner's does not fetch them between two steps. Each holds the lock for about a
@@ -39,7 +39,7 @@ from pala.exchange.gossip.actions import (
 )
 from pala.exchange.gossip.messages import NEWS, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.wire import Message, Refusal
+from pala.exchange.wire import Message, Refusal, Wire
 from pala.system.runtime import say
 from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 
@@ -117,6 +117,20 @@ class Models(abc.ABC):
 
     def give_up_memory(self) -> None:  # noqa: B027
         """As `Receiver.give_up_memory`."""
+
+
+class NoModels(Models):
+    """Messages as bytes, of a rank that has no model and is sent none."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def control(self, message: Message) -> Packet:
+        return Bytes(self._wire.encoded(message))
+
+    def open(self, received: Received, offer: Any = None) -> Opened:
+        message = self._wire.decode_from(received.source, received.data)
+        return Opened(None, message) if isinstance(message, Refusal) else Opened(message)
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.actions import Action, Clear, Close, GoOn, Keep, Move, Pull, SendModel, Wait
+from pala.exchange.gossip.actions import Action, Clear, Close, Keep, Move, Pull, SendModel
 from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
 from pala.exchange.gossip.mixing import Mixing
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
@@ -84,18 +84,6 @@ class PairedProtocol(GossipProtocol):
             self._owed += self._next_peers()
         return actions + (self._offer() if may_offer else [])
 
-    def advance(self, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
-        self.clock(now_s)
-        actions = self._move()
-        if self.must_wait:
-            return [*actions, *self._offer(), *self._drop_parts(), *self._ask(), Wait()]
-        self._begin_update()
-        if self._mix_is_due:
-            actions += self._mix(give_credit=True)
-        if self._in_step and self.staleness == 0:
-            self._owed = [peer for peer in self._owed if peer in self._wants_whole]
-        return [*actions, *self._offer(), GoOn()]
-
     def unreadable_model_came(self, sender: int) -> list[Action]:
         """It was an offer or the answer to one; neither is open any more."""
         if sender not in self._inbox:
@@ -123,9 +111,11 @@ class PairedProtocol(GossipProtocol):
 
     def _offer(self) -> list[Action]:
         """To the peer of this round, or one that waits to heal."""
-        if not self._owed or self.budget.stop is not Stop.NONE or not self.has_model:
+        if self.budget.stop is not Stop.NONE or not self.has_model:
             return []
-        if self._waits_for_reply:
+        if self._in_step and self.staleness == 0:  # this update's exchange is made
+            self._owed = [peer for peer in self._owed if peer in self._wants_whole]
+        if not self._owed or self._waits_for_reply:
             return []
         peers = sorted(self._owed, key=lambda peer: peer not in self._wants_whole)
         peer = next((peer for peer in peers if self.lock.is_free(peer)), None)
@@ -136,6 +126,10 @@ class PairedProtocol(GossipProtocol):
         self._offers[peer] = _Offer(self.round)
         self._num_offers += 1
         return [SendModel(self._message(Kind.OFFER), (peer,), self._goes_whole(peer))]
+
+    def _send_owed(self, can_send: Callable[[], bool]) -> list[Action]:
+        """What is owed is offered."""
+        return []
 
     def _take_in(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         sender = message.sender

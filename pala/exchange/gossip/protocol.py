@@ -144,13 +144,13 @@ class GossipProtocol:
         `can_send`: whether there is memory for a snapshot of the model.
         """
         self.clock(now_s)
-        actions = self._send_owed(can_send)
+        actions = [*self._move(), *self._send_owed(can_send)]
         if self.must_wait:
-            return [*actions, *self._drop_parts(), *self._ask(), Wait()]
+            return [*actions, *self._offer(), *self._drop_parts(), *self._ask(), Wait()]
         self._begin_update()
         if self._mix_is_due:
             actions += self._mix(give_credit=True)
-        return [*actions, GoOn()]
+        return [*actions, *self._offer(), GoOn()]
 
     def between_steps(self, now_s: float) -> list[Action]:
         """In the middle of a rollout, whose parameters must not change: what the rank does all the same. Its moves are
@@ -294,6 +294,14 @@ class GossipProtocol:
         self.lock.release(peer)
         self.silent.discard(peer)
         self._owed = [p for p in self._owed if p != peer]
+        return []
+
+    def _move(self) -> list[Action]:
+        """By what came in answer to this rank's own model. Where models go one way, nothing does."""
+        return []
+
+    def _offer(self) -> list[Action]:
+        """Send the model to a peer that will answer. Where models go one way, none does."""
         return []
 
     def _send_owed(self, can_send: Callable[[], bool]) -> list[Action]:

@@ -5,31 +5,15 @@ Its driver and protocol are those that it goes on with when it is needed. Loads 
 
 from __future__ import annotations
 
-from typing import Any
-
 from pala.config import Config
 from pala.exchange.budget import Stop, budget_of
-from pala.exchange.gossip.driver import GossipDriver, Models, Opened
+from pala.exchange.gossip.driver import GossipDriver, NoModels
 from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.protocols import make_protocol
 from pala.exchange.sleeping import Beginning, Sleeping
-from pala.exchange.wire import NOTHING, Message, Refusal, Wire
+from pala.exchange.wire import NOTHING, Wire
 from pala.system.runtime import Interrupt
-from pala.transport.base import Bytes, Communicator, Packet, Received
-
-
-class _NoModels(Models):
-    """Of a rank to which nobody sends one."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def control(self, message: Message) -> Packet:
-        return Bytes(self._wire.encoded(message))
-
-    def open(self, received: Received, offer: Any = None) -> Opened:
-        message = self._wire.decode_from(received.source, received.data)
-        return Opened(None, message) if isinstance(message, Refusal) else Opened(message)
+from pala.transport.base import Communicator
 
 
 class SleepingGossip(Sleeping):
@@ -41,7 +25,7 @@ class SleepingGossip(Sleeping):
         protocol = make_protocol(config, budget, begin.start.round, weight=0.0, whole_every=1)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
         super().__init__(budget, comm.open_transport(), interrupt)
-        self.driver = GossipDriver(protocol, self.transport, _NoModels(wire))
+        self.driver = GossipDriver(protocol, self.transport, NoModels(wire))
         self.driver.start()
 
     @property
