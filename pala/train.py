@@ -26,13 +26,13 @@ import tyro
 from pala.config import Config, load_preset
 from pala.config_checks import check
 from pala.run import run_folder
-from pala.run.header import first_line, note_on_ranks
+from pala.run.header import first_line, note_on_ranks, note_on_vain
 from pala.run.provenance import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.runtime import Launch, announce, die_with_launcher, prepare, say, tell
 from pala.transport.agreement import collectively, cores_per_rank
-from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi
+from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi_or_exit
 
 _PROGRAM = "pala.train"
 
@@ -57,18 +57,23 @@ def parse(arguments: list[str]) -> Command:
     first = read_command(_PROGRAM, arguments, Command())  # for the preset or the run, whose settings are the defaults
     if first.preset is not None and first.resume is not None:
         raise PalaError(f"Give a preset or `--resume`, not both: '{first.resume}' brings its own settings.")
-    config = (
-        run_folder.config_of(first.resume) if first.resume else load_preset(first.preset) if first.preset else Config()
-    )
-    command = read_command(_PROGRAM, arguments, replace(first, config=config))
+    command = read_command(_PROGRAM, arguments, replace(first, config=_before(first)))
     check(command.config, source="Command line")
     return command
+
+
+def _before(command: Command) -> Config:
+    """Of the command line's options."""
+    if command.resume:
+        return run_folder.config_of(command.resume)
+    return load_preset(command.preset) if command.preset else Config()
 
 
 def _greet(command: Command, ranks: int) -> None:
     """The first words, before torch is loaded, which takes seconds."""
     tell(first_line(command.config, ranks))
-    if note := note_on_ranks(command.preset, command.config, ranks):
+    notes = note_on_ranks(command.preset, command.config, ranks), note_on_vain(command.config, _before(command))
+    for note in filter(None, notes):
         say(note)
 
 
@@ -78,12 +83,7 @@ def main() -> None:
     die_with_launcher()
     announce("begun")
     facts = provenance() if Launch.detect().rank == 0 else {}
-    try:
-        comm = start_mpi()
-    except PalaError as error:
-        if not isinstance(error, CollectiveError) or Launch.detect().rank == 0:
-            say(f"pala: error: {error}")
-        sys.exit(2)
+    comm = start_mpi_or_exit()
     rank = comm.rank
     announce("up")
     try:

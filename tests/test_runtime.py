@@ -309,6 +309,17 @@ def test_what_a_locale_cannot_write_is_replaced(monkeypatch) -> None:
     assert out.buffer.getvalue() == "run ?, 3 ± 1\n".encode("latin-1")
 
 
+def test_a_long_wait_is_told_each_minute_in_which_the_process_was_not_stopped(monkeypatch, capsys):
+    clock_s = [0.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock_s[0])
+    wait, silent = waiting.LongWait(3, "a model"), waiting.LongWait()
+    for clock_s[0] in [*range(1, 41), *range(1000, 1090)]:
+        wait.look()
+        silent.look()
+    told = "".join(capsys.readouterr())
+    assert told == "".join(f"[rank 3] has waited {s} s for a model\n" for s in (61, 122)) and wait.took_s == 129
+
+
 @pytest.mark.parametrize("signalled", [False, True])
 def test_who_was_stopped_goes_on_waiting(signalled, monkeypatch):
     """As a job that is suspended as a whole: the others could not answer either."""
@@ -319,7 +330,7 @@ def test_who_was_stopped_goes_on_waiting(signalled, monkeypatch):
     def sleep(seconds: float) -> None:
         clock_s[0] += 3600 if clock_s[0] < 1 else 0.5
 
-    waiting.wait_quietly(lambda: clock_s[0] > 3602, 300, interrupt, sleep=sleep)
+    waiting.wait_asleep(lambda: clock_s[0] > 3602, 300, interrupt, sleep=sleep)
     with pytest.raises(EndError):
-        waiting.wait_quietly(lambda: False, 300, interrupt, sleep=sleep)
+        waiting.wait_asleep(lambda: False, 300, interrupt, sleep=sleep)
     assert clock_s[0] - 3602 < (15 if signalled else 305)  # but not for ever

@@ -7,20 +7,16 @@ from pathlib import Path
 
 from pala.benchmark.request import read_request
 from pala.config import from_table
-from pala.system.errors import CollectiveError, PalaError
+from pala.system.errors import CollectiveError
 from pala.system.files import json_text, write_atomically
 from pala.system.runtime import loading, prepare, say
 from pala.transport.agreement import collectively, cores_per_rank
-from pala.transport.mpi_process import abort, leave_mpi, start_mpi
+from pala.transport.mpi_process import abort, leave_mpi, start_mpi_or_exit
 
 
 def main() -> None:
     """What every rank of a benchmark's job runs."""
-    try:
-        comm = start_mpi()
-    except PalaError as error:
-        say(f"pala: error: {error}")
-        sys.exit(2)
+    comm = start_mpi_or_exit()
     try:
         request = collectively(comm, lambda: read_request(sys.argv[1:], comm.size))
         config = collectively(comm, lambda: from_table(request.config, "Request"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.runtime import Interrupt, say
-from pala.system.waiting import wait_quietly
+from pala.system.waiting import LongWait, wait_asleep
 from pala.transport.base import Communicator
 
 _LONGEST_SLEEP_S = 2e-4
@@ -107,8 +107,8 @@ class AllReduce(ModelExchange):
         self._ends.fill_(self._stop is not Stop.NONE)
         self._signals.fill_(self._stop is Stop.SIGNAL)
         begin, barrier = time.perf_counter(), self._comm.ibarrier()
-        what = f"[rank {self._comm.rank}] a gradient of every rank"
-        wait_quietly(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, what)
+        wait = LongWait(self._comm.rank, "a gradient of every rank")
+        wait_asleep(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, wait)
         self.waited_s += time.perf_counter() - begin
         self._comm.reduce(self._buffer.numpy(), "sum")
         if float(self._ends) > 0:

@@ -30,7 +30,7 @@ from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.topology import out_peers
 from pala.system.errors import EndError, PalaError
 from pala.system.runtime import Interrupt
-from pala.system.waiting import wait_quietly
+from pala.system.waiting import LongWait, wait_asleep
 from pala.transport.base import Communicator
 
 _LONGEST_SLEEP_S = 5e-4
@@ -223,8 +223,8 @@ class SharedMemory(ModelExchange):
             self._write()
             return self._all_written() or self.stop is not Stop.NONE or time.perf_counter() > give_up_s
 
-        what = f"[rank {self._rank}] the model of rank {', '.join(map(str, self._in))}"
-        wait_quietly(may_go_on, None, self._interrupt, _LONGEST_SLEEP_S, what)
+        wait = LongWait(self._rank, f"the model of rank {', '.join(map(str, self._in))}")
+        wait_asleep(may_go_on, None, self._interrupt, _LONGEST_SLEEP_S, wait)
         self.waited_s += time.perf_counter() - begin
         if not self._all_written() and self.stop is Stop.NONE:
             raise EndError(

@@ -24,9 +24,9 @@ from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore
 from pala.system.errors import EndError
 from pala.system.runtime import LEAVE, Interrupt, say
+from pala.system.waiting import LongWait
 from pala.transport.base import Bytes, Communicator, Received, Receiver, Survivors
 
-_COMPLAIN_AFTER_S = 60.0
 _NAP_S = 0.005  # what was sent leaves without a word
 _MOST_UNDER_WAY = 4  # steps that an actor may be ahead of what its replay has received
 
@@ -282,8 +282,7 @@ class GorilaExchange(Exchange, Receiver):
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Or until training ends."""
-        begin = time.perf_counter()
-        complain = begin + _COMPLAIN_AFTER_S
+        wait = LongWait(self._comm.rank, "the answer of a shard or a replay")
         while True:
             with self._changed:
                 if condition() or self.stop is not Stop.NONE:
@@ -291,9 +290,7 @@ class GorilaExchange(Exchange, Receiver):
                 self._wait(_NAP_S)
             if self._interrupt.signal is not None:
                 self.stop_now(Stop.SIGNAL)
-            if (now := time.perf_counter()) >= complain:
-                say(f"[rank {self._comm.rank}] has waited {now - begin:.0f} s for the answer of a shard or a replay")
-                complain = now + _COMPLAIN_AFTER_S
+            wait.look()
 
     def _wait(self, timeout_s: float) -> None:
         """Until a message comes, asleep. With the lock held, which is given up meanwhile."""

@@ -107,46 +107,46 @@ class Places:
         self.roles = self.first_roles.held_by(self._holders)
 
 
-class Loss(NamedTuple):
+class Missing(NamedTuple):
     """What training cannot go on without."""
 
     ranks: list[int]  # that had it
     what: str
 
 
-def lost_by_deaths(places: Places, living: Collection[int], is_over: bool) -> Loss | None:
+def lost_by_deaths(places: Places, living: Collection[int], is_over: bool) -> Missing | None:
     """What nobody has any more, and no spare can take. When training `is_over`, only shards are needed."""
     roles = places.roles
     for index, rank in enumerate(roles.shards):
         if rank in places.gone:
             spares = ", of which no spare has a copy" if places.size > places.num_places else ""
-            return Loss([rank], f"served shard {index} of the parameters{spares}")
+            return Missing([rank], f"served shard {index} of the parameters{spares}")
     if is_over or places.spares:  # also one whose news of a place may have been refused
         return None
     only_replay = [rank for rank in roles.replays if rank not in roles.actors]
     if dead := [rank for rank in places.gone if rank in only_replay]:
-        return Loss(dead[-1:], "held the replay of other ranks")
+        return Missing(dead[-1:], "held the replay of other ranks")
     for ranks, who in ((roles.learners, "learner"), (roles.actors, "actor")):
         if set(ranks).isdisjoint(living):
-            return Loss([rank for rank in places.gone if rank in ranks][-1:], f"was the last {who}")
+            return Missing([rank for rank in places.gone if rank in ranks][-1:], f"was the last {who}")
     return None
 
 
-def lost_by_silence(places: Places, living: Collection[int], silent: Collection[int]) -> Loss | None:
+def lost_by_silence(places: Places, living: Collection[int], silent: Collection[int]) -> Missing | None:
     """What nobody has who answers, and no spare who answers can take: training needs all shards, and somebody of each
     other role. A spare takes the place of the dead, not of the silent."""
     roles = places.roles
     for index, rank in enumerate(roles.shards):
         if rank in silent:
-            return Loss([rank], f"serves shard {index}")
+            return Missing([rank], f"serves shard {index}")
     answering = set(living) - set(silent)
     for ranks, verb in ((roles.replays, "holds replay"), (roles.learners, "learns"), (roles.actors, "acts")):
         if not answering.isdisjoint(ranks) or any(places.will_be_taken(rank, silent) for rank in ranks):
             continue
         if quiet := [rank for rank in ranks if rank in silent]:
-            return Loss(quiet, f"{verb}, as no other rank does that answers")
+            return Missing(quiet, f"{verb}, as no other rank does that answers")
         if waiting := [rank for rank in places.spares if rank in silent]:
-            return Loss(waiting, f"is the spare for a rank that {verb}, as no other rank does")
+            return Missing(waiting, f"is the spare for a rank that {verb}, as no other rank does")
     return None
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from pala.system.errors import EndError
 from pala.system.runtime import Interrupt
-from pala.system.waiting import wait_quietly
+from pala.system.waiting import wait_asleep
 from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.transport.faults import AtUpdate, Fault
 from pala.transport.memory_transport import Channel, MemoryTransport
@@ -126,7 +126,7 @@ class _World:
                 if not done():
                     self.changed.wait(_LOOK_S)
 
-        wait_quietly(done, timeout_s, interrupt, sleep=sleep)
+        wait_asleep(done, timeout_s, interrupt, sleep=sleep)
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from pala.system.errors import PalaError
 from pala.system.runtime import Interrupt, can_survive
-from pala.system.waiting import wait_quietly
+from pala.system.waiting import wait_asleep
 from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.transport.ulfm import Barrier, MpiDeaths, is_death
 
@@ -39,10 +39,10 @@ class _Survivors(Survivors):
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         request = self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
-        wait_quietly(request.Test, self._timeout_s, self._interrupt)
+        wait_asleep(request.Test, self._timeout_s, self._interrupt)
 
     def bcast_array(self, array: np.ndarray) -> None:
-        wait_quietly(self._comm.Ibcast(array, root=0).Test, self._timeout_s, self._interrupt)
+        wait_asleep(self._comm.Ibcast(array, root=0).Test, self._timeout_s, self._interrupt)
 
 
 class _Window(SharedBlock):
@@ -80,7 +80,7 @@ class MpiCommunicator(Communicator):
         self._interrupt = interrupt
 
     def barrier(self) -> None:
-        wait_quietly(self.mpi.Ibarrier().Test, None, self._interrupt)
+        wait_asleep(self.mpi.Ibarrier().Test, None, self._interrupt)
 
     def allgather(self, value: T) -> list[T]:
         self.barrier()
@@ -117,7 +117,7 @@ class MpiCommunicator(Communicator):
 
     def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         while True:
-            wait_quietly(Barrier(self.mpi).done, timeout_s, interrupt)  # asleep: what follows would spin
+            wait_asleep(Barrier(self.mpi).done, timeout_s, interrupt)  # asleep: what follows would spin
             living = self._shrink(timeout_s, interrupt)
             try:
                 result, whole = action(_Survivors(living, self.mpi, timeout_s, interrupt)), True
@@ -128,7 +128,7 @@ class MpiCommunicator(Communicator):
                 whole = False
             # Asleep again: in the action some may have much to do, and others nothing.
             end = Barrier(living, whole)
-            wait_quietly(end.done, timeout_s, interrupt)
+            wait_asleep(end.done, timeout_s, interrupt)
             if living is not self.mpi:
                 living.Free()
             if end.everywhere:
@@ -150,7 +150,7 @@ class MpiCommunicator(Communicator):
                 shrunken.set_exception(error)
 
         threading.Thread(target=shrink, name="pala-shrink", daemon=True).start()
-        wait_quietly(shrunken.done, timeout_s, interrupt)
+        wait_asleep(shrunken.done, timeout_s, interrupt)
         return shrunken.result()
 
     def deaths(self) -> Deaths:

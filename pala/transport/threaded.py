@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import deque
 
 from pala.system.runtime import Interrupt
-from pala.system.waiting import wait_quietly
+from pala.system.waiting import wait_asleep
 from pala.transport.base import Packet, Receiver, Transport
 
 TICK_S = 0.1  # the receiver is told the time so often, if the thread looks as often
@@ -66,7 +66,7 @@ class ThreadedTransport(Transport):
             self._thread.join(0.01)
             return not self._thread.is_alive()
 
-        wait_quietly(closed, timeout_s, interrupt)
+        wait_asleep(closed, timeout_s, interrupt)
         self.raise_failure()
 
     def abandon(self) -> None:

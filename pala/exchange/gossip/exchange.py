@@ -22,10 +22,10 @@ from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
 from pala.system.runtime import LEAVE, Interrupt, say
+from pala.system.waiting import LongWait
 from pala.transport.base import Communicator
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
-_COMPLAIN_AFTER_S = 60.0
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
 
 
@@ -189,8 +189,7 @@ class Gossip(ModelExchange):
     def _wait(self) -> None:
         """Until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the lock
         held, which is given up meanwhile."""
-        begin = before = time.perf_counter()
-        complain, give_up = begin + _COMPLAIN_AFTER_S, begin + _GIVE_UP_AFTER_S
+        begin, wait = time.perf_counter(), LongWait(self._comm.rank, "a model from a peer")
         self._transport.hurry(True)
         while True:
             self._driver.wait(_LOOK_S)
@@ -199,14 +198,8 @@ class Gossip(ModelExchange):
                 self._driver.end(Stop.SIGNAL)
             if self._driver.advance():
                 break
-            now = time.perf_counter()
-            if now - before > self._protocol.rules.patience_s:  # this rank was stopped: that is not its peers' fault
-                give_up += now - before
-            before = now
-            if now >= complain:
-                say(f"[rank {self._comm.rank}] has waited {now - begin:.0f} s for a model from a peer")
-                complain = now + _COMPLAIN_AFTER_S
-            if now >= give_up and not self._protocol.healthy:
+            wait.look()
+            if wait.took_s >= _GIVE_UP_AFTER_S and not self._protocol.healthy:
                 if not self._has_updated:
                     raise PalaError(
                         f"[rank {self._comm.rank}] takes a place, but no peer has sent it a model for "
