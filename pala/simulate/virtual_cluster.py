@@ -196,12 +196,6 @@ class VirtualCluster(VirtualNetwork):
         rank.waiting, rank.wait_began_s = True, self.now
         rank.driver.finish_update(self.scenario.steps_per_update, healthy)
         self._count_update(rank)
-        told_to_leave = self.now >= self.scenario.leaves.get(rank.number, math.inf)
-        if told_to_leave and len(rank.protocol.living) > 1 and rank.protocol.budget.stop is Stop.NONE:
-            rank.waiting = False
-            longest_s = self.scenario.model_s[1] + self.scenario.control_s[1]
-            self._at(self.now + longest_s, self._let_go, rank)  # when all that it has sent has come
-            return
         self._advance(rank)
 
     def _let_go(self, rank: Rank) -> None:
@@ -225,10 +219,13 @@ class VirtualCluster(VirtualNetwork):
             self.violations.append(f"at {self.now} s rank {rank.number} went on without the moves owed to it")
         self.violations += [f"at {self.now} s rank {rank.number} {fault}" for fault in models.faults]
         models.faults.clear()
-        if rank.protocol.budget.stop is Stop.NONE:
-            self._start_update(rank)
-        else:
+        if rank.protocol.budget.stop is not Stop.NONE:
             rank.ended, self.ended_s = True, self.now
+        elif self.now >= self.scenario.leaves.get(rank.number, math.inf) and len(rank.protocol.living) > 1:
+            longest_s = self.scenario.model_s[1] + self.scenario.control_s[1]
+            self._at(self.now + longest_s, self._let_go, rank)  # when all that it has sent has come
+        else:
+            self._start_update(rank)
 
     def _wake(self, rank: Rank) -> None:
         rank.wake_set = False
