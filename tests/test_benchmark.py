@@ -325,6 +325,7 @@ def test_defaults_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--ranks", "2", "0"], "'--ranks' is 2 0 but every number must be at least 1"),
         (["--seconds", "0"], "'--seconds' is 0 but must lie above 0"),
         (["--slowdown", "0.5"], "'--slowdown' is 0.5 but must lie between 1 and 100"),
+        (["--slowdown", "4", "--env.vectorization", "async"], "'--slowdown' does not see the time of environments"),
         (["--exchanges", "gosip"], "'gosip' is none of none, gossip"),
         (["--quick", "--exchanges", "gossip"], "'--quick' compares exchanges with 'none': add it"),
         (["--precisions", "float16"], "'float16' is none of float32, bfloat16; did you mean"),

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -114,13 +115,13 @@ def make_run(path: Path, config: Config, network: ActorCritic | None = None) -> 
 
 
 def save_rank(
-    run: Path, rank: int, weight: float, flat: FlatParameters, ranks: int = 2, updates: int = 1
+    run: Path, rank: int, weight: float, flat: FlatParameters, ranks: int = 2, updates: int = 1, steps: int = 100
 ) -> torch.Tensor:  # fmt: skip
     """A checkpoint with random parameters, which are returned."""
     folder = run / "checkpoints" / "segment-000"
     folder.mkdir(parents=True, exist_ok=True)
     parameters = torch.randn(len(flat.data))
-    counters = {"weight": weight, "local_steps": [100, 200], "base_steps": 7}
+    counters = {"weight": weight, "local_steps": [steps, 200], "base_steps": 7}
     counters |= {"updates": updates, "applied": updates, "warms_up_from": 0, "spares": 0, "lost": []}
     counters |= {"own_steps": 100, "round": 1, "time_s": 1.0}
     state = RankState(
@@ -128,6 +129,11 @@ def save_rank(
     )
     checkpoint.save_rank(folder, state)
     return parameters
+
+
+def save_both(run: Path, flat: FlatParameters, steps: int = 100) -> None:
+    for rank in range(2):
+        save_rank(run, rank, 1.0, flat, steps=steps)
 
 
 @pytest.fixture
@@ -244,6 +250,62 @@ def test_without_a_policy_the_checkpoints_are_averaged(tmp_path: Path) -> None:
     assert policy.global_steps == 307
     found = torch.cat([parameter.detach().reshape(-1) for parameter in policy.network.parameters()])
     torch.testing.assert_close(found, (light + 3 * heavy) / 4)
+
+
+def test_a_run_that_trains_is_followed_to_its_final_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each checkpoint is scored once; while there is no newer one, nothing is."""
+    run, network = make_run(tmp_path / "run", CARTPOLE), network_of(CARTPOLE)
+    flat = FlatParameters(copy.deepcopy(network), torch.device("cpu"))
+
+    def trains() -> Iterator[None]:
+        yield  # no checkpoint yet
+        save_both(run, flat)
+        yield
+        yield
+        save_both(run, flat, 900)
+        yield
+        header = {"config": to_table(CARTPOLE), "global_steps": 1234, "signature": flat.signature}
+        checkpoint.save_policy(run / "policy.safetensors", dict(network.state_dict()), header)
+        run_folder.RunRecord.begin(run, CARTPOLE, {"ranks": 1}).end("completed", global_steps=1234)
+        yield
+
+    waits = trains()
+    monkeypatch.setattr(program, "prepare", lambda threads: None)
+    monkeypatch.setattr(program.time, "sleep", lambda _: next(waits))
+    monkeypatch.setattr("sys.argv", ["evaluate", str(run), "--follow", "--episodes", "2", "--threads", "1"])
+    program.main()
+    scored = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [(one["policy"][:5], one["global_steps"]) for one in scored] == [
+        ("mean ", 307), ("mean ", 1107), ("final", 1234)
+    ]  # fmt: skip
+    assert len(list(waits)) == 0 and capsys.readouterr().out.count("mean return") == 3
+    for other in ("--best", "--video=x.mp4", "--episodes=0"):
+        with pytest.raises(PalaError, match="'--follow' scores checkpoints as they come"):
+            program.parse([str(run), "--follow", other])
+
+
+def test_a_follower_tries_again_only_if_there_are_newer_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", CARTPOLE)
+    flat = FlatParameters(network_of(CARTPOLE), torch.device("cpu"))
+    save_both(run, flat)
+    steps, tried = iter([500, 900]), []
+
+    def score() -> Evaluation:
+        tried.append(checkpoint.global_steps(run))
+        raise PalaError("it is gone")
+
+    def newer(_: float) -> None:
+        if (made := next(steps, None)) is not None:
+            save_both(run, flat, made)
+
+    monkeypatch.setattr(program.time, "sleep", newer)
+    with pytest.raises(PalaError, match="it is gone"):
+        program._follow(run, score)
+    assert tried == [307, 707, 1107]
 
 
 def test_of_independent_learners_the_first_that_has_learned_is_taken_and_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pala.config import load_preset
 from pala.run import console
 from pala.run.console import Figures, Lines, Reporter, make_console
-from pala.run.header import header, note_on_ranks
+from pala.run.header import header, note_on_ranks, note_on_vain
 from pala.run.metrics import MetricsWriter, Record, Tail, metrics_path, read_run
 from pala.run.panel import Panel
 from pala.run.stopwatch import SECTIONS, Stopwatch
@@ -268,10 +268,19 @@ def test_figures_say_how_the_run_goes(run):
         "eta": "1:00:00",
         "steps/s": "1,000",
         "return": "-17.50 (mean of the last 100 of 2 episodes)",
+        "learning": "entropy 1.500, value loss 0.7500",
         "consensus": "0.250 (1.00%)",
         "staleness": "9 updates at most, 12 mixes",
         "time": "environment 40% inference 30% update 20% exchange 5% wait 3% other 2%",
     }
+
+
+def test_updates_that_were_skipped_are_shown(run):
+    write(run, EXAMPLE | {"updates_skipped": 2}, rank=0)
+    write(run, EXAMPLE | {"updates_skipped": 1}, rank=1)
+    console_figures = Figures(RunView(run, ranks=2), budget_steps=4_000_000)
+    console_figures.refresh(global_steps=400_000)
+    assert console_figures.texts()["learning"] == "entropy 1.500, value loss 0.7500, 3 updates skipped"
 
 
 def test_figures_of_nothing_are_dashes(run):
@@ -310,6 +319,19 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     done = header(load_preset("pong"), Path("runs/r"), hosts, 2, "cpu", 866_439, steps_made=40_000_160)
     assert "and 40,000,160 were made before: none is left to train (a larger `--total-steps` goes on)" in done
     assert "learning begins after 50,000" in header(load_preset("gorila/pong"), Path("r"), hosts, 1, "cpu", 9, 0)
+
+
+def test_settings_that_nothing_reads_are_told():
+    before = load_preset("pong")
+    assert note_on_vain(before, before) == ""
+    changed = replace(before, exchange=replace(before.exchange, kind="allreduce", max_staleness=0))
+    note = "'exchange.max_staleness': set, but nothing reads it in this run (exchange allreduce, ALE/Pong-v5)."
+    assert note_on_vain(changed, before) == note, "the preset's own settings of gossip were not set in vain"
+    assert note_on_vain(replace(changed, exchange=replace(changed.exchange, kind="gossip")), before) == ""
+    other = replace(before, env=replace(before.env, id="CartPole-v1", frame_skip=2, num_envs=3))
+    assert note_on_vain(other, before).startswith("'env.frame_skip': set, but nothing reads it")
+    dqn = replace(before, algorithm="gorila", a2c=replace(before.a2c, gamma=0.9, entropy_coefficient=0.1))
+    assert note_on_vain(dqn, before).startswith("'a2c.gamma', 'a2c.entropy_coefficient': set, but nothing reads them")
 
 
 def test_a_learning_rate_for_another_number_of_ranks_is_told(tmp_path):
@@ -450,7 +472,8 @@ def test_tensorboard_reads_what_was_written(run):
         "return/mean_of_last_100_episodes": -17.5, "length/mean_of_last_100_episodes": 300.0,
         "loss/policy": -0.5, "loss/value": 0.75, "loss/entropy": 1.5,
         "update/gradient_norm": 2.0, "update/learning_rate": 7e-4,
-        "exchange/consensus_distance": 0.25, "exchange/staleness_updates": 6.5,
+        "exchange/consensus_distance": 0.25, "exchange/consensus_distance_relative": 0.01,
+        "exchange/staleness_updates": 6.5,
         "time/environment": 0.4, "time/inference": 0.3, "time/update": 0.2,
         "time/exchange": 0.05, "time/wait": 0.03, "time/other": 0.02,
     }  # fmt: skip

@@ -3,7 +3,8 @@
     act ──▶ rollout ──▶ A2C update ──flat parameters──▶ exchange ──flat parameters──▶ act …
                           └─ its gradient, where the exchange averages that
 
-The loop knows nothing of ranks, peers or MPI; `exchange` is the one object in which the variants differ.
+The loop sends nothing and calls no MPI: `exchange` does, and is the one object in which the variants differ. Of other
+ranks it knows how many live, and whose gradient has spoilt a mean.
 """
 
 from __future__ import annotations

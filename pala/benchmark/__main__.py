@@ -70,7 +70,8 @@ class Command:
     output: Path | None = None
     """Folder to make for the results. Default: runs/benchmark-TIME."""
     slowdown: float = 1.0
-    """How many times slower the last rank is to be: it sleeps after each step. For a look at stragglers."""
+    """How many times slower the last rank is to be: it sleeps after each step, by the processor's time that its threads
+    took. For a look at stragglers."""
     quick: bool = False
     """Under a minute, with 2 ranks (1 on one core); ends with status 1 if an exchange costs more than a tenth."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -96,6 +97,10 @@ def parse(arguments: list[str]) -> Command:
         raise PalaError(f"'--rounds' is {command.rounds} but must be at least 1; medians want 5 or more.")
     if not 1 <= command.slowdown <= 100:
         raise PalaError(f"'--slowdown' is {command.slowdown:g} but must lie between 1 and 100.")
+    if command.slowdown > 1 and command.config.env.vectorization == "async":
+        raise PalaError(
+            "'--slowdown' does not see the time of environments with 'env.vectorization' \"async\": use \"sync\"."
+        )
     if not 0 < (command.seconds or 0) <= 3600:
         raise PalaError(f"'--seconds' is {command.seconds:g} but must lie above 0 and be at most 3600.")
     return command

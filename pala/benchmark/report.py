@@ -50,7 +50,12 @@ def _pace(config: dict[str, Any]) -> str:
 
 def _slowed(options: dict[str, Any]) -> str:
     slowdown = options.get("slowdown", 1.0)
-    return f" The last rank is made {slowdown:g} times slower: it sleeps after each step." if slowdown > 1 else ""
+    if slowdown <= 1:
+        return ""
+    return (
+        f" The last rank sleeps {slowdown - 1:g} times as long as its threads compute, after each step: where all of "
+        f"them compute all the time it is {slowdown:g} times slower, else less."
+    )
 
 
 def _left_out(jobs: list[dict[str, Any]]) -> str:

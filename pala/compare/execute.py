@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,17 @@ class Task:
 
 class WrongRanksError(PalaError):
     """A run that a job has brought to another number of ranks: its own fault, and no reason to stop the others."""
+
+
+@contextlib.contextmanager
+def locked(runs: Iterable[Planned]) -> Iterator[None]:
+    """Make these runs' folders, and keep other comparisons out of them. Raises PalaError if one works there."""
+    with contextlib.ExitStack() as locks:
+        for folder in sorted({run.folder.parent for run in runs}):
+            folder.mkdir(parents=True, exist_ok=True)
+            if (lock := lock_folder(folder)) is not None:  # None where there are no locks
+                locks.enter_context(lock)
+        yield
 
 
 def task_of(planned: Planned, results: Path) -> Task | None:
@@ -180,11 +191,7 @@ class Executor:
     def run(self) -> list[Planned]:
         """Returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
         if another comparison runs in the same folder."""
-        with contextlib.ExitStack() as locks:
-            for folder in {task.run.folder.parent for task in self.tasks}:
-                folder.mkdir(parents=True, exist_ok=True)
-                if (lock := lock_folder(folder)) is not None:
-                    locks.enter_context(lock)
+        with locked(task.run for task in self.tasks):
             return self._run()
 
     def _run(self) -> list[Planned]:

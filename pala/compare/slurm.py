@@ -5,7 +5,6 @@ A job's name tells which run it is for, so that the queue says what need not be 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shlex
@@ -14,10 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pala.compare.execute import Task, task_of, tasks_of
+from pala.compare.execute import Task, locked, task_of, tasks_of
 from pala.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
-from pala.run.lock import lock_folder
 from pala.system.errors import PalaError
 from pala.system.runtime import tell
 
@@ -68,11 +66,7 @@ class Submission:
     def submit(self) -> list[Planned]:
         """Submit what is missing and has no job; returns the runs whose job Slurm did not take. Raises PalaError if it
         does not answer, or another comparison works in the same folder."""
-        with contextlib.ExitStack() as locks:
-            for folder in sorted({run.folder.parent for run in self._runs}):
-                folder.mkdir(parents=True, exist_ok=True)
-                if (lock := lock_folder(folder)) is not None:  # None where there are no locks
-                    locks.enter_context(lock)
+        with locked(self._runs):
             return self._submit()
 
     def _submit(self) -> list[Planned]:

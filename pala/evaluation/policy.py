@@ -43,7 +43,7 @@ class Policy:
     inputs: Inputs  # from the environment's observations to the network's
     action_space: gymnasium.Space
     global_steps: int  # of training, over all ranks
-    source: str  # "final", or of which checkpoints
+    source: str  # "final", "best", or of which checkpoints
     epsilon: float | None = None  # of a Q-network; None: of a policy that is sampled
     generator: torch.Generator = field(default_factory=torch.Generator, repr=False)  # of what `act` samples
 

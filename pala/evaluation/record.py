@@ -22,7 +22,7 @@ class Evaluation:
 
     finished: str  # UTC, ISO 8601
     environment: str
-    policy: str  # "final", "best", or "mean of checkpoints of N ranks"
+    policy: str  # "final", "best", or of which checkpoints
     global_steps: int  # of training, over all ranks
     frames_per_step: int | None  # Atari: emulator frames a step, so global_steps * frames_per_step are the frames
     episodes: int

@@ -15,20 +15,36 @@ _WITHOUT_INFLUENCE = (
     "evaluation.timeout_s", "evaluation.max_episode_steps", "env.episode_info",
 )  # fmt: skip
 _SECTIONS_NOT_READ = {"a2c": ("gorila.",), "gorila": ("a2c.", "exchange.")}  # by algorithm
+_OF_ATARI = (
+    "terminal_on_life_loss", "frame_skip", "frame_stack", "noop_max", "repeat_action_probability", "full_action_space",
+    "max_episode_frames",
+)  # fmt: skip
 _MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
 
 
 def settings_that_matter(facts: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
     """The settings, with dotted keys, that decide how a run goes: none of another algorithm's, and of the exchange's
     only those that its kind reads."""
-    kind = KINDS[facts["exchange.kind"]]
     graph = ExchangeConfig(kind=facts["exchange.kind"], topology=facts["exchange.topology"]).graph
     facts = facts | {"exchange.topology": graph}
-    read = {"exchange.kind", *(f"exchange.{name}" for name in kind.reads)}
-    ignored = {*_WITHOUT_INFLUENCE, *without}
-    ignored |= {key for key in facts if key.startswith(_SECTIONS_NOT_READ[facts["algorithm"]])}
-    ignored |= {key for key in facts if key.startswith("exchange.") and key not in read}
+    ignored = {*_WITHOUT_INFLUENCE, *without} | _not_read(facts)
     return {key: value for key, value in facts.items() if key not in ignored}
+
+
+def _not_read(facts: dict[str, Any]) -> set[str]:
+    """Settings, with dotted keys, at which such a run does not look."""
+    read = {"exchange.kind", *(f"exchange.{name}" for name in KINDS[facts["exchange.kind"]].reads)}
+    of_exchange = {key for key in facts if key.startswith("exchange.") and key not in read}
+    return of_exchange | {key for key in facts if key.startswith(_SECTIONS_NOT_READ[facts["algorithm"]])}
+
+
+def set_in_vain(config: Config, before: Config) -> list[str]:
+    """Dotted keys of settings that are not what they were, and at which the run does not look."""
+    now, then = flatten(to_table(config)), flatten(to_table(before))
+    unread = _not_read(now)
+    if not config.env.is_atari:
+        unread |= {f"env.{name}" for name in _OF_ATARI}
+    return [key for key in now if now[key] != then[key] and key in unread]
 
 
 def method_of(config: Config) -> str:

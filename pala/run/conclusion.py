@@ -12,7 +12,8 @@ from pala.config import Config
 from pala.evaluation.play import evaluate
 from pala.evaluation.record import Evaluation, save
 from pala.plot import plot
-from pala.run import run_folder
+from pala.run import checkpoint, run_folder
+from pala.run.keeper import kept_best
 from pala.run.result import Conclusion, Result
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError, reason
@@ -54,6 +55,10 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
             outcomes[what], status = f"interrupted by {interrupt.signal.name}", 128 + interrupt.signal
             break
         tell(f"      {what}: {said}")
+    final = checkpoint.policy_header(result.run / run_folder.POLICY)
+    if final is not None and (best := kept_best(result.run / run_folder.BEST_POLICY, final)) is not None:
+        found = f"mean return {best['mean_return']:g} in training, after {best['global_steps']:,} steps"
+        tell(f"      best policy: {found}; `python -m pala.evaluate {shlex.quote(str(result.run))} --best` scores it")
     return Conclusion(status, outcomes, final_tasks.evaluation, final_tasks.learning_curve)
 
 

@@ -76,7 +76,11 @@ class Figures:
         relative = view.mean("consensus_distance_relative")
         mixes = view.total("mixes")
         staleness = max((view.last[rank].get("staleness_updates") or 0 for rank in view.living), default=0)
+        skipped = view.total("updates_skipped")
+        value_loss = f"value loss {_number(view.mean('loss_value'), '{:.4f}')}"
         return {
+            "learning": f"entropy {_number(view.mean('entropy'), '{:.3f}')}, {value_loss}"
+            + f", {skipped:.0f} updates skipped" * (skipped > 0),
             "consensus": f"{_number(view.mean('consensus_distance'), '{:.3f}')} ({_number(relative, '{:.2%}')})",
             "staleness": f"{staleness} updates at most, {mixes:.0f} mixes",
         }
@@ -155,7 +159,7 @@ class Reporter:
                 self._tensorboard.describe({"ranks": ranks, **(settings or {})})
 
     def report(self, global_steps: int) -> dict[str, Any]:
-        """Read what is new and show it."""
+        """Read what is new, show it and return it."""
         self._figures.refresh(global_steps)
         texts = self._figures.texts()
         with self._losing_the_console():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pala.config import Config, load_with_ranks
 from pala.exchange.kinds import kind_of, learning_rate_factor
+from pala.report.settings import set_in_vain
 from pala.report.text import counted
 
 _MOST_HOSTS = 4  # that are named
@@ -43,6 +44,17 @@ def header(
         f"      {config.total_steps:,} steps over all ranks{made}{learns}",
     ]
     return "\n".join(lines)
+
+
+def note_on_vain(config: Config, before: Config) -> str:
+    """A sentence if the command line changes settings of `before` that the run does not read; else empty."""
+    if not (vain := set_in_vain(config, before)):
+        return ""
+    what = f"exchange {config.exchange.kind}" if config.algorithm == "a2c" else "Gorila"
+    names = ", ".join(f"'{key}'" for key in vain)
+    return (
+        f"{names}: set, but nothing reads {'it' if len(vain) == 1 else 'them'} in this run ({what}, {config.env.id})."
+    )
 
 
 def note_on_ranks(preset: Path | None, config: Config, ranks: int) -> str:

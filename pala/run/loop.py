@@ -1,6 +1,6 @@
 """What the loops of both algorithms share: when to end, log and save, and where the time goes.
 
-A loop knows nothing of ranks, peers or MPI; its `exchange` does.
+A loop sends nothing and calls no MPI; its `exchange` does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Loop(abc.ABC):
         self, env_seeds: np.ndarray, on_interval: Callable[[list[Record]], None], save: Callable[[], None],
         on_update: Callable[[int], None] = nothing_on_update,
     ) -> Stop:  # fmt: skip
-        """Train until the budget is met or a signal comes; returns which, or NONE if this rank has left.
+        """Train to the end, by the budget, a signal, a callback or because all leave; returns why, or NONE if this rank
+        has left.
 
         `on_interval` gets the new records every `log_interval_s`, `save` is called every `checkpoint_interval_s`,
         `on_update` gets the number of updates that this rank has made after each of them.

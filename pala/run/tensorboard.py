@@ -25,7 +25,9 @@ class TensorBoard:
         "loss": "loss/dqn", "absolute_error": "loss/absolute_error", "action_value": "value/action_value",
         "epsilon": "update/epsilon", "server_updates": "update/server_updates",
         "gradient_norm": "update/gradient_norm", "learning_rate": "update/learning_rate",
-        "consensus_distance": "exchange/consensus_distance", "staleness_updates": "exchange/staleness_updates",
+        "updates_skipped": "update/skipped", "consensus_distance": "exchange/consensus_distance",
+        "consensus_distance_relative": "exchange/consensus_distance_relative",
+        "staleness_updates": "exchange/staleness_updates",
     }  # fmt: skip
 
     def __init__(self, folder: Path, begin_steps: int = 0) -> None:
