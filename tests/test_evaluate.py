@@ -332,6 +332,20 @@ def test_the_best_policy_is_played_where_it_is_asked_for(tmp_path: Path) -> None
     assert str(evaluation).endswith("best policy after 77 steps")
 
 
+@pytest.mark.parametrize("same_game", [True, False])
+def test_the_best_policy_is_told_at_the_end(
+    same_game: bool, cartpole_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another game, as that of a run that was resumed, it tells nothing."""
+    game = CARTPOLE if same_game else replace(CARTPOLE, env=replace(CARTPOLE.env, id="Acrobot-v1"))
+    header = {"config": to_table(game), "global_steps": 1077, "signature": 0, "mean_return": 3.5}
+    checkpoint.save_policy(cartpole_run / "best_policy.safetensors", dict(network_of(CARTPOLE).state_dict()), header)
+    config = replace(CARTPOLE, evaluation=replace(CARTPOLE.evaluation, episodes=0))
+    conclude(Result(cartpole_run, "completed", 1234, None, True, 0), config, Interrupt())
+    told = "best policy: mean return 3.5 in training, after 1,077 steps; `python -m pala.evaluate"
+    assert (told in capsys.readouterr().out) == same_game
+
+
 def test_no_policy_and_no_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", CARTPOLE)
     with pytest.raises(PalaError, match="has no checkpoint"):
