@@ -43,8 +43,9 @@ from pala.run import run_folder
 from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
+from pala.system.interrupt import LEAVE, hangup
 from pala.system.jobs import clear_after
-from pala.system.runtime import ANNOUNCEMENT, LEAVE, SUPERVISED, hangup, say
+from pala.system.output import ANNOUNCEMENT, SUPERVISED, say
 from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
@@ -518,7 +519,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.set_defaults(**vars(options))
         parser.print_help()
         sys.exit(0)
-    if (options.ranks is not None and options.ranks < 1) or options.restarts < 0 or options.pause_s < 0:
+    if (options.ranks is not None and options.ranks < 1) or options.restarts < 0 or not options.pause_s >= 0:
         parser.error("'-n' must be at least 1, '--restarts' and '--pause-s' at least 0")
     return options, others + (["--run.spares", str(options.spares)] if options.spares is not None else [])
 

@@ -67,7 +67,8 @@ def fit(
     ends.
     """
     from pala.system.errors import CollectiveError
-    from pala.system.runtime import one_sentence_for_mistakes, prepare
+    from pala.system.output import one_sentence_for_mistakes
+    from pala.system.resources import prepare
     from pala.transport.agreement import collectively, cores_per_rank
     from pala.transport.mpi_process import abort, has_started_mpi, leave_job, note_spares, start_mpi
 
@@ -107,7 +108,7 @@ def fit(
 def _facts() -> dict[str, Any]:
     """For run.json, of the first rank; found once: a process that has started MPI must start no others."""
     from pala.run.provenance import provenance
-    from pala.system.runtime import Launch
+    from pala.system.launcher import Launch
     from pala.transport.mpi_process import has_started_mpi
 
     return provenance(may_start_processes=not has_started_mpi()) if Launch.detect().rank == 0 else {}
@@ -168,14 +169,17 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
 
 def evaluate_policy(
     run: str | Path, episodes: int | None = None, num_envs: int | None = None, greedy: bool | None = None,
-    seed: int = 0, threads: int | None = None, trust_run: bool = False, best: bool = False,
+    seed: int = 0, threads: int | None = None, trust_run: bool = False, best: bool = False, **other_settings: float,
 ) -> Evaluation:  # fmt: skip
     """Play whole games with a run's policy, without MPI; writes nothing. What is None is as in the run's own
     `evaluation` settings; `threads`, of torch and Atari: the cores that this process may use.
 
     Equal arguments give equal returns, unless the environment has chance of its own. `trust_run`, `best`: as of
-    `load_policy`. Raises PalaError.
+    `load_policy`. `other_settings`: other than the run's; of Atari `noop_max`, `repeat_action_probability`,
+    `max_episode_frames`, of Gorila `epsilon`. Raises PalaError.
     """
     from pala.evaluation.play import evaluate_with_defaults
 
-    return evaluate_with_defaults(Path(run), episodes, num_envs, greedy, seed, threads, trust_run, best)
+    return evaluate_with_defaults(
+        Path(run), episodes, num_envs, greedy, seed, threads, trust_run, best, other_settings
+    )  # fmt: skip

@@ -42,7 +42,7 @@ def main() -> None:
         return
     if name not in _MODULES:
         from pala.system.errors import nearest
-        from pala.system.runtime import say
+        from pala.system.output import say
 
         say(f"pala: error: '{name}' is none of: {', '.join(_MODULES)}{nearest(name, _MODULES) or '.'}")
         sys.exit(2)

@@ -59,6 +59,8 @@ class EnvConfig:
     """Atari: frames an observation holds [DQN]."""
     noop_max: int = 30
     """Atari: an episode begins with up to this many no-ops [DQN]."""
+    fire_on_reset: bool = True
+    """Atari: an episode begins with FIRE in games that need it. After a lost life nobody presses it."""
     repeat_action_probability: float = 0.0
     """Atari: probability that the emulator repeats the last action ("sticky actions"). [GALA: 0]."""
     full_action_space: bool = False

@@ -15,7 +15,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from pala.system.errors import PalaError
-from pala.system.runtime import say
+from pala.system.output import say
 
 _PATIENCE_S = 3.0  # with all processes that are to end after a failure
 

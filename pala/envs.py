@@ -31,7 +31,7 @@ from pala.env_processes import EnvProcesses
 from pala.spaces import Inputs, Layout, inputs_of
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.names import import_module, parse_call
-from pala.system.runtime import say
+from pala.system.output import say
 from pala.wrappers import wrapped
 
 MakeEnv = Callable[[], gymnasium.Env]
@@ -189,6 +189,7 @@ class AtariEnvs(Envs):
             stack_num=config.frame_stack,
             frameskip=config.frame_skip,
             noop_max=config.noop_max,
+            use_fire_reset=config.fire_on_reset,
             # `episodic_life` would reset the whole game at a lost life; this only reports it.
             life_loss_info=config.terminal_on_life_loss,
             reward_clipping=False,  # it would hide the true reward

@@ -17,10 +17,12 @@ from typing import Annotated
 
 import tyro
 
+from pala.evaluation.acting import Acting
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
-from pala.system.runtime import prepare, tell
+from pala.system.output import tell
+from pala.system.resources import prepare
 
 _PROGRAM = "pala.play"
 _THREADS = 1  # one environment, one observation at a time
@@ -58,21 +60,20 @@ def main() -> None:
     prepare(_THREADS)
     from pala.evaluation.video import record_video
 
-    common = command.greedy, command.seed, _THREADS, command.trust_run, command.best
+    acting = Acting(command.greedy, command.seed, _THREADS, command.trust_run, command.best)
     if command.video is not None:
-        tell(record_video(command.run, command.video, *common))
+        tell(record_video(command.run, command.video, acting))
     else:
-        _watch(command)
+        _watch(command, acting)
 
 
-def _watch(command: Command) -> None:
+def _watch(command: Command, acting: Acting) -> None:
     """In a window."""
     from pala.evaluation.video import filmed, words_of
     from pala.evaluation.window import Window
 
     window, told = Window(f"PALA  {command.run}"), 0
-    how = command.greedy, command.seed, _THREADS, command.trust_run, command.best
-    with filmed(command.run, command.episodes, *how) as film:
+    with filmed(command.run, command.episodes, acting) as film:
         for picture in itertools.chain(film.pictures, [None]):  # the last episode ends without a picture
             for episode in film.ended[told:]:
                 tell(words_of(episode))

@@ -46,7 +46,7 @@ from pala.report.settings import phrase, settings_that_matter
 from pala.report.text import counted
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
-from pala.system.runtime import say, tell
+from pala.system.output import say, tell
 from pala.system.tables import flatten
 
 if TYPE_CHECKING:

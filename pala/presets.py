@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pala.system.errors import PalaError, nearest, reason
-from pala.system.runtime import tell
+from pala.system.output import tell
 from pala.system.tables import shown
 
 if sys.version_info >= (3, 11):

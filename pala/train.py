@@ -30,7 +30,9 @@ from pala.run.header import first_line, note_on_ranks, note_on_vain
 from pala.run.provenance import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import Launch, announce, die_with_launcher, prepare, say, tell
+from pala.system.launcher import Launch, die_with_launcher
+from pala.system.output import announce, say, tell
+from pala.system.resources import prepare
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi_or_exit
 

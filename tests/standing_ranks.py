@@ -201,7 +201,7 @@ def train(
     from pala.run.rank import run_rank
     from pala.run.request import Request
     from pala.system.errors import CollectiveError
-    from pala.system.runtime import say
+    from pala.system.output import say
     from pala.train import parse
     from pala.transport.agreement import collectively
 
@@ -279,7 +279,8 @@ def _serve(world: Any, connection: Connection) -> None:
 
 def main() -> None:
     """What each rank runs."""
-    from pala.system.runtime import die_with_launcher, loading, prepare
+    from pala.system.launcher import die_with_launcher
+    from pala.system.resources import loading, prepare
     from pala.transport.mpi_process import start_mpi
 
     die_with_launcher()

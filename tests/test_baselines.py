@@ -20,7 +20,7 @@ from pala.exchange.gossip.topology import out_peers
 from pala.exchange.shared_memory import SharedMemory
 from pala.run.checkpoint import load_policy
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Communicator
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

@@ -25,7 +25,7 @@ from pala.doctor.advice import Advice, advise
 from pala.doctor.facts import Host, Job, PairPing, Product, Rank, Trial
 from pala.doctor.ping import tournament, turns
 from pala.doctor.report import report
-from pala.system.runtime import physical_cores
+from pala.system.resources import physical_cores
 
 OPEN_MPI, MPICH = Product("Open MPI", "5.0.11"), Product("MPICH", "5.0.2")
 GIB = 2**30
@@ -304,8 +304,8 @@ def test_a_containers_limits_are_read(files, quota, limit_bytes, monkeypatch, tm
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
-    monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "none")
+    monkeypatch.setattr("pala.system.resources._CGROUP", tmp_path)
+    monkeypatch.setattr("pala.system.resources._OWN_GROUP", tmp_path / "none")
     here = facts.host_here(facts.Launcher())
     assert here.most_cores == quota
     assert here.memory_bytes == limit_bytes if limit_bytes is not None else here.memory_bytes > 1e6
@@ -339,8 +339,8 @@ def test_a_jobs_limits_are_read_wherever_they_stand(own, files, monkeypatch, tmp
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     (tmp_path / "own").write_text(own + "\n")
-    monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
-    monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr("pala.system.resources._CGROUP", tmp_path)
+    monkeypatch.setattr("pala.system.resources._OWN_GROUP", tmp_path / "own")
     here = facts.host_here(facts.Launcher())
     assert (here.most_cores, here.memory_bytes) == (2.0, 4096)
 

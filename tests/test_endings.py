@@ -33,7 +33,7 @@ from pala.run.request import Request
 from pala.run.result import Conclusion, Result
 from pala.system import waiting
 from pala.system.errors import CollectiveError, EndError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Received
 from pala.transport.memory import MemoryCommunicator, run_ranks
 

@@ -11,6 +11,7 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +27,10 @@ import pala
 from pala import evaluate as program
 from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
 from pala.envs import Envs, Episode, Step, make_envs
+from pala.evaluation.acting import Acting
 from pala.evaluation.play import _statistics, evaluate, play
 from pala.evaluation.policy import load_policy, policy_of
-from pala.evaluation.record import Evaluation, action_words
+from pala.evaluation.record import Evaluation, action_words, read_evaluation, save
 from pala.evaluation.scores import human_normalised, reference_scores
 from pala.evaluation.video import _atari_screen, _write_video, record_video
 from pala.networks.network import ActorCritic, FlatParameters
@@ -36,9 +38,10 @@ from pala.run import checkpoint, conclusion, run_folder, user_code
 from pala.run.checkpoint import RankState
 from pala.run.conclusion import conclude
 from pala.run.hooks import UserCode
+from pala.run.lock import lock_folder
 from pala.run.result import Result
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 
 CARTPOLE = Config(
     env=EnvConfig(id="CartPole-v1"),
@@ -153,7 +156,7 @@ def test_an_episode_without_an_end_is_cut(cartpole_run: Path, capsys: pytest.Cap
     table = json.loads((cartpole_run / "run.json").read_text())
     table["config"] = to_table(replace(config, evaluation=replace(config.evaluation, max_episode_steps=5)))
     (cartpole_run / "run.json").write_text(json.dumps(table))
-    evaluation = evaluate(cartpole_run, 4, 2, False, 1, 1)
+    evaluation = evaluate(cartpole_run, 4, 2, Acting(seed=1))
     assert evaluation.mean_length_steps == evaluation.mean_return == 5
     assert "4 of 4 episodes were cut after 5 steps ('evaluation.max_episode_steps' or" in capsys.readouterr().err
 
@@ -168,7 +171,7 @@ def test_episodes_that_are_all_there_are_not_given_up() -> None:
 def test_an_episode_that_training_would_cut_is_cut_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = replace(CARTPOLE, env=replace(CARTPOLE.env, max_episode_steps=3))
     run = make_run(tmp_path / "run", config, network_of(config))
-    assert evaluate(run, 2, 1, greedy=False, seed=0, threads=1).mean_length_steps == 3
+    assert evaluate(run, 2, 1, Acting()).mean_length_steps == 3
     assert "2 of 2 episodes were cut after 3 steps" in capsys.readouterr().err
 
 
@@ -185,7 +188,7 @@ def test_games_that_do_not_end_are_given_up() -> None:
 
 
 def test_statistics_and_repeatability(cartpole_run: Path) -> None:
-    first, second, other = (evaluate(cartpole_run, 6, 4, greedy=False, seed=s, threads=1) for s in (0, 0, 1))
+    first, second, other = (evaluate(cartpole_run, 6, 4, Acting(seed=s)) for s in (0, 0, 1))
     assert first.returns == second.returns != other.returns
     assert (first.episodes, first.num_envs, len(first.returns)) == (6, 4, 6)
     assert first.mean_return == pytest.approx(np.mean(first.returns))
@@ -215,7 +218,7 @@ def test_greedy_actions_need_no_random_stream(cartpole_run: Path) -> None:
 
 
 def test_one_episode_has_no_standard_error(cartpole_run: Path) -> None:
-    evaluation = evaluate(cartpole_run, 1, 16, greedy=True, seed=0, threads=1)
+    evaluation = evaluate(cartpole_run, 1, 16, Acting(greedy=True))
     assert evaluation.standard_error is None
     assert "over 1 episode, greedy actions" in str(evaluation)
 
@@ -223,7 +226,7 @@ def test_one_episode_has_no_standard_error(cartpole_run: Path) -> None:
 @pytest.mark.slow
 def test_atari_is_normalised_and_plays_whole_games(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", PONG, network_of(PONG))
-    evaluation = evaluate(run, 2, 2, greedy=False, seed=0, threads=1)
+    evaluation = evaluate(run, 2, 2, Acting())
     assert evaluation.mean_length_steps == 20
     assert evaluation.human_normalised_score == pytest.approx((evaluation.mean_return + 20.7) / 35.3 * 100)
     assert str(evaluation).startswith("Pong: mean return ")
@@ -284,6 +287,27 @@ def test_a_run_that_trains_is_followed_to_its_final_policy(
     for other in ("--best", "--video=x.mp4", "--episodes=0"):
         with pytest.raises(PalaError, match="'--follow' scores checkpoints as they come"):
             program.parse([str(run), "--follow", other])
+
+
+def test_a_follower_says_that_nobody_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", CARTPOLE)
+    run_folder.RunRecord.begin(run, CARTPOLE, {"ranks": 2, "status": "stopped"})
+    waits = iter(range(5))
+
+    def wait(_: float) -> None:
+        if next(waits, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.time, "sleep", wait)
+    with pytest.raises(KeyboardInterrupt), lock_folder(run) or nullcontext():
+        program._follow(run, pytest.fail)
+    assert not capsys.readouterr().err, "somebody trains"
+    waits = iter(range(5))
+    with pytest.raises(KeyboardInterrupt):
+        program._follow(run, pytest.fail)
+    assert capsys.readouterr().err.count(f"Nobody trains run '{run}' now (") == 1
 
 
 def test_a_follower_tries_again_only_if_there_are_newer_checkpoints(
@@ -349,21 +373,21 @@ def test_the_best_policy_is_told_at_the_end(
 def test_no_policy_and_no_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", CARTPOLE)
     with pytest.raises(PalaError, match="has no checkpoint"):
-        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+        evaluate(run, 1, 1, Acting())
 
 
 def test_a_policy_of_another_size(tmp_path: Path) -> None:
     other = replace(CARTPOLE, network=NetworkConfig(mlp_hidden=(16,)))
     run = make_run(tmp_path / "run", CARTPOLE, network_of(other))
     with pytest.raises(PalaError, match=r"another network .*'policy_head.weight' should be \[2, 8\] and is \[2, 16\]"):
-        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+        evaluate(run, 1, 1, Acting())
 
 
 def test_a_policy_of_another_depth(tmp_path: Path) -> None:
     other = replace(CARTPOLE, network=NetworkConfig(mlp_hidden=(8, 8)))
     run = make_run(tmp_path / "run", CARTPOLE, network_of(other))
     with pytest.raises(PalaError, match=r"should be missing and is \[8"):
-        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+        evaluate(run, 1, 1, Acting())
 
 
 def test_a_policy_that_is_not_finite(tmp_path: Path) -> None:
@@ -372,7 +396,7 @@ def test_a_policy_that_is_not_finite(tmp_path: Path) -> None:
         next(network.parameters()).fill_(math.nan)
     run = make_run(tmp_path / "run", CARTPOLE, network)
     with pytest.raises(PalaError, match="not finite"):
-        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+        evaluate(run, 1, 1, Acting())
 
 
 def test_an_environment_made_in_python(tmp_path: Path) -> None:
@@ -380,15 +404,15 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
     user_code.keep(run, config, UserCode(Sparkle))
-    evaluation = evaluate(run, 3, 2, greedy=False, seed=0, threads=1)
+    evaluation = evaluate(run, 3, 2, Acting())
     assert evaluation.returns == [5, 5, 5]
     assert (evaluation.environment, evaluation.noop_max) == ("Sparkle", None)
     with pytest.raises(PalaError, match="draws no pictures"):
-        record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+        record_video(run, tmp_path / "video.mp4", Acting())
     (run / "make_env.txt").unlink()
     (run / "make_env.pkl").write_bytes(b"nonsense")
     with pytest.raises(PalaError, match="cannot be loaded"):
-        evaluate(run, 3, 2, greedy=False, seed=0, threads=1, trust_run=True)
+        evaluate(run, 3, 2, Acting(trust_run=True))
 
 
 def test_environments_that_cannot_be_closed_cost_neither_score_nor_policy(
@@ -397,7 +421,7 @@ def test_environments_that_cannot_be_closed_cost_neither_score_nor_policy(
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE.network)
     run = make_run(tmp_path / "run", CARTPOLE, network)
     user_code.keep(run, CARTPOLE, UserCode(Stuck))
-    assert evaluate(run, 3, 2, greedy=False, seed=0, threads=1).returns == [5, 5, 5]
+    assert evaluate(run, 3, 2, Acting()).returns == [5, 5, 5]
     assert policy_of(run).source == "final"
     said = capsys.readouterr().err
     assert said.count("The environments cannot be closed (RuntimeError: the viewer is gone).") == 2
@@ -413,7 +437,7 @@ def test_an_evaluation_that_is_interrupted_leaves_no_process(tmp_path: Path, mon
 
     monkeypatch.setattr(AsyncVectorEnv, "step_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(run, 2, 2, greedy=False, seed=0, threads=1)
+        evaluate(run, 2, 2, Acting())
     assert not multiprocessing.active_children()
 
 
@@ -458,6 +482,56 @@ def test_the_program_writes_json_and_keeps_earlier_results(
     output = capsys.readouterr().out.splitlines()
     assert len(output) == 2
     assert output[1].startswith("CartPole-v1: mean return ")
+
+
+def test_several_runs_are_scored_each_by_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network, other = network_of(CARTPOLE), replace(CARTPOLE, evaluation=EvaluationConfig(episodes=2, num_envs=1))
+    runs = [make_run(tmp_path / "a", CARTPOLE, network), make_run(tmp_path / "b", other, network)]
+    monkeypatch.setattr(program, "prepare", lambda threads: None)
+    monkeypatch.setattr("sys.argv", ["evaluate", *map(str, runs), "--threads", "1"])
+    program.main()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": CartPole-v1: mean")[0] for line in said] == [*map(str, runs)]
+    assert [json.loads((run / "evaluation.json").read_text())["episodes"] for run in runs] == [3, 2]
+    for option in ("--follow", "--video=x.mp4"):
+        with pytest.raises(PalaError, match="is of one run, but 2 are named"):
+            program.parse([*map(str, runs), option])
+    with pytest.raises(PalaError, match="Name the folder of at least one run"):
+        program.parse([])
+
+
+def test_a_score_by_other_settings_is_no_result_of_the_run(tmp_path: Path) -> None:
+    config = replace(PONG, evaluation=EvaluationConfig(episodes=1, num_envs=1))
+    run = make_run(tmp_path / "run", config, network_of(config))
+    other = {"repeat_action_probability": 0.25, "noop_max": 0, "max_episode_frames": 400}
+    evaluation = evaluate(run, 1, 1, Acting(other_settings=other))
+    save(run, evaluation)
+    assert (evaluation.repeat_action_probability, evaluation.noop_max) == (0.25, 0)
+    assert evaluation.mean_length_steps == 100 and evaluation.other_settings == other
+    assert "no-ops" not in str(evaluation) and "sticky actions 0.25, at most 400 frames" in str(evaluation)
+    assert not (run / "evaluation.json").exists() and read_evaluation(run) is None
+    own = pala.evaluate_policy(run, episodes=1, max_episode_frames=400)
+    assert own.noop_max == 30 and own.other_settings == {"max_episode_frames": 400}
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"noop_max": 0}, "'noop_max' is of Atari games only"),
+        ({"epsilon": 0.1}, "'epsilon' is of Gorila only"),
+        ({"frame_skip": 2}, "has no setting 'frame_skip' of its own"),
+    ],
+)
+def test_other_settings_that_cannot_be_are_told(other: dict[str, float], says: str, cartpole_run: Path) -> None:
+    with pytest.raises(PalaError, match=says):
+        evaluate(cartpole_run, 1, 1, Acting(other_settings=other))
+
+
+def test_numbers_of_an_episode_that_have_no_mean_are_left_out() -> None:
+    played = [Episode(1.0, 5, 0, {"x": value, "y": 2.0}) for value in (math.inf, -math.inf)]
+    assert _statistics(played)["mean_info"] == {"y": 2.0}
 
 
 def test_an_evaluation_is_kept_although_nobody_reads_what_is_said(cartpole_run: Path) -> None:
@@ -522,7 +596,7 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", config, network)
     if game == "Sparkle":
         user_code.keep(run, CARTPOLE, UserCode(lambda: Sparkle("rgb_array")))
-    sentence = record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+    sentence = record_video(run, tmp_path / "video.mp4", Acting())
     steps, size, frames_per_s = (20, (320, 420), 15) if game == "Pong" else (5, (330, 606), 10)
     assert f"an episode of {steps} steps" in sentence
     with imageio.get_reader(tmp_path / "video.mp4") as reader:
@@ -541,7 +615,7 @@ def test_an_environment_that_does_not_draw_is_told(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", CARTPOLE, network)
     user_code.keep(run, CARTPOLE, UserCode(lambda: Blind("rgb_array")))
     with pytest.raises(PalaError, match=r"cannot be drawn for a video: RuntimeError: no display\."):
-        record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+        record_video(run, tmp_path / "video.mp4", Acting())
 
 
 def no_memory() -> gymnasium.Env:
@@ -561,7 +635,7 @@ def test_an_environment_that_cannot_be_made_is_told(make_env: Any, sentence: str
     run = make_run(tmp_path / "run", CARTPOLE, network)
     user_code.keep(run, CARTPOLE, UserCode(make_env))
     with pytest.raises(PalaError, match=sentence):
-        record_video(run, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
+        record_video(run, tmp_path / "video.mp4", Acting())
 
 
 def test_a_video_that_cannot_be_read_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from pala import plot as plot_program
 from pala.compare import __main__ as compare_program
 from pala.compare import collect
 from pala.config import EnvConfig
+from pala.evaluation.acting import Acting
 from pala.evaluation.play import evaluate
 from pala.evaluation.video import record_video
 from pala.gorila import scores as scores_program
@@ -272,8 +273,8 @@ def test_an_old_run_is_evaluated_when_it_is_trusted(
     evaluate_program.main()
     assert "mean return 5" in capsys.readouterr().out
     with pytest.raises(PalaError, match="add `--trust-run`"):
-        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1)
-    assert evaluate(folder, 1, 1, greedy=False, seed=0, threads=1, trust_run=True).returns == [5]
+        record_video(folder, tmp_path / "video.mp4", Acting())
+    assert evaluate(folder, 1, 1, Acting(trust_run=True)).returns == [5]
 
 
 def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, someone_else: Callable[[], None]) -> None:
@@ -376,7 +377,7 @@ def open_everywhere(folder: Path, mark: Path) -> None:
     (folder.parent / "game.toml").write_text(GAME)
     preset.write_text(PRESET.replace('"game.toml"', f'"{folder.parent}/game.toml"'))
     readers: list[Callable[[], object]] = [
-        lambda: evaluate(folder, 1, 1, greedy=False, seed=0, threads=1),
+        lambda: evaluate(folder, 1, 1, Acting()),
         lambda: plot_program.read(folder),
         lambda: scores_program.read(folder),
         lambda: checkpoint.global_steps(folder),
@@ -413,9 +414,9 @@ def test_a_module_that_a_run_names_is_imported_for_who_made_it_or_by_request(
     monkeypatch.syspath_prepend(tmp_path)
 
     def film(trust_run: bool = False) -> None:
-        record_video(folder, tmp_path / "video.mp4", greedy=False, seed=0, threads=1, trust_run=trust_run)
+        record_video(folder, tmp_path / "video.mp4", Acting(trust_run=trust_run))
 
-    for program in (film, lambda: evaluate(folder, 1, 1, greedy=False, seed=0, threads=1)):
+    for program in (film, lambda: evaluate(folder, 1, 1, Acting())):
         with pytest.raises(PalaError, match=r"brings code along, 'env.id' \['harm_of_a_run:Name-v0'\].*--trust-run"):
             program()
     with pytest.raises(PalaError, match="its code ran"):
@@ -477,7 +478,7 @@ def test_an_evaluation_of_checkpoints_does_not_hide_the_final_one(run: Path) -> 
 
     evaluate_and_save(run)
     final = (run / "evaluation.json").read_bytes()
-    found = evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+    found = evaluate(run, 1, 1, Acting())
     record.save(run, replace(found, policy="mean of checkpoints of 2 ranks"))
     assert (run / "evaluation.json").read_bytes() == final
     assert len((run / "evaluations.jsonl").read_text().splitlines()) == 2
@@ -486,7 +487,7 @@ def test_an_evaluation_of_checkpoints_does_not_hide_the_final_one(run: Path) -> 
 def evaluate_and_save(run: Path) -> None:
     from pala.evaluation import record
 
-    record.save(run, evaluate(run, 1, 1, greedy=False, seed=0, threads=1))
+    record.save(run, evaluate(run, 1, 1, Acting()))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -615,7 +616,7 @@ def test_a_forged_policy_is_refused_before_its_tensors_are_read(run: Path, littl
     assert end == place
     forge(run / "policy.safetensors", header)
     with pytest.raises(PalaError, match=rf"'{name}' should be \[2\] and is \[{size // 4}\]"):
-        evaluate(run, 1, 1, greedy=False, seed=0, threads=1)
+        evaluate(run, 1, 1, Acting())
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
@@ -629,7 +630,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
     assert isinstance(result, CollectiveError) and "of another algorithm" in str(result)
     (tmp_path / "r" / "policy.safetensors").unlink()
     with pytest.raises(PalaError, match="of another algorithm"):
-        evaluate(tmp_path / "r", 1, 1, greedy=False, seed=0, threads=1)
+        evaluate(tmp_path / "r", 1, 1, Acting())
 
 
 # ---- sentences -------------------------------------------------------------------------------------------------------

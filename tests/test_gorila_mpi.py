@@ -28,7 +28,7 @@ from standing_ranks import Ended, StandingRanks, train
 from pala.gorila.shard import assemble
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
-from pala.system.runtime import available_memory_bytes
+from pala.system.resources import available_memory_bytes
 from pala.transport.base import Communicator
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

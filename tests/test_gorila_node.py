@@ -39,7 +39,7 @@ from pala.networks.network import FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.run.loop import Counters, Progress
 from pala.system.errors import EndError, PalaError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Bytes, Received
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small

@@ -29,7 +29,7 @@ from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters
 from pala.networks.tape import Tape
 from pala.run.loop import Counters, Progress
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Bytes
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small

@@ -30,7 +30,7 @@ from runs import all_train, intervals, local_steps, longest_gap_s
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
 from pala.run.metrics import read_run
-from pala.system.runtime import usable_cores
+from pala.system.resources import usable_cores
 
 pytestmark = pytest.mark.mpi
 

@@ -135,7 +135,7 @@ import gc, sys
 from pala.config import Config, EnvConfig, EvaluationConfig, RunConfig
 from pala.run.rank import run_rank
 from pala.run.request import Request
-from pala.system.runtime import loading
+from pala.system.resources import loading
 from pala.transport.memory import run_ranks
 small = {"env": EnvConfig("CartPole-v1", num_envs=1), "evaluation": EvaluationConfig(episodes=0)}
 config = Config(total_steps=80, run=RunConfig(sys.argv[1], console="none", tensorboard=False), **small)

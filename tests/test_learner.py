@@ -30,7 +30,7 @@ from pala.run.loop import Counters, Progress
 from pala.run.metrics import Record
 from pala.run.stopwatch import SECTIONS
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small

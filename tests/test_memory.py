@@ -674,6 +674,26 @@ def test_the_same_ranks_go_on_from_their_own_checkpoints(kind: str, tmp_path: Pa
         assert old.random_states["actions"].equal(new.random_states["actions"])
 
 
+@pytest.mark.parametrize(
+    ("stream", "says"),
+    [
+        (torch.zeros(16, dtype=torch.uint8), "of another kind of device: the random streams of actions are new"),
+        (torch.zeros_like(torch.Generator().get_state()), "[rank 0] The checkpoint's random stream cannot be used"),
+    ],
+)
+def test_a_random_stream_that_cannot_go_on_begins_anew(
+    stream: Tensor, says: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of a GPU's generator; of none."""
+    job = train(2, configure(tmp_path, steps=ENDLESS), on_count=stop_when(0, updates=10))
+    for state in job.states():
+        state.random_states["actions"] = stream
+        checkpoint.save_rank(checkpoint.newest_segment(job.run), state)
+    steps = job.segment["global_steps"] + 100
+    resumed = train(2, replace(job.config, total_steps=steps), resume=job.run)
+    assert resumed.ended_well() and capsys.readouterr().err.count(says) == 1
+
+
 @pytest.mark.parametrize("ranks", slow_but_for([1, 4], 4))
 @pytest.mark.parametrize("kind", slow_but_for(KINDS, "gossip"))
 def test_other_ranks_go_on_from_the_runs_policy(

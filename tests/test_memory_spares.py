@@ -28,6 +28,7 @@ from pala.envs import Envs
 from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver
 from pala.run.job import Job
+from pala.run.parts import build_envs
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
@@ -99,6 +100,28 @@ def test_a_resume_goes_on_from_the_spare_that_trained_alone(tmp_path: Path, caps
     resumed = train(3, replace(job.config, total_steps=steps + 1), resume=job.run)
     assert resumed.ended_well(but_for=[2]) and "had lost 1 rank" in capsys.readouterr().err
     assert resumed.segment["global_steps"] > steps and resumed.states(ranks=1)[0].counters["updates"] >= 20
+
+
+@pytest.mark.parametrize("ranks", [5, 2])
+def test_a_spare_that_cannot_build_leaves_its_place_to_others(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5 ranks another takes it. Of 2 it was the last, and the run has failed."""
+    spare = 3 if ranks == 5 else 1
+
+    def build(*given: object) -> Envs:
+        if threading.current_thread().name == f"rank-{spare}":
+            raise ValueError("no licence")
+        return build_envs(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pala.run.start.build_envs", build)
+    config = with_spares(tmp_path, spares=2 if ranks == 5 else 1)
+    job = train(ranks, config, [fail_at(0, update=5)], on_count=stop_when(4, updates=5))
+    assert isinstance(job.results[spare], ValueError)
+    if ranks == 5:
+        assert stopped_well(job, but_for=[0, 3]) and 4 in ranks_in(job, "joined_ranks")
+    else:
+        assert job.segment["status"] == "failed" and "no licence" in job.segment["error"]
 
 
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:

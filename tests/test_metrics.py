@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gzip
 import json
 import os
 import pty
 import re
+import resource
 import shutil
 import struct
 import subprocess
@@ -31,7 +33,7 @@ from pala.run.tensorboard import TensorBoard
 from pala.run.view import RunView
 from pala.system.errors import PalaError
 from pala.system.files import json_text
-from pala.system.runtime import say
+from pala.system.output import say
 
 
 @pytest.fixture
@@ -153,23 +155,43 @@ def test_what_was_lost_with_fewer_ranks_stays_lost_when_there_are_more(run, join
     assert kept == [[0, 10, 12, 30, 40], [0, 10, 12, 30, 40], [0, 10, *([25, 28] * joins), 30, 40]]
 
 
+@contextlib.contextmanager
+def room_for(path, more_bytes):
+    """No file may grow beyond what this one has and so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_segments_are_in_the_order_of_their_numbers(run):
+    """Ranks 0 and 1 began segment 1000 from a checkpoint at 12 s, without rank 2."""
+    for rank in range(3):
+        write(run, start(0, 0.0, "segment-999"), episode(10), episode(20), rank=rank)
+    for rank in range(2):
+        write(run, start(0, 12.0, "segment-1000"), rank=rank)
+    assert [[r["time_s"] for r in records] for records in read_run(run)] == [[0, 10, 12], [0, 10, 12], [0, 10]]
+
+
 def test_a_full_disk_is_said_once_and_training_goes_on(run, capsys):
     path = metrics_path(run, 3)
-    path.symlink_to("/dev/full")
     writer = MetricsWriter(path, 3)
-    for _ in range(3):
-        writer.write([start(0)])
+    writer.write([start(0)])
+    whole = path.stat().st_size
+    with room_for(path, 10):
+        for _ in range(3):
+            writer.write([episode(1)])
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "[rank 3]" in said
-    assert str(path) in said
-    path.unlink()
-    writer.write([start(1)])
-    assert read_run(run) == [[start(1)]]
-    path.unlink()
-    path.symlink_to("/dev/full")
+    assert "[rank 3]" in said and "File too large" in said and str(path) in said
+    assert path.stat().st_size == whole + 10, "a part of a record was written"
     writer.write([start(2)])
-    assert "[rank 3]" in capsys.readouterr().err
+    assert read_run(run) == [[start(0), start(2)]]
+    with room_for(path, 10):
+        writer.write([start(3)])
+    assert "[rank 3]" in capsys.readouterr().err, "it is said again"
 
 
 # ---- the view --------------------------------------------------------------------------------------------------------
@@ -538,7 +560,7 @@ def test_tensorboard_forgets_what_was_lost(run):
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------
 
-ASK = "import sys; from pala.system.runtime import terminal_size; sys.stderr.write(str(terminal_size()))"
+ASK = "import sys; from pala.system.launcher import terminal_size; sys.stderr.write(str(terminal_size()))"
 
 
 def terminal_seen(stdout: int, *launcher: str) -> str:

@@ -17,6 +17,7 @@ from memory_jobs import ENVS, Trained, configure, run_ranks
 from pala.a2c.normalization import Normalization
 from pala.a2c.update import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, checked
+from pala.evaluation.acting import Acting
 from pala.evaluation.play import evaluate
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.exact import make_codec_with_exact
@@ -303,7 +304,7 @@ def test_ranks_agree_on_the_moments(kind: str, exchange: dict[str, str], tmp_pat
         np.testing.assert_allclose(of[1], -3, atol=0.003)
     np.testing.assert_allclose(moments["variance"].sqrt(), [1, 0.01], rtol=0.2)
     assert float(policy["return_moments.variance"]) > 100
-    assert evaluate(trained.run, 2, 2, greedy=True, seed=0, threads=1).environment == "Far"
+    assert evaluate(trained.run, 2, 2, Acting(greedy=True)).environment == "Far"
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ from pala.run.result import Result
 from pala.run.segment import Segment
 from pala.run.user_code import keep
 from pala.spaces import inputs_of
-from pala.system import runtime
+from pala.system import resources
 from pala.system.errors import CollectiveError, PalaError
 from pala.transport import agreement, mpi_process
 from pala.transport.memory import MemoryCommunicator, run_ranks
@@ -1007,7 +1007,7 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mpi_process, "start_mpi", lambda: communicators[-1])
-    monkeypatch.setattr(runtime, "prepare", lambda threads: None)
+    monkeypatch.setattr(resources, "prepare", lambda threads: None)
     monkeypatch.setattr(pala, "checked", few)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 

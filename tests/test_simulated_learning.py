@@ -17,7 +17,7 @@ from pala.a2c.update import A2C, Loss, UpdateResult
 from pala.config import Config, EnvConfig, ExchangeConfig, NetworkConfig
 from pala.simulate import learn as program
 from pala.simulate import progress
-from pala.simulate.learn import METHODS, Conditions, Learned, learn
+from pala.simulate.learn import METHODS, Conditions, Learned, learn, parse
 from pala.system.errors import PalaError
 
 CONFIG = Config(
@@ -187,3 +187,8 @@ def test_progress_says_what_each_rule_keeps(capsys: pytest.CaptureFixture[str]) 
 def test_mistakes_in_progress_are_one_sentence(arguments: str, sentence: str) -> None:
     with pytest.raises(PalaError, match=sentence):
         progress.run(arguments.split())
+
+
+@pytest.mark.parametrize("words", [["gala/pong"], ["--exchange.kind", "allreduce"]])
+def test_a_preset_of_another_exchange_is_simulated_with_the_methods(words: list[str]) -> None:
+    assert {"uniform", "paired"} <= set(parse([*words, "--total-steps", "1000"]).methods)

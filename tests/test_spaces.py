@@ -14,6 +14,7 @@ from memory_jobs import configure, run_rank, run_ranks
 
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs import make_envs
+from pala.evaluation.acting import Acting
 from pala.evaluation.play import evaluate
 from pala.networks.distributions import distribution_of
 from pala.networks.make import blank_observations, make_tape
@@ -273,7 +274,7 @@ def test_odd_environments_train_and_are_called_by_their_class(observations: Any,
     assert result.status == "completed" and result.run.name.startswith("Odd-20")
     record = run_folder.read(result.run)
     assert record["segments"][0]["environment"] == record["config"]["env"]["id"] == "Odd"
-    evaluation = evaluate(result.run, 2, 2, greedy=False, seed=0, threads=1)
+    evaluation = evaluate(result.run, 2, 2, Acting())
     assert (evaluation.returns, evaluation.environment) == ([4.0, 4.0], "Odd")
     assert read_run(result.run).game == "Odd"
 

@@ -422,6 +422,13 @@ def test_a_run_that_is_continued_has_the_spares_of_its_preset(there: Path) -> No
     assert Scripted(["--continue", "./my.toml", "--run.spares", "2"], []).ranks == 4
 
 
+@pytest.mark.parametrize("pause", ["nan", "-1"])
+def test_a_pause_that_cannot_be_is_told(pause: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        supervise.read_options(["--pause-s", pause])
+    assert "'--pause-s' at least 0" in capsys.readouterr().err
+
+
 def test_the_pause_before_a_restart_has_a_limit(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when a float could not hold it any more."""
     paused: list[float] = []

@@ -15,6 +15,7 @@ from conftest import CARTPOLE, record_of
 from runs import all_intervals, local_steps, parameters_of, states_of, total
 from standing_ranks import StandingRanks, train
 
+from pala.evaluation.acting import Acting
 from pala.evaluation.play import evaluate
 from pala.run.checkpoint import load_policy, newest_segment, save_rank
 from pala.run.hooks import Callbacks
@@ -139,7 +140,7 @@ def test_a_factory_of_environments_and_the_evaluation_of_its_policy(standing: St
     run = tmp_path / "runs/r"
     lengths = [r["length_steps"] for records in read_run(run) for r in records if r["type"] == "episode"]
     assert lengths and max(lengths) <= 37
-    assert max(evaluate(run, 4, 2, False, 1, 1).returns) <= 37
+    assert max(evaluate(run, 4, 2, Acting(seed=1)).returns) <= 37
 
 
 # ---- what is not finite ----------------------------------------------------------------------------------------------

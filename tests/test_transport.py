@@ -13,7 +13,7 @@ import pytest
 from conftest import wait_for
 
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.agreement import collectively
 from pala.transport.base import Bytes, Packet, Received, Receiver, Survivors
 from pala.transport.faults import corrupt, drop, fail_at, fail_at_message, signal_at, stop_at

@@ -24,7 +24,8 @@ from pala.exchange.kinds import kind_of, learning_rate_factor
 from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
-from pala.system.runtime import Interrupt, say
+from pala.system.interrupt import Interrupt
+from pala.system.output import say
 
 _MOST_SKIPPED_UPDATES = 100
 

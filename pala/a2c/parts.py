@@ -29,7 +29,8 @@ from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
 from pala.run.parts import Parts, Saved, prepare_device
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt, available_memory_bytes
+from pala.system.interrupt import Interrupt
+from pala.system.resources import available_memory_bytes
 from pala.system.seeding import torch_weights
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator

@@ -38,8 +38,10 @@ from pala.run.provenance import now_utc, provenance
 from pala.system.command_line import check_choices, exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
+from pala.system.interrupt import hangup
 from pala.system.jobs import launcher_of, run_job, tail
-from pala.system.runtime import hangup, physical_cores, say, tell
+from pala.system.output import say, tell
+from pala.system.resources import physical_cores
 
 _PROGRAM = "pala.benchmark"
 _PRECISIONS = ("float32", "bfloat16")

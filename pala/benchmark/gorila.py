@@ -26,7 +26,7 @@ from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.worker import Worker, minibatches_at_hand
 from pala.run.loop import Counters, Progress
 from pala.run.metrics import Record
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Communicator
 
 _MIN_REPLAY_STEPS, _CAPACITY_STEPS = 2_000, 100_000

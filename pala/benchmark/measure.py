@@ -36,7 +36,7 @@ from pala.networks.network import ActorCritic, Network
 from pala.run.loop import Counters, Loop, Progress
 from pala.run.metrics import Record
 from pala.run.stopwatch import SECTIONS
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
 from pala.transport.base import Communicator
 

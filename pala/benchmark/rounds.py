@@ -33,7 +33,7 @@ from pala.run.job import check_agreement
 from pala.run.parts import build_envs
 from pala.system.device import has_bfloat16
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import process_age_s
+from pala.system.launcher import process_age_s
 from pala.system.seeding import derive
 from pala.transport.base import Communicator
 

@@ -9,7 +9,8 @@ from pala.benchmark.request import read_request
 from pala.config import from_table
 from pala.system.errors import CollectiveError
 from pala.system.files import json_text, write_atomically
-from pala.system.runtime import loading, prepare, say
+from pala.system.output import say
+from pala.system.resources import loading, prepare
 from pala.transport.agreement import collectively, cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi_or_exit
 

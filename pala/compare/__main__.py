@@ -33,7 +33,8 @@ from pala.run.run_folder import runs_in
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_atomically
-from pala.system.runtime import hangup, say, tell
+from pala.system.interrupt import hangup
+from pala.system.output import say, tell
 
 _PROGRAM = "pala.compare"
 

@@ -21,7 +21,7 @@ from pala.run import run_folder
 from pala.run.lock import lock_folder
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
-from pala.system.runtime import tell
+from pala.system.output import tell
 
 _PATIENCE_S = 60.0  # for a job to write its checkpoints and end, after SIGUSR1
 _VERBS = {"train": "starts", "resume": "goes on", "evaluate": "is evaluated"}

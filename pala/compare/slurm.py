@@ -17,7 +17,7 @@ from pala.compare.execute import Task, locked, task_of, tasks_of
 from pala.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
-from pala.system.runtime import tell
+from pala.system.output import tell
 
 _SCRIPT = Path("launch/slurm/several_nodes.sbatch")
 _WHERE = {"partition": "SLURM_JOB_PARTITION", "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS"}

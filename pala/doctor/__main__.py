@@ -31,7 +31,9 @@ from pala.run.provenance import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_json
-from pala.system.runtime import Launch, can_survive, die_with_launcher, prepare, say, tell
+from pala.system.launcher import Launch, can_survive, die_with_launcher
+from pala.system.output import say, tell
+from pala.system.resources import prepare
 from pala.transport.agreement import cores_per_rank
 from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import mpi4py
 
 from pala.run.provenance import installed_versions
-from pala.system.runtime import available_memory_bytes, launcher_process, most_cores
+from pala.system.launcher import launcher_process
+from pala.system.resources import available_memory_bytes, most_cores
 
 _SLURM = (
     "SLURM_JOB_ID",

@@ -13,7 +13,7 @@ from pathlib import Path
 from pala.doctor.facts import Launcher, Product, Trial
 from pala.system.errors import PalaError
 from pala.system.jobs import run_job
-from pala.system.runtime import physical_cores
+from pala.system.resources import physical_cores
 
 _LIMIT_S = 60.0  # a job
 _HELLO = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"

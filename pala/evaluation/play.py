@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from pala.config import EnvConfig
 from pala.envs import AtariEnvs, Envs, Episode, as_gymnasium, make_envs
+from pala.evaluation.acting import Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import EPISODES, Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_of
@@ -22,39 +24,31 @@ from pala.report.text import counted
 from pala.run import run_folder, user_code
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError
-from pala.system.runtime import say, usable_cores
+from pala.system.output import say
+from pala.system.resources import usable_cores
 from pala.system.seeding import derive
 
 _PROGRESS_S = 30.0
 
 
 def evaluate(
-    run: Path,
-    episodes: int,
-    num_envs: int,
-    greedy: bool,
-    seed: int,
-    threads: int,
-    trust_run: bool = False,
-    timeout_s: float = math.inf,
-    best: bool = False,
-) -> Evaluation:
+    run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s: float = math.inf
+) -> Evaluation:  # fmt: skip
     """Play `episodes` whole episodes with the policy of a run, at most `num_envs` of them at the same time.
 
-    Equal arguments give equal returns, unless the environment has chance of its own. `threads`: of torch and Atari.
-    `trust_run`: run the code that the run names though it came from elsewhere; `best`: as of `load_policy`. Raises
-    PalaError, also when the episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
+    Equal arguments give equal returns, unless the environment has chance of its own. Raises PalaError, also when the
+    episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
     """
-    config = run_folder.config_of(run)
-    check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1), seed=(seed, 0), threads=(threads, 1))
-    torch.set_num_threads(threads)
-    make_env, make_network = user_code.load_trusted(run, config, trust_run)
+    config = acting.config_of(run)
+    check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
+    torch.set_num_threads(acting.threads)
+    make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
     limit = min(steps for steps in (config.evaluation.max_episode_steps, config.env.max_episode_steps) if steps)
-    with make_envs(whole_games(config.env, min(num_envs, episodes)), threads, make_env, limit) as envs:
-        policy = load_policy(run, config, envs, make_network, best)
-        act = policy.actor(greedy, int(derive(seed, 0, "evaluation actions")[0]))
+    with make_envs(whole_games(config.env, min(num_envs, episodes)), acting.threads, make_env, limit) as envs:
+        policy = load_policy(run, config, envs, make_network, acting.best)
+        act = policy.actor(acting.greedy, int(derive(acting.seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
-        seeds = derive(seed, 0, "evaluation environments", envs.num_envs)
+        seeds = derive(acting.seed, 0, "evaluation environments", envs.num_envs)
         played, steps = play(envs, act, seeds, episodes, timeout_s)
         seconds = time.perf_counter() - begin
     cut = sum(episode.length_steps >= limit for episode in played)
@@ -68,10 +62,11 @@ def evaluate(
         policy=policy.source,
         global_steps=policy.global_steps,
         num_envs=envs.num_envs,
-        greedy=greedy,
-        epsilon=0.0 if greedy and policy.epsilon is not None else policy.epsilon,
-        seed=seed,
+        greedy=acting.greedy,
+        epsilon=0.0 if acting.greedy and policy.epsilon is not None else policy.epsilon,
+        seed=acting.seed,
         steps_per_s=round(steps / seconds, 1),
+        other_settings=dict(acting.other_settings),
         **_statistics(played),
         **_game_facts(config.env, played, envs.name, isinstance(envs, AtariEnvs)),
     )
@@ -79,16 +74,19 @@ def evaluate(
 
 def evaluate_with_defaults(
     run: Path, episodes: int | None, num_envs: int | None, greedy: bool | None, seed: int, threads: int | None,
-    trust_run: bool, best: bool,
+    trust_run: bool, best: bool, other_settings: Mapping[str, float],
 ) -> Evaluation:  # fmt: skip
     """What `pala.evaluate_policy` does: `evaluate`, with the run's settings for what is None; torch then has as many
     threads as before."""
     settings, before = run_folder.config_of(run).evaluation, torch.get_num_threads()
     try:
+        acting = Acting(
+            settings.greedy if greedy is None else greedy, seed, threads or usable_cores(), trust_run, best,
+            other_settings,
+        )  # fmt: skip
         return evaluate(
             run, (settings.episodes or EPISODES) if episodes is None else episodes,
-            settings.num_envs if num_envs is None else num_envs, settings.greedy if greedy is None else greedy,
-            seed, threads or usable_cores(), trust_run, best=best,
+            settings.num_envs if num_envs is None else num_envs, acting,
         )  # fmt: skip
     finally:
         torch.set_num_threads(before)
@@ -102,13 +100,6 @@ def environments_of(run: Path, num_envs: int, trust_run: bool) -> gymnasium.vect
     return as_gymnasium(whole_games(config.env, num_envs), usable_cores(), make_env)
 
 
-def check_numbers(**values: tuple[int, int]) -> None:
-    """Raise PalaError for a named (value, least value) that is too small."""
-    for name, (value, least) in values.items():
-        if value < least:
-            raise PalaError(f"'{name}' is {value} but must be at least {least}.")
-
-
 def _statistics(played: list[Episode]) -> dict[str, Any]:
     returns = [episode.episode_return for episode in played]
     if bad := sum(not math.isfinite(value) for value in returns):
@@ -116,7 +107,7 @@ def _statistics(played: list[Episode]) -> dict[str, Any]:
             f"{bad} of {counted(len(returns), 'return')} {'are' if bad > 1 else 'is'} not finite: the environment gave "
             "rewards that are NaN or infinite, and there is no score."
         )
-    means = {key: statistics.fmean(episode.info[key] for episode in played) for key in played[0].info}
+    means = {key: sum(episode.info[key] for episode in played) / len(played) for key in played[0].info}
     error = statistics.stdev(returns) / len(returns) ** 0.5 if len(returns) > 1 else None
     return {
         "episodes": len(returns),

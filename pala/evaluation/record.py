@@ -46,6 +46,9 @@ class Evaluation:
     returns: list[float]
     mean_info: dict[str, float] = field(default_factory=dict)
     """Of the numbers in `env.episode_info`, where all are finite."""
+    other_settings: dict[str, float] = field(default_factory=dict)
+    """Those that were not the run's own; such a score is no result of the run, and stands in `evaluations.jsonl`
+    alone."""
 
     def __str__(self) -> str:
         """The one line for people."""
@@ -60,6 +63,8 @@ class Evaluation:
             parts.append(f"up to {self.noop_max} no-ops")
         if self.repeat_action_probability:
             parts.append(f"sticky actions {self.repeat_action_probability:g}")
+        if "max_episode_frames" in self.other_settings:
+            parts.append(f"at most {self.other_settings['max_episode_frames']:,} frames")
         policy = f"{self.policy} policy" if self.policy in ("final", "best") else self.policy
         return f"{', '.join(parts)}; {policy} after {self.global_steps:,} steps"
 
@@ -73,12 +78,12 @@ def action_words(greedy: bool, epsilon: float | None) -> str:
 
 def save(run: Path, evaluation: Evaluation) -> None:
     """Append to `RUN/evaluations.jsonl` and replace `RUN/evaluation.json`, unless the run has completed meanwhile and
-    this is of an earlier policy. Raises PalaError."""
+    this is of an earlier policy, or it was played by other settings than the run's. Raises PalaError."""
     table = asdict(evaluation)
     try:
         record, steps = run_folder.read(run), evaluation.global_steps
         is_newest = evaluation.policy == "final" and record["segments"][-1].get("global_steps", steps) == steps
-        if is_newest or not record["completed"]:
+        if (is_newest or not record["completed"]) and not evaluation.other_settings:
             write_json(run / "evaluation.json", table, indent=2)
         with open_to_append(run / "evaluations.jsonl") as file:
             file.write((json_text(table) + "\n").encode())
@@ -107,7 +112,7 @@ def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | N
             f"The evaluation of run '{folder}' cannot be read: {', '.join(_NUMBERS)} are not all numbers; "
             f"`python -m pala.evaluate {shlex.quote(str(folder))}` makes it anew."
         )
-    is_final = evaluation.get("policy") == "final"
+    is_final = evaluation.get("policy") == "final" and not evaluation.get("other_settings")
     is_final &= evaluation["global_steps"] == record["segments"][-1].get("global_steps")
     found: dict[str, Any] = evaluation
     return found if record["completed"] and is_final else None

@@ -22,10 +22,11 @@ from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
 from pala.envs import Envs, Episode, MakeEnv, atari_rom, make_by_id, make_envs
-from pala.evaluation.play import check_numbers, whole_games
+from pala.evaluation.acting import Acting, check_numbers
+from pala.evaluation.play import whole_games
 from pala.evaluation.policy import Actor, load_policy
 from pala.report.text import short_number
-from pala.run import run_folder, user_code
+from pala.run import user_code
 from pala.system.errors import PalaError, reason
 from pala.system.seeding import derive
 
@@ -36,16 +37,14 @@ _LEAST_VIDEO_WIDTH = 320  # pixels
 _ATARI_FRAMES_PER_S = 60
 
 
-def record_video(
-    run: Path, file: Path, greedy: bool, seed: int, threads: int, trust_run: bool = False, best: bool = False
-) -> str:  # fmt: skip
+def record_video(run: Path, file: Path, acting: Acting) -> str:
     """Write one whole episode as an MP4 file, a picture a step; returns a sentence that says what was played.
 
-    At most 20,000 steps are recorded. `trust_run`, `best`: as of `evaluate`. Raises PalaError.
+    At most 20,000 steps are recorded. Raises PalaError.
     """
     if file.suffix != ".mp4":
         raise PalaError(f"Video '{file}' must have a name that ends in '.mp4'.")
-    with filmed(run, 1, greedy, seed, threads, trust_run, best) as film:
+    with filmed(run, 1, acting) as film:
         steps = _write_video(file, film.frames_per_s, itertools.islice(film.pictures, 1 + _MOST_VIDEO_STEPS))
     if not film.ended:
         return f"Video '{file}': the first {steps:,} steps of an episode; the rest is cut."
@@ -66,20 +65,18 @@ def words_of(episode: Episode) -> str:
 
 
 @contextmanager
-def filmed(
-    run: Path, episodes: int, greedy: bool, seed: int, threads: int, trust_run: bool = False, best: bool = False
-) -> Iterator[Film]:  # fmt: skip
+def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
     """So many episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
     played."""
-    check_numbers(episodes=(episodes, 0), seed=(seed, 0), threads=(threads, 1))
-    torch.set_num_threads(threads)
-    config = run_folder.config_of(run)
-    seeds = derive(seed, 0, "video environment")
-    make_env, make_network = user_code.load_trusted(run, config, trust_run)
-    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), make_env, seeds, threads)
+    check_numbers(episodes=(episodes, 0))
+    torch.set_num_threads(acting.threads)
+    config = acting.config_of(run)
+    seeds = derive(acting.seed, 0, "video environment")
+    make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
+    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), make_env, seeds, acting.threads)
     try:
-        policy = load_policy(run, config, envs, make_network, best)
-        act = policy.actor(greedy, int(derive(seed, 0, "video actions")[0]))
+        policy = load_policy(run, config, envs, make_network, acting.best)
+        act = policy.actor(acting.greedy, int(derive(acting.seed, 0, "video actions")[0]))
         ended: list[Episode] = []
         yield Film(_film(envs, act, screen, seeds, ended, episodes), frames_per_s, ended)
     finally:
@@ -122,7 +119,8 @@ def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
     twin = AtariVectorEnv(
         atari_rom(env.id), num_envs=1, num_threads=1, max_num_frames_per_episode=env.max_episode_frames,
         repeat_action_probability=env.repeat_action_probability, full_action_space=env.full_action_space,
-        autoreset_mode=AutoresetMode.SAME_STEP, frameskip=env.frame_skip, noop_max=env.noop_max, reward_clipping=False,
+        autoreset_mode=AutoresetMode.SAME_STEP, frameskip=env.frame_skip, noop_max=env.noop_max,
+        use_fire_reset=env.fire_on_reset, reward_clipping=False,
         img_height=210, img_width=160, grayscale=False, stack_num=1,
     )  # fmt: skip
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
-from pala.system.runtime import Interrupt, say
+from pala.system.interrupt import Interrupt
+from pala.system.output import say
 from pala.system.waiting import LongWait, wait_asleep
 from pala.transport.base import Communicator
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import EndError
-from pala.system.runtime import LEAVE, Interrupt, say
+from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.output import say
 from pala.transport.base import Communicator, Survivors
 
 

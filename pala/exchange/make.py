@@ -14,7 +14,7 @@ from pala.exchange.kinds import kind_of
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Communicator
 
 _MOST_BYTES = 2**31 - 2**20  # of a model in a message; Open MPI 5.0 has no MPI_Issend_c

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Bytes, Communicator, Received, Receiver
 
 

@@ -29,7 +29,7 @@ from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_rank
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.topology import out_peers
 from pala.system.errors import EndError, PalaError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.system.waiting import LongWait, wait_asleep
 from pala.transport.base import Communicator
 

@@ -6,7 +6,7 @@ import abc
 from typing import NamedTuple
 
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Transport
 
 _LOOK_S = 0.5  # a rank that sleeps looks at signals so often

@@ -23,7 +23,8 @@ from pala.gorila.shard import Shard
 from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore
 from pala.system.errors import EndError
-from pala.system.runtime import LEAVE, Interrupt, say
+from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.output import say
 from pala.system.waiting import LongWait
 from pala.transport.base import Bytes, Communicator, Received, Receiver, Survivors
 

@@ -13,7 +13,8 @@ from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.places import Places
 from pala.gorila.roles import assign
 from pala.system.errors import EndError
-from pala.system.runtime import Interrupt, say
+from pala.system.interrupt import Interrupt
+from pala.system.output import say
 from pala.transport.base import Bytes, Communicator, Received, Receiver
 
 

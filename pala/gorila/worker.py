@@ -22,7 +22,7 @@ from pala.gorila.replay import experience_of, reset_frames
 from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from pala.config import Config

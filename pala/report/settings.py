@@ -16,8 +16,8 @@ _WITHOUT_INFLUENCE = (
 )  # fmt: skip
 _SECTIONS_NOT_READ = {"a2c": ("gorila.",), "gorila": ("a2c.", "exchange.")}  # by algorithm
 _OF_ATARI = (
-    "terminal_on_life_loss", "frame_skip", "frame_stack", "noop_max", "repeat_action_probability", "full_action_space",
-    "max_episode_frames",
+    "terminal_on_life_loss", "frame_skip", "frame_stack", "noop_max", "fire_on_reset", "repeat_action_probability",
+    "full_action_space", "max_episode_frames",
 )  # fmt: skip
 _MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
 

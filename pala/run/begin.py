@@ -23,8 +23,8 @@ from pala.run.loop import Counters, Progress
 from pala.run.metrics import packed_alone
 from pala.run.parts import Parts, Saved
 from pala.run.segment import Segment
-from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import say
+from pala.system.errors import CollectiveError, PalaError, reason
+from pala.system.output import say
 from pala.system.seeding import derive
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
@@ -147,10 +147,13 @@ def _restore_generator(rank: int, generator: torch.Generator, own: RankState) ->
     saved = own.random_states.get("actions")
     if saved is None:
         return
-    if saved.numel() == generator.get_state().numel():
-        generator.set_state(saved)
-    elif rank == 0:
-        say("The checkpoint is of another kind of device: the random streams of actions are new.")
+    try:
+        if saved.numel() == generator.get_state().numel():
+            generator.set_state(saved)
+        elif rank == 0:
+            say("The checkpoint is of another kind of device: the random streams of actions are new.")
+    except (RuntimeError, TypeError) as error:
+        say(f"[rank {rank}] The checkpoint's random stream cannot be used ({reason(error)}): that of actions is new.")
 
 
 def _restore_counters(comm: Communicator, state: RankState, same_ranks: bool) -> tuple[Counters, ExchangeState]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pala.system.errors import PalaError, reason
 from pala.system.files import open_to_read, sync_folder, write_atomically
-from pala.system.runtime import say
+from pala.system.output import say
 
 OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; its 'run.json' or they were changed."
 _FORMAT = 2

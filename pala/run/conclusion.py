@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pala.config import Config
+from pala.evaluation.acting import Acting
 from pala.evaluation.play import evaluate
 from pala.evaluation.record import Evaluation, save
 from pala.plot import plot
@@ -17,7 +18,9 @@ from pala.run.keeper import kept_best
 from pala.run.result import Conclusion, Result
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError, reason
-from pala.system.runtime import Interrupt, say, tell, usable_cores
+from pala.system.interrupt import Interrupt
+from pala.system.output import say, tell
+from pala.system.resources import usable_cores
 
 
 def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
@@ -76,11 +79,8 @@ class _FinalTasks:
         if settings.episodes == 0:
             return "left out ('evaluation.episodes' is 0)"
         tell(f"      evaluation: plays {settings.episodes:,} episode{'s' * (settings.episodes > 1)}")
-        evaluation = evaluate(
-            self._run, settings.episodes, settings.num_envs, settings.greedy, self._config.seed,
-            threads=usable_cores(), timeout_s=settings.timeout_s,
-            trust_run=True,  # this job itself has written it
-        )  # fmt: skip
+        acting = Acting(settings.greedy, self._config.seed, usable_cores(), trust_run=True)  # this job has written it
+        evaluation = evaluate(self._run, settings.episodes, settings.num_envs, acting, settings.timeout_s)
         self.evaluation = evaluation
         try:
             save(self._run, evaluation)

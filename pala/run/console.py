@@ -13,7 +13,8 @@ from pala.run.stopwatch import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.run.view import RunView
 from pala.system.errors import reason
-from pala.system.runtime import say, tell, terminal_size
+from pala.system.launcher import terminal_size
+from pala.system.output import say, tell
 
 _WORTH_TELLING_S = 20.0
 

@@ -13,7 +13,7 @@ from pala.exchange.sleeping import Beginning
 from pala.report.text import counted
 from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.runtime import most_cores
+from pala.system.resources import most_cores
 from pala.system.tables import flatten
 from pala.transport.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.transport.base import Communicator

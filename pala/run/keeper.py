@@ -24,7 +24,7 @@ from pala.run.segment import Segment
 from pala.run.view import RunView
 from pala.system.errors import SaveError, reason
 from pala.system.files import json_text
-from pala.system.runtime import say
+from pala.system.output import say
 
 # On the returns of a policy, which are of whole games, unclipped.
 _WITHOUT_INFLUENCE = ("num_envs", "vectorization", "episode_info", "clip_rewards", "terminal_on_life_loss")

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from pala.run.provenance import now_utc
 from pala.system.errors import EndError, PalaError, reason
 from pala.system.files import open_to_append, open_to_read
-from pala.system.runtime import say
+from pala.system.output import say
 
 LOCK = ".lock"  # says who holds it; means nothing while nobody does
 

@@ -22,7 +22,7 @@ from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState, Stop
 from pala.run.metrics import Record
 from pala.run.stopwatch import Stopwatch
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 
 _MOST_EPISODES = 1000  # records of an interval: of short episodes they would take gigabytes
 

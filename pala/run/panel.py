@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.panel import Panel as Box
 from rich.table import Table
 
-from pala.system.runtime import divert, terminal_size
+from pala.system.launcher import terminal_size
+from pala.system.output import divert
 
 
 class Panel:

@@ -21,7 +21,8 @@ from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress
 from pala.system.device import has_bfloat16, use_device
-from pala.system.runtime import Interrupt, say
+from pala.system.interrupt import Interrupt
+from pala.system.output import say
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
 

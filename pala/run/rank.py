@@ -19,7 +19,8 @@ from pala.run.records import note_failure
 from pala.run.request import Request
 from pala.run.result import Conclusion, Result
 from pala.system.errors import CollectiveError, EndError
-from pala.system.runtime import Interrupt, loading
+from pala.system.interrupt import Interrupt
+from pala.system.resources import loading
 from pala.transport.base import Communicator
 
 _SLEEPING: dict[str, Callable[[Communicator, Config, Beginning, Interrupt], Sleeping]] = {  # collective

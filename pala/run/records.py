@@ -16,7 +16,7 @@ from pala.run.run_folder import RunRecord
 from pala.run.segment import Segment
 from pala.run.view import RunView
 from pala.system.errors import PalaError, reason
-from pala.system.runtime import say
+from pala.system.output import say
 from pala.system.tables import flatten
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pala.config import Config
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from pala.evaluation.record import Evaluation

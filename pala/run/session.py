@@ -34,7 +34,10 @@ from pala.run.request import Request
 from pala.run.result import Conclude, Conclusion, Result
 from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, EndError
-from pala.system.runtime import LEAVE, Interrupt, on_cores, process_age_s, say
+from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.launcher import process_age_s
+from pala.system.output import say
+from pala.system.resources import on_cores
 from pala.transport.agreement import collectively
 from pala.transport.base import Survivors
 

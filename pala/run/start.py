@@ -29,9 +29,11 @@ from pala.run.parts import Parts, build_envs
 from pala.run.records import note_failure
 from pala.run.request import Request
 from pala.run.result import Result
+from pala.run.segment import Segment
 from pala.run.session import Session, Setup
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.system.runtime import Interrupt, say, tell
+from pala.system.interrupt import Interrupt
+from pala.system.output import say, tell
 from pala.transport.agreement import collectively
 from pala.transport.alone import Alone
 from pala.transport.base import Communicator
@@ -136,16 +138,17 @@ def take_place(
             request = _completed(request, code, envs)
             config = request.config
             parts = _BUILD[config.algorithm](alone, config, envs, code.make_network, sleeping)
-        except CollectiveError as error:  # of this rank alone
-            raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
+        except Exception as error:  # a CollectiveError is of this rank alone, too
+            _give_up(job, sleeping, briefing.segment, error)
+            if isinstance(error, CollectiveError):
+                raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
+            raise
         segment = stack.enter_context(joined(briefing.segment, briefing.is_locked))
         try:
             is_needed = sleeping.until_needed()  # still: to build took a while
             exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
         except PalaError as error:
-            sleeping.transport.abandon()  # who is alone is asked of MPI
-            if isinstance(error, EndError) or job.comm.is_alone():
-                note_failure(segment, rank, error)
+            _give_up(job, sleeping, segment, error)
             raise
         if exchange is None:
             return None
@@ -158,3 +161,10 @@ def take_place(
             envs.close()
         session = Session(setup, setup.make_keeper(), records, interrupt)
         return session.run(lambda: exchange)
+
+
+def _give_up(job: Job, sleeping: Sleeping, segment: Segment, error: Exception) -> None:
+    """This spare ends by the error. If the job ends with it, run.json says why."""
+    sleeping.transport.abandon()  # who is alone is asked of MPI
+    if isinstance(error, EndError) or job.comm.is_alone():
+        note_failure(segment, job.comm.rank, error)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pala.run.metrics import Record, Tail, metrics_path
 from pala.system.errors import PalaError
-from pala.system.runtime import say
+from pala.system.output import say
 
 MEAN_OF = 100  # whole episodes
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pala.simulate import check, explore, predict, progress
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, nearest
-from pala.system.runtime import loading, prepare
+from pala.system.resources import loading, prepare
 
 
 def _learn(arguments: list[str]) -> None:

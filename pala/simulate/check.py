@@ -21,7 +21,7 @@ from pala.simulate.scenario import Scenario
 from pala.simulate.schedules import InvariantError, check, schedule
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from pala.system.runtime import usable_cores
+from pala.system.resources import usable_cores
 
 _BATCH = 50
 _PROGRESS_S = 30.0

@@ -44,7 +44,7 @@ from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import check_choices, check_least, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
 
 METHODS = (*RULES, "allreduce", "none")
@@ -315,7 +315,7 @@ def parse(arguments: list[str]) -> Command:
     exchange = command.config.exchange
     pairwise = [method for method in command.methods if method in RULES and RULES[method].by_pairs]
     if pairwise and exchange.graph != "complete":  # so its settings may be others than their defaults
-        exchange = dataclasses.replace(exchange, mixing=pairwise[0])  # type: ignore[arg-type]
+        exchange = dataclasses.replace(exchange, kind="gossip", mixing=pairwise[0])  # type: ignore[arg-type]
     check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
     check_choices("methods", command.methods, METHODS)
     check_least("ranks", conditions.ranks, 1)

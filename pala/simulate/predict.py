@@ -29,7 +29,7 @@ from pala.simulate.server import predict_server
 from pala.system.command_line import check_choices, check_least, check_named, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
-from pala.system.runtime import say, tell
+from pala.system.output import say, tell
 
 _PROGRAM = "pala.simulate predict"
 METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")

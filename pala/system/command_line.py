@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import tyro
 
 from pala.system.errors import PalaError, nearest, reason
-from pala.system.runtime import Launch, say, tell
+from pala.system.launcher import Launch
+from pala.system.output import say, tell
 
 C = TypeVar("C")
 _LONGEST = 200  # names are compared up to here

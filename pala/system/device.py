@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from pala.system.errors import PalaError
-from pala.system.runtime import Launch, say
+from pala.system.launcher import Launch
+from pala.system.output import say
 
 
 def use_device(name: str, local_rank: int = 0) -> torch.device:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from pala.system.errors import EndError
-from pala.system.runtime import Interrupt, say
+from pala.system.interrupt import Interrupt
+from pala.system.output import say
 
 _PATIENCE_AFTER_SIGNAL_S = 10.0
 _COMPLAIN_AFTER_S = 60.0

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pala.system.errors import CollectiveError, PalaError, reason
-from pala.system.runtime import most_cores, share_of_cores
+from pala.system.resources import most_cores, share_of_cores
 from pala.transport.base import Communicator
 
 T = TypeVar("T")

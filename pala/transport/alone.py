@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 
 T = TypeVar("T")

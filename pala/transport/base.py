@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from pala.system.errors import EndError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 
 if TYPE_CHECKING:  # a rank starts MPI before it loads numpy, whose threads are counted when it is loaded
     import numpy as np

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from pala.system.errors import EndError
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.system.waiting import wait_asleep
 from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.transport.faults import AtUpdate, Fault

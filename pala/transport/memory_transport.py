@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Packet, Received, Receiver
 from pala.transport.faults import AtMessage, OnTheWay
 from pala.transport.threaded import TICK_S, ThreadedTransport

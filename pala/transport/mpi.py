@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from mpi4py import MPI
 
 from pala.system.errors import PalaError
-from pala.system.runtime import Interrupt, can_survive
+from pala.system.interrupt import Interrupt
+from pala.system.launcher import can_survive
 from pala.system.waiting import wait_asleep
 from pala.transport.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.transport.ulfm import Barrier, MpiDeaths, is_death
 
-if TYPE_CHECKING:  # not loaded yet when MPI starts: see `runtime.prepare`
+if TYPE_CHECKING:  # not loaded yet when MPI starts: see `resources.prepare`
     import numpy as np
 
 T = TypeVar("T")

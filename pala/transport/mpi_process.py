@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 import mpi4py
 
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
-from pala.system.runtime import Interrupt, Launch, say, wait_until_read
+from pala.system.interrupt import Interrupt
+from pala.system.launcher import Launch
+from pala.system.output import say, wait_until_read
 from pala.system.waiting import wait_asleep
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.system.waiting import wait_asleep
 from pala.transport.base import Packet, Receiver, Transport
 

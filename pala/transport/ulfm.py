@@ -12,7 +12,7 @@ from array import array
 
 from mpi4py import MPI
 
-from pala.system.runtime import can_survive
+from pala.system.launcher import can_survive
 from pala.transport.base import Deaths
 
 

@@ -44,13 +44,13 @@ VARIANTS: dict[str, tuple[list[str], str, dict[str, str]]] = {
 def train_patched(patch: str, arguments: list[str]) -> None:
     """In a rank: change one thing, then train as `python -m pala.train` does."""
     from pala import train
-    from pala.system import runtime
+    from pala.system import resources
 
     if patch == "malloc":
         libc = ctypes.CDLL(None)
-        runtime.ctypes = SimpleNamespace(CDLL=lambda name: SimpleNamespace(prctl=libc.prctl))  # it has no mallopt
+        resources.ctypes = SimpleNamespace(CDLL=lambda name: SimpleNamespace(prctl=libc.prctl))  # it has no mallopt
     if patch not in ("", "malloc"):
-        runtime.prepare(max(1, (os.cpu_count() or 1) // RANKS))
+        resources.prepare(max(1, (os.cpu_count() or 1) // RANKS))
         import torch
 
         from pala.a2c import update as a2c

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 
-from pala.system.runtime import prepare
+from pala.system.resources import prepare
 
 prepare(1)
 

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from minatar_bed import BASE_RATE, GAMES, SWEPT, TOTAL_STEPS, _commit, make_bed, read
 
 from pala.report.text import table
-from pala.system.runtime import prepare
+from pala.system.resources import prepare
 
 RAW = Path(__file__).with_suffix(".jsonl")
 RANKS = 16

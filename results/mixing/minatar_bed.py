@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pala.system.runtime import prepare
+from pala.system.resources import prepare
 
 FOLDER = Path(__file__).resolve().parent
 STAGES = (

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from pala.system.runtime import prepare
+from pala.system.resources import prepare
 
 FOLDER = Path(__file__).resolve().parent
 GAMES, SEEDS = ("breakout", "space_invaders"), (1, 2, 3)

@@ -30,7 +30,8 @@ from typing import Any
 
 from pala.config import Config, load_preset
 from pala.run.provenance import provenance
-from pala.system.runtime import Interrupt, prepare
+from pala.system.interrupt import Interrupt
+from pala.system.resources import prepare
 from pala.system.seeding import derive
 from pala.transport.agreement import cores_per_rank
 from pala.transport.mpi_process import abort, start_mpi

@@ -40,7 +40,7 @@ from pala.exchange.gossip.actions import (
 from pala.exchange.gossip.messages import NEWS, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Message, Refusal, Wire
-from pala.system.runtime import say
+from pala.system.output import say
 from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 
 _SNAPSHOTS = 2  # that may be on their way

@@ -21,7 +21,8 @@ from pala.exchange.gossip.protocols import PROTOCOLS, make_protocol
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
-from pala.system.runtime import LEAVE, Interrupt, say
+from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.output import say
 from pala.system.waiting import LongWait
 from pala.transport.base import Communicator
 

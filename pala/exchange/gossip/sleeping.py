@@ -12,7 +12,7 @@ from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.protocols import make_protocol
 from pala.exchange.sleeping import Beginning, Sleeping
 from pala.exchange.wire import NOTHING, Wire
-from pala.system.runtime import Interrupt
+from pala.system.interrupt import Interrupt
 from pala.transport.base import Communicator
 
 

@@ -18,10 +18,13 @@ import pytest
 import torch
 from conftest import wait_for
 
-from pala.system import runtime, waiting
+from pala.system import output, waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
-from pala.system.runtime import Interrupt, Launch, most_cores, say, share_of_cores, tell, usable_cores
+from pala.system.interrupt import Interrupt
+from pala.system.launcher import Launch
+from pala.system.output import say, tell
+from pala.system.resources import most_cores, share_of_cores, usable_cores
 from pala.system.seeding import derive, stream
 
 
@@ -62,8 +65,8 @@ def test_threads_are_a_ranks_share_of_the_cores(ranks, threads):
 )
 def test_a_job_may_use_less_than_the_cores_that_it_sees(quota, allocated, cores, most, monkeypatch, tmp_path):
     (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr("pala.system.runtime._CGROUP", tmp_path)
-    monkeypatch.setattr("pala.system.runtime._OWN_GROUP", tmp_path / "none")
+    monkeypatch.setattr("pala.system.resources._CGROUP", tmp_path)
+    monkeypatch.setattr("pala.system.resources._OWN_GROUP", tmp_path / "none")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
@@ -128,7 +131,7 @@ class SignalledAsItBegins(Interrupt):
 
 def test_a_second_interrupt_some_seconds_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr("pala.system.runtime.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("pala.system.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
     with Interrupt().installed() as interrupt:
         for number, at_s in ((signal.SIGTERM, 10), (signal.SIGTERM, 20), (signal.SIGINT, 30), (signal.SIGINT, 31)):
             now[0] = at_s
@@ -229,7 +232,7 @@ def test_another_thread_leaves_the_handlers_alone():
 def test_prepare_sizes_thread_pools_before_they_load_and_initialises_nothing():
     """In a process of its own: numpy, torch and MPI must not be there yet, and a user's own setting stays."""
     code = (
-        "import os, sys; os.environ['MKL_NUM_THREADS'] = '7'; from pala.system.runtime import prepare\n"
+        "import os, sys; os.environ['MKL_NUM_THREADS'] = '7'; from pala.system.resources import prepare\n"
         "loaded = {'numpy', 'torch', 'mpi4py.MPI'} & set(sys.modules)\n"
         "print(prepare(3), os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'], sorted(loaded))"
     )
@@ -247,13 +250,13 @@ def test_what_is_said_is_one_line(capsys):
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
-_SPEAKS = "import os; from pala.system.runtime import wait_until_read; os.write(1, b'x' * 99); wait_until_read({most})"
+_SPEAKS = "import os; from pala.system.output import wait_until_read; os.write(1, b'x' * 99); wait_until_read({most})"
 
 
 def test_waits_until_its_reader_has_all_of_it() -> None:
     speaker = subprocess.Popen([sys.executable, "-c", _SPEAKS.format(most=60)], stdout=subprocess.PIPE)
     assert speaker.stdout is not None
-    wait_for(lambda: runtime._bytes_unread(speaker.stdout.fileno()) == 99, what="its words")
+    wait_for(lambda: output._bytes_unread(speaker.stdout.fileno()) == 99, what="its words")
     with pytest.raises(subprocess.TimeoutExpired):
         speaker.wait(0.3)  # it waits: nobody has read
     assert len(os.read(speaker.stdout.fileno(), 200)) == 99
@@ -293,7 +296,7 @@ def test_derived_seeds_are_int32_and_unlike():
 
 @pytest.mark.parametrize("output", ["/dev/full", "a closed pipe"])
 def test_what_cannot_be_told_is_no_reason_to_fail(output: str, tmp_path: Path) -> None:
-    code = "from pala.system.runtime import tell; tell('x' * 9999); tell('y'); open('done', 'w')"
+    code = "from pala.system.output import tell; tell('x' * 9999); tell('y'); open('done', 'w')"
     if output == "/dev/full":
         command = ["sh", "-c", f'exec {sys.executable} -c "{code}" > /dev/full']
     else:

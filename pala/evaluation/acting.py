@@ -1,0 +1,60 @@
+"""With which policy of a run to play, how it acts, and by which settings, for evaluations and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pala.config import Config, from_table, to_table
+from pala.run import run_folder
+from pala.system.errors import PalaError
+
+OTHER_SETTINGS = {
+    "noop_max": "env", "repeat_action_probability": "env", "max_episode_frames": "env", "epsilon": "evaluation",
+}  # fmt: skip
+"""What an evaluation may have otherwise than the run, and its section."""
+
+
+@dataclass(frozen=True)
+class Acting:
+    """With which policy of a run to play, and how it acts. Raises PalaError for numbers that cannot be."""
+
+    greedy: bool = False
+    """The most probable action instead of a sampled one; of Gorila never a random one."""
+    seed: int = 0
+    """Of the environments and of sampled actions."""
+    threads: int = 1
+    """Of torch and Atari."""
+    trust_run: bool = False
+    """Run the code that the run names though it came from elsewhere."""
+    best: bool = False
+    """As of `load_policy`."""
+    other_settings: Mapping[str, float] = field(default_factory=dict)
+    """In place of the run's own: `OTHER_SETTINGS`."""
+
+    def __post_init__(self) -> None:
+        check_numbers(seed=(self.seed, 0), threads=(self.threads, 1))
+
+    def config_of(self, run: Path) -> Config:
+        """The run's settings, with those that are others here. Raises PalaError."""
+        config = run_folder.config_of(run)
+        table = to_table(config)
+        for name, value in self.other_settings.items():
+            if name not in OTHER_SETTINGS:
+                known = ", ".join(OTHER_SETTINGS)
+                raise PalaError(f"An evaluation has no setting '{name}' of its own; there are {known}.")
+            section = OTHER_SETTINGS[name]
+            if not (config.env.is_atari if section == "env" else config.algorithm == "gorila"):
+                raise PalaError(
+                    f"'{name}' is of {'Atari games' if section == 'env' else 'Gorila'} only, and run '{run}' is none."
+                )
+            table[section][name] = value
+        return from_table(table, source="Evaluation") if self.other_settings else config
+
+
+def check_numbers(**values: tuple[int, int]) -> None:
+    """Raise PalaError for a named (value, least value) that is too small."""
+    for name, (value, least) in values.items():
+        if value < least:
+            raise PalaError(f"'{name}' is {value} but must be at least {least}.")

@@ -1,0 +1,71 @@
+"""Signals that end training, or have one rank leave it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SECOND_S = 5.0  # after the first ^C another one does not wait for training to end
+LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
+
+
+def hangup() -> tuple[signal.Signals, ...]:
+    """SIGHUP, which a terminal sends when it is closed; nothing where it is ignored, as under nohup."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+
+
+class Interrupt:
+    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP; training looks at it every step and ends with a checkpoint. A second
+    SIGINT, some seconds later, raises KeyboardInterrupt: perhaps an environment does not come back. SIGUSR2 asks this
+    rank alone to leave; training looks at that after every update.
+
+    Open MPI's mpirun kills its ranks 0.2 s after it passed on the first two. SIGUSR1 it passes on, and no more.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.leave_requested = False
+        self._raises = False
+        self._since_s = 0.0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if number == LEAVE:
+            self.leave_requested = True
+            return
+        if number != self.signal:
+            self._since_s = time.monotonic()
+        again = number == signal.SIGINT and time.monotonic() - self._since_s > _SECOND_S
+        self.signal = signal.Signals(number)
+        if self._raises or again:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def raised_at_once(self) -> Iterator[None]:
+        """Raise KeyboardInterrupt where a signal meets the block, or at its begin if one has come before; for what does
+        not look."""
+        try:
+            self._raises = True
+            if self.signal is not None:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = False
+
+    @contextmanager
+    def installed(self) -> Iterator[Interrupt]:
+        """Catch the signals inside the block and restore the previous handlers after it."""
+        if threading.current_thread() is not threading.main_thread():  # which alone may catch signals
+            yield self
+            return
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
+        previous = [signal.signal(number, self._on_signal) for number in numbers]
+        try:
+            yield self
+        finally:
+            for number, handler in zip(numbers, previous, strict=True):
+                signal.signal(number, handler)

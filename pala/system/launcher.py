@@ -1,0 +1,119 @@
+"""What started this process: the launcher of its job, and the terminal that reads it. Loads neither torch nor MPI."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+_LAUNCHERS = (
+    "mpirun",
+    "mpiexec",
+    "mpiexec.hydra",
+    "prterun",
+    "prted",
+    "orted",
+    "hydra_pmi_proxy",
+    "srun",
+    "slurmstepd",
+)
+
+
+def _environment_int(*names: str) -> int | None:
+    for name in names:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says in the environment, before MPI itself is asked: Open MPI's, one that speaks PMI, or srun.
+
+    An mpirun inside a task of srun is the nearer one. `SLURM_NTASKS` would be the allocation's; only a task of srun has
+    `SLURM_STEP_NUM_TASKS`, a batch script and what its mpirun starts on that node have not.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None = None  # among those of this host; None: it does not say
+    local_size: int = 1
+
+    @classmethod
+    def detect(cls) -> Launch:
+        return cls(
+            rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0,
+            size=_environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") or 1,
+            local_rank=_environment_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+            local_size=_environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1,
+        )
+
+
+def can_survive() -> bool:
+    """True if the job was started so that it outlives its ranks: `mpirun --with-ft ulfm` of Open MPI 5."""
+    value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - that is its name
+    return value.lower() in ("1", "true", "yes", "enabled")
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this rank when what started it ends, even if the rank is stopped: a launcher that gives up a
+    job does not wait for that. Nothing is changed without a launcher."""
+    launch = Launch.detect()
+    # The signal comes when the thread ends that started the process. PRRTE starts 32 and more by threads of their own.
+    if launch.size > 1 and launch.local_size < 32:
+        parent_death_signal = 1
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
+def _ancestors() -> Iterator[tuple[int, str]]:
+    """The processes above this one and their names, the nearest first. Raises OSError."""
+    pid = os.getppid()
+    while pid > 1:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            before, _, after = file.read().rpartition(")")
+        yield pid, before.partition("(")[2]
+        pid = int(after.split()[1])
+
+
+def launcher_process() -> int | None:
+    """The nearest process above this one that belongs to a launcher; None if there is none."""
+    with suppress(OSError):
+        return next((pid for pid, name in _ancestors() if name in _LAUNCHERS), None)
+    return None
+
+
+def terminal_size(stream: int = 1) -> tuple[int, int] | None:
+    """(columns, lines) of the terminal that the job's output (2: its standard error) reaches, or None if it goes to a
+    file or pipe.
+
+    `isatty` cannot tell: Open MPI gives every rank a pseudo-terminal even when its own output goes to a file, and
+    MPICH gives every rank a pipe even on a terminal. The launcher's own output decides, so this walks up to it.
+    """
+    owner = os.getpid()
+    try:
+        for pid, name in _ancestors():
+            if name not in _LAUNCHERS:
+                break
+            owner = pid
+        descriptor = os.open(f"/proc/{owner}/fd/{stream}", os.O_WRONLY | os.O_NOCTTY)
+    except (OSError, ValueError):
+        return None
+    try:
+        size = os.get_terminal_size(descriptor) if os.isatty(descriptor) else (0, 0)
+        return (size[0], size[1]) if all(size) else None  # a terminal may not know its size
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started."""
+    with open("/proc/self/stat", encoding="utf-8") as file:
+        start_ticks = int(file.read().rsplit(")", 1)[1].split()[19])
+    # Not /proc/uptime: in a container that may be the container's, and these ticks are the host's.
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
