@@ -66,8 +66,9 @@ def fit(
     go on without a rank, one that was told to leave or a spare that nobody needed, it does not return: the process
     ends.
     """
+    from pala.run.header import note_on_vain
     from pala.system.errors import CollectiveError
-    from pala.system.output import one_sentence_for_mistakes
+    from pala.system.output import one_sentence_for_mistakes, say
     from pala.system.resources import prepare
     from pala.transport.agreement import collectively, cores_per_rank
     from pala.transport.mpi_process import abort, has_started_mpi, leave_job, note_spares, start_mpi
@@ -80,6 +81,8 @@ def fit(
     try:
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
+        if comm.rank == 0 and (note := note_on_vain(_as_played(config, make_env), Config())):
+            say(note)
         if config.run.spares and comm.outlives_ranks:  # else they are refused
             note_spares()
         cores = cores_per_rank(comm, config.run.spares)
@@ -102,6 +105,11 @@ def fit(
         if comm.size > 1:
             abort(comm, error)  # the other ranks would wait for ever
         raise
+
+
+def _as_played(config: Config, make_env: Callable[..., Any] | None) -> Config:
+    """A `make_env` wins over the id."""
+    return config if make_env is None else replace(config, env=replace(config.env, id="environment made in Python"))
 
 
 @cache

@@ -32,7 +32,7 @@ from torch import nn
 
 import pala
 from pala import play as play_program
-from pala.config import Config, EnvConfig, EvaluationConfig, checked
+from pala.config import Config, EnvConfig, EvaluationConfig, GorilaConfig, checked
 from pala.envs import make_envs
 from pala.evaluation import play
 from pala.evaluation.policy import policy_of
@@ -1023,6 +1023,19 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     yield run
     gymnasium.registry.pop("Corridor-v0", None)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_fit_tells_settings_that_nothing_reads(
+    is_own: bool, one_rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the environment is made in Python, the settings of Atari too, though the id is an Atari game's."""
+    env = EnvConfig("ALE/Pong-v5" if is_own else "CartPole-v1", num_envs=2, noop_max=5)
+    config = replace(configure(tmp_path, steps=40), env=env, gorila=GorilaConfig(num_shards=3))
+    make_env = (lambda: gymnasium.make("CartPole-v1")) if is_own else None
+    one_rank(lambda: pala.fit(config, make_env=make_env))
+    said = [line for line in capsys.readouterr().err.splitlines() if "nothing reads" in line]
+    assert len(said) == 1 and said[0].startswith("'env.noop_max', 'gorila.num_shards': set, but nothing reads them")
 
 
 @pytest.mark.parametrize("has_started_mpi", [False, True])

@@ -73,7 +73,8 @@ def import_module(module: str, source: str) -> ModuleType:
 def cannot_be_loaded(what: str, error: Exception) -> PalaError:
     """The sentence for code that fails when it is imported or unpickled."""
     return PalaError(
-        f"{what} cannot be loaded ({type(error).__name__}: {error}); start from where its modules can be imported."
+        f"{what} cannot be loaded ({type(error).__name__}: {error}); start from where its modules can be imported, or "
+        f"install them into '{sys.prefix}'."
     )
 
 
