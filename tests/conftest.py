@@ -24,6 +24,8 @@ from pathlib import Path
 import pytest
 from standing_ranks import StandingRanks
 
+pytest.register_assert_rewrite("memory_jobs", "runs", "slurm_cluster")  # before a test file imports them
+
 gc.disable()  # until all tests are collected: the modules that they import are there for good
 
 if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' own, on all ranks that they start

@@ -5,6 +5,7 @@ Nothing of the machine's own Slurm, if it has one, is touched. Needs root and th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -201,8 +202,13 @@ class Slurm:
 
 
 def _free_ports() -> list[int]:
-    """For slurmctld and slurmd."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return [first.getsockname()[1], second.getsockname()[1]]
+    """For slurmctld and slurmd. The kernel gives none of these to others, as it would of those that it chooses itself
+    between now and the daemons' start."""
+    own_first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    while len(found) < 2:
+        port = random.randrange(10_000, own_first)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found += [port] if port not in found else []
+    return found

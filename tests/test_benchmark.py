@@ -457,9 +457,17 @@ def test_a_second_look_that_fails_keeps_the_first(
     assert [job["rounds"] for job in result["jobs"]] == [canned_job(2)["rounds"]]
 
 
-def test_threads_of_a_core_are_one_core() -> None:
-    cpus = os.sched_getaffinity(0)
-    assert 1 <= physical_cores(cpus) <= len(cpus) and physical_cores({1 << 20, 1 << 21}) == 2
+def test_threads_of_a_core_are_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors 0 and 4 are of one core; of 7 the system says nothing."""
+    siblings = {"cpu0": "0,4\n", "cpu4": "0,4\n", "cpu1": "1\n"}
+
+    def read(path: Path, encoding: str) -> str:
+        if path.parts[-3] not in siblings:
+            raise FileNotFoundError(path)
+        return siblings[path.parts[-3]]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert [physical_cores(cpus) for cpus in ({0, 4}, {0, 1, 4}, {0, 1, 4, 7})] == [1, 2, 3]
 
 
 def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ import gymnasium
 import numpy as np
 import pytest
 from conftest import record_of, slow_but_for, wait_for
-from memory_jobs import ENDLESS, KINDS, asking_as_abort_does, configure, slow_until_joined, train, with_spares
+from memory_jobs import (
+    ENDLESS,
+    KINDS,
+    OUTLIVING,
+    asking_as_abort_does,
+    configure,
+    slow_until_joined,
+    train,
+    with_spares,
+)
 
 from pala.a2c.learner import Learner
 from pala.config import Config, EvaluationConfig
@@ -32,10 +41,10 @@ from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Conclusion, Result
 from pala.system import waiting
-from pala.system.errors import CollectiveError, EndError
+from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
 from pala.transport.base import Received
-from pala.transport.memory import MemoryCommunicator, run_ranks
+from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 
 Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Conclusion]
 
@@ -174,6 +183,32 @@ def test_ranks_that_all_leave_do_not_wait_long_for_one_that_hangs(
     train_until_all_leave(ranks, monkeypatch)
     assert [type(result) for result in ranks.results[:2]] == [EndError, EndError], ranks.results
     assert "did not answer within 0 s" in str(ranks.results[0]) and ranks.segment["saved"]
+
+
+@pytest.mark.parametrize("kind", slow_but_for(OUTLIVING, "gossip"))
+@pytest.mark.parametrize("how", ["dies before", "dies after", "cannot write"])
+def test_another_rank_writes_the_policy_that_the_first_could_not(
+    how: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, save_policy = Ranks(3, configure(tmp_path, kind)), checkpoint.save_policy
+
+    def faulty(path: Path, *arguments: Any) -> None:
+        is_first = path.name == "policy.safetensors" and threading.current_thread().name == "rank-0"
+        if is_first and how == "cannot write":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        if not is_first or how == "dies after":
+            save_policy(path, *arguments)
+        if is_first:
+            ranks.comms[0].die()
+
+    monkeypatch.setattr(checkpoint, "save_policy", faulty)
+    ranks.train()
+    assert isinstance(ranks.results[0], SaveError if how == "cannot write" else Killed)
+    ends = [(result.status, result.leads) for result in ranks.results[1:]]
+    assert ends == [("completed", True), ("completed", False)]
+    assert ranks.record["completed"] and [lost["rank"] for lost in ranks.segment["lost_ranks"]] == [0]
+    _, header = checkpoint.load_policy(tmp_path / "r" / "policy.safetensors")
+    assert header["global_steps"] == ranks.segment["global_steps"] == ranks.results[1].global_steps
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
