@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from pala.config import Config, NetworkConfig
 from pala.networks.distributions import Categorical, distribution_of
-from pala.networks.network import Network, orthogonal
+from pala.networks.network import Network, TrunkNetwork, orthogonal
 from pala.networks.own import MakeNetwork, OwnNetwork
 from pala.system.errors import PalaError
 
 
-class QNetwork(Network):
+class QNetwork(TrunkNetwork):
     """observations [B, ...] -> values [B, A] of the actions, which `distribution` numbers.
 
     DQN's published network has `conv_channels` 32, 64, 64. The head's initial weights: 1. Raises PalaError for actions

@@ -10,7 +10,7 @@ from torch import Tensor
 from pala.config import NetworkConfig
 from pala.networks.conv_tape import ConvTape
 from pala.networks.graphed_tape import GraphedTape
-from pala.networks.network import Network
+from pala.networks.network import Network, TrunkNetwork
 from pala.networks.tape import AutogradTape, Tape
 from pala.system.errors import PalaError
 
@@ -26,7 +26,7 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
         )
     # The written-out passes round pixels before their low is taken away, which these few bits only bear near 0.
     far_from_zero = config.precision == "bfloat16" and abs(network.pixel_low) * network.pixel_factor > 1
-    if config.passes == "autograd" or network.is_own or not network.is_image or far_from_zero:
+    if config.passes == "autograd" or not isinstance(network, TrunkNetwork) or not network.is_image or far_from_zero:
         return AutogradTape(network, config.precision)
     tape = ConvTape(
         network.trunk, network.heads, config.precision, max_passes, observations,

@@ -24,28 +24,17 @@ Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 
 
 class Network(nn.Module, abc.ABC):
-    """A trunk, and linear heads over its features.
-
-    Images ([C, H, W], scaled to 0..1 by the bounds of their space) go through convolutions, those of GALA from 36 x 36
-    pixels on, vectors through an MLP with tanh. Orthogonal initial weights. The linear layer takes the last
-    convolution's outputs in the order height, width, channels: as they lie in memory. Raises PalaError for observations
-    that it cannot take; `pala.spaces` makes of others what it can.
-    """
+    """Linear heads over features, and what its observations are scaled by: images ([C, H, W]) to 0..1, by the bounds of
+    their space."""
 
     is_own = False  # of the user's making (`own.py`)
 
     def __init__(
-        self, observation_space: gymnasium.Space, distribution: Distribution, config: NetworkConfig,
-        env: EnvConfig | None = None,
+        self, space: gymnasium.Space, distribution: Distribution, env: EnvConfig | None = None
     ) -> None:  # fmt: skip
-        """`env`: says what is normalised; None: nothing."""
+        """`space`: of observations. `env`: says what is normalised; None: nothing."""
         super().__init__()
         self.distribution = distribution
-        self.trunk, self.num_features = make_trunk(observation_space, config)
-        self._take_inputs(observation_space, env)
-
-    def _take_inputs(self, space: gymnasium.Space, env: EnvConfig | None) -> None:
-        """Whether observations are images, and by what they and rewards are scaled."""
         self.is_image = len(space.shape or ()) == 3
         normalize = env is not None and env.normalize_observations
         if self.is_image and normalize:
@@ -85,12 +74,30 @@ class Network(nn.Module, abc.ABC):
             return observations.to(torch.float32, copy=self.is_own)
         return moments.standardised(observations)
 
+    @abc.abstractmethod
     def _features(self, inputs: Tensor) -> list[Tensor]:
         """What each head takes, float32."""
+
+
+class TrunkNetwork(Network):
+    """With a trunk of PALA's.
+
+    Images go through convolutions, those of GALA from 36 x 36 pixels on, vectors through an MLP with tanh. Orthogonal
+    initial weights. The linear layer takes the last convolution's outputs in the order height, width, channels: as they
+    lie in memory. Raises PalaError for observations that it cannot take; `pala.spaces` makes of others what it can.
+    """
+
+    def __init__(
+        self, space: gymnasium.Space, distribution: Distribution, config: NetworkConfig, env: EnvConfig | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(space, distribution, env)
+        self.trunk, self.num_features = make_trunk(space, config)
+
+    def _features(self, inputs: Tensor) -> list[Tensor]:
         return [self.trunk(inputs).float()] * len(self.heads)
 
 
-class ActorCritic(Network):
+class ActorCritic(TrunkNetwork):
     """observations [B, ...] -> (policy outputs [B, A], values [B]).
 
     Images have one trunk for the two; vectors have one for each, since unscaled values would swamp a trunk that they

@@ -48,9 +48,7 @@ class OwnNetwork(Network):
         self, make_network: MakeNetwork, observation_space: gymnasium.Space, distribution: Distribution,
         num_outputs: tuple[int, ...], env: EnvConfig | None = None,
     ) -> None:  # fmt: skip
-        nn.Module.__init__(self)  # Network would make a trunk
-        self.distribution = distribution
-        self._take_inputs(observation_space, env)
+        super().__init__(observation_space, distribution, env)
         self.own = make_network(observation_space, num_outputs)
         _check_parts(self.own, len(num_outputs))
         self._check_outputs(observation_space, num_outputs)  # lazy modules have their parameters from here on
