@@ -43,11 +43,11 @@ from pala.report.pictures import (
 )
 from pala.report.runs import Axis, RunData
 from pala.report.settings import phrase, settings_that_matter
-from pala.report.text import counted
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.output import say, tell
 from pala.system.tables import flatten
+from pala.system.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,11 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from pala.a2c.update import A2C, Loss, Rollout, UpdateResult, a2c_loss, clip_gradient_, rmsprop_
+from pala.a2c.update import A2C, Loss, Rollout, UpdateResult, a2c_loss
 from pala.config import A2CConfig, NetworkConfig
 from pala.networks.distributions import Categorical, Gaussian
 from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.networks.tape import AutogradTape
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small

@@ -31,12 +31,12 @@ from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConf
 from pala.envs import make_envs
 from pala.exchange.budget import ExchangeState
 from pala.gorila.worker import minibatches_at_hand
-from pala.report.text import Spread, table
 from pala.run.stopwatch import SECTIONS
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.jobs import launcher_of, run_job
 from pala.system.resources import physical_cores
+from pala.system.text import Spread, table
 from pala.transport.memory import MemoryCommunicator, run_ranks
 
 SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds

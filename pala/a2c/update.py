@@ -15,7 +15,10 @@ from pala.a2c.returns import advantages_and_returns
 from pala.config import A2CConfig
 from pala.networks.distributions import Distribution
 from pala.networks.network import FlatParameters
+from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.networks.tape import Tape
+
+_NORM_HORIZON = 100  # updates
 
 
 @dataclass
@@ -58,43 +61,6 @@ def a2c_loss(
     entropy = entropy_TB.mean()
     total = policy + config.value_coefficient * value - config.entropy_coefficient * entropy
     return Loss(total, policy, value, entropy)
-
-
-def rmsprop_(
-    parameters: Tensor, gradient: Tensor, mean_square: Tensor, learning_rate: float,
-    alpha: float, epsilon: float, epsilon_inside_root: bool,
-) -> None:  # fmt: skip
-    """One RMSprop step in place: v <- alpha v + (1 - alpha) g^2, then x <- x - lr g / denominator.
-
-    The denominator is sqrt(v) + epsilon as in PyTorch (and GALA), or sqrt(v + epsilon) as in TensorFlow.
-    """
-    mean_square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
-    if epsilon_inside_root:
-        denominator = (mean_square + epsilon).sqrt_()
-    else:
-        denominator = (mean_square + _ABOVE_ZERO).sqrt_().add_(epsilon)
-    parameters.addcdiv_(gradient, denominator, value=-learning_rate)
-
-
-_NORM_HORIZON = 100  # updates
-_ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
-
-
-def clip_gradient_(
-    gradient: Tensor, max_norm: float, learners: int = 1, usual_square: float | None = None
-) -> float:  # fmt: skip
-    """Scale the flat gradient to at most `max_norm` (0: leave it); returns the norm before.
-
-    Of several `learners`: as their mean would be scaled, if the others' gradients are unrelated to this one and have
-    the squared norm `usual_square` (None: this one's) each. So an ordinary gradient may have √N times `max_norm`, and
-    one that is far above the others' N times.
-    """
-    norm = float(gradient.norm())
-    others = (learners - 1) * (norm * norm if usual_square is None else usual_square)
-    norm_of_mean = math.hypot(norm, math.sqrt(others)) / learners
-    if max_norm > 0 and norm_of_mean > max_norm:
-        gradient.mul_(max_norm / (norm_of_mean + 1e-6))
-    return norm
 
 
 class UpdateResult(NamedTuple):

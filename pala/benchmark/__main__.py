@@ -33,7 +33,6 @@ from pala.benchmark.request import Request
 from pala.config import Config, load_preset, to_table
 from pala.config_checks import check
 from pala.exchange.kinds import KINDS
-from pala.report.text import counted
 from pala.run.provenance import now_utc, provenance
 from pala.system.command_line import check_choices, exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -42,6 +41,7 @@ from pala.system.interrupt import hangup
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.output import say, tell
 from pala.system.resources import physical_cores
+from pala.system.text import counted
 
 _PROGRAM = "pala.benchmark"
 _PRECISIONS = ("float32", "bfloat16")

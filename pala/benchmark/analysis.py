@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pala.exchange.kinds import KINDS
-from pala.report.text import Spread
 from pala.run.metrics import progress_kept
 from pala.run.stopwatch import SECTIONS
+from pala.system.text import Spread
 
 BASELINE = next(kind.name for kind in KINDS.values() if kind.independent)
 """The exchange that the others are compared with."""

@@ -21,7 +21,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pala.a2c.parts import A2CParts
-from pala.a2c.update import clip_gradient_, rmsprop_
 from pala.config import Config, ExchangeConfig
 from pala.envs import Envs, Step
 from pala.exchange.base import Exchange
@@ -33,6 +32,7 @@ from pala.exchange.wire import Message, Wire
 from pala.gorila.parts import GorilaParts
 from pala.networks.conv_tape import fast_linear
 from pala.networks.network import ActorCritic, Network
+from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.run.loop import Counters, Loop, Progress
 from pala.run.metrics import Record
 from pala.run.stopwatch import SECTIONS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pala.benchmark.analysis import all_training, parts_of, training_of
 from pala.report.pictures import COLOURS, MARKERS, new_figure, tidy, write_picture
-from pala.report.text import counted
+from pala.system.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pala.benchmark.analysis import BASELINE, PARTS, Training, all_training, parts_of
-from pala.report.text import table
 from pala.run.stopwatch import SECTIONS
+from pala.system.text import table
 
 
 def markdown(benchmark: dict[str, Any]) -> str:

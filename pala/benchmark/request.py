@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pala.report.text import counted
 from pala.system.errors import PalaError
+from pala.system.text import counted
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from pala.compare.plan import Plan, Planned, options
 from pala.config import load_preset
 from pala.evaluation.record import final_evaluation
 from pala.report.settings import differences
-from pala.report.text import duration, short_number
 from pala.run import run_folder
 from pala.run.lock import lock_folder
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
 from pala.system.output import tell
+from pala.system.text import duration, short_number
 
 _PATIENCE_S = 60.0  # for a job to write its checkpoints and end, after SIGUSR1
 _VERBS = {"train": "starts", "resume": "goes on", "evaluate": "is evaluated"}

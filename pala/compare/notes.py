@@ -9,7 +9,7 @@ from pala.compare.comparison import Comparison
 from pala.compare.measures import WINDOW, Run
 from pala.compare.plan import Plan
 from pala.evaluation.record import action_words
-from pala.report.text import counted
+from pala.system.text import counted
 
 _FEW_RUNS = 10
 

@@ -30,7 +30,7 @@ from pala.report.pictures import (
     write_picture,
 )
 from pala.report.runs import Axis
-from pala.report.text import counted
+from pala.system.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

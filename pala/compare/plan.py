@@ -15,9 +15,9 @@ from typing import Any
 from pala import presets
 from pala.config import Config, from_table, load_preset, to_table
 from pala.exchange.kinds import kind_of
-from pala.report.text import counted
 from pala.system.errors import PalaError, nearest
 from pala.system.tables import build, flatten, merged
+from pala.system.text import counted
 
 _VARIANTS_OWN = ("ranks", "launcher", "games")  # keys of a variant that are no settings of a run
 _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give

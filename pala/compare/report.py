@@ -22,9 +22,9 @@ from pala.compare.measures import (
 )
 from pala.compare.notes import commit, left_out, machine, not_begun, notes, versions
 from pala.compare.plan import Cell, Plan
-from pala.report.text import Spread, counted, csv_text, short_number, table
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
+from pala.system.text import Spread, counted, csv_text, short_number, table
 
 
 def write(plan: Plan, runs: Sequence[Run], folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from pala.report.pictures import (
     tidy_learning_curve,
     time_unit,
 )
-from pala.report.text import counted
+from pala.system.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pala.doctor.facts import Host, Job, PairPing
 from pala.doctor.ping import MODEL_BYTES
-from pala.report.text import counted
 from pala.system.jobs import MORE_RANKS_THAN_CORES
+from pala.system.text import counted
 
 RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (README)
 _RANK_MEMORY_WITH_GPU_BYTES = 1_900_000_000  # on an H200's host (docs/clusters.md)

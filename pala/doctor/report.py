@@ -14,7 +14,7 @@ from rich.table import Table
 from pala.doctor.advice import Advice, is_mixed, pair_text
 from pala.doctor.facts import Host, Job
 from pala.doctor.ping import MODEL_BYTES
-from pala.report.text import counted
+from pala.system.text import counted
 
 _WIDTH = 110
 _LARGEST_MATRIX = 8

@@ -20,13 +20,13 @@ from pala.evaluation.acting import Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import EPISODES, Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_of
-from pala.report.text import counted
 from pala.run import run_folder, user_code
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError
 from pala.system.output import say
 from pala.system.resources import usable_cores
 from pala.system.seeding import derive
+from pala.system.text import counted
 
 _PROGRESS_S = 30.0
 

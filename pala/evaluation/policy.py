@@ -24,13 +24,13 @@ from pala.gorila.shard import assemble
 from pala.networks.make import blank_observations
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
-from pala.report.text import counted
 from pala.run import checkpoint, run_folder, user_code
 from pala.run.run_folder import BEST_POLICY, POLICY
 from pala.spaces import Inputs
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.seeding import torch_weights
+from pala.system.text import counted
 
 Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
 

@@ -25,10 +25,10 @@ from pala.envs import Envs, Episode, MakeEnv, atari_rom, make_by_id, make_envs
 from pala.evaluation.acting import Acting, check_numbers
 from pala.evaluation.play import whole_games
 from pala.evaluation.policy import Actor, load_policy
-from pala.report.text import short_number
 from pala.run import user_code
 from pala.system.errors import PalaError, reason
 from pala.system.seeding import derive
+from pala.system.text import short_number
 
 Screen = Callable[["np.ndarray | None"], np.ndarray]  # actions (None: before the first) -> RGB uint8 [H, W, 3]
 

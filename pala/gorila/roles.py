@@ -10,8 +10,8 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from pala.config import GorilaConfig
-from pala.report.text import counted
 from pala.system.errors import PalaError
+from pala.system.text import counted
 
 
 class Roles(NamedTuple):

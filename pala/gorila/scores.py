@@ -26,11 +26,11 @@ from pala.config import Config
 from pala.evaluation.record import action_words, final_evaluation
 from pala.evaluation.scores import human_normalised, rom_of, score_table
 from pala.report.settings import differences, phrase
-from pala.report.text import counted, csv_text, short_number, table
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
+from pala.system.text import counted, csv_text, short_number, table
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"
 _EPSILON, _NOOPS = 0.05, 30  # of DQN's evaluations (Mnih et al. 2015)

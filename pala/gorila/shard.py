@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adagrad import adagrad
 
-from pala.a2c.update import rmsprop_
 from pala.config import GorilaConfig
 from pala.gorila.dqn import LossFilter
+from pala.networks.optimisers import adagrad_, rmsprop_
 from pala.run.checkpoint import OF_ANOTHER_ALGORITHM, RankState
 from pala.system.errors import PalaError
 from pala.system.files import is_number
@@ -30,19 +29,6 @@ def slices(num_parameters: int, num_shards: int) -> list[slice]:
         )
     bounds = [num_parameters * shard // num_shards for shard in range(num_shards + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
-
-
-def adagrad_(
-    parameters: Tensor, gradient: Tensor, sum_of_squares: Tensor, learning_rate: float, epsilon: float
-) -> None:
-    """One AdaGrad step in place (Duchi et al. 2011): s <- s + g^2, then x <- x - lr g / (sqrt(s) + epsilon).
-
-    By torch, whose fused kernel goes through memory once: a third of the time.
-    """
-    adagrad(
-        [parameters], [gradient], [sum_of_squares], [torch.zeros(())], fused=True, lr=learning_rate, weight_decay=0.0,
-        lr_decay=0.0, eps=epsilon, maximize=False,
-    )  # fmt: skip
 
 
 def targets_at(version: int, config: GorilaConfig) -> int:

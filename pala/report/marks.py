@@ -11,7 +11,7 @@ import numpy as np
 
 from pala.report.curves import Curve
 from pala.report.runs import Axis, RunData
-from pala.report.text import short_number
+from pala.system.text import short_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

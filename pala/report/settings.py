@@ -6,8 +6,8 @@ from typing import Any
 
 from pala.config import Config, ExchangeConfig, to_table
 from pala.exchange.kinds import KINDS
-from pala.report.text import counted
 from pala.system.tables import flatten
+from pala.system.text import counted
 
 _WITHOUT_INFLUENCE = (
     "run.name", "run.dir", "run.console", "run.log_interval_s", "run.tensorboard", "run.checkpoint_interval_s",

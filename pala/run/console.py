@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from pala.report.text import counted, duration
 from pala.run.stopwatch import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.run.view import RunView
 from pala.system.errors import reason
 from pala.system.launcher import terminal_size
 from pala.system.output import say, tell
+from pala.system.text import counted, duration
 
 _WORTH_TELLING_S = 20.0
 

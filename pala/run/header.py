@@ -9,7 +9,7 @@ from pathlib import Path
 from pala.config import Config, load_with_ranks
 from pala.exchange.kinds import kind_of, learning_rate_factor
 from pala.report.settings import set_in_vain
-from pala.report.text import counted
+from pala.system.text import counted
 
 _MOST_HOSTS = 4  # that are named
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from pala.config import Config, to_table
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
-from pala.report.text import counted
 from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.resources import most_cores
 from pala.system.tables import flatten
+from pala.system.text import counted
 from pala.transport.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.transport.base import Communicator
 

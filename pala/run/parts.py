@@ -16,13 +16,13 @@ from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState
 from pala.exchange.kinds import kind_of
 from pala.networks.network import FlatParameters
-from pala.report.text import counted
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress
 from pala.system.device import has_bfloat16, use_device
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
+from pala.system.text import counted
 from pala.transport.agreement import collectively
 from pala.transport.base import Communicator
 

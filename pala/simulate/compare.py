@@ -14,10 +14,10 @@ from typing import Any
 
 from pala.benchmark.analysis import ranks_of, training_of
 from pala.config import ExchangeConfig
-from pala.report.text import Spread
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.costs import Costs, model_bytes_of
 from pala.simulate.gossip import GossipCluster, measured
+from pala.system.text import Spread
 
 
 def compare(name: str, benchmark: dict[str, Any], costs: Costs, seed: int) -> list[dict[str, Any]]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES
-from pala.report.text import table
 from pala.simulate.explore_alike import NotAlikeError
 from pala.simulate.explore_states import Case, Mode
 from pala.simulate.explore_world import FAULTS, RARE, UNFAIR, Label, State, World
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
+from pala.system.text import table
 
 _PROGRAM = "pala.simulate explore"
 _LOOK_EVERY = 1024

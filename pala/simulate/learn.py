@@ -35,7 +35,6 @@ from pala.envs import Envs, make_envs
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.mixing import RULES
 from pala.networks.distributions import Categorical
-from pala.report.text import table
 from pala.run.loop import Counters, Progress
 from pala.run.provenance import provenance
 from pala.simulate.passive import PassiveExchange
@@ -46,6 +45,7 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
+from pala.system.text import table
 
 METHODS = (*RULES, "allreduce", "none")
 _PROGRAM = "pala.simulate learn"

@@ -17,7 +17,6 @@ from typing import Any
 
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.kinds import KINDS
-from pala.report.text import counted
 from pala.run.provenance import now_utc, provenance
 from pala.simulate.allreduce import predict_allreduce
 from pala.simulate.cluster import Cluster, Prediction
@@ -30,6 +29,7 @@ from pala.system.command_line import check_choices, check_least, check_named, re
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.output import say, tell
+from pala.system.text import counted
 
 _PROGRAM = "pala.simulate predict"
 METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")

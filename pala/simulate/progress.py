@@ -15,11 +15,11 @@ import numpy as np
 
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.topology import TOPOLOGIES
-from pala.report.text import table
 from pala.simulate.scenario import Scenario, timed_in_updates
 from pala.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
+from pala.system.text import table
 
 _PROGRAM = "pala.simulate progress"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.report.pictures import COLOURS, new_figure, tidy, write_picture
-from pala.report.text import Spread, counted, table
+from pala.system.text import Spread, counted, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 
 from minatar_bed import BASE_RATE, GAMES, SWEPT, TOTAL_STEPS, _commit, make_bed, read
 
-from pala.report.text import table
 from pala.system.resources import prepare
+from pala.system.text import table
 
 RAW = Path(__file__).with_suffix(".jsonl")
 RANKS = 16
@@ -125,7 +125,7 @@ def _in_rounds(config: Any, trial: Trial, make: Callable) -> Any:
     """All ranks in step, without a network."""
     import torch
 
-    from pala.a2c.update import clip_gradient_
+    from pala.networks.optimisers import clip_gradient_
     from pala.simulate.learn import Learned, Learners
 
     learners, steps, rounds = Learners(config, RANKS, make), 0, 0

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 from minatar_bed import BASE_RATE, METHODS, SWEPT, TOTAL_STEPS, Job, Setting, best_settings, read
 
-from pala.report.text import table
+from pala.system.text import table
 
 _RESAMPLES = 10_000
 Results = dict[Job, dict]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from pala.report.text import table
 from pala.run.metrics import read_run
 from pala.run.run_folder import config_of
+from pala.system.text import table
 
 RESULTS = Path(__file__).parent.parent
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pala.report.pictures import COLOURS, new_figure, tidy, write_picture
-from pala.report.text import table
 from pala.system.files import read_bytes
+from pala.system.text import table
 
 HERE = Path(__file__).parent
 COLUMNS = {  # key: (heading, form)
