@@ -81,8 +81,8 @@ def fit(
     try:
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
-        if comm.rank == 0 and (note := note_on_vain(_as_played(config, make_env), Config())):
-            say(note)
+        if comm.rank == 0 and resume is None and (note := note_on_vain(_as_played(config, make_env), Config())):
+            say(note)  # also of what a preset set
         if config.run.spares and comm.outlives_ranks:  # else they are refused
             note_spares()
         cores = cores_per_rank(comm, config.run.spares)

@@ -145,6 +145,7 @@ def main() -> None:
         from pala.evaluation.play import evaluate
         from pala.evaluation.video import record_video
 
+    failed = False
     for run, command in commands:
         if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
             tell(record_video(run, command.video, command.acting))
@@ -158,7 +159,15 @@ def main() -> None:
         if command.follow:
             _follow(run, score)
         elif command.episodes != 0 or command.video is None:
-            score()
+            try:
+                score()
+            except PalaError as error:
+                if len(commands) == 1:
+                    raise
+                failed = True
+                say(f"pala: error: {run}: {error}")
+    if failed:
+        sys.exit(2)
 
 
 if __name__ == "__main__":

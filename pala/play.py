@@ -9,6 +9,7 @@ A window needs pygame (`pip install pygame`) and a display. Escape closes it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from dataclasses import dataclass
@@ -72,15 +73,17 @@ def _watch(command: Command, acting: Acting) -> None:
     from pala.evaluation.video import filmed, words_of
     from pala.evaluation.window import Window
 
-    window, told = Window(f"PALA  {command.run}"), 0
-    with filmed(command.run, command.episodes, acting) as film:
+    told = 0
+    with (
+        contextlib.closing(Window(f"PALA  {command.run}")) as window,
+        filmed(command.run, command.episodes, acting) as film,
+    ):
         for picture in itertools.chain(film.pictures, [None]):  # the last episode ends without a picture
             for episode in film.ended[told:]:
                 tell(words_of(episode))
             told = len(film.ended)
             if picture is None or not window.show(picture, film.frames_per_s * command.speed):
                 break
-    window.close()
 
 
 if __name__ == "__main__":

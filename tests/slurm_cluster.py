@@ -204,11 +204,13 @@ class Slurm:
 def _free_ports() -> list[int]:
     """For slurmctld and slurmd. The kernel gives none of these to others, as it would of those that it chooses itself
     between now and the daemons' start."""
-    own_first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [*range(2000, first), *range(last + 1, 65_536)]
     found: list[int] = []
-    while len(found) < 2:
-        port = random.randrange(10_000, own_first)
+    for port in random.sample(others, min(100, len(others))):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
-            found += [port] if port not in found else []
-    return found
+            found.append(port)
+        if len(found) == 2:
+            return found
+    raise SlurmStartError(f"Slurm does not start here: there are no two free ports outside {first} to {last}")

@@ -495,6 +495,12 @@ def test_several_runs_are_scored_each_by_its_own_settings(
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(": CartPole-v1: mean")[0] for line in said] == [*map(str, runs)]
     assert [json.loads((run / "evaluation.json").read_text())["episodes"] for run in runs] == [3, 2]
+    (runs[0] / "policy.safetensors").unlink()
+    with pytest.raises(SystemExit) as exit_:
+        program.main()
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2 and captured.out.startswith(f"{runs[1]}: CartPole-v1: mean"), "the other is scored"
+    assert captured.err.startswith(f"pala: error: {runs[0]}: ")
     for option in ("--follow", "--video=x.mp4"):
         with pytest.raises(PalaError, match="is of one run, but 2 are named"):
             program.parse([*map(str, runs), option])
@@ -512,8 +518,10 @@ def test_a_score_by_other_settings_is_no_result_of_the_run(tmp_path: Path) -> No
     assert evaluation.mean_length_steps == 100 and evaluation.other_settings == other
     assert "no-ops" not in str(evaluation) and "sticky actions 0.25, at most 400 frames" in str(evaluation)
     assert not (run / "evaluation.json").exists() and read_evaluation(run) is None
-    own = pala.evaluate_policy(run, episodes=1, max_episode_frames=400)
+    own = pala.evaluate_policy(run, episodes=1, max_episode_frames=400, noop_max=30)  # which is the run's own
     assert own.noop_max == 30 and own.other_settings == {"max_episode_frames": 400}
+    with pytest.raises(PalaError, match="greedy actions never are"):
+        evaluate(run, 1, 1, Acting(greedy=True, other_settings={"epsilon": 0.1}))
 
 
 @pytest.mark.parametrize(

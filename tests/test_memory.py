@@ -300,6 +300,8 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
         ({"num_envs": 3, "vectorization": "async"}, True),
         ({"frame_skip": 2}, False),
         ({"wrappers": ["x:Y"]}, False),
+        ({"fire_on_reset": True}, True),  # which the earlier one did not know
+        ({"fire_on_reset": False}, False),
     ],
 )
 def test_the_best_policy_of_another_environment_does_not_stay(

@@ -40,6 +40,8 @@ class Acting:
         """The run's settings, with those that are others here. Raises PalaError."""
         config = run_folder.config_of(run)
         table = to_table(config)
+        if self.greedy and self.other_settings.get("epsilon"):
+            raise PalaError("'epsilon' is the probability of a random action, and greedy actions never are; give one.")
         for name, value in self.other_settings.items():
             if name not in OTHER_SETTINGS:
                 known = ", ".join(OTHER_SETTINGS)

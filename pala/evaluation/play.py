@@ -14,9 +14,9 @@ import gymnasium
 import numpy as np
 import torch
 
-from pala.config import EnvConfig
+from pala.config import EnvConfig, to_table
 from pala.envs import AtariEnvs, Envs, Episode, as_gymnasium, make_envs
-from pala.evaluation.acting import Acting, check_numbers
+from pala.evaluation.acting import OTHER_SETTINGS, Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import EPISODES, Evaluation
 from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_of
@@ -39,7 +39,8 @@ def evaluate(
     Equal arguments give equal returns, unless the environment has chance of its own. Raises PalaError, also when the
     episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
     """
-    config = acting.config_of(run)
+    config, own = acting.config_of(run), to_table(run_folder.config_of(run))
+    other = {name: to for name, to in acting.other_settings.items() if own[OTHER_SETTINGS[name]][name] != to}
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
     torch.set_num_threads(acting.threads)
     make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
@@ -66,7 +67,7 @@ def evaluate(
         epsilon=0.0 if acting.greedy and policy.epsilon is not None else policy.epsilon,
         seed=acting.seed,
         steps_per_s=round(steps / seconds, 1),
-        other_settings=dict(acting.other_settings),
+        other_settings=other,
         **_statistics(played),
         **_game_facts(config.env, played, envs.name, isinstance(envs, AtariEnvs)),
     )

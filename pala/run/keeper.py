@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pala.config import Config, to_table
+from pala.config import Config, EnvConfig, to_table
 from pala.exchange.base import Exchange
 from pala.exchange.kinds import kind_of
 from pala.run import checkpoint
@@ -172,5 +173,6 @@ def _played(header: dict[str, Any]) -> object:
     config = header.get("config")
     env = config.get("env") if isinstance(config, dict) else None
     if isinstance(env, dict):
-        env = {key: value for key, value in env.items() if key not in _WITHOUT_INFLUENCE}
+        whole = asdict(EnvConfig()) | env  # an early one lacks what has been added since
+        env = {key: value for key, value in whole.items() if key not in _WITHOUT_INFLUENCE}
     return json.loads(json_text([header.get("environment"), env]))

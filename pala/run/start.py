@@ -147,7 +147,7 @@ def take_place(
         try:
             is_needed = sleeping.until_needed()  # still: to build took a while
             exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
-        except PalaError as error:
+        except Exception as error:
             _give_up(job, sleeping, segment, error)
             raise
         if exchange is None:

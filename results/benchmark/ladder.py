@@ -53,13 +53,12 @@ def train_patched(patch: str, arguments: list[str]) -> None:
         resources.prepare(max(1, (os.cpu_count() or 1) // RANKS))
         import torch
 
-        from pala.a2c import update as a2c
-        from pala.networks import conv_tape, make, tape
+        from pala.networks import conv_tape, make, optimisers, tape
 
         if patch == "turn":
             conv_tape.channels_last = lambda images: images.contiguous(memory_format=torch.channels_last)
         elif patch == "root":
-            a2c._ABOVE_ZERO = 0.0
+            optimisers._ABOVE_ZERO = 0.0
         elif patch == "compile":
             autograd = tape.AutogradTape
 
