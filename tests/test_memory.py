@@ -63,6 +63,7 @@ from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.request import Request
 from pala.run.result import Result
+from pala.run.session import Session, Setup
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.transport.faults import (
@@ -661,6 +662,29 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(kind: str, tmp_path
     resumed = trained.resume(3, made + 200)
     assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
     assert [segment["resumed"] for segment in resumed.record["segments"]] == [False, True]
+
+
+@pytest.mark.parametrize("kind", slow_but_for(COUPLED, "gossip"))
+@pytest.mark.parametrize("moment", ["make_keeper", "make_exchange"])
+def test_a_signal_before_the_first_update_stops_all_and_a_resume_goes_on(
+    moment: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner: Any = Setup if moment == "make_keeper" else Session
+    action = getattr(owner, moment)
+
+    def signalled(of: Any) -> Any:
+        comm = of.job.comm if moment == "make_keeper" else of._comm
+        if comm.rank == 1:
+            comm.interrupt.signal = SIGUSR1
+        return action(of)
+
+    monkeypatch.setattr(owner, moment, signalled)
+    trained = train(3, configure(tmp_path, kind, ENDLESS))
+    monkeypatch.setattr(owner, moment, action)
+    assert stopped_well(trained, but_for=[]) and trained.segment["saved"] and not trained.record["completed"]
+    made = sum(own_steps(trained.states()))
+    resumed = trained.resume(3, made + 200)
+    assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
 
 
 @pytest.mark.parametrize("kind", slow_but_for(KINDS, "gossip"))
