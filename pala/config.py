@@ -93,10 +93,11 @@ class NetworkConfig:
     """Units of the linear layer behind the convolutions [GALA, DQN: 512]."""
     mlp_hidden: tuple[int, ...] = (64, 64)
     """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation
-    are float32. bfloat16 is faster where the processor or GPU has its instructions. On a GPU convolutions in
-    float32 are torch's, by default in TF32. Ours."""
+    are float32. bfloat16 is faster where the processor or GPU has its instructions, and several times slower elsewhere:
+    `auto` takes it for images where all ranks have them, and float32 otherwise. On a GPU convolutions in float32 are
+    torch's, by default in TF32. Ours."""
     passes: Literal["auto", "autograd"] = "auto"
     """How forward and backward passes are made: `auto` uses hand-written ones where there are some (images; in bfloat16
     those near 0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal but for rounding."""

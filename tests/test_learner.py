@@ -7,9 +7,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from signal import SIGTERM
 from types import SimpleNamespace
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -28,10 +29,12 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.run.loop import Counters, Progress
 from pala.run.metrics import Record
+from pala.run.parts import prepare
 from pala.run.stopwatch import SECTIONS
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
+from pala.transport.alone import Alone
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 ENVS, STEPS = 2, 5
@@ -472,3 +475,39 @@ def test_equal_seeds_give_equal_parameters_and_others_do_not():
         run.go()
     assert first.flat.data.equal(second.flat.data)
     assert not first.flat.data.equal(other.flat.data)
+
+
+class TwoRanks(Alone):
+    """Rank 0 beside another whose device has instructions for bfloat16, or not; all else is alike there."""
+
+    size = 2
+
+    def __init__(self, other_has_them: bool) -> None:
+        super().__init__("here")
+        self.other_has_them = other_has_them
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value, self.other_has_them if isinstance(value, bool) else value]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "wanted", "mine", "others", "chosen"),
+    [
+        ("ALE/Pong-v5", "auto", True, True, "bfloat16"),
+        ("ALE/Pong-v5", "auto", True, False, "float32"),
+        ("ALE/Pong-v5", "auto", False, True, "float32"),
+        ("CartPole-v1", "auto", True, True, "float32"),
+        ("ALE/Pong-v5", "float32", True, True, "float32"),
+        ("ALE/Pong-v5", "bfloat16", True, False, "bfloat16"),
+    ],
+)
+def test_bfloat16_is_chosen_for_images_where_all_ranks_have_it(
+    env_id: str, wanted: Any, mine: bool, others: bool, chosen: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("pala.run.parts.has_bfloat16", lambda device: mine)
+    config = Config(env=EnvConfig(id=env_id, num_envs=1), network=NetworkConfig(precision=wanted))
+    with make_envs(config.env) as envs:
+        _, settled = prepare(TwoRanks(others), config, envs)
+    assert settled == replace(config, network=NetworkConfig(precision=cast(Any, chosen)))
+    assert ("would be faster" in capsys.readouterr().err) == (wanted == "bfloat16")

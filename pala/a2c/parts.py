@@ -27,7 +27,7 @@ from pala.run import checkpoint
 from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
-from pala.run.parts import Parts, Saved, prepare_device
+from pala.run.parts import Parts, Saved, prepare
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
@@ -129,7 +129,7 @@ def build(
 ) -> A2CParts:  # fmt: skip
     """Network, tape and optimiser, with the seed's first weights; a spare builds the same. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
-    device = prepare_device(comm, config)
+    device, config = prepare(comm, config, envs)
     _check_memory(comm, config, envs, device)
     return collectively(comm, lambda: make_parts(config, envs, device, make_network))
 

@@ -141,6 +141,14 @@ _FIGURES: dict[str, Callable[[list[float]], float]] = {
 }  # fmt: skip
 
 
+def precision_of(benchmark: dict[str, Any]) -> str:
+    """What training by the benchmark's preset computes in."""
+    configured = str(benchmark["config"]["network"]["precision"])
+    if configured != "auto":
+        return configured
+    return "bfloat16" if all("bfloat16" in job["precisions"] for job in benchmark["jobs"]) else "float32"
+
+
 def ranks_of(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:
     """The figures of each rank of one measurement of training. Raises StopIteration if there is none."""
     return next(

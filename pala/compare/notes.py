@@ -95,11 +95,12 @@ def versions(run: Run) -> str:
 
 
 def machine(run: Run) -> str:
-    """The hosts, platform and device of all segments."""
+    """The hosts, platform, device and precision of all segments."""
 
     def of(segment: dict[str, Any]) -> str:
         hosts = ", ".join(sorted(set(segment.get("hosts", []))))
-        return f"{hosts} ({segment.get('platform')}), {segment.get('device')}"
+        precision = f" in {segment['precision']}" if "precision" in segment else ""  # older records lack it
+        return f"{hosts} ({segment.get('platform')}), {segment.get('device')}{precision}"
 
     return ", then ".join(dict.fromkeys(map(of, run.segments)))
 

@@ -20,6 +20,7 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
 
     Raises PalaError for what cannot be: bfloat16 without images.
     """
+    assert config.precision != "auto", "decided by all ranks together"
     if config.precision == "bfloat16" and not network.is_image:
         raise PalaError(
             "'network.precision' is 'bfloat16', which would round vector observations to 8 bits; use 'float32'."

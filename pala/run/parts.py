@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -77,6 +77,7 @@ class Saved:
 class Parts(abc.ABC, Generic[ExchangeT]):
     """What the algorithms have and do in ways of their own."""
 
+    config: Config  # as `prepare` gives it
     device: torch.device
     network: nn.Module
     flat: FlatParameters
@@ -139,10 +140,16 @@ def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeE
     return made[0]
 
 
-def prepare_device(comm: Communicator, config: Config) -> torch.device:
-    """The configuration's device, made the current one. Collective."""
+def prepare(comm: Communicator, config: Config, envs: Envs) -> tuple[torch.device, Config]:
+    """The configuration's device, made the current one; and the configuration with a `network.precision` of `auto`
+    decided, for all ranks alike. Collective."""
     before_this = comm.allgather(comm.host)[: comm.rank].count(comm.host)
     device = collectively(comm, lambda: use_device(config.run.device, before_this))
-    if config.network.precision == "bfloat16" and not has_bfloat16(device) and comm.rank == 0:
-        say("'network.precision' is 'bfloat16', for which this machine has no instructions; float32 would be faster.")
-    return device
+    is_fast = all(comm.allgather(has_bfloat16(device)))
+    if config.network.precision == "bfloat16" and not is_fast and comm.rank == 0:
+        say("'network.precision' is 'bfloat16', for which not all ranks have instructions; 'float32' would be faster.")
+    if config.network.precision != "auto":
+        return device, config
+    is_image = len(envs.observation_space.shape or ()) == 3
+    network = replace(config.network, precision="bfloat16" if is_fast and is_image else "float32")
+    return device, replace(config, network=network)

@@ -83,7 +83,8 @@ class Setup:
             **request.facts, "threads_per_rank": job.threads, "environment": self.envs.name,
             "python_environment": request.make_env is not None, "python_network": request.make_network is not None,
             "ranks": job.num_trainers, "cores": job.cores, "resumed": self.segment.previous is not None,
-            **job.comm.facts(), "device": str(parts.device), "seed": self.config.seed,
+            **job.comm.facts(), "device": str(parts.device), "precision": parts.config.network.precision,
+            "seed": self.config.seed,
             "parameters": parts.flat.data.numel(),
         }  # fmt: skip
 
@@ -91,7 +92,7 @@ class Setup:
         """The first lines of the console."""
         job, parts, made = self.job, self.parts, self.progress.start.global_steps
         hosts, num_learned = job.hosts[: job.num_trainers], parts.flat.num_learned
-        return header(self.config, self.segment.run, hosts, job.threads, str(parts.device), num_learned, made)
+        return header(parts.config, self.segment.run, hosts, job.threads, str(parts.device), num_learned, made)
 
 
 class Session:

@@ -12,7 +12,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from pala.benchmark.analysis import ranks_of, training_of
+from pala.benchmark.analysis import precision_of, ranks_of, training_of
 from pala.config import ExchangeConfig
 from pala.simulate.cluster import Cluster, Prediction
 from pala.simulate.costs import Costs, model_bytes_of
@@ -25,7 +25,7 @@ def compare(name: str, benchmark: dict[str, Any], costs: Costs, seed: int) -> li
     threads a rank as the costs. No row if its messages differ in length (`top_k`)."""
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         return []
-    precision = benchmark["config"]["network"]["precision"]
+    precision = precision_of(benchmark)
     jobs = [job for job in benchmark["jobs"] if precision in job["precisions"]]
     jobs = [job for job in jobs if {"none", "gossip"} <= set(job["exchanges"])]
     jobs = [job for job in jobs if job["of_ranks"][0]["threads"] == costs.threads]
@@ -33,7 +33,7 @@ def compare(name: str, benchmark: dict[str, Any], costs: Costs, seed: int) -> li
 
 
 def _compare_job(name: str, job: dict[str, Any], benchmark: dict[str, Any], costs: Costs, seed: int) -> dict[str, Any]:
-    precision = benchmark["config"]["network"]["precision"]
+    precision = precision_of(benchmark)
     by_exchange = {t.exchange: t for t in training_of(job) if t.precision == precision}
     none, gossip = by_exchange["none"], by_exchange["gossip"]
     assert gossip.of_none is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pala.benchmark.analysis import ranks_of
+from pala.benchmark.analysis import precision_of, ranks_of
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.protocol import Rules
 from pala.exchange.wire import NOTHING, Wire
@@ -95,7 +95,7 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         raise PalaError(f"'{path}' was measured with top_k, whose messages differ in length; that is not simulated.")
     check_alike(benchmark, path)
-    precision, cores = benchmark["config"]["network"]["precision"], benchmark["machine"]["cores"]
+    precision, cores = precision_of(benchmark), benchmark["machine"]["cores"]
     fitting = [job for job in benchmark["jobs"] if job["ranks"] * job["of_ranks"][0]["threads"] <= cores]
     if not fitting:
         raise PalaError(f"In '{path}' no job has a core for each rank; measure one by `python -m pala.benchmark`.")
