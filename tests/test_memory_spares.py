@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from pala.envs import Envs
 from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver
 from pala.run.job import Job
-from pala.run.parts import build_envs
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
@@ -102,26 +102,33 @@ def test_a_resume_goes_on_from_the_spare_that_trained_alone(tmp_path: Path, caps
     assert resumed.segment["global_steps"] > steps and resumed.states(ranks=1)[0].counters["updates"] >= 20
 
 
-@pytest.mark.parametrize("ranks", [5, 2])
+@pytest.mark.parametrize("what", ["pala.run.start.build_envs", "pala.run.session.Setup.open_records"])
+@pytest.mark.parametrize("is_last", [False, True])
 def test_a_spare_that_cannot_build_leaves_its_place_to_others(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_last: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 5 ranks another takes it. Of 2 it was the last, and the run has failed."""
-    spare = 3 if ranks == 5 else 1
+    """Before it has taken the place or after: another takes it, or, if nobody else lives then, the run has failed."""
+    usual, comms = pkgutil.resolve_name(what), list[MemoryCommunicator]()
 
-    def build(*given: object) -> Envs:
-        if threading.current_thread().name == f"rank-{spare}":
-            raise ValueError("no licence")
-        return build_envs(*given)  # type: ignore[arg-type]
+    def fail(*given: object) -> object:
+        if threading.current_thread().name != "rank-3":
+            return usual(*given)
+        if is_last:
+            with comms[0].world.changed:
+                comms[0].world.dead.update({0, 1, 2, 4})
+        raise ValueError("no licence")
 
-    monkeypatch.setattr("pala.run.start.build_envs", build)
-    config = with_spares(tmp_path, spares=2 if ranks == 5 else 1)
-    job = train(ranks, config, [fail_at(0, update=5)], on_count=stop_when(4, updates=5))
-    assert isinstance(job.results[spare], ValueError)
-    if ranks == 5:
-        assert stopped_well(job, but_for=[0, 3]) and 4 in ranks_in(job, "joined_ranks")
-    else:
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comms.append(comm)
+        stop_when(4, updates=5)(comm, updates)
+
+    monkeypatch.setattr(what, fail)
+    job = train(5, with_spares(tmp_path, spares=2), [fail_at(0, update=5)], on_count=on_count)
+    assert isinstance(job.results[3], ValueError)
+    if is_last:
         assert job.segment["status"] == "failed" and "no licence" in job.segment["error"]
+    else:
+        assert stopped_well(job, but_for=[0, 3]) and 4 in ranks_in(job, "joined_ranks")
 
 
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:

@@ -131,35 +131,31 @@ def take_place(
     alone, rank = Alone(job.comm.host), job.comm.rank
     config = request.config
     with ExitStack() as stack:
+        segment = briefing.segment
         try:
-            # This job has kept or judged it.
-            code = user_code.load(briefing.segment.run, request.code)
+            # Before all else: what fails is then told to the record of this run alone.
+            segment = stack.enter_context(joined(segment, briefing.is_locked))
+            code = user_code.load(segment.run, request.code)  # this job has kept or judged it
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
             request = _completed(request, code, envs)
             config = request.config
             parts = _BUILD[config.algorithm](alone, config, envs, code.make_network, sleeping)
-        except Exception as error:  # a CollectiveError is of this rank alone, too
-            _give_up(job, sleeping, briefing.segment, error)
-            if isinstance(error, CollectiveError):
-                raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
-            raise
-        segment = stack.enter_context(joined(briefing.segment, briefing.is_locked))
-        try:
             is_needed = sleeping.until_needed()  # still: to build took a while
             exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
+            if exchange is None:
+                return None
+            say(f"[rank {rank}] takes the place of a rank that is gone.")
+            counters = Counters(time_s=time.perf_counter() - began_s)
+            progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
+            setup = Setup(job, request, envs, parts, segment, progress)
+            session = Session(setup, setup.make_keeper(), setup.open_records(), interrupt)
         except Exception as error:
             _give_up(job, sleeping, segment, error)
+            if isinstance(error, CollectiveError):  # of this rank alone
+                raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
             raise
-        if exchange is None:
-            return None
-        say(f"[rank {rank}] takes the place of a rank that is gone.")
-        counters = Counters(time_s=time.perf_counter() - began_s)
-        progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
-        setup = Setup(job, request, envs, parts, segment, progress)
-        records = setup.open_records()
         if not parts.acts:
             envs.close()
-        session = Session(setup, setup.make_keeper(), records, interrupt)
         return session.run(lambda: exchange)
 
 
