@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+from memory_jobs import configure, train
 
 from pala.config import Config, to_table
+from pala.system.files import read_json
 from pala.system.tables import flatten
 
 GUIDES = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
@@ -80,3 +82,15 @@ def test_tests_that_the_table_of_faults_names_exist() -> None:
         for name in re.findall(r"`([\w.]+)`", row.rstrip("|").rpartition("|")[2]):
             file = REPOSITORY / "tests" / name
             assert file.exists() if name.endswith(".py") else any(name in test for test in names), name
+
+
+def test_the_runs_record_is_on_its_page(tmp_path: Path) -> None:
+    """Each key of a start's entry in run.json, and none that is not written any more."""
+    section = (REPOSITORY / "docs/metrics.md").read_text().partition("## The run's record")[2].partition("\n## ")[0]
+    told = {key for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    job = train(2, configure(tmp_path, steps=50))
+    made = [job.segment, *(s for run in (REPOSITORY / "results").rglob("run.json") for s in read_json(run)["segments"])]
+    assert set[str]().union(*made) <= told
+    source = "".join(file.read_text() for file in (REPOSITORY / "pala").rglob("*.py"))
+    project = {f"project_{key}" for key in ("git_commit", "git_dirty")}
+    assert [key for key in told - project if f'"{key}"' not in source and f"{key}=" not in source] == []

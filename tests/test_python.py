@@ -1048,7 +1048,7 @@ def test_a_run_by_fit_says_what_made_it(
     monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: has_started_mpi)
     if has_started_mpi:
         monkeypatch.setattr(provenance.platform, "platform", None)  # it starts a process, too
-    monkeypatch.setattr(provenance, "_git", lambda what, *_: asked.append(what) or "abc")
+    monkeypatch.setattr(provenance, "_git", lambda folder, what, *_: asked.append(what) or "abc")
     for _ in range(2):
         result = one_rank(lambda: pala.fit(configure(tmp_path, steps=50)))
         segment = record_of(result.run)["segments"][0]
@@ -1056,7 +1056,7 @@ def test_a_run_by_fit_says_what_made_it(
         assert segment["command"] and segment["platform"] and "torch" in segment["versions"]
         assert segment["git_commit"] == (None if has_started_mpi else "abc")
         monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: True)
-    assert asked == ([] if has_started_mpi else ["ls-files", "rev-parse", "status"])
+    assert asked == ([] if has_started_mpi else ["ls-files", "rev-parse", "status", "rev-parse", "rev-parse"])
 
 
 @pytest.mark.slow

@@ -222,7 +222,7 @@ def test_a_changed_tree_is_recorded_but_not_for_new_results(tmp_path: Path, monk
     assert provenance.provenance()["git_dirty"] is False
     git = provenance._git
     with monkeypatch.context() as patch:
-        patch.setattr(provenance, "_git", lambda *words: None if words[0] == "status" else git(*words))
+        patch.setattr(provenance, "_git", lambda *words: None if words[1] == "status" else git(*words))
         assert provenance.provenance()["git_dirty"] is True  # for all that is known
     files[0].write_text("changed\n")
     assert provenance.provenance()["git_dirty"] is True
@@ -247,6 +247,25 @@ def test_the_commit_of_a_repository_that_pala_is_installed_in_is_not_its_own(
     monkeypatch.setattr(provenance, "__file__", str(installed))
     facts = provenance.provenance()
     assert (facts["git_commit"], facts["git_dirty"]) == (None, False)
+
+
+def test_the_commit_of_the_project_that_uses_pala_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the repository around the working directory, unless it is PALA's own."""
+    (tmp_path / "results").mkdir()
+    files = [tmp_path / "agent.py", tmp_path / "results" / "table.md"]
+    for file in files:
+        file.write_text("committed\n")
+    monkeypatch.chdir(tmp_path / "results")
+    assert not [key for key in provenance.provenance() if key.startswith("project")]  # no repository yet
+    commit_all(tmp_path)
+    files[1].write_text("made anew\n")
+    facts = provenance.provenance()
+    assert len(facts["project_git_commit"]) == 40 and facts["project_git_dirty"] is False
+    assert facts["project_git_commit"] != facts["git_commit"]
+    files[0].write_text("changed\n")
+    assert provenance.provenance()["project_git_dirty"] is True
+    monkeypatch.chdir(Path(provenance.__file__).parents[1])
+    assert not [key for key in provenance.provenance() if key.startswith("project")]
 
 
 def test_a_record_that_could_not_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def notes(comparison: Comparison) -> list[str]:
         if 4 < fewest < _FEW_RUNS else "",
         _named("Left out for a longer run of the same seed", comparison.replaced),
         _differ(done, "the commit", commit),
-        _named("Made from a changed working tree", [r for r in done if any(s.get("git_dirty") for s in r.segments)]),
+        _named("Made from a changed working tree", [r for r in done if any(map(_is_changed, r.segments))]),
         _differ(done, "versions", versions),
         _differ(done, "the machine; do not compare their speeds", machine),
         _differ(done, "threads", _threads, _of_ranks),
@@ -80,8 +80,17 @@ def not_begun(plan: Plan, runs: Sequence[Run]) -> list[str]:
 
 
 def commit(run: Run) -> str:
-    """The commits of all segments."""
-    return ", then ".join(dict.fromkeys(str(segment.get("git_commit"))[:10] for segment in run.segments))
+    """The commits of all segments, PALA's and the user's."""
+
+    def of(segment: dict[str, Any]) -> str:
+        project = segment.get("project_git_commit")
+        return str(segment.get("git_commit"))[:10] + (f" with the project's {project[:10]}" if project else "")
+
+    return ", then ".join(dict.fromkeys(map(of, run.segments)))
+
+
+def _is_changed(segment: dict[str, Any]) -> bool:
+    return bool(segment.get("git_dirty") or segment.get("project_git_dirty"))
 
 
 def versions(run: Run) -> str:
