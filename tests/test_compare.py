@@ -218,6 +218,11 @@ def test_only_what_decides_a_run_differs() -> None:
     assert differences(Config(), Config(exchange=ExchangeConfig(topology="ring"))) == {
         "exchange.topology": ("random", "ring")
     }
+    in_float32, in_bfloat16, in_either = (
+        Config(network=NetworkConfig(precision=precision)) for precision in ("float32", "bfloat16", "auto")
+    )
+    assert differences(in_either, in_bfloat16) == differences(in_float32, in_either) == {}
+    assert differences(in_float32, in_bfloat16) == {"network.precision": ("float32", "bfloat16")}
 
 
 # ---- what a run still needs ------------------------------------------------------------------------------------------

@@ -54,12 +54,16 @@ def method_of(config: Config) -> str:
 
 def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     """Settings that decide how a run learns and differ, dotted key -> (found, wanted): the seed aside, and the budget
-    unless the learning rate decays with it."""
+    unless the learning rate decays with it. A precision of `auto` is like any: what it means, the machine decides."""
     decays = any(c.algorithm == "a2c" and c.a2c.learning_rate_decay == "linear" for c in (found, wanted))
     without = ("seed",) if decays else ("seed", "total_steps")
     one, other = (settings_that_matter(flatten(to_table(c)), without) for c in (found, wanted))
     pairs = {key: (one.get(key), other.get(key)) for key in one | other if not key.startswith(_MACHINE)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    return {
+        key: pair
+        for key, pair in pairs.items()
+        if pair[0] != pair[1] and not (key == "network.precision" and "auto" in pair)
+    }
 
 
 def phrase(key: str, value: Any) -> str:
