@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pala import presets
 from pala.config_checks import check
-from pala.exchange.kinds import kind_of
+from pala.exchange.kinds import GORILA, ExchangeKind, kind_of
 from pala.system.errors import PalaError
 from pala.system.tables import build, merged, shown
 
@@ -82,6 +82,9 @@ class EnvConfig:
         return self.id.startswith("ALE/")
 
 
+Precision = Literal["float32", "bfloat16", "auto"]
+
+
 @dataclass(frozen=True)
 class NetworkConfig:
     """The network of either algorithm. Images get convolutions, vectors an MLP (docs/environments.md)."""
@@ -93,7 +96,7 @@ class NetworkConfig:
     """Units of the linear layer behind the convolutions [GALA, DQN: 512]."""
     mlp_hidden: tuple[int, ...] = (64, 64)
     """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
-    precision: Literal["float32", "bfloat16", "auto"] = "float32"
+    precision: Precision = "float32"
     """Precision of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation
     are float32. bfloat16 is faster where the processor or GPU has its instructions, and several times slower elsewhere:
     `auto` takes it for images where all ranks have them, and float32 otherwise. On a GPU convolutions in float32 are
@@ -302,7 +305,7 @@ class EvaluationConfig:
     max_episode_steps: int = 100_000
     """Other than Atari: an episode is cut after so many steps, for environments without an end. Ours."""
     greedy: bool = False
-    """A2C: the most probable action instead of a sampled one [PALA and GALA sample]."""
+    """The most probable action instead of a sampled one [PALA and GALA sample]; Gorila: never a random one."""
     epsilon: float = 0.05
     """Gorila: probability of a random action instead of the best, unless `greedy` [DQN, Gorila: 0.05]."""
     timeout_s: float = 14400.0
@@ -330,8 +333,13 @@ class Config:
 
     @property
     def steps_per_update(self) -> int:
-        """Environment steps of one rank between two updates."""
+        """Environment steps of one rank of A2C between two updates."""
         return self.env.num_envs * self.a2c.rollout_steps
+
+    @property
+    def exchange_kind(self) -> ExchangeKind:
+        """How the ranks learn together."""
+        return GORILA if self.algorithm == "gorila" else kind_of(self.exchange)
 
 
 def load_preset(preset: str | Path) -> Config:

@@ -95,9 +95,7 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
 
 def _check_spares(config: Config, source: str) -> None:
     """Raise PalaError for spare ranks where none can take a place."""
-    if config.run.spares == 0 or config.algorithm == "gorila":
-        return
-    if not kind_of(config.exchange).replaces_ranks:
+    if config.run.spares and not config.exchange_kind.replaces_ranks:
         raise PalaError(
             f"{source}: 'run.spares' is {config.run.spares}, but 'exchange.kind' is {config.exchange.kind!r}, in which "
             "no rank can take another's place while training runs; 'gossip' can. Leave it out, and let "

@@ -172,27 +172,34 @@ def _told_if_it_takes_long() -> Iterator[None]:
         notice.cancel()
 
 
+def make_atari(config: EnvConfig, num_threads: int, **look: Any) -> Any:
+    """ale-py's vector environment of a game as it is played by these settings. `look`: what ale-py is told of the
+    observations, which do not change how it goes. Raises PalaError."""
+    from ale_py import AtariVectorEnv  # not installed where only other environments are played
+
+    return AtariVectorEnv(
+        atari_rom(config.id),
+        num_envs=config.num_envs,
+        num_threads=min(num_threads, config.num_envs),
+        max_num_frames_per_episode=config.max_episode_frames,
+        repeat_action_probability=config.repeat_action_probability,
+        full_action_space=config.full_action_space,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+        frameskip=config.frame_skip,
+        noop_max=config.noop_max,
+        use_fire_reset=config.fire_on_reset,
+        reward_clipping=False,  # it would hide the true reward
+        **look,
+    )
+
+
 class AtariEnvs(Envs):
     """Atari on ale-py's own vector environment (C++ threads)."""
 
-    def __init__(self, rom: str, config: EnvConfig, num_threads: int) -> None:
-        from ale_py import AtariVectorEnv
-
-        vector_env = AtariVectorEnv(
-            rom,
-            num_envs=config.num_envs,
-            num_threads=min(num_threads, config.num_envs),
-            max_num_frames_per_episode=config.max_episode_frames,
-            repeat_action_probability=config.repeat_action_probability,
-            full_action_space=config.full_action_space,
-            autoreset_mode=AutoresetMode.SAME_STEP,
-            stack_num=config.frame_stack,
-            frameskip=config.frame_skip,
-            noop_max=config.noop_max,
-            use_fire_reset=config.fire_on_reset,
-            # `episodic_life` would reset the whole game at a lost life; this only reports it.
-            life_loss_info=config.terminal_on_life_loss,
-            reward_clipping=False,  # it would hide the true reward
+    def __init__(self, config: EnvConfig, num_threads: int) -> None:
+        # `episodic_life` would reset the whole game at a lost life; this only reports it.
+        vector_env = make_atari(
+            config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
         )
         super().__init__(vector_env, clip_rewards=config.clip_rewards != "none", name=config.id)
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
@@ -319,7 +326,7 @@ def make_envs(
                 "environment, which has no single environments to wrap; from Python, give a `make_env` that makes the "
                 "game with gymnasium.wrappers.AtariPreprocessing."
             )
-        return AtariEnvs(atari_rom(config.id), config, num_threads)
+        return AtariEnvs(config, num_threads)
 
     limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
     factory = _Factory(_single(config, make_env), config.image_layout, limit, config.episode_info)

@@ -126,7 +126,7 @@ class Trained:
         return sum(r.get(key) or 0 for records in kept for r in records if r["type"] == "interval")
 
     def fields(self) -> set[str]:
-        """The sum over all records of all ranks."""
+        """Names of all fields in all records."""
         return {key for records in read_run(self.run) for record in records for key in record}
 
     def ended_well(self, but_for: Iterable[int] = ()) -> bool:

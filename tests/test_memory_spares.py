@@ -6,6 +6,7 @@ import pkgutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import pytest
@@ -23,16 +24,19 @@ from memory_jobs import (
     with_spares,
 )
 
-from pala.config import EnvConfig, ExchangeConfig
+from pala.config import Config, EnvConfig, ExchangeConfig
 from pala.config_checks import check
 from pala.envs import Envs
 from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver
+from pala.run import start
 from pala.run.job import Job
+from pala.run.parts import Parts
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.transport.base import Communicator
 from pala.transport.faults import (
     fail_at,
     fail_at_message,
@@ -70,6 +74,21 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
     resumed = train(4, replace(job.config, total_steps=steps), resume=job.run)
     assert resumed.ended_well(but_for=[3]) and "joined_ranks" not in resumed.segment
     assert "had lost 1 rank" in capsys.readouterr().err and resumed.segment["global_steps"] >= steps
+
+
+def test_a_spare_computes_in_what_the_others_have_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, usual = dict[str, str](), start._BUILD["a2c"]
+
+    def build(comm: Communicator, config: Config, *given: Any) -> Parts[Any]:
+        chosen[threading.current_thread().name] = config.network.precision
+        return usual(comm, config, *given)
+
+    monkeypatch.setitem(start._BUILD, "a2c", build)
+    config = with_spares(tmp_path, spares=1)
+    config = replace(config, network=replace(config.network, precision="auto"))
+    job = train(3, config, [fail_at(0, update=5)], on_count=stop_when(2, updates=5))
+    assert stopped_well(job, but_for=[0]) and job.segment["precision"] == "float32"
+    assert chosen == {"rank-0": "auto", "rank-1": "auto", "rank-2": "float32"}
 
 
 @pytest.mark.parametrize("topology", slow_but_for(["ring", "exponential", "complete"], "ring"))

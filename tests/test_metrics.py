@@ -347,11 +347,15 @@ def test_settings_that_nothing_reads_are_told():
     before = load_preset("pong")
     assert note_on_vain(before, before) == ""
     changed = replace(before, exchange=replace(before.exchange, kind="allreduce", max_staleness=0))
-    note = "'exchange.max_staleness': set, but nothing reads it in this run (exchange allreduce, ALE/Pong-v5)."
+    note = "'exchange.max_staleness': set, but nothing reads it in this run (A2C, exchange allreduce, ALE/Pong-v5)."
     assert note_on_vain(changed, before) == note, "the preset's own settings of gossip were not set in vain"
     assert note_on_vain(replace(changed, exchange=replace(changed.exchange, kind="gossip")), before) == ""
     other = replace(before, env=replace(before.env, id="CartPole-v1", frame_skip=2, num_envs=3))
     assert note_on_vain(other, before).startswith("'env.frame_skip': set, but nothing reads it")
+    vector = replace(before, env=replace(before.env, vectorization="async"))
+    assert note_on_vain(vector, before).startswith("'env.vectorization': set, but nothing reads it"), (
+        "ale-py has its own"
+    )
     dqn = replace(before, algorithm="gorila", a2c=replace(before.a2c, gamma=0.9, entropy_coefficient=0.1))
     assert note_on_vain(dqn, before).startswith("'a2c.gamma', 'a2c.entropy_coefficient': set, but nothing reads them")
 

@@ -13,6 +13,7 @@ import torch
 
 from pala.a2c.parts import A2CParts, build
 from pala.benchmark import gorila
+from pala.benchmark.analysis import BASELINE
 from pala.benchmark.measure import (
     ContinuedEnvs,
     Trial,
@@ -97,7 +98,7 @@ class Rounds:
         """Whatever exchange the preset names: it may be one of those that are left out here."""
         if self.is_gorila:
             return build_gorila(self.comm, gorila.with_short_replay(config), self.envs.real)
-        return build(self.comm, replace(config, exchange=replace(config.exchange, kind="none")), self.envs)
+        return build(self.comm, replace(config, exchange=replace(config.exchange, kind=cast(Any, BASELINE))), self.envs)
 
     def run(self) -> dict[str, Any]:
         """Warm up, measure round by round, and gather. Every rank returns the whole result."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from pala.compare.plan import Cell
 from pala.evaluation.scores import human_normalised
-from pala.exchange.kinds import kind_of
 from pala.report.curves import curve_of, running_mean
 from pala.report.runs import RunData
 from pala.run.metrics import Record, progress_kept
@@ -43,7 +42,7 @@ class Run(RunData):
     @property
     def is_independent(self) -> bool:
         """Its ranks told each other nothing while they trained."""
-        return self.config.algorithm == "a2c" and kind_of(self.config.exchange).independent
+        return self.config.exchange_kind.independent
 
     @property
     def completed(self) -> bool:

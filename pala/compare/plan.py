@@ -14,7 +14,6 @@ from typing import Any
 
 from pala import presets
 from pala.config import Config, from_table, load_preset, to_table
-from pala.exchange.kinds import kind_of
 from pala.system.errors import PalaError, nearest
 from pala.system.tables import build, flatten, merged
 from pala.system.text import counted
@@ -179,8 +178,7 @@ class Plan:
         return math.ceil(ranks / (self.preset.slurm.ranks_per_node or ranks))
 
     def _needs_one_host(self, cell: Cell) -> bool:
-        config = self.config_of(cell)
-        return config.algorithm == "a2c" and kind_of(config.exchange).one_host
+        return self.config_of(cell).exchange_kind.one_host
 
     def _rank_counts(self) -> list[int]:
         own = (table["ranks"] for table in self.preset.variants.values() if "ranks" in table)

@@ -2,7 +2,7 @@
 
 | file | columns | source |
 |---|---|---|
-| `atari_scores.csv` | random, human, whether Gorila's 49 games have it; 57 games | dqn_zoo |
+| `atari_scores.csv` | random, human; 57 games | dqn_zoo |
 | `dqn_gorila_noop_scores.csv` | random, human, dqn, gorila; 49 games | Mnih et al. 2015; Nair et al. 2015 |
 """
 

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs import Envs, Episode, MakeEnv, atari_rom, make_by_id, make_envs
+from pala.envs import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
 from pala.evaluation.acting import Acting, check_numbers
 from pala.evaluation.play import whole_games
 from pala.evaluation.policy import Actor, load_policy
@@ -114,15 +113,7 @@ def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
     Unlike `gymnasium.make` with `AtariPreprocessing`, which begins an episode without pressing FIRE and draws its
     no-ops and sticky actions otherwise, it shows just what the policy saw, the last two frames max-pooled.
     """
-    from ale_py import AtariVectorEnv  # not installed where only other environments are played
-
-    twin = AtariVectorEnv(
-        atari_rom(env.id), num_envs=1, num_threads=1, max_num_frames_per_episode=env.max_episode_frames,
-        repeat_action_probability=env.repeat_action_probability, full_action_space=env.full_action_space,
-        autoreset_mode=AutoresetMode.SAME_STEP, frameskip=env.frame_skip, noop_max=env.noop_max,
-        use_fire_reset=env.fire_on_reset, reward_clipping=False,
-        img_height=210, img_width=160, grayscale=False, stack_num=1,
-    )  # fmt: skip
+    twin = make_atari(replace(env, num_envs=1), 1, img_height=210, img_width=160, grayscale=False, stack_num=1)
 
     def screen(actions: np.ndarray | None) -> np.ndarray:
         observations = twin.reset(seed=seeds)[0] if actions is None else twin.step(actions)[0]

@@ -160,7 +160,8 @@ class ModelExchange(Exchange):
     def average_gradient(self, gradient: Tensor) -> bool:
         """The flat gradient of an update, before the optimiser takes it; may be changed in place, and may wait.
 
-        False if training ends here and the update is to be left out. Most exchanges leave gradients alone.
+        False if training ends here and the update is to be left out. Most exchanges leave gradients alone; all-reduce
+        is collective here, and raises EndError where it waits in vain.
         """
         return True
 

@@ -95,6 +95,10 @@ KINDS: Mapping[str, ExchangeKind] = {
 }  # fmt: skip
 
 
+GORILA = ExchangeKind("gorila", outlives_ranks=True, replaces_ranks=True, reads=())
+"""What stands for an exchange where the algorithm has one of its own, and does not read `exchange`."""
+
+
 def kind_of(config: ExchangeConfig) -> ExchangeKind:
     """The row of a configuration's `exchange.kind`."""
     return KINDS[config.kind]

@@ -44,7 +44,7 @@ class Moments(nn.Module):
         return ((values - self.mean) / self._deviation).to(torch.float32).clamp_(-_MOST, _MOST)
 
     def scaled(self, values: Tensor) -> Tensor:
-        """values / deviation, clipped."""
+        """values [...] / deviation, clipped."""
         return (values / self._deviation).clamp_(-_MOST, _MOST)
 
     @torch.no_grad()

@@ -19,6 +19,7 @@ _OF_ATARI = (
     "terminal_on_life_loss", "frame_skip", "frame_stack", "noop_max", "fire_on_reset", "repeat_action_probability",
     "full_action_space", "max_episode_frames",
 )  # fmt: skip
+_NOT_OF_ATARI = ("vectorization", "image_layout", "max_episode_steps")
 _MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
 
 
@@ -42,14 +43,13 @@ def set_in_vain(config: Config, before: Config) -> list[str]:
     """Dotted keys of settings that are not what they were, and at which the run does not look."""
     now, then = flatten(to_table(config)), flatten(to_table(before))
     unread = _not_read(now)
-    if not config.env.is_atari:
-        unread |= {f"env.{name}" for name in _OF_ATARI}
+    unread |= {f"env.{name}" for name in (_NOT_OF_ATARI if config.env.is_atari else _OF_ATARI)}
     return [key for key in now if now[key] != then[key] and key in unread]
 
 
 def method_of(config: Config) -> str:
-    """What a run is compared as: its algorithm, for A2C the kind of exchange between its learners."""
-    return config.exchange.kind if config.algorithm == "a2c" else config.algorithm
+    """What a run is compared as: how its ranks learn together."""
+    return config.exchange_kind.name
 
 
 def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:

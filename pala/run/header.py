@@ -26,7 +26,6 @@ def header(
 ) -> str:
     """What is known when everything has been made. `hosts`: of the ranks that train; `parameters`: of the network;
     `steps_made`: by earlier starts of the run."""
-    algorithm = f"A2C, exchange {config.exchange.kind}" if config.algorithm == "a2c" else "Gorila DQN"
     names = list(dict.fromkeys(hosts))
     shown = ", ".join(names[:_MOST_HOSTS]) + ", …" * (len(names) > _MOST_HOSTS)
     where = f"on {shown}" if len(names) == 1 else f"on {len(names)} hosts ({shown})"
@@ -38,7 +37,7 @@ def header(
         made = f", and {steps_made:,} were made before: none is left to train (a larger `--total-steps` goes on)"
     lines = [
         f"PALA  {run}",
-        f"      {algorithm}; {counted(len(hosts), 'rank')} {where}, {counted(threads, 'thread')} and "
+        f"      {_method(config)}; {counted(len(hosts), 'rank')} {where}, {counted(threads, 'thread')} and "
         f"{counted(config.env.num_envs, 'environment')} each",
         f"      network of {parameters:,} parameters, {config.network.precision}, on {device}",
         f"      {config.total_steps:,} steps over all ranks{made}{learns}",
@@ -46,15 +45,19 @@ def header(
     return "\n".join(lines)
 
 
+def _method(config: Config) -> str:
+    if config.algorithm == "gorila":
+        return "Gorila DQN"
+    return f"{config.algorithm.upper()}, exchange {config.exchange.kind}"
+
+
 def note_on_vain(config: Config, before: Config) -> str:
     """A sentence if the command line changes settings of `before` that the run does not read; else empty."""
     if not (vain := set_in_vain(config, before)):
         return ""
-    what = f"exchange {config.exchange.kind}" if config.algorithm == "a2c" else "Gorila"
     names = ", ".join(f"'{key}'" for key in vain)
-    return (
-        f"{names}: set, but nothing reads {'it' if len(vain) == 1 else 'them'} in this run ({what}, {config.env.id})."
-    )
+    them, run = "it" if len(vain) == 1 else "them", f"{_method(config)}, {config.env.id}"
+    return f"{names}: set, but nothing reads {them} in this run ({run})."
 
 
 def note_on_ranks(preset: Path | None, config: Config, ranks: int) -> str:

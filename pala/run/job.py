@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pala.config import Config, to_table
+from pala.config import Config, Precision, to_table
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
 from pala.run.segment import Segment
@@ -25,6 +25,7 @@ class Briefing:
 
     segment: Segment  # without identity: other ranks may see another
     is_locked: bool  # the run's folder
+    precision: Precision  # in which the ranks compute
     time_s: float  # training time of earlier segments
     exchange: Beginning
 

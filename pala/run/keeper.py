@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pala.config import Config, EnvConfig, to_table
 from pala.exchange.base import Exchange
-from pala.exchange.kinds import kind_of
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.job import Job
@@ -31,8 +30,8 @@ from pala.system.output import say
 _WITHOUT_INFLUENCE = ("num_envs", "vectorization", "episode_info", "clip_rewards", "terminal_on_life_loss")
 
 
-class Policy(NamedTuple):
-    """One that is exported, or may be."""
+class Exported(NamedTuple):
+    """A policy that is written, or may be."""
 
     tensors: dict[str, Tensor]
     header: dict[str, Any]
@@ -110,8 +109,8 @@ class Keeper:
 
     def _judge(self, exchange: Exchange, view: RunView | None) -> None:
         """Not of independent learners, whose mean says little of one."""
-        is_independent = self._config.algorithm == "a2c" and kind_of(self._config.exchange).independent
-        if view is None or not self._parts.acts or (is_independent and self._job.num_trainers > 1):
+        is_independent = self._config.exchange_kind.independent and self._job.num_trainers > 1
+        if view is None or not self._parts.acts or is_independent:
             return
         header = self._header(exchange.global_steps)
         self._best.judge(view, self._progress.counters.time_s, header, self._present)
@@ -137,7 +136,7 @@ class BestPolicy:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._value: float | None = None  # mean return of the best so far; None: not looked for yet
-        self._held: Policy | None = None
+        self._held: Exported | None = None
 
     def judge(
         self, view: RunView, now_s: float, header: dict[str, Any], present: Callable[[], dict[str, Tensor] | None]
@@ -151,7 +150,7 @@ class BestPolicy:
             kept = kept_best(self._file, header)
             self._value = kept["mean_return"] if kept is not None else -math.inf
         tensors = present()
-        self._held = Policy(tensors, header) if tensors is not None else None
+        self._held = Exported(tensors, header) if tensors is not None else None
         view.watch(now_s)
         if held is not None and value is not None and value > self._value:
             checkpoint.save_policy(self._file, held.tensors, held.header | {"mean_return": value})

@@ -133,7 +133,8 @@ class Session:
         segment, start, flat = self._segment, self._progress.start, self._parts.flat
         told = Beginning(flat.data.numel(), flat.signature, start)
         is_locked, time_s = segment.identity is not None, self._progress.counters.time_s
-        self._job.brief(Briefing(replace(segment, identity=None), is_locked, time_s, told))
+        precision = self._parts.config.network.precision
+        self._job.brief(Briefing(replace(segment, identity=None), is_locked, precision, time_s, told))
         may_stop = any(self._job.trainers.allgather(self._callbacks.may_stop))
         # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
         exchange: Exchange = self._parts.make_exchange(self._comm, start, self._interrupt)

@@ -139,7 +139,8 @@ def take_place(
             envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
             request = _completed(request, code, envs)
             config = request.config
-            parts = _BUILD[config.algorithm](alone, config, envs, code.make_network, sleeping)
+            alike = replace(config, network=replace(config.network, precision=briefing.precision))
+            parts = _BUILD[config.algorithm](alone, alike, envs, code.make_network, sleeping)
             is_needed = sleeping.until_needed()  # still: to build took a while
             exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
             if exchange is None:

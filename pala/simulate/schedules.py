@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.topology import TOPOLOGIES
 from pala.simulate.scenario import Scenario
 from pala.simulate.virtual_cluster import VirtualCluster
 
-MIXINGS = ("uniform", "push_sum")
+MIXINGS = tuple(name for name, rule in RULES.items() if not rule.by_pairs)
 STALENESS = (0, 1, 3, 10)
 SIZES = (2, 3, 4, 5, 8, 13, 32, 64)
 _SIZE_WEIGHTS = (8, 8, 8, 8, 6, 4, 1, 1)

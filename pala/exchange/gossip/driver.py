@@ -4,9 +4,10 @@ Training drives it over MPI, tests over threads of one process, the simulator ov
 the protocol over a queue. They differ by the transport, and by what holds the models: tensors, or a few numbers.
 
 Two threads meet here under one lock: the learner's, which finishes updates and asks to go on, and the transport's,
-which brings messages when the learner's does not fetch them between two steps. Each holds the lock for about a
-millisecond at most. Only the learner's thread touches the parameters, and only between two updates. Between two steps
-of a rollout it exchanges a copy of them (`between_steps`); the moves are made at the end of the update.
+which brings messages when the learner's does not fetch them between two steps. Each holds the lock for well under a
+millisecond; for about one on a GPU, for about two with `top_k`. Only the learner's thread touches the parameters, and
+only between two updates. Between two steps of a rollout it exchanges a copy of them (`between_steps`); the moves are
+made at the end of the update.
 """
 
 from __future__ import annotations
