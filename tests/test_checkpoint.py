@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pala.a2c.saved import average
 from pala.run import checkpoint
-from pala.run.checkpoint import RankState, average, load_all, load_policy, load_rank, save_policy, save_rank
+from pala.run.checkpoint import RankState, load_all, load_policy, load_rank, save_policy, save_rank
 from pala.system.errors import PalaError
 
 SIGNATURE = 2**64 - 3

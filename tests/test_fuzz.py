@@ -30,6 +30,7 @@ from test_compare import GAME, plan_of
 from test_compare import make_run as make_compared_run
 
 from pala import plot
+from pala.a2c.saved import average
 from pala.compare.collect import load
 from pala.compare.plan import Plan
 from pala.config import ExchangeConfig
@@ -664,7 +665,7 @@ def test_a_checkpoint_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         checkpoint.save_rank(folder, read)
         assert same(checkpoint.load_rank(folder, 0, SIGNATURE), read)
-        checkpoint.average([read])
+        average([read])
 
     check()
 

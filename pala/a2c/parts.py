@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pala.a2c.learner import Learner
+from pala.a2c.saved import average, check_actor_critic
 from pala.a2c.update import A2C
 from pala.config import Config
 from pala.envs import Envs
@@ -59,7 +60,7 @@ class A2CParts(Parts[ModelExchange]):
         own = saved.own
         if own is None:
             return self._average(comm, saved)
-        collectively(comm, lambda: checkpoint.check_actor_critic(own))
+        collectively(comm, lambda: check_actor_critic(own))
         self._take(own)
         if kind_of(self.config.exchange).one_model:
             self._begin_alike(comm, own)
@@ -97,13 +98,13 @@ class A2CParts(Parts[ModelExchange]):
         )
         first_only = kind_of(saved.config.exchange).independent
 
-        def average() -> RankState | None:
+        def joined() -> RankState | None:
             if comm.rank != 0:  # which alone reads all files, and has room for them
                 return None
             states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
-            return checkpoint.average(states, first_only)
+            return average(states, first_only)
 
-        made = collectively(comm, average)
+        made = collectively(comm, joined)
         counters = comm.bcast(made.counters if made is not None else None)
         assert counters is not None
         if made is not None:

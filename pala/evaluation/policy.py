@@ -15,9 +15,9 @@ import torch
 from gymnasium.spaces import Dict, Tuple
 from gymnasium.vector.utils import batch_space, iterate
 
+from pala.a2c.saved import average
 from pala.config import Config
 from pala.envs import Envs, make_envs
-from pala.exchange.kinds import kind_of
 from pala.gorila.dqn import epsilon_greedy
 from pala.gorila.networks import q_network
 from pala.gorila.shard import assemble
@@ -199,7 +199,7 @@ def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[
     if config.algorithm == "gorila":
         flat.data.copy_(assemble(states, len(flat.data)).parameters)
         return steps, f"checkpoints of {ranks}"
-    first_only = kind_of(config.exchange).independent
-    state = checkpoint.average(states, first_only)
+    first_only = config.exchange_kind.independent
+    state = average(states, first_only)
     flat.data.copy_(state.tensors["parameters"])
     return steps, f"checkpoint of rank {state.rank} of {ranks}" if first_only else f"mean of checkpoints of {ranks}"

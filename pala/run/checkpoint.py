@@ -38,12 +38,12 @@ Layout = dict[str, list[Any]]  # name of a tensor -> its type and shape
 Check = Callable[[dict[str, Any], Layout], None]
 
 
-_ACTOR_CRITIC = (
+ACTOR_CRITIC = (
     {"parameters", "mean_square"},  # of the whole network; RMSprop's mean squares
     {"parameters", "mean_square", "movement"},  # and quasi-global momentum's mean movement
 )
 _CONTENTS = (
-    *_ACTOR_CRITIC,
+    *ACTOR_CRITIC,
     {"parameters", "squares", "target"},  # Gorila: a shard's slices; the optimiser's squares; the target network
     set[str](),  # Gorila: a rank that serves no shard
 )
@@ -169,42 +169,6 @@ def global_steps(run: Path) -> int:
             counters = _read_head(path).counters
             found.append(counters["base_steps"] + sum(counters["local_steps"]))
     return max(found, default=0)
-
-
-def average(states: list[RankState], first_only: bool = False) -> RankState:
-    """One state from many, for another number of ranks.
-
-    Of A2C. Kept: parameters, RMSprop's mean squares and momentum's movement, averaged with the push-sum weights; all
-    steps made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random
-    streams. A rank whose parameters are not finite, or that made no update beside others that did, is left out; raises
-    PalaError if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means
-    nothing.
-    """
-    for state in states:
-        check_actor_critic(state)
-    if any(state.tensors.keys() != states[0].tensors.keys() for state in states):
-        raise PalaError("The checkpoints of the ranks are of unlike settings: some are with momentum, some without.")
-    joint = joint_counters(states)
-    # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
-    states = [state for state in states if state.counters["updates"]] or states
-    states = [state for state in states if bool(state.tensors["parameters"].isfinite().all())]
-    if not states:
-        raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
-    states = states[: 1 if first_only else None]
-    weights = [state.counters["weight"] for state in states]
-    tensors = {
-        name: sum((w * state.tensors[name] for w, state in zip(weights, states, strict=True)), torch.zeros(()))
-        / sum(weights)
-        for name in states[0].tensors
-    }
-    first = states[0]
-    return RankState(first.rank, first.ranks, first.signature, tensors, {}, first.counters | joint)
-
-
-def check_actor_critic(state: RankState) -> None:
-    """Raise PalaError for another algorithm's."""
-    if set(state.tensors) not in _ACTOR_CRITIC or type(state.counters.get("warms_up_from")) is not int:
-        raise PalaError(OF_ANOTHER_ALGORITHM)
 
 
 def joint_counters(states: list[RankState]) -> dict[str, Any]:
@@ -396,7 +360,7 @@ def _are_vectors(layout: Layout, parameters: int | None) -> bool:
         and all(len(of) == 2 and of[0] == str(torch.float32) for of in flat.values())
         and len(lengths) <= 1
         and (parameters is None or all(length <= parameters for length in lengths))
-        and (parameters is None or set(flat) not in _ACTOR_CRITIC or lengths == {parameters})
+        and (parameters is None or set(flat) not in ACTOR_CRITIC or lengths == {parameters})
         and len(streams) <= _MOST_STREAMS
         and all(len(of) == 2 and of[0] == str(torch.uint8) and of[1] <= _MOST_STREAM_BYTES for of in streams)
     )
