@@ -74,8 +74,10 @@ def _before(command: Command) -> Config:
 def _greet(command: Command, ranks: int) -> None:
     """The first words, before torch is loaded, which takes seconds."""
     tell(first_line(command.config, ranks))
-    notes = note_on_ranks(command.preset, command.config, ranks), note_on_vain(command.config, _before(command))
-    for note in filter(None, notes):
+    last = run_folder.read(command.resume)["segments"][-1] if command.resume else {}
+    own_env = bool(last.get("python_environment"))
+    on_ranks = note_on_ranks(command.preset, command.config, ranks)
+    for note in filter(None, (on_ranks, note_on_vain(command.config, _before(command), own_env))):
         say(note)
 
 

@@ -221,7 +221,8 @@ def test_only_what_decides_a_run_differs() -> None:
     in_float32, in_bfloat16, in_either = (
         Config(network=NetworkConfig(precision=precision)) for precision in ("float32", "bfloat16", "auto")
     )
-    assert differences(in_either, in_bfloat16) == differences(in_float32, in_either) == {}
+    assert differences(in_bfloat16, in_either) == differences(in_float32, in_either) == {}
+    assert differences(in_either, in_bfloat16) == {"network.precision": ("auto", "bfloat16")}
     assert differences(in_float32, in_bfloat16) == {"network.precision": ("float32", "bfloat16")}
 
 

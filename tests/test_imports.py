@@ -54,7 +54,7 @@ def test_there_is_no_circle() -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_is_no_library_of_others(program: str) -> None:
     """But for two results: training draws its learning curve, and a prediction reads what a benchmark measured."""
-    predictions = ("pala.simulate.compare", "pala.simulate.costs")
+    predictions = [f"pala.simulate.{module}" for module in ("compare", "costs", "predict")]
     allowed = {("pala.run.conclusion", "pala.plot"), *((module, "pala.benchmark.analysis") for module in predictions)}
     own = f"pala.{program}"
     uses = {

@@ -135,6 +135,7 @@ def test_a_spare_that_cannot_build_leaves_its_place_to_others(
         if is_last:
             with comms[0].world.changed:
                 comms[0].world.dead.update({0, 1, 2, 4})
+            wait_for(lambda: not {f"rank-{n}" for n in (1, 2, 4)} & {thread.name for thread in threading.enumerate()})
         raise ValueError("no licence")
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:

@@ -1056,7 +1056,7 @@ def test_a_run_by_fit_says_what_made_it(
         assert segment["command"] and segment["platform"] and "torch" in segment["versions"]
         assert segment["git_commit"] == (None if has_started_mpi else "abc")
         monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: True)
-    assert asked == ([] if has_started_mpi else ["ls-files", "rev-parse", "status", "rev-parse", "rev-parse"])
+    assert asked == ([] if has_started_mpi else ["ls-files", "rev-parse", "status", "rev-parse", "ls-files"])
 
 
 @pytest.mark.slow

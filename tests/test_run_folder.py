@@ -251,18 +251,16 @@ def test_the_commit_of_a_repository_that_pala_is_installed_in_is_not_its_own(
 
 def test_the_commit_of_the_project_that_uses_pala_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the repository around the working directory, unless it is PALA's own."""
-    (tmp_path / "results").mkdir()
-    files = [tmp_path / "agent.py", tmp_path / "results" / "table.md"]
-    for file in files:
-        file.write_text("committed\n")
-    monkeypatch.chdir(tmp_path / "results")
+    file, folder = tmp_path / "agent.py", tmp_path / "runs"
+    file.write_text("committed\n")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     assert not [key for key in provenance.provenance() if key.startswith("project")]  # no repository yet
     commit_all(tmp_path)
-    files[1].write_text("made anew\n")
     facts = provenance.provenance()
     assert len(facts["project_git_commit"]) == 40 and facts["project_git_dirty"] is False
     assert facts["project_git_commit"] != facts["git_commit"]
-    files[0].write_text("changed\n")
+    file.write_text("changed\n")
     assert provenance.provenance()["project_git_dirty"] is True
     monkeypatch.chdir(Path(provenance.__file__).parents[1])
     assert not [key for key in provenance.provenance() if key.startswith("project")]

@@ -144,9 +144,7 @@ _FIGURES: dict[str, Callable[[list[float]], float]] = {
 def precision_of(benchmark: dict[str, Any]) -> str:
     """What training by the benchmark's preset computes in."""
     configured = str(benchmark["config"]["network"]["precision"])
-    if configured != "auto":
-        return configured
-    return "bfloat16" if all("bfloat16" in job["precisions"] for job in benchmark["jobs"]) else "float32"
+    return configured if configured != "auto" else str(benchmark["jobs"][0]["precision"])
 
 
 def ranks_of(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:

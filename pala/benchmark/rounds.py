@@ -63,6 +63,7 @@ class Rounds:
             raise CollectiveError(f"No exchange is left to be measured. {' '.join(self.left_out.values())}")
         first = self._build(config)
         self.device, self.first_weights = first.device, first.flat.data.clone()
+        self.precision = first.config.network.precision  # that `auto` means
         both = first.network.is_image and has_bfloat16(self.device)
         self.precisions = request.precisions or comm.bcast(("float32", "bfloat16") if both else ("float32",))
         self.agents: dict[str, A2CParts | GorilaParts] = {}
@@ -170,7 +171,8 @@ class Rounds:
             "device_memory_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
         })  # fmt: skip
         return {
-            "ranks": self.comm.size, "of_ranks": of_ranks, "precisions": list(self.precisions),
+            "ranks": self.comm.size, "of_ranks": of_ranks, "precision": self.precision,
+            "precisions": list(self.precisions),
             "exchanges": self.exchanges, "left_out": self.left_out, "seconds": self.request.seconds,
             "flops_per_step": {"forward": forward, "backward": backward},
             "parameters": self.first_weights.numel(),

@@ -15,6 +15,7 @@ from pala.compare.collect import load
 from pala.compare.plan import Plan, Planned, options
 from pala.config import load_preset
 from pala.evaluation.record import final_evaluation
+from pala.report.runs import config_as_computed
 from pala.report.settings import differences
 from pala.run import run_folder
 from pala.run.lock import lock_folder
@@ -131,7 +132,7 @@ def _needs(planned: Planned, folder: Path) -> str:
 
 def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]:
     """Settings that a run was made with and the plan does not want -> both values."""
-    config, ranks = run_folder.config_of(folder), run_folder.read(folder)["segments"][-1].get("ranks")
+    config, ranks = config_as_computed(folder), run_folder.read(folder)["segments"][-1].get("ranks")
     wanted = planned.config
     differing: dict[str, tuple[object, object]] = dict(differences(config, wanted))
     if ranks != planned.cell.ranks:

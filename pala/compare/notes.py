@@ -37,6 +37,7 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Made from a changed working tree", [r for r in done if any(map(_is_changed, r.segments))]),
         _differ(done, "versions", versions),
         _differ(done, "the machine; do not compare their speeds", machine),
+        _differ(done, "precision", _precision),
         _differ(done, "threads", _threads, _of_ranks),
         _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
         _named("Resumed with another number of ranks", [run for run in done if run.was_resized]),
@@ -104,14 +105,18 @@ def versions(run: Run) -> str:
 
 
 def machine(run: Run) -> str:
-    """The hosts, platform, device and precision of all segments."""
+    """The hosts, platform and device of all segments."""
 
     def of(segment: dict[str, Any]) -> str:
         hosts = ", ".join(sorted(set(segment.get("hosts", []))))
-        precision = f" in {segment['precision']}" if "precision" in segment else ""  # older records lack it
-        return f"{hosts} ({segment.get('platform')}), {segment.get('device')}{precision}"
+        return f"{hosts} ({segment.get('platform')}), {segment.get('device')}"
 
     return ", then ".join(dict.fromkeys(map(of, run.segments)))
+
+
+def _precision(run: Run) -> str:
+    """Of all segments. Older records lack it: theirs is the run's setting."""
+    return ", then ".join(dict.fromkeys(s.get("precision", run.config.network.precision) for s in run.segments))
 
 
 def _threads(run: Run) -> str:

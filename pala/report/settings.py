@@ -39,11 +39,12 @@ def _not_read(facts: dict[str, Any]) -> set[str]:
     return of_exchange | {key for key in facts if key.startswith(_SECTIONS_NOT_READ[facts["algorithm"]])}
 
 
-def set_in_vain(config: Config, before: Config) -> list[str]:
-    """Dotted keys of settings that are not what they were, and at which the run does not look."""
+def set_in_vain(config: Config, before: Config, own_env: bool = False) -> list[str]:
+    """Dotted keys of settings that are not what they were, and at which the run does not look. `own_env`: it plays an
+    environment made in Python, whatever its id."""
     now, then = flatten(to_table(config)), flatten(to_table(before))
     unread = _not_read(now)
-    unread |= {f"env.{name}" for name in (_NOT_OF_ATARI if config.env.is_atari else _OF_ATARI)}
+    unread |= {f"env.{name}" for name in (_NOT_OF_ATARI if config.env.is_atari and not own_env else _OF_ATARI)}
     return [key for key in now if now[key] != then[key] and key in unread]
 
 
@@ -54,7 +55,7 @@ def method_of(config: Config) -> str:
 
 def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     """Settings that decide how a run learns and differ, dotted key -> (found, wanted): the seed aside, and the budget
-    unless the learning rate decays with it. A precision of `auto` is like any: what it means, the machine decides."""
+    unless the learning rate decays with it. A precision of `auto` wants any: the machine decides."""
     decays = any(c.algorithm == "a2c" and c.a2c.learning_rate_decay == "linear" for c in (found, wanted))
     without = ("seed",) if decays else ("seed", "total_steps")
     one, other = (settings_that_matter(flatten(to_table(c)), without) for c in (found, wanted))
@@ -62,7 +63,7 @@ def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     return {
         key: pair
         for key, pair in pairs.items()
-        if pair[0] != pair[1] and not (key == "network.precision" and "auto" in pair)
+        if pair[0] != pair[1] and (key, pair[1]) != ("network.precision", "auto")
     }
 
 

@@ -18,36 +18,36 @@ _RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do 
 
 
 def provenance(may_start_processes: bool = True) -> dict[str, Any]:
-    """Command line, git commit and versions; `project_git_commit` is that of the repository which the working directory
-    is in, where that is not PALA's. Starts processes, which nobody may when MPI is initialised: without them there are
-    no commits."""
+    """Command line, git commit and versions; `project_git_commit` is of the repository around the working directory,
+    where that is not PALA's. Starts processes, which nobody may when MPI is initialised: without them there are no
+    commits."""
     facts: dict[str, Any] = {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]), "git_commit": None, "git_dirty": False,
         "versions": installed_versions(),
         "platform": platform.platform() if may_start_processes else "-".join(os.uname()[0:3:2]),
     }  # fmt: skip
     if may_start_processes:
-        here, project = Path(__file__).resolve().parent, Path()
-        # Another repository may be around where PALA is installed.
-        is_ours = _git(here, "ls-files", "--error-unmatch", "--", Path(__file__).name) is not None
-        if is_ours:
-            facts |= _state_of(here)
-        if (top := _top_of(project)) is not None and not (is_ours and top == _top_of(here)):
-            facts |= {f"project_{key}": value for key, value in _state_of(project).items()}
+        here = Path(__file__).resolve()
+        if _has(here.parent, here.name):  # another repository may be around where PALA is installed
+            facts |= _state_of(here.parent, _RESULTS)
+        top = _git(Path(), "rev-parse", "--show-toplevel")
+        if top is not None and not _has(Path(top), "pala/run/provenance.py"):
+            facts |= {f"project_{key}": value for key, value in _state_of(Path(top)).items()}
     return facts
 
 
-def _state_of(folder: Path) -> dict[str, Any]:
-    """Of the repository around it."""
+def _has(folder: Path, file: str) -> bool:
+    """Whether the repository around the folder keeps this file of it."""
+    return _git(folder, "ls-files", "--error-unmatch", "--", file) is not None
+
+
+def _state_of(folder: Path, *without: str) -> dict[str, Any]:
+    """Of the repository around it, but for what matches `without`."""
     return {
         "git_commit": _git(folder, "rev-parse", "HEAD"),
         # Also if git does not answer in time.
-        "git_dirty": _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", _RESULTS) != "",
+        "git_dirty": _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", *without) != "",
     }
-
-
-def _top_of(folder: Path) -> str | None:
-    return _git(folder, "rev-parse", "--show-toplevel")
 
 
 def installed_versions() -> dict[str, str]:

@@ -211,7 +211,10 @@ class _Rank:
 def learn(
     method: str, config: Config, conditions: Conditions, make: Callable[[EnvConfig], Envs] = make_envs
 ) -> Learned:
-    """One training; `method` is one of `METHODS`. Raises PalaError."""
+    """One training; `method` is one of `METHODS`. In float32 unless bfloat16 is asked for: equal settings and seed give
+    equal results on any machine. Raises PalaError."""
+    if config.network.precision == "auto":
+        config = dataclasses.replace(config, network=dataclasses.replace(config.network, precision="float32"))
     own = {"kind": method} if method in ("allreduce", "none") else {"kind": "gossip", "mixing": method}
     config = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **own))  # type: ignore[arg-type]
     learners = Learners(config, conditions.ranks, make)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pala.benchmark.analysis import precision_of
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.kinds import KINDS
 from pala.run.provenance import now_utc, provenance
@@ -35,7 +36,7 @@ _PROGRAM = "pala.simulate predict"
 METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
 _MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
-_ALIKE = (("env", "id"), ("env", "num_envs"), ("a2c", "rollout_steps"), ("network", "precision"))
+_ALIKE = (("env", "id"), ("env", "num_envs"), ("a2c", "rollout_steps"))
 _WHOLE = ("shared_memory", "allreduce", "server", "servers")  # what they send is never compressed
 
 
@@ -100,7 +101,7 @@ def predict(
     result = facts | {
         "options": options, "costs": asdict(costs), "one_rank_steps_per_s": costs.steps_per_s,
         "measured": {
-            "environment": benchmark["config"]["env"]["id"], "precision": benchmark["config"]["network"]["precision"],
+            "environment": benchmark["config"]["env"]["id"], "precision": precision_of(benchmark),
             "cpu": benchmark["machine"]["cpu"], "git_commit": benchmark["git_commit"], "date": benchmark["date"],
         },
         "comparison": [
@@ -119,10 +120,10 @@ def _compare(
     path: Path, benchmark: dict[str, Any], measured: dict[str, Any], costs: Costs, seed: int
 ) -> list[dict[str, Any]]:
     """Beside what this benchmark measured, as far as the costs, of the benchmark `measured`, are its own, too."""
-    for section, key in _ALIKE:
-        there, here = benchmark["config"].get(section, {}).get(key), measured["config"][section][key]
-        if there != here:
-            say(f"'{path}' is left out of the comparison: its '{section}.{key}' is {there}, that of the costs {here}.")
+    here = _setting_of(measured)
+    for key, there in _setting_of(benchmark).items():
+        if there != here[key]:
+            say(f"'{path}' is left out of the comparison: its '{key}' is {there}, that of the costs {here[key]}.")
             return []
     rows = compare(str(path), benchmark, costs, seed)
     if left_out := len(benchmark["jobs"]) - len(rows):
@@ -132,6 +133,13 @@ def _compare(
             f"({costs.threads}), and no top_k."
         )
     return rows
+
+
+def _setting_of(benchmark: dict[str, Any]) -> dict[str, Any]:
+    """What two benchmarks must have alike to be compared."""
+    config = benchmark["config"]
+    found = {f"{section}.{key}": config.get(section, {}).get(key) for section, key in _ALIKE}
+    return found | {"network.precision": precision_of(benchmark)}
 
 
 def predictions(command: Command, costs: Costs) -> list[dict[str, Any]]:
