@@ -37,7 +37,7 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Made from a changed working tree", [r for r in done if any(map(_is_changed, r.segments))]),
         _differ(done, "versions", versions),
         _differ(done, "the machine; do not compare their speeds", machine),
-        _differ(done, "precision", _precision),
+        _differ(done, "the precision of their last start", _precision),
         _differ(done, "threads", _threads, _of_ranks),
         _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
         _named("Resumed with another number of ranks", [run for run in done if run.was_resized]),
@@ -115,8 +115,7 @@ def machine(run: Run) -> str:
 
 
 def _precision(run: Run) -> str:
-    """Of all segments. Older records lack it: theirs is the run's setting."""
-    return ", then ".join(dict.fromkeys(s.get("precision", run.config.network.precision) for s in run.segments))
+    return str(run.last.get("precision", run.config.network.precision))  # older records lack it
 
 
 def _threads(run: Run) -> str:
