@@ -12,6 +12,7 @@ interrupted.
     python results/mixing/minatar_bed.py delays         gossip under delays, and with a slow rank
     python results/mixing/minatar_bed.py clipping       gossip whose gradients are clipped as their mean would be
     python results/mixing/minatar_bed.py in_step        pairs that go in step, with either clipping
+    python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the page of it.
 """
@@ -34,12 +35,14 @@ from pala.system.resources import prepare
 FOLDER = Path(__file__).resolve().parent
 STAGES = (
     "sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays", "clipping", "in_step",
+    "held_out",
 )  # fmt: skip
 SWEPT = ("breakout", "space_invaders")  # settings are chosen on these
-GAMES = (*SWEPT, "asterix")
+GAMES = (*SWEPT, "asterix", "freeway")
 METHODS = ("allreduce", "uniform", "paired")
 BASE_RATE = 7e-4
 TOTAL_STEPS = 500_000
+HELD_OUT_STEPS = 1_000_000  # an episode of Freeway has 2,500 steps, whatever is done in it
 _FRESH = 100  # seeds from here on have not been looked at when settings are chosen,
 _STABILITY = 200  # and from here on not when it was asked how often trainings stand still
 
@@ -86,6 +89,11 @@ class Job(NamedTuple):
     def is_of_the_sweep(self) -> bool:
         """True if settings may be chosen by it."""
         return self.seed < _FRESH and self.is_usual
+
+    @property
+    def is_held_out(self) -> bool:
+        """True if it asks how settings do on a game that had no say in them."""
+        return self.game not in SWEPT and self.total_steps == HELD_OUT_STEPS
 
     @property
     def is_of_stability(self) -> bool:
@@ -237,7 +245,7 @@ _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8)) 
 
 
 def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[Job]:
-    """The trainings of a stage; those of the last four need the others."""
+    """The trainings of a stage; those of the last five need the others."""
     trials = itertools.product(range(1, seeds + 1), ranks, games, METHODS)
     if stage == "sweep":
         return [Job(game, n, method, rate, seed) for seed, n, game, method in trials for rate in _RATES[n]]
@@ -270,8 +278,11 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
     if stage == "final":
         chosen += [(n, setting) for n, setting in _ASKED if n in ranks and (n, setting) not in chosen]
         return [_job(game, n, setting, seed) for seed in fresh for n, setting in chosen for game in games]
+    best = best_settings(read())
+    if stage == "held_out":
+        usual = [_job(game, n, best[n, of], seed) for seed in fresh for n in ranks for game in games for of in METHODS]
+        return [job._replace(total_steps=HELD_OUT_STEPS) for job in usual]
     if stage in ("clipping", "in_step"):
-        best = best_settings(read())
         usual = [_job(game, n, best[n, "paired"], seed) for n in ranks for seed in fresh for game in games]
         if stage == "clipping":
             return [job._replace(clipping="mean") for job in usual]

@@ -6,7 +6,7 @@ import statistics
 import sys
 
 import numpy as np
-from minatar_bed import BASE_RATE, METHODS, SWEPT, TOTAL_STEPS, Job, Setting, best_settings, read
+from minatar_bed import BASE_RATE, HELD_OUT_STEPS, METHODS, SWEPT, TOTAL_STEPS, Job, Setting, best_settings, read
 
 from pala.system.text import table
 
@@ -60,11 +60,25 @@ def _texts(setting: Setting) -> tuple[str, ...]:
 
 def fresh(results: Results) -> str:
     """Each method at its best settings, fresh seeds, beside the best of synchronous A2C."""
+    usual = {
+        job: line for job, line in results.items()
+        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual
+    }  # fmt: skip
+    return _beside_allreduce(usual, best_settings(results))
+
+
+def held_out(results: Results) -> str:
+    """Each method's best setting on a game that had no say in it, beside synchronous A2C's."""
+    return _beside_allreduce({job: line for job, line in results.items() if job.is_held_out}, best_settings(results))
+
+
+def _beside_allreduce(results: Results, best: dict[tuple[int, str], Setting]) -> str:
+    """A row for each game, number of ranks and setting."""
     cells: dict[tuple[str, int, Setting], list[dict]] = {}
     for job, line in results.items():
-        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual and "mean_height" in line:
+        if "mean_height" in line:
             cells.setdefault((job.game, job.ranks, job.setting), []).append(line)
-    best, rows = best_settings(results), []
+    rows = []
     for game, ranks, setting in sorted(cells, key=lambda key: (key[0], key[1], METHODS.index(key[2].method), key[2])):
         lines = cells[game, ranks, setting]
         heights = [line["mean_height"] for line in lines]
@@ -144,7 +158,8 @@ def larger(results: Results) -> str:
 
 def longer(results: Results) -> str:
     """Four times the steps: the whole curve, and its last three quarters, beside synchronous A2C of the same seed."""
-    runs = {job: line["curve"] for job, line in results.items() if job.total_steps > TOTAL_STEPS and "curve" in line}
+    long = {job: line for job, line in results.items() if job.total_steps == 4 * TOTAL_STEPS}
+    runs = {job: line["curve"] for job, line in long.items() if "curve" in line}
     rows = []
     for job, curve in sorted(runs.items(), key=lambda item: (item[0].game, item[0].seed, item[0].method)):
         late = curve[len(curve) // 4 :]
@@ -192,6 +207,9 @@ def main() -> None:
     print("\n## With fresh seeds\n\nEach method at its best settings, with and without momentum. Ratios with 95 %")
     print("bootstrap intervals over seeds. Settings were chosen on Breakout and Space Invaders only.\n")
     print(fresh(results))
+    print("\n## On a game that chose no setting\n")
+    print(f"Each method at its best setting, {HELD_OUT_STEPS:,} steps, fresh seeds.\n")
+    print(held_out(results))
     print(
         "\n## Stability\n\n4 ranks at an equal step of the mean, with seeds that nobody had seen when this was asked."
     )
