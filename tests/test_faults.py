@@ -350,6 +350,48 @@ def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_killed_before_its_first_step_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
+    disturbance = """
+        if rank == 1:
+            open("dies", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while steps == 100 and not os.path.exists("dies"):
+            time.sleep(0.01)"""
+    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "5000", cwd=tmp_path).wait()
+    record = record_of(tmp_path / "runs/r")
+    assert job.status == 0 and record["completed"], job.output
+    assert [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [1]
+    assert_all_end(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_it_makes_its_environments_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
+    """The ranks have agreed on nothing yet: none waits for it, and nothing keeps the next job from the same name."""
+    (tmp_path / "dies.py").write_text(f"""
+import os, signal, sys
+import gymnasium
+import pala.train as cli
+make = gymnasium.make
+def dies(*arguments, **options):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1" and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(*arguments, **options)
+gymnasium.make = dies
+sys.argv[1:] = {[*CARTPOLE, "--run.name", "r", "--total-steps", "2000"]!r}
+cli.main()
+""")
+    command = ["--with-ft", "ulfm", "-np", "3", str(any_mpi.folder / "python"), "dies.py"]
+    job = any_mpi.start(*command, cwd=tmp_path).wait()
+    assert job.status != 0, job.output
+    assert "another rank died while the job was starting or ending; start it again." in job.output, job.output
+    assert "Traceback" not in job.output, job.output
+    assert_all_end(tmp_path)
+    again = any_mpi.start(*command, cwd=tmp_path).wait()
+    assert again.status == 0 and record_of(tmp_path / "runs/r")["completed"], again.output
+
+
+@pytest.mark.slow
 def test_when_all_ranks_fail_the_run_is_not_complete(any_mpi: Launcher, tmp_path: Path) -> None:
     """One after the other, each when it is known that the one before is gone; the last one knows that it is alone."""
     disturbance = """
