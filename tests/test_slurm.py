@@ -172,8 +172,25 @@ def test_several_nodes(any_mpi: Launcher, tmp_path: Path) -> None:
         job.wait()
         assert slurm.states(job.id) == ["COMPLETED"], job.log()
         assert "Slurm has allocated" not in job.log()
-    segments = record_of(job.runs / "r")["segments"]
-    assert [segment["status"] for segment in segments] == ["stopped", "completed"]
+        segments = record_of(job.runs / "r")["segments"]
+        assert [segment["status"] for segment in segments] == ["stopped", "completed"]
+        assert [segment["hosts"] for segment in segments] == [["vhost0", "vhost1"]] * 2
+        assert_goes_on_over_nodes(slurm, tmp_path)
+
+
+def assert_goes_on_over_nodes(slurm: Slurm, folder: Path) -> None:
+    """A preemptible job of several nodes, as if its time were over, and then cancelled."""
+    options = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+    train = ["configs/pong.toml", "--total-steps", "100000000", *OFTEN]
+    job = Submitted(slurm, "preemptible", *train, options=options, folder=folder)
+    run = f"slurm-{job.id}"
+    job.wait_for_checkpoints(run)
+    assert slurm.run("scancel", "--signal=USR1", "--batch", job.id).status == 0
+    job.wait_for_checkpoints(run, segment=1)
+    assert slurm.run("scancel", job.id).status == 0
+    job.wait()
+    segments = record_of(job.runs / run)["segments"]
+    assert [(segment["status"], segment["resumed"]) for segment in segments] == [("stopped", False), ("stopped", True)]
     assert [segment["hosts"] for segment in segments] == [["vhost0", "vhost1"]] * 2
 
 
