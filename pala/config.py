@@ -104,6 +104,10 @@ class NetworkConfig:
     passes: Literal["auto", "autograd"] = "auto"
     """How forward and backward passes are made: `auto` uses hand-written ones where there are some (images; in bfloat16
     those near 0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal but for rounding."""
+    custom: str = ""
+    """A network of your own in place of these: `module:Name` or `module:Name(width=256)` with plain values, a class or
+    function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/python.md). The widths
+    above and `passes` are then not read. Ours."""
 
 
 @dataclass(frozen=True)

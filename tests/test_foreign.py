@@ -211,14 +211,17 @@ def test_a_name_wins_over_a_pickle_and_takes_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("named", "says"),
     [
-        ({"wrappers": ("FlattenObservation",)}, "'env.wrappers'"),
-        ({"id": "harm:Pong-v0"}, "'env.id'"),
-        ({"id": "FrozenLake-v1(map_name='8x8')"}, "'env.id'"),
+        ({"env.wrappers": ("FlattenObservation",)}, "'env.wrappers'"),
+        ({"env.id": "harm:Pong-v0"}, "'env.id'"),
+        ({"env.id": "FrozenLake-v1(map_name='8x8')"}, "'env.id'"),
+        ({"network.custom": "harm:Network"}, "'network.custom'"),
     ],
 )
 def test_names_in_the_configuration_are_asked_for(named: dict[str, Any], says: str, tmp_path: Path) -> None:
     """By who signed them without a question; not in a run that has been given others."""
-    config = replace(CARTPOLE, env=replace(CARTPOLE.env, **named))
+    ((key, value),) = named.items()
+    section, name = key.split(".")
+    config = replace(CARTPOLE, **{section: replace(getattr(CARTPOLE, section), **{name: value})})
     with pytest.raises(PalaError, match=rf"brings code along, {says} .* add `--trust-run`"):
         user_code.check_trust(tmp_path, config, trust_run=False)
     user_code.check_trust(tmp_path, config, trust_run=True)

@@ -32,7 +32,7 @@ from torch import nn
 
 import pala
 from pala import play as play_program
-from pala.config import Config, EnvConfig, EvaluationConfig, GorilaConfig, checked
+from pala.config import Config, EnvConfig, EvaluationConfig, GorilaConfig, NetworkConfig, checked
 from pala.envs import make_envs
 from pala.evaluation import play
 from pala.evaluation.policy import policy_of
@@ -41,6 +41,7 @@ from pala.evaluation.window import Window
 from pala.exchange.kinds import KINDS
 from pala.networks.network import ActorCritic
 from pala.networks.own import OwnNetwork, actor_critic
+from pala.report.settings import differences, set_in_vain
 from pala.run import provenance, user_code
 from pala.run.begin import make_generator
 from pala.run.conclusion import conclude
@@ -639,11 +640,11 @@ def masked(space: gymnasium.Space, num_outputs: tuple[int, ...], value: float = 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (_without("trunk"), "must give a torch.nn.Module with a 'trunk' and 'heads'"),
-        (_without("heads"), "must give a torch.nn.Module with a 'trunk' and 'heads'"),
-        (lambda space, num_outputs: None, "gives a NoneType"),
-        (lambda space, num_outputs: MyNetwork(space, num_outputs[:1]), "gives 1 heads, but 2 are needed"),
-        (lambda space, num_outputs: MyNetwork(space, (3, 1)), r"must give \[\(2, 2\), \(2, 1\)\]"),
+        (_without("trunk"), "must be a torch.nn.Module with a 'trunk' and 'heads'"),
+        (_without("heads"), "must be a torch.nn.Module with a 'trunk' and 'heads'"),
+        (lambda space, num_outputs: None, "is a NoneType"),
+        (lambda space, num_outputs: MyNetwork(space, num_outputs[:1]), "has 1 heads, but 2 are needed"),
+        (lambda space, num_outputs: MyNetwork(space, (3, 1)), r"not \[\(2, 2\), \(2, 1\)\]"),
         (lambda space, num_outputs: MyNetwork(space, num_outputs, inputs=5), "fails .RuntimeError"),
         (lambda space, num_outputs: MyNetwork(space, num_outputs).double(), "'trunk.1.weight' is not float32"),
         (lambda space, num_outputs: masked(space, num_outputs, math.nan), "the parameter 'mask' holds NaN or infinity"),
@@ -653,7 +654,7 @@ def masked(space: gymnasium.Space, num_outputs: tuple[int, ...], value: float = 
         ),
         (
             lambda space, num_outputs: MyNetwork(space, num_outputs).requires_grad_(False),
-            "without parameters that learn",
+            "no parameters that learn",
         ),
         (lambda space, num_outputs: nn.Sequential(), "with a 'trunk' and 'heads'"),
         (lambda space, num_outputs: PlainList(space, num_outputs), "not registered with the module"),
@@ -664,6 +665,66 @@ def test_a_network_that_cannot_be_is_told(make: Any, says: str) -> None:
     spaces = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
     with pytest.raises(PalaError, match=says):
         actor_critic(*spaces, Config(), make)
+
+
+def sized(space: gymnasium.Space, num_outputs: tuple[int, ...], inputs: int = 4, width: int = 8) -> nn.Module:
+    """A network whose size is an argument."""
+    made = MyNetwork(space, num_outputs, inputs)
+    made.trunk.append(nn.Linear(8, width))
+    made.heads = nn.ModuleList(nn.Linear(width, number) for number in num_outputs)
+    return made
+
+
+def _custom(text: str) -> Config:
+    return Config(network=NetworkConfig(custom=text))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("MyNetwork", "'network.custom' names 'MyNetwork', which is no function or class of a module"),
+        (f"{__name__}:NoSuch", "'network.custom' names .*NoSuch', which cannot be loaded"),
+        ("no_such_module:Net", "'network.custom' names the module 'no_such_module', which cannot be loaded"),
+        (f"{__name__}:sized(2)", "is no network: write `module:Name` or"),
+        (f"{__name__}:sized(width=-1)", "makes no network .RuntimeError"),
+        (f"{__name__}:sized(inputs=5)", "Your own network fails .RuntimeError"),
+    ],
+)
+def test_a_named_network_that_cannot_be_is_told(text: str, says: str) -> None:
+    spaces = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
+    with pytest.raises(PalaError, match=says):
+        actor_critic(*spaces, _custom(text))
+
+
+def test_a_network_is_named_or_given() -> None:
+    spaces = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
+    with pytest.raises(PalaError, match="but 'make_network' gives another; leave one out"):
+        actor_critic(*spaces, _custom(f"{__name__}:sized"), MyNetwork)
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "gorila"])
+def test_a_run_of_a_named_network_acts_and_goes_on(algorithm: str, tmp_path: Path) -> None:
+    """By its configuration alone."""
+    config = gorila(tmp_path, steps=200) if algorithm == "gorila" else configure(tmp_path, steps=200)
+    config = replace(config, network=NetworkConfig(custom=f"{__name__}:sized(width=6)"))
+    results = train(2, config)
+    assert [result.status for result in results] == ["completed"] * 2
+    run = results[0].run
+    assert not list(run.glob("make_network*")) and not record_of(run)["segments"][0]["python_network"]
+    policy = policy_of(run)
+    assert policy.network.own.heads[0].in_features == 6 and policy.act(np.zeros(4)) in (0, 1)
+    assert [result.status for result in train(2, replace(config, total_steps=400), resume=run)] == ["completed"] * 2
+    wider = replace(config, network=NetworkConfig(custom=f"{__name__}:sized(width=7)"), total_steps=600)
+    (refused, _) = train(2, wider, resume=run)
+    assert isinstance(refused, CollectiveError) and "is of another network" in str(refused)
+
+
+def test_what_only_palas_networks_read_is_no_difference_of_a_named_one() -> None:
+    named = Config(network=NetworkConfig(custom="my_networks:Net"))
+    other = replace(named, network=replace(named.network, mlp_hidden=(5,), conv_hidden=7, passes="autograd"))
+    assert differences(other, named) == {}
+    assert set_in_vain(other, named) == ["network.conv_hidden", "network.mlp_hidden", "network.passes"]
+    assert "network.custom" in differences(named, Config())
 
 
 def test_a_network_may_be_lazy() -> None:
@@ -693,7 +754,7 @@ def test_a_network_is_tried_in_the_layout_that_it_is_trained_in() -> None:
         return made
 
     images = gymnasium.spaces.Box(0, 255, (3, 8, 8), np.uint8)
-    with pytest.raises(PalaError, match=r"make_network' fails .*view size is not compatible"):
+    with pytest.raises(PalaError, match=r"Your own network fails .*view size is not compatible"):
         actor_critic(images, gymnasium.spaces.Discrete(2), Config(), make)
 
 
@@ -731,7 +792,7 @@ def test_gorilas_two_networks_must_be_two(tmp_path: Path) -> None:
 
     made = MyNetwork(gymnasium.spaces.Box(-1, 1, (4,)), (2,))
     error, _ = train(2, gorila(tmp_path), make_network=lambda space, num_outputs: made)
-    assert isinstance(error, CollectiveError) and "must make a new one each time" in str(error)
+    assert isinstance(error, CollectiveError) and "each call must make a new one" in str(error)
 
 
 class NoGradient(torch.autograd.Function):
@@ -1062,7 +1123,7 @@ def test_a_run_by_fit_says_what_made_it(
 @pytest.mark.slow
 def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     names: dict[str, Any] = {"__name__": "page"}
 
     def script() -> None:

@@ -69,6 +69,14 @@ def test_the_presets_of_pairs_are_for_the_ranks_that_the_launcher_starts() -> No
         assert load_with_ranks(parsed.preset)[1] == usual_ranks(parsed)
 
 
+def test_the_whole_command_of_the_other_cases_is_one_of_the_table() -> None:
+    (line,) = (line for line in commands("./launch/train.sh") if "--exchange.mixing" in line)
+    parsed = parse(read_options(shlex.split(line)[1:])[1])
+    a2c = parsed.config.a2c
+    assert (a2c.learning_rate, a2c.momentum, a2c.learning_rate_warmup_updates) == (7e-4, 0.5, 200)
+    assert "`--exchange.mixing paired --a2c.learning-rate 7e-4 --a2c.momentum 0.5`" in README
+
+
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train, evaluate with a video, plot, resume; Gorila and its table."""
     name = "pong-20260101-120000"

@@ -177,7 +177,7 @@ def load_policy(
         named, header = checkpoint.load_policy(file, network.state_dict())
         if header.get("signature") != flat.signature:
             raise PalaError(
-                f"Policy '{file}' is of a network with other buffers than those that 'make_network' makes now; draw "
+                f"Policy '{file}' is of a network with other buffers than those that are made now; draw "
                 "them from torch, or with a seed of your own."
             )
         network.load_state_dict(named)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pala.config import Config, NetworkConfig
 from pala.networks.distributions import Categorical, distribution_of
 from pala.networks.network import Network, TrunkNetwork, orthogonal
-from pala.networks.own import MakeNetwork, OwnNetwork
+from pala.networks.own import MakeNetwork, OwnNetwork, own_network
 from pala.system.errors import PalaError
 
 
@@ -49,7 +49,8 @@ def q_network(
     observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config, make_network: MakeNetwork | None
 ) -> Network:
     """PALA's, or the user's own."""
-    if make_network is None:
+    own = own_network(config, make_network)
+    if own is None:
         return QNetwork(observation_space, action_space, config.network)
     distribution = numbered(action_space)
-    return OwnNetwork(make_network, observation_space, distribution, (distribution.num_outputs,))
+    return OwnNetwork(own, observation_space, distribution, (distribution.num_outputs,))

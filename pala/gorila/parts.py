@@ -251,7 +251,7 @@ def _two_of(make_one: Callable[[], Network]) -> tuple[Network, Network]:
     made = make_one(), make_one()
     first, second = (set(map(id, network.parameters())) for network in made)
     if first & second:
-        raise PalaError("'make_network' gives networks that share parameters, but must make a new one each time.")
+        raise PalaError("Your own network shares parameters with another that was made: each call must make a new one.")
     return made
 
 

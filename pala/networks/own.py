@@ -1,4 +1,4 @@
-"""A network of the user's own, in the place of PALA's: a module that has a trunk and heads.
+"""A network of the user's own, by `make_network` or by the name in `network.custom`: a module with a trunk and heads.
 
 | part | takes | gives |
 |---|---|---|
@@ -23,9 +23,40 @@ from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.make import blank_observations
 from pala.networks.network import ActorCritic, Network
 from pala.system.errors import PalaError
+from pala.system.names import import_named, parse_call
 
 MakeNetwork = Callable[[gymnasium.Space, tuple[int, ...]], nn.Module]
 """`(observation_space, num_outputs)` -> the module; `num_outputs`: of each head."""
+
+_SOURCE = "'network.custom'"
+
+
+def own_network(config: Config, make_network: MakeNetwork | None) -> MakeNetwork | None:
+    """The user's own, given from Python or named by the configuration; None: PALA's. Raises PalaError if both are
+    given, or the name leads to none."""
+    if not config.network.custom:
+        return make_network
+    if make_network is not None:
+        raise PalaError(f"{_SOURCE} is '{config.network.custom}', but 'make_network' gives another; leave one out.")
+    return _named(config.network.custom)
+
+
+def _named(text: str) -> MakeNetwork:
+    try:
+        name, arguments = parse_call(text.strip())
+    except ValueError:
+        raise PalaError(
+            f"{_SOURCE}: '{text}' is no network: write `module:Name` or `module:Name(key=value)`, with plain values."
+        ) from None
+    make = import_named(name, _SOURCE)
+
+    def make_network(observation_space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        try:
+            return cast(nn.Module, make(observation_space, num_outputs, **arguments))
+        except Exception as error:  # it is the user's code: anything may happen
+            raise PalaError(f"{_SOURCE}: '{text}' makes no network ({type(error).__name__}: {error}).") from error
+
+    return make_network
 
 
 def actor_critic(
@@ -33,10 +64,11 @@ def actor_critic(
     make_network: MakeNetwork | None = None,
 ) -> Network:  # fmt: skip
     """PALA's, or the user's own."""
-    if make_network is None:
+    own = own_network(config, make_network)
+    if own is None:
         return ActorCritic(observation_space, action_space, config.network, config.env)
     distribution = distribution_of(action_space)
-    return OwnNetwork(make_network, observation_space, distribution, (distribution.num_outputs, 1), config.env)
+    return OwnNetwork(own, observation_space, distribution, (distribution.num_outputs, 1), config.env)
 
 
 class OwnNetwork(Network):
@@ -76,10 +108,10 @@ class OwnNetwork(Network):
             with torch.no_grad():
                 shapes = [tuple(outputs.shape) for outputs in self.outputs(observations)]
         except Exception as error:  # it is the user's code: anything may happen
-            raise PalaError(f"The network of 'make_network' fails ({type(error).__name__}: {error}).") from error
+            raise PalaError(f"Your own network fails ({type(error).__name__}: {error}).") from error
         wanted = [(2, number) for number in num_outputs]
         if shapes != wanted:
-            raise PalaError(f"The heads of 'make_network' give {shapes} for two observations, but must give {wanted}.")
+            raise PalaError(f"Your own network: its heads give {shapes} for two observations, not {wanted}.")
 
 
 def _as_own(features: Any) -> Any:
@@ -97,7 +129,7 @@ def _as_own(features: Any) -> Any:
 def _check_values(own: nn.Module) -> None:
     if bad := next((name for name, p in own.named_parameters() if not bool(p.isfinite().all())), None):
         raise PalaError(
-            f"'make_network': the parameter '{bad}' holds NaN or infinity, which ranks do not exchange and no "
+            f"Your own network: the parameter '{bad}' holds NaN or infinity, which ranks do not exchange and no "
             "checkpoint keeps; a mask can be a buffer with `persistent=False`."
         )
 
@@ -106,27 +138,29 @@ def _check_parts(own: object, num_heads: int) -> None:
     heads = getattr(own, "heads", None)
     if not isinstance(own, nn.Module) or not callable(getattr(own, "trunk", None)) or heads is None:
         raise PalaError(
-            f"'make_network' gives a {type(own).__name__}, but must give a torch.nn.Module with a 'trunk' and 'heads'."
+            f"Your own network is a {type(own).__name__}, but must be a torch.nn.Module with a 'trunk' and 'heads'."
         )
     if not isinstance(heads, (nn.ModuleList, list, tuple)):
-        raise PalaError("'make_network': 'heads' must be a torch.nn.ModuleList, of a single head as well.")
+        raise PalaError("Your own network: 'heads' must be a torch.nn.ModuleList, of a single head as well.")
     if len(heads) != num_heads:
-        raise PalaError(f"'make_network' gives {len(heads)} heads, but {num_heads} are needed, as in 'num_outputs'.")
+        raise PalaError(f"Your own network has {len(heads)} heads, but {num_heads} are needed, as in 'num_outputs'.")
     registered = set(map(id, own.parameters()))
     parts = [part for part in (own.trunk, *heads) if isinstance(part, nn.Module)]
     if any(id(parameter) not in registered for part in parts for parameter in part.parameters()):
         raise PalaError(
-            "'make_network': its trunk or one of its heads is not registered with the module, and would never learn: "
+            "Your own network: its trunk or one of its heads is not registered with the module, and would never learn: "
             "make 'heads' a torch.nn.ModuleList."
         )
     if not any(p.requires_grad for p in own.parameters()):
-        raise PalaError("'make_network' gives a network without parameters that learn (`requires_grad`).")
+        raise PalaError("Your own network has no parameters that learn (`requires_grad`).")
     other = next((name for name, p in own.named_parameters() if p.dtype != torch.float32), None)
     if other is not None:
-        raise PalaError(f"'make_network': the parameter '{other}' is not float32, as all that ranks exchange must be.")
+        raise PalaError(
+            f"Your own network: the parameter '{other}' is not float32, as all that ranks exchange must be."
+        )
     kept = [name for name in own.state_dict() if name not in dict(own.named_parameters(remove_duplicate=False))]
     if kept:
         raise PalaError(
-            f"'make_network': '{kept[0]}' is a buffer, which ranks do not exchange; use no running statistics (in the "
-            "place of BatchNorm, LayerNorm), or register it with `persistent=False`."
+            f"Your own network: '{kept[0]}' is a buffer, which ranks do not exchange; use no running statistics (in "
+            "the place of BatchNorm, LayerNorm), or register it with `persistent=False`."
         )

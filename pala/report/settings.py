@@ -19,6 +19,7 @@ _OF_ATARI = (
     "terminal_on_life_loss", "frame_skip", "frame_stack", "noop_max", "fire_on_reset", "repeat_action_probability",
     "full_action_space", "max_episode_frames",
 )  # fmt: skip
+_OF_OUR_NETWORKS = ("conv_channels", "conv_hidden", "mlp_hidden", "passes")
 _NOT_OF_ATARI = ("vectorization", "image_layout", "max_episode_steps")
 _MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
 
@@ -36,7 +37,9 @@ def _not_read(facts: dict[str, Any]) -> set[str]:
     """Settings, with dotted keys, at which such a run does not look."""
     read = {"exchange.kind", *(f"exchange.{name}" for name in KINDS[facts["exchange.kind"]].reads)}
     of_exchange = {key for key in facts if key.startswith("exchange.") and key not in read}
-    return of_exchange | {key for key in facts if key.startswith(_SECTIONS_NOT_READ[facts["algorithm"]])}
+    of_network = {f"network.{name}" for name in _OF_OUR_NETWORKS if facts.get("network.custom")}
+    of_algorithm = {key for key in facts if key.startswith(_SECTIONS_NOT_READ[facts["algorithm"]])}
+    return of_exchange | of_network | of_algorithm
 
 
 def set_in_vain(config: Config, before: Config, own_env: bool = False) -> list[str]:

@@ -95,8 +95,7 @@ def initial_progress(comm: Communicator, seed: int, parts: Parts[Any], segment: 
     if unlike := [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]:
         raise CollectiveError(
             f"The network of rank {unlike[0]} is not that of rank 0, with which it would exchange parameters: give all "
-            "ranks the same 'make_network', whose buffers come out the same each time, and environments with the same "
-            "spaces."
+            "ranks the same network, whose buffers come out the same each time, and environments with the same spaces."
         )
     generator = make_generator(seed, comm.rank, parts, segment)
     if segment.previous is None:

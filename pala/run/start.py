@@ -61,7 +61,8 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
         config = request.config
         with envs:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network, None)
-            if comm.rank == 0 and code.make_network is not None and len(envs.observation_space.shape or ()) == 3:
+            is_own = code.make_network is not None or config.network.custom
+            if comm.rank == 0 and is_own and len(envs.observation_space.shape or ()) == 3:
                 say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
             with open_segment(comm, config, request.resume, request.preset or config.env.short_id) as segment:
                 with segment.removed_if_nobody_starts(comm.rank):

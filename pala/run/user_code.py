@@ -4,7 +4,7 @@
 |---|---|
 | `make_env.txt`, `make_network.txt` | the name, `module:name`, of a factory that can be imported |
 | `make_env.pkl`, `make_network.pkl` | any other factory, by cloudpickle |
-| `run.json` | names in `env.wrappers`, a module in `env.id`, or arguments, which may be names |
+| `run.json` | names in `env.wrappers` and `network.custom`, a module in `env.id`, or arguments, which may be names |
 | `code.signature` | who wrote all that: its HMAC by the user's own key |
 
 Importing what a folder names, or loading its pickles, runs code. So all of it asks for `--trust-run` unless a job of
@@ -145,10 +145,13 @@ def _pieces(run: Path, config: Config, given: UserCode) -> list[str]:
 
 def _names(config: Config) -> dict[str, list[str]]:
     """What is imported by names in a configuration."""
-    return {
+    names = {
         "env.wrappers": list(config.env.wrappers),
         "env.id": [config.env.id] if ":" in config.env.id or "(" in config.env.id else [],
     }
+    if config.network.custom:  # else as it was signed before there was this setting
+        names["network.custom"] = [config.network.custom]
+    return names
 
 
 def _signature(key: bytes, run: Path, config: Config) -> str:

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Open MPI on Linux; CPUs 0 and 1 must be two cores, not two threads of one (`lscpu -e`).
 # Give this rank a core of its own, and the last rank's core to three busy processes as well: it gets a quarter of it.
 #   mpirun -np 2 results/breakout_slow/one_slow.sh python -m pala.train breakout
 set -euo pipefail
