@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -228,10 +229,19 @@ def test_the_steps_of_the_newest_checkpoints(tmp_path):
         segment = checkpoint.new_segment(tmp_path)
         for rank in range(2):
             save_rank(segment, make_state(rank, 2, steps=steps))
-    assert checkpoint.global_steps(tmp_path) == 1000 + 200 + 10
+    assert checkpoint.global_steps(tmp_path) == 1000 + 200 + 200, "each knows its own best"
     for file in segment.iterdir():
         file.write_bytes(b"nonsense")
     assert checkpoint.global_steps(tmp_path) == 0
+
+
+def test_the_steps_of_ranks_that_know_their_own_alone(tmp_path):
+    """As independent learners do."""
+    segment = checkpoint.new_segment(tmp_path)
+    for rank, own in enumerate(([100, 0], [0, 200])):
+        state = make_state(rank, 2)
+        save_rank(segment, replace(state, counters=state.counters | {"base_steps": 7, "local_steps": own}))
+    assert checkpoint.global_steps(tmp_path) == 7 + 300
 
 
 def test_a_damaged_file_falls_back_to_the_one_before(tmp_path, capsys):

@@ -803,6 +803,29 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     assert [row["steps_per_s"] == "" for row in rows] == [run["lost_ranks"] == "1" for run in rows]
 
 
+def test_paths_in_arguments_of_what_is_played_are_kept(there: Path, no_pictures: None) -> None:
+    """They decide which game a run plays; the machine's other folders are left out."""
+    (there / "game.toml").write_text(GAME.replace("CartPole-v1", "Ant-v5(xml_file='/data/go1/scene.xml')"))
+    plan = plan_of()
+    for run in plan.runs:
+        make_run(run.folder, replace(run.config, run=replace(run.config.run, dir="/home/jane/runs")), run.cell.ranks)
+    _, rows = report()
+    assert {row["game"] for row in rows} == {"Pole"} and {row["variant"] for row in rows} == {"none", "gossip"}
+    shutil.rmtree("runs")
+    assert all(task_of(run, Path("results/tiny")) is None for run in plan.runs)
+    assert not [file for file in Path("results/tiny").glob("runs/*/run.json") if "/home/jane" in file.read_text()]
+
+
+@pytest.mark.parametrize("fact", ["python_network", "python_environment"])
+def test_a_run_of_ones_own_code_is_not_the_planned_one(fact: str, there: Path) -> None:
+    plan = plan_of()
+    planned = plan.runs[0]
+    own = make_run(Path("results/tiny/runs") / "own", planned.config, planned.cell.ranks, **{fact: True})
+    task = task_of(planned, Path("results/tiny"))
+    assert task is not None and task.what == "train"
+    assert load(own, plan).cell != planned.cell
+
+
 def test_a_game_that_an_environment_of_ones_own_plays_is_not_atari(there: Path) -> None:
     """Its id is that of the game, but a step may be any number of frames, and published scores are of PALA's."""
     (there / "game.toml").write_text(GAME.replace("CartPole-v1", "ALE/Pong-v5"))

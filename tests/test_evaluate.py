@@ -409,6 +409,9 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     assert (evaluation.environment, evaluation.noop_max) == ("Sparkle", None)
     with pytest.raises(PalaError, match="draws no pictures"):
         record_video(run, tmp_path / "video.mp4", Acting())
+    run_folder.RunRecord.take_over(run).note(python_environment=True)
+    with pytest.raises(PalaError, match="'noop_max' is of PALA's own Atari games"):
+        evaluate(run, 3, 2, Acting(other_settings={"noop_max": 0}))
     (run / "make_env.txt").unlink()
     (run / "make_env.pkl").write_bytes(b"nonsense")
     with pytest.raises(PalaError, match="cannot be loaded"):

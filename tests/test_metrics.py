@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pala.config import load_preset
+from pala.config import from_table, load_preset
 from pala.run import console
 from pala.run.console import Figures, Lines, Reporter, make_console
 from pala.run.header import header, note_on_ranks, note_on_vain
@@ -358,6 +358,36 @@ def test_settings_that_nothing_reads_are_told():
     )
     dqn = replace(before, algorithm="gorila", a2c=replace(before.a2c, gamma=0.9, entropy_coefficient=0.1))
     assert note_on_vain(dqn, before).startswith("'a2c.gamma', 'a2c.entropy_coefficient': set, but nothing reads them")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read_with"),
+    [
+        ("evaluation.epsilon", 0.1, {"algorithm": "gorila"}),
+        ("a2c.gradient_clipping", "mean", {"exchange.kind": "gossip"}),
+        ("a2c.momentum_smoothing", 0.9, {"a2c.momentum": 0.5}),
+        ("a2c.learning_rate_most_scaling", 2.0, {"a2c.learning_rate_scaling": "ranks"}),
+        ("exchange.top_k_fraction", 0.1, {"exchange.compression": "top_k", "exchange.kind": "gossip"}),
+        ("gorila.rmsprop_alpha", 0.9, {"gorila.optimiser": "rmsprop", "algorithm": "gorila"}),
+        ("gorila.adagrad_learning_rate", 0.1, {"gorila.optimiser": "adagrad", "algorithm": "gorila"}),
+    ],
+)
+def test_settings_that_need_another_are_told_without_it(key, value, read_with):
+    def config(settings):
+        return from_table(nested(settings), "here")
+
+    without = {"exchange.kind": "allreduce", "gorila.optimiser": "adagrad" if "rmsprop" in key else "rmsprop"}
+    assert note_on_vain(config(without | {key: value}), config(without)).startswith(f"'{key}': set, but nothing")
+    assert note_on_vain(config(read_with | {key: value}), config(read_with)) == ""
+
+
+def nested(settings):
+    """Dotted keys as the tables of a preset."""
+    table = {}
+    for key, value in settings.items():
+        *section, name = key.split(".")
+        (table.setdefault(section[0], {}) if section else table)[name] = value
+    return table
 
 
 def test_a_learning_rate_for_another_number_of_ranks_is_told(tmp_path):

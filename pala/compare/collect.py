@@ -1,9 +1,10 @@
 """Runs into results: copies that hold what a report needs, wherever the runs were made, and nothing of the machine's
-paths; and reading them."""
+paths but for those that say what is played; and reading them."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -46,9 +47,10 @@ def keep(run: Path, folder: Path) -> None:
             data = _bytes_of(file)
             packed = data if file.suffix == ".gz" else gzip.compress(data, mtime=0)
             _write(copy / "metrics" / f"{file.name.removesuffix('.gz')}.gz", packed)
-        texts = {name: _bytes_of(run / name) for name in _EVALUATIONS if (run / name).exists()} | {"run.json": record}
-        for name, data in texts.items():
-            _write(copy / name, without_paths(data.decode(errors="replace")).encode())
+        for name in _EVALUATIONS:
+            if (run / name).exists():
+                _write(copy / name, without_paths(_bytes_of(run / name).decode(errors="replace")).encode())
+        _write(copy / "run.json", _without_paths_but_settings(record.decode(errors="replace")).encode())
     except OSError as error:
         raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {reason(error)}.") from None
 
@@ -68,6 +70,14 @@ def _write(path: Path, data: bytes) -> None:
 def without_paths(text: str) -> str:
     """Absolute paths as their last names: what is published should not tell of a machine's folders."""
     return _ABSOLUTE.sub("", _QUOTED.sub("", text))
+
+
+def _without_paths_but_settings(record: str) -> str:
+    """run.json: a setting that holds a path, as an argument of an environment, decides what the run is taken for."""
+    clean = json.loads(without_paths(record))
+    settings = json.loads(record)["config"]
+    settings.setdefault("run", {})["dir"] = clean["config"].get("run", {}).get("dir", "")
+    return json_text(clean | {"config": settings}, indent=2)
 
 
 def _begun(run: Path) -> Any:
@@ -118,6 +128,6 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
     phrases = [phrase(key, found) for key, (found, _) in differing[variant].items()]
     if segment.get("python_network"):
         phrases.append("network from Python")
-    if segment.get("python_environment") and config.env.is_atari:
-        phrases.append("environment from Python")  # not PALA's own of that id
+    if segment.get("python_environment"):
+        phrases.append("environment from Python")  # it may be another than Gymnasium's or PALA's of that id
     return Cell(f"{variant} ({', '.join(phrases)})" if phrases else variant, game, ranks)

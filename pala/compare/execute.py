@@ -103,6 +103,9 @@ def _is_this(planned: Planned, copy: Path) -> bool:
     found, wanted = run_folder.config_of(copy), planned.config
     if (found.env.id, found.seed) != (wanted.env.id, wanted.seed):
         return False
+    last = run_folder.read(copy)["segments"][-1]
+    if last.get("python_network") or last.get("python_environment"):  # the plan's are by its settings alone
+        return False
     if wanted.run.name not in (copy.name, found.run.name) and found.run.name in planned.others:
         return False
     return not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate")

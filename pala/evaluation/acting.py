@@ -38,7 +38,8 @@ class Acting:
 
     def config_of(self, run: Path) -> Config:
         """The run's settings, with those that are others here. Raises PalaError."""
-        config = run_folder.config_of(run)
+        record = run_folder.read(run)
+        config, own_env = run_folder.config_of(run, record), record["segments"][-1].get("python_environment")
         table = to_table(config)
         if self.greedy and self.other_settings.get("epsilon"):
             raise PalaError("'epsilon' is the probability of a random action, and greedy actions never are; give one.")
@@ -47,6 +48,10 @@ class Acting:
                 known = ", ".join(OTHER_SETTINGS)
                 raise PalaError(f"An evaluation has no setting '{name}' of its own; there are {known}.")
             section = OTHER_SETTINGS[name]
+            if section == "env" and config.env.is_atari and own_env:
+                raise PalaError(
+                    f"'{name}' is of PALA's own Atari games, and run '{run}' plays an environment made in Python."
+                )
             if not (config.env.is_atari if section == "env" else config.algorithm == "gorila"):
                 raise PalaError(
                     f"'{name}' is of {'Atari games' if section == 'env' else 'Gorila'} only, and run '{run}' is none."

@@ -87,8 +87,8 @@ def read(folder: Path) -> Run | str:
     last, rom = record["segments"][-1], rom_of(config.env.id)
     if rom not in score_table(PUBLISHED) or last.get("python_environment"):
         return "plays none of the 49 games"
-    if last.get("python_network"):
-        return "has a network of its own, from Python"
+    if last.get("python_network") or config.network.custom:
+        return "has a network of its own"
     if not record["completed"]:
         return "has not completed"
     evaluation = final_evaluation(folder, record)

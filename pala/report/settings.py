@@ -48,7 +48,23 @@ def set_in_vain(config: Config, before: Config, own_env: bool = False) -> list[s
     now, then = flatten(to_table(config)), flatten(to_table(before))
     unread = _not_read(now)
     unread |= {f"env.{name}" for name in (_NOT_OF_ATARI if config.env.is_atari and not own_env else _OF_ATARI)}
+    unread |= _without_their_condition(config)
     return [key for key in now if now[key] != then[key] and key in unread]
+
+
+def _without_their_condition(config: Config) -> set[str]:
+    """Settings that only together with another are read, which this run has not."""
+    a2c, exchange, is_gorila = config.a2c, config.exchange_kind, config.algorithm == "gorila"
+    other = "adagrad" if config.gorila.optimiser == "rmsprop" else "rmsprop"
+    conditions = {
+        ("evaluation.epsilon",): is_gorila,
+        ("a2c.gradient_clipping",): not (exchange.one_model or exchange.independent),
+        ("a2c.momentum_smoothing",): a2c.momentum > 0,
+        ("a2c.learning_rate_most_scaling",): a2c.learning_rate_scaling == "ranks",
+        ("exchange.top_k_fraction",): config.exchange.compression == "top_k",
+        tuple(f"gorila.{other}_{name}" for name in ("learning_rate", "alpha", "epsilon")): False,
+    }
+    return {key for keys, holds in conditions.items() for key in keys if not holds}
 
 
 def method_of(config: Config) -> str:

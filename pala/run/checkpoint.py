@@ -166,15 +166,15 @@ def global_steps(run: Path) -> int:
     found = []
     for path in folder.glob("rank-*.safetensors"):
         with contextlib.suppress(PalaError):
-            counters = _read_head(path).counters
-            found.append(counters["base_steps"] + sum(counters["local_steps"]))
-    return max(found, default=0)
+            found.append(_read_head(path))
+    alike = [state for state in found if state.ranks == found[0].ranks]  # a file of elsewhere may be among them
+    return int(joint_counters(alike)["base_steps"]) if alike else 0
 
 
 def joint_counters(states: list[RankState]) -> dict[str, Any]:
     """Those that all ranks of another job begin with: the steps of all as those of an earlier run, and how long they
     trained."""
-    known = np.max([state.counters["local_steps"] for state in states], axis=0)
+    known = np.max([state.counters["local_steps"] for state in states], axis=0)  # a rank may know its own alone
     base_steps = states[0].counters["base_steps"] + int(known.sum())
     return {"base_steps": base_steps, "time_s": max(state.counters["time_s"] for state in states)}
 
