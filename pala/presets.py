@@ -88,9 +88,9 @@ def chain(preset: str | Path) -> list[tuple[str | Path, dict[str, Any]]]:
     return found[::-1]
 
 
-def read(preset: str | Path, folder: str = "") -> dict[str, Any]:
+def read(preset: str | Path) -> dict[str, Any]:
     """The tables of a preset. Raises PalaError that names the file."""
-    path = find(preset, folder)
+    path = find(preset)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a byte order mark
     except RecursionError:

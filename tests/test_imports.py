@@ -86,7 +86,7 @@ if __name__ == "__main__":
 BENCHMARK = """
 from pala.benchmark import __main__ as benchmark
 benchmark.parse(["configs/pong.toml", "--ranks", "1", "2"])
-benchmark.protocol_cost_us(2, 100)
+benchmark.protocol_cost_us(2, messages=100)
 benchmark.provenance()
 """
 HELP = """
@@ -104,6 +104,7 @@ except SystemExit as exit_:
     ("code", "allowed"),
     [
         ("import pala", set()),
+        ("import pala.config, pala.exchange.kinds", set()),
         ("import pala.exchange.gossip.topology", set()),
         ("import pala.exchange.gossip.process_lock", set()),
         ("import pala.exchange.gossip.mixing", set()),

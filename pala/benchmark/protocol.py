@@ -22,7 +22,7 @@ from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 _BLOCK = 200  # messages that are timed together, at least
 
 
-def protocol_cost_us(num_ranks: int, num_jobs: int = 1, messages: int = 2000) -> float:
+def protocol_cost_us(num_ranks: int, num_jobs: int = 1, *, messages: int = 2000) -> float:
     """CPU time of the protocol's code, in microseconds a model sent; the median over blocks of `messages`.
 
     Counted, on both sides together: counting the update, choosing the peer and asking the process lock, writing

@@ -135,7 +135,8 @@ def _needs(planned: Planned, folder: Path) -> str:
 
 def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]:
     """Settings that a run was made with and the plan does not want -> both values."""
-    config, ranks = config_as_computed(folder), run_folder.read(folder)["segments"][-1].get("ranks")
+    record = run_folder.read(folder)
+    config, ranks = config_as_computed(folder, record), record["segments"][-1].get("ranks")
     wanted = planned.config
     differing: dict[str, tuple[object, object]] = dict(differences(config, wanted))
     if ranks != planned.cell.ranks:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,9 +95,6 @@ class AllReduce(ModelExchange):
         if not distance <= 1e-4 * float(final.norm()):
             say(f"[rank {self._comm.rank}] its model is {distance:.3g} from rank 0's, which is exported.")
         return final
-
-    def metrics(self) -> dict[str, Any]:
-        return {}
 
     def state(self) -> ExchangeState:
         return ExchangeState([int(s) for s in self._local_steps], self._base_steps)

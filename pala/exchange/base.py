@@ -138,9 +138,10 @@ class Exchange(abc.ABC):
     def final_parameters(self, timeout_s: float) -> Tensor:
         """The final policy's flat parameters, equal on all ranks, on the host. Collective; after `close`."""
 
-    @abc.abstractmethod
     def metrics(self) -> dict[str, Any]:
-        """Figures since the last call, for the metrics file (keys: docs/metrics.md)."""
+        """Figures since the last call, for the metrics file (keys: docs/metrics.md); none, if there is no more to say
+        than every rank's loop does."""
+        return {}
 
     @abc.abstractmethod
     def state(self) -> ExchangeState:

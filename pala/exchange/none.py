@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -90,9 +89,6 @@ class NoExchange(ModelExchange):
 
     def final_parameters(self, timeout_s: float) -> Tensor:
         return model_of_first(self._comm, self._parameters, timeout_s, self._interrupt)
-
-    def metrics(self) -> dict[str, Any]:
-        return {}
 
     def state(self) -> ExchangeState:
         steps = list(self._start.local_steps)

@@ -57,9 +57,10 @@ class RunData:
         return self.end_steps if axis == "steps" else self.training_s / seconds
 
 
-def config_as_computed(folder: Path) -> Config:
-    """A run's settings, with what `auto` of `network.precision` has meant in its last start. Raises PalaError."""
-    config, last = run_folder.config_of(folder), run_folder.read(folder)["segments"][-1]
+def config_as_computed(folder: Path, record: dict[str, Any]) -> Config:
+    """A run's settings, with what `auto` of `network.precision` has meant in its last start. `record`: of the run.
+    Raises PalaError."""
+    config, last = run_folder.config_of(folder, record), record["segments"][-1]
     if config.network.precision != "auto" or "precision" not in last:
         return config
     return replace(config, network=replace(config.network, precision=last["precision"]))
@@ -67,7 +68,8 @@ def config_as_computed(folder: Path) -> Config:
 
 def read(folder: Path) -> tuple[RunData, list[list[Record]]]:
     """A run, and every rank's records, which take much memory. Raises PalaError if it is no run, or damaged."""
-    record, config, ranks = run_folder.read(folder), config_as_computed(folder), read_run(folder)
+    record, ranks = run_folder.read(folder), read_run(folder)
+    config = config_as_computed(folder, record)
     episodes = [(r["global_steps"], r["time_s"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"]
     steps, time_s, returns = np.array(episodes, np.float64).reshape(-1, 3).T
     training_s = max((rank[-1]["time_s"] for rank in ranks if rank), default=0.0)

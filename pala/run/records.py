@@ -105,7 +105,7 @@ class Records:
                 self._reporter = self._make_reporter()
         self._trained |= set(living).difference(joining)
         gone = sorted(self._trained.difference(living))
-        self._take_back("left_ranks", [rank for rank in living if rank not in left])
+        self._take_back_left([rank for rank in living if rank not in left])
         self._note("left_ranks", [rank for rank in gone if rank in left], time_s)
         for rank in self._note("lost_ranks", [rank for rank in gone if rank not in self._noted("left_ranks")], time_s):
             say(f"[rank {self._rank}] rank {rank} on {self._hosts[rank]} has died; {len(living)} go on.")
@@ -129,13 +129,13 @@ class Records:
             self._record.note(**{key: sorted([*noted.values(), *entries], key=lambda entry: entry["rank"])})
         return fresh
 
-    def _take_back(self, key: str, ranks: Collection[int]) -> None:
-        """See to it that run.json does not name these ranks under this key."""
-        noted = self._noted(key)
+    def _take_back_left(self, ranks: Collection[int]) -> None:
+        """See to it that run.json does not name these ranks among those that left."""
+        noted = self._noted("left_ranks")
         kept = [entry for rank, entry in noted.items() if rank not in ranks]
         if len(kept) < len(noted):
             assert self._record is not None
-            self._record.note(**{key: kept or None})
+            self._record.note(left_ranks=kept or None)
 
     def end(self, status: str, **facts: Any) -> None:
         """Close console and TensorBoard, and say in run.json how it ended: `completed`, or `stopped` by a signal. Who

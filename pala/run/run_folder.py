@@ -20,6 +20,8 @@ from pala.system.files import dated, read_json, write_json
 POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
 SIGNATURE = "code.signature"
 CODE_FILES = ("make_env.txt", "make_env.pkl", "make_network.txt", "make_network.pkl", SIGNATURE)  # pala.run.user_code's
+_BEFORE_RECORD = (LOCK, *CODE_FILES)  # what is made before run.json, beside the folders
+_FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
 
 
 def check_place(config: Config) -> None:
@@ -79,8 +81,8 @@ def _never_began(path: Path) -> bool:
     """True if a run's folder holds nothing but what is made before its record."""
     try:
         return all(
-            entry.name in (LOCK, *CODE_FILES)
-            or (entry.name in ("metrics", "checkpoints") and all(inner.is_dir() for inner in entry.rglob("*")))
+            entry.name in _BEFORE_RECORD
+            or (entry.name in _FOLDERS_BEFORE_RECORD and all(inner.is_dir() for inner in entry.rglob("*")))
             for entry in path.iterdir()
         )
     except OSError:
@@ -93,7 +95,7 @@ def set_aside(path: Path) -> None:
     if not path.exists() or (path / "run.json").exists():
         return
     try:
-        ours = (LOCK, *CODE_FILES, "metrics", "checkpoints", "tensorboard")
+        ours = (*_BEFORE_RECORD, *_FOLDERS_BEFORE_RECORD, "tensorboard")
         if others := [entry.name for entry in path.iterdir() if entry.name not in ours and entry.name[:1] != "."]:
             raise PalaError(
                 f"Folder '{path}' is not a run's, as it holds '{others[0]}'; choose another 'run.name', or move it "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -33,9 +32,6 @@ class PassiveExchange(ModelExchange):
 
     def final_parameters(self, timeout_s: float) -> Tensor:
         raise NotImplementedError("whoever drives the learner has its parameters")
-
-    def metrics(self) -> dict[str, Any]:
-        return {}
 
     def state(self) -> ExchangeState:
         return ExchangeState([0])
