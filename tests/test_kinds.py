@@ -1,4 +1,4 @@
-"""What each kind of exchange needs and gives."""
+"""What each kind of exchange needs and gives, and how far its ranks step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import typing
 
 import pytest
 
+from pala.a2c.learning_rate import kept_by_mixing, learning_rate_factor
 from pala.config import ExchangeConfig
-from pala.exchange.kinds import KINDS, kept_by_mixing, kind_of, learning_rate_factor
+from pala.exchange.kinds import KINDS, kind_of
 from pala.simulate.progress import measure
 
 

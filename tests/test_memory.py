@@ -96,7 +96,7 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
     if KINDS[kind].independent:
         assert own_steps(states) == [300] * ranks
         assert len(parameters(states).unique(dim=0)) == ranks
-    if KINDS[kind].one_model:
+    if KINDS[kind].averages_gradients:
         assert len(parameters(states).unique(dim=0)) == len(set(own_steps(states))) == 1
 
 
@@ -556,7 +556,7 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
     goes_on_s = freed[0] if goes_on else made[1][10]  # when the stopped rank makes its next update
     meanwhile = [sum(begun[0] < at < goes_on_s for at in times) for times in made]
     assert meanwhile[1] == 0 and len(freed) == goes_on
-    if not goes_on and KINDS[kind].one_model:
+    if not goes_on and KINDS[kind].averages_gradients:
         assert max(meanwhile) <= 2, "they make the update that this one has made, and wait in the next"
     if kind == "gossip":
         assert trained.total("models_stale", rank=1) + trained.total("waits_given_up") > 0

@@ -14,13 +14,14 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from pala.a2c.learning_rate import learning_rate_factor
 from pala.a2c.movement import Movement
 from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
 from pala.config import Config
 from pala.envs import Envs, Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
-from pala.exchange.kinds import kind_of, learning_rate_factor
+from pala.exchange.kinds import kind_of
 from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
@@ -46,7 +47,7 @@ class Learner(Loop):
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
         self._movement = Movement(a2c.learned)
-        self._ends_alone = not kind_of(config.exchange).one_model
+        self._ends_alone = not kind_of(config.exchange).averages_gradients
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))

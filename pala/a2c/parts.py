@@ -62,7 +62,7 @@ class A2CParts(Parts[ModelExchange]):
             return self._average(comm, saved)
         collectively(comm, lambda: check_actor_critic(own))
         self._take(own)
-        if kind_of(self.config.exchange).one_model:
+        if kind_of(self.config.exchange).averages_gradients:
             self._begin_alike(comm, own)
         self.a2c.warms_up_from = own.counters["warms_up_from"]
         return own

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from pala.a2c.learning_rate import learning_rate_factor
 from pala.config import Config, load_with_ranks
-from pala.exchange.kinds import kind_of, learning_rate_factor
+from pala.exchange.kinds import kind_of
 from pala.report.settings import set_in_vain
 from pala.system.text import counted
 
