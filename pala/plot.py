@@ -4,7 +4,7 @@
     seeds and settings compared      python -m pala.plot runs/a runs/b runs/c -> learning_curves.png
 
 Two panels: the unclipped return of whole episodes, as a running mean over all ranks, over environment steps and over
-wall-clock time. One run also shows its quartiles and, if it gossips, how far its ranks are apart. Of several runs,
+training time. One run also shows its quartiles and, if it gossips, how far its ranks are apart. Of several runs,
 those that differ in nothing but the seed are drawn as one line, their mean, with a band from the lowest to the
 highest of them. A hollow mark beside a line's end is the evaluation of the final policy. Atari games have lines for
 what random play and a human reach (dqn_zoo's table). A curve begins once its mean is over as many episodes as it is to
@@ -228,7 +228,7 @@ def _panels(mosaic: list[list[str]], runs: Sequence[Run], smooth: int) -> tuple[
     skips = {run.frame_skip for run in runs}
     seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
     for name, panel in axes.items():
-        tidy_learning_curve(panel, f"wall-clock time ({unit})" if name == "time" else steps_label(skips), smooth)
+        tidy_learning_curve(panel, f"training time ({unit})" if name == "time" else steps_label(skips), smooth)
     return figure, axes, seconds
 
 

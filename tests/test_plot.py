@@ -151,7 +151,7 @@ def test_the_panel_of_distances_is_for_gossip(tmp_path: Path) -> None:
     alone = _draw_one(read(make_run(tmp_path / "b", replace(CONFIG, exchange=NONE))), 100)
     assert [len(figure.axes) for figure in (gossip, alone)] == [3, 2]
     assert gossip.axes[0].get_xlabel() == "environment steps of all ranks (1 step = 4 frames)"
-    assert gossip.axes[1].get_xlabel() == "wall-clock time (minutes)"
+    assert gossip.axes[1].get_xlabel() == "training time (minutes)"
     assert np.asarray(gossip.axes[1].lines[0].get_xdata())[-1] == pytest.approx(9.75)
 
 

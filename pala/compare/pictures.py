@@ -80,7 +80,7 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
         _draw_row(panels[0], lines, steps_label(skips), "steps", seconds)
         panels[0].set_title(f"{title} ({comparison.preset.name})", loc="left")
         if timed:
-            label = f"wall-clock time ({unit})"
+            label = f"training time ({unit})"
             _draw_row(panels[1], lines, label, "time", seconds)
         legend(part, panels[0])
     return figure

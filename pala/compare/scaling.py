@@ -53,7 +53,7 @@ def draw(comparison: Comparison) -> Figure | None:
                 panel.sharey(rows[1][0])
             _draw_curves(panels[0], panels[1], of, looks, seconds)
             panels[0].set_title(f"{game}, {name}", loc="left")
-            panels[1].set_xlabel(f"wall-clock time ({unit})")
+            panels[1].set_xlabel(f"training time ({unit})")
         reference, drawn = next((run.reference for run in runs), None), rows[1][0].get_ylim()
         for panel in rows[1:].flat:  # once all curves are there: it ends the scaling of the axis that they share
             draw_references(panel, reference, drawn=drawn)

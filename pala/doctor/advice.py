@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pala.doctor.facts import Host, Job, PairPing
 from pala.doctor.ping import MODEL_BYTES
-from pala.system.jobs import MORE_RANKS_THAN_CORES
+from pala.system.jobs import why_refused
 from pala.system.text import counted
 
 RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (README)
@@ -150,7 +150,7 @@ def _slurm(job: Job) -> Iterator[Advice]:
 
 def _slots(job: Job) -> Iterator[Advice]:
     if job.trial is not None and job.trial.beyond_cores is False:
-        yield Advice(f"mpirun refuses {job.trial.num_beyond} ranks: {MORE_RANKS_THAN_CORES}")
+        yield Advice(f"mpirun refuses {job.trial.num_beyond} ranks: {why_refused(job.slurm)}")
 
 
 def _cores(job: Job, host: Host) -> Iterator[Advice]:
@@ -267,13 +267,15 @@ def _atari(job: Job, host: Host) -> Iterator[Advice]:
 
 def _gpus(job: Job, host: Host) -> Iterator[Advice]:
     ranks = len(job.ranks_of(host))
+    # Where each rank sees GPUs of its own, those of the first rank are not all.
+    apart = "SLURM_GPUS_PER_TASK" in job.slurm or len({rank.visible_gpus for rank in job.ranks_of(host)}) > 1
     if host.nvidia_driver and host.bfloat16 is not None and not host.gpus:
         built = f"for CUDA {host.torch_cuda}" if host.torch_cuda else "without CUDA"
         yield Advice(
             f"There is an NVIDIA driver on {_HOST}, but torch, built {built}, sees no GPU: training would use the CPU. "
             "Look at CUDA_VISIBLE_DEVICES and at `nvidia-smi`, and install a torch for that driver's CUDA."
         )
-    elif 0 < len(host.gpus) < ranks and "SLURM_GPUS_PER_TASK" not in job.slurm:  # there each rank sees its own alone
+    elif 0 < len(host.gpus) < ranks and not apart:
         yield Advice(
             f"{ranks} ranks share {counted(len(host.gpus), 'GPU')} on {_HOST}: they take turns on it; `--run.device "
             "cpu` may be faster."

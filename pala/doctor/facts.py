@@ -119,6 +119,7 @@ class Rank:
     threads: int = 0  # 0: not known, as MPI did not start
     library: Product = field(default_factory=Product)
     thread_level: str = ""
+    visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES
     cuda_aware: bool | None = None
 
 
@@ -220,7 +221,8 @@ def host_here(launcher: Launcher) -> Host:
 
 def rank_here() -> Rank:
     """This rank, without what MPI tells of it, as rank 0."""
-    return Rank(0, platform.node(), sorted(os.sched_getaffinity(0)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return Rank(0, platform.node(), sorted(os.sched_getaffinity(0)), visible_gpus=visible)
 
 
 def _cores_of_launcher(launcher: Launcher) -> list[int]:

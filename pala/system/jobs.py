@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pala.system.errors import PalaError
@@ -21,11 +21,16 @@ _TAIL_LINES = 25
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
 _OF_MPI = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # shared memory of MPICH, of Open MPI
 _REFUSAL = "There are not enough slots available"  # of Open MPI
-MORE_RANKS_THAN_CORES = (
-    "it starts no more than it counts cores. For more, give mpirun `--map-by :oversubscribe`, or set "
-    "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe (Open MPI 5), as ./launch/train.sh does."
-)
-"""What to do where mpirun refuses ranks; the sentence's second half."""
+
+
+def why_refused(environment: Mapping[str, str]) -> str:
+    """Why mpirun refuses ranks, and what to do: a sentence's second half. `environment`: with Slurm's variables."""
+    if tasks := environment.get("SLURM_NTASKS"):
+        return f"Slurm has allocated {tasks} tasks, and it starts no more; ask for more by `--ntasks`."
+    return (
+        "it starts no more than it counts cores. For more, give mpirun `--map-by :oversubscribe`, or set "
+        "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe (Open MPI 5), as ./launch/train.sh does."
+    )
 
 
 def launcher_of(template: str, ranks: int) -> list[str]:
@@ -80,7 +85,7 @@ def run_job(
         with open(log, "rb") as file:
             file.seek(begin)
             if _REFUSAL.encode() in file.read():
-                raise PalaError(f"`{shlex.join(words)}`: mpirun refuses so many ranks: {MORE_RANKS_THAN_CORES}")
+                raise PalaError(f"`{shlex.join(words)}`: mpirun refuses so many ranks: {why_refused(os.environ)}")
         raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -30,6 +31,14 @@ def _environment_int(*names: str) -> int | None:
     return None
 
 
+def _tasks_of_step_here() -> int | None:
+    """How many tasks of srun's step run on this node, by `2(x3),1` and the node's number in the step."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    of_nodes = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
+    node = _environment_int("SLURM_NODEID")
+    return of_nodes[node] if node is not None and node < len(of_nodes) else None
+
+
 @dataclass(frozen=True)
 class Launch:
     """What the launcher says in the environment, before MPI itself is asked: Open MPI's, one that speaks PMI, or srun.
@@ -49,7 +58,7 @@ class Launch:
             rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0,
             size=_environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") or 1,
             local_rank=_environment_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
-            local_size=_environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or 1,
+            local_size=_environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or _tasks_of_step_here() or 1,
         )
 
 

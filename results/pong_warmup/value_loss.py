@@ -1,5 +1,6 @@
 """Mean value loss between 250,000 and 400,000 steps of the runs on Pong, with warm-up and without:
-`python results/pong_warmup/value_loss.py`. A network that was ruined by its first updates stays at 0.06."""
+`python results/pong_warmup/value_loss.py`. A network that was ruined by its first updates stays at 0.06; of those that
+learned, one had as much until then."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def main() -> None:
             a2c, exchange = config_of(run).a2c, config_of(run).exchange
             rule = exchange.mixing if exchange.kind == "gossip" else exchange.kind
             settings = (rule, f"{a2c.learning_rate:g}", f"{a2c.momentum:g}", str(a2c.learning_rate_warmup_updates))
-            rows.append((*settings, run.name.rpartition("-")[2], f"{value_loss(run):.3f}"))
-    print(table(("exchange", "rate", "momentum", "warm-up", "seed", "value loss"), sorted(rows)))
+            rows.append((*settings, f"{name}/{run.name}", f"{value_loss(run):.3f}"))
+    print(table(("exchange", "rate", "momentum", "warm-up", "run", "value loss"), sorted(rows)))
 
 
 if __name__ == "__main__":

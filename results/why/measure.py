@@ -152,7 +152,9 @@ class Segments:
         learner.run(self.seeds, records.extend, lambda: None)
         exchange.close(300)
         self.steps += sum(comm.allgather(learner.counters.local_steps))
-        exchange.between_steps = lambda: None  # type: ignore[method-assign]  # the probe plays on without it
+        # The probe plays whole rollouts on, without the exchange, which has ended.
+        exchange.between_steps = lambda: None  # type: ignore[method-assign]
+        learner._ends_alone = False
         return self.probe(learner, records)
 
     def probe(self, learner: Any, records: list[dict[str, Any]]) -> dict[str, Any]:
