@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -245,6 +246,19 @@ def test_whole_numbers_may_have_exponents(arguments, steps):
     assert parse([*arguments, "--run.name", "1e6"]).config == replace(
         Config(), total_steps=steps, run=RunConfig(name="1e6")
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--resume", "runs/r", "--run.tensorboard=False"], "write `--run.tensorboard` or `--run.no-tensorboard`"),
+        (["--env.normalize_observations", "True"], "`--env.normalize-observations` or `--env.no-normalize-obs"),
+        (["--trust-run", "yes"], "'--trust-run' is a switch and takes no value: write `--trust-run` or"),
+    ],
+)
+def test_a_switch_with_a_value_is_refused(arguments, says):
+    with pytest.raises(PalaError, match=re.escape(says)):
+        parse(arguments)
 
 
 def test_what_is_no_whole_number_is_refused():

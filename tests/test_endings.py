@@ -238,15 +238,27 @@ def test_a_signal_while_a_run_ends_leaves_the_evaluation_out(
     assert "evaluation: interrupted; `python -m pala.evaluate" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("spares", "launcher"), [(0, "mpirun -np 3"), (1, "mpirun --with-ft ulfm -np 3")])
-def test_a_stopped_run_says_how_it_goes_on_with_its_spares(
-    spares: int, launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("spares", "variables", "says"),
+    [
+        (0, {}, "mpirun -np 3 python -m pala.train --resume"), (1, {}, "mpirun --with-ft ulfm -np 3 python -m"),
+        (0, {"OMPI_MCA_mpi_ft_enable": "1"}, "mpirun --with-ft ulfm -np 3 python -m pala.train --resume"),
+        (0, {"PALA_SUPERVISED": "1"}, "the command that started it, with `--resume "),
+    ],
+)  # fmt: skip
+def test_a_stopped_run_says_how_it_goes_on(
+    spares: int, variables: dict[str, str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("OMPI_MCA_mpi_ft_enable", "PALA_SUPERVISED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     config = configure(tmp_path, steps=ENDLESS)
     config = replace(config, run=replace(config.run, spares=spares))
     ranks = Ranks(3, config, lambda comm, *rest: conclusion.conclude(*rest))
     ranks.train(lambda comm, updates: ranks.signal() if updates == 5 else None)
-    assert f"go on with: {launcher} python -m pala.train --resume" in capsys.readouterr().out
+    assert f"go on with: {says}" in capsys.readouterr().out
 
 
 # ---- the last words --------------------------------------------------------------------------------------------------

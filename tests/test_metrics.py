@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -211,6 +212,19 @@ def test_the_mean_is_over_the_last_100_episodes_of_all_ranks(run):
         assert view.num_episodes == end
 
 
+def test_a_long_history_is_read_in_little_memory(run):
+    """As a resume does, and who keeps the record after the first rank's death."""
+    lines = [json_text(episode(n, n / 100, float(n % 7))) + "\n" for n in range(100_000)]
+    metrics_path(run, 0).write_text("".join(lines) + json_text(start(0) | {"time_s": 990.0}) + "\n")
+    view = RunView(run, ranks=1)
+    tracemalloc.start()
+    view.refresh()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert view.num_episodes == 99_001 and view.mean_return == pytest.approx(3, abs=0.1)
+    assert peak_bytes < 8e6, "24 bytes an episode"
+
+
 def test_the_view_leaves_out_what_was_lost_with_a_crash(run):
     """The other rank had saved later."""
     for rank, saved_s in enumerate((10.0, 20.0)):
@@ -356,6 +370,8 @@ def test_settings_that_nothing_reads_are_told():
     assert note_on_vain(vector, before).startswith("'env.vectorization': set, but nothing reads it"), (
         "ale-py has its own"
     )
+    wide = replace(before, network=replace(before.network, mlp_hidden=(9,)))
+    assert note_on_vain(wide, before).startswith("'network.mlp_hidden': set, but nothing reads it"), "an Atari game"
     dqn = replace(before, algorithm="gorila", a2c=replace(before.a2c, gamma=0.9, entropy_coefficient=0.1))
     assert note_on_vain(dqn, before).startswith("'a2c.gamma', 'a2c.entropy_coefficient': set, but nothing reads them")
 

@@ -20,7 +20,10 @@ _OF_ATARI = (
     "full_action_space", "max_episode_frames",
 )  # fmt: skip
 _OF_OUR_NETWORKS = ("conv_channels", "conv_hidden", "mlp_hidden", "passes")
-_NOT_OF_ATARI = ("vectorization", "image_layout", "max_episode_steps")
+_NOT_OF_ATARI = (
+    "env.vectorization", "env.image_layout", "env.max_episode_steps", "network.mlp_hidden",
+    "evaluation.max_episode_steps",
+)  # fmt: skip
 _MACHINE = ("run.", "evaluation.")  # sections that do not decide how a run learns
 
 
@@ -47,7 +50,8 @@ def set_in_vain(config: Config, before: Config, own_env: bool = False) -> list[s
     environment made in Python, whatever its id."""
     now, then = flatten(to_table(config)), flatten(to_table(before))
     unread = _not_read(now)
-    unread |= {f"env.{name}" for name in (_NOT_OF_ATARI if config.env.is_atari and not own_env else _OF_ATARI)}
+    is_atari = config.env.is_atari and not own_env
+    unread |= set(_NOT_OF_ATARI) if is_atari else {f"env.{name}" for name in _OF_ATARI}
     unread |= _without_their_condition(config)
     return [key for key in now if now[key] != then[key] and key in unread]
 

@@ -3,6 +3,7 @@ use; the others sleep."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from pala.run.result import Conclusion, Result
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
-from pala.system.output import say, tell
+from pala.system.launcher import can_survive
+from pala.system.output import SUPERVISED, say, tell
 from pala.system.resources import usable_cores
 
 
@@ -29,10 +31,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
     early = f" ({result.stopped_early})" if result.stopped_early else ""
     tell(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
-        spares = config.run.spares  # the resumed run has them, too, unless it is told otherwise
-        ranks = run_folder.read(result.run)["segments"][-1]["ranks"] + spares
-        launcher = f"mpirun {'--with-ft ulfm ' * (spares > 0)}-np {ranks} " if ranks > 1 else ""
-        tell(f"      go on with: {launcher}python -m pala.train --resume {shlex.quote(str(result.run))}")
+        tell(f"      go on with: {_going_on(result.run, config.run.spares)}")
         return Conclusion(result.exit_status, {})
     final_tasks = _FinalTasks(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [
@@ -63,6 +62,16 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
         found = f"mean return {best['mean_return']:g} in training, after {best['global_steps']:,} steps"
         tell(f"      best policy: {found}; `python -m pala.evaluate {shlex.quote(str(result.run))} --best` scores it")
     return Conclusion(status, outcomes, final_tasks.evaluation, final_tasks.learning_curve)
+
+
+def _going_on(run: Path, spares: int) -> str:
+    """How a stopped run is resumed as it was started, spares included."""
+    resume = f"--resume {shlex.quote(str(run))}"
+    if os.environ.get(SUPERVISED):
+        return f"the command that started it, with `{resume}` in place of the preset"
+    ranks = run_folder.read(run)["segments"][-1]["ranks"] + spares
+    survives = "--with-ft ulfm " * (spares > 0 or can_survive())
+    return f"{f'mpirun {survives}-np {ranks} ' if ranks > 1 else ''}python -m pala.train {resume}"
 
 
 class _FinalTasks:

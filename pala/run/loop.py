@@ -96,7 +96,7 @@ class Loop(abc.ABC):
                 is_logged = True
                 next_log = now + self._run.log_interval_s
             if now >= next_save:
-                self.counters.time_s = now - self._begin
+                self.counters.time_s = time.perf_counter() - self._begin  # no earlier than the records that were made
                 save()
                 next_save = now + self._run.checkpoint_interval_s
         if not is_logged:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pala.run.metrics import Record, Tail, metrics_path
@@ -11,6 +14,38 @@ from pala.system.errors import PalaError
 from pala.system.output import say
 
 MEAN_OF = 100  # whole episodes
+Ended = tuple[float, float, float]  # an episode: time, return, length (NaN: not known)
+
+
+class _Episodes:
+    """A rank's episodes in the order of time, at 24 bytes each: a resume reads all of a run."""
+
+    def __init__(self) -> None:
+        self._columns = array("d"), array("d"), array("d")
+        self._times = self._columns[0]
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def append(self, episode: Ended) -> None:
+        """Add the newest."""
+        for column, value in zip(self._columns, episode, strict=True):
+            column.append(value)
+
+    def drop_after(self, time_s: float) -> None:
+        """Forget those that ended later."""
+        first = bisect_right(self._times, time_s)
+        for column in self._columns:
+            del column[first:]
+
+    def last(self) -> Iterator[Ended]:
+        """The newest that a mean may be of."""
+        return zip(*(column[-MEAN_OF:] for column in self._columns), strict=True)
+
+    def first_after(self, time_s: float) -> Iterator[Ended]:
+        """The oldest of those that ended later that a mean may be of."""
+        first = bisect_right(self._times, time_s)
+        return zip(*(column[first : first + MEAN_OF] for column in self._columns), strict=True)
 
 
 class RunView:
@@ -18,7 +53,7 @@ class RunView:
 
     def __init__(self, run: Path, ranks: int) -> None:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]
-        self._episodes: deque[tuple[float, float, float | None]] = deque(maxlen=MEAN_OF)  # time, return, length
+        self._episodes: deque[Ended] = deque(maxlen=MEAN_OF)
         self.last: list[Record] = [{} for _ in range(ranks)]
         self._before: list[Record] = [{} for _ in range(ranks)]
         self.living: Sequence[int] = range(ranks)
@@ -28,15 +63,16 @@ class RunView:
 
     def refresh(self) -> None:
         """Read what is new."""
-        fresh: list[tuple[float, float, float | None]] = []
+        fresh: list[_Episodes] = []
         for rank, tail in enumerate(self._tails):
-            mine: list[tuple[float, float, float | None]] = []
+            mine = _Episodes()
             try:
                 for record in tail.read():
                     if record["type"] == "episode":
-                        mine.append((record["time_s"], record["return"], record.get("length_steps")))
+                        length = record.get("length_steps")
+                        mine.append((record["time_s"], record["return"], math.nan if length is None else length))
                     elif record["type"] == "start":  # what was made after the checkpoint before it was lost
-                        mine = [episode for episode in mine if episode[0] <= record["time_s"]]
+                        mine.drop_after(record["time_s"])
                         self._before[rank], self.last[rank] = {}, {}
                     elif record["type"] == "interval":
                         self._before[rank], self.last[rank] = self.last[rank], record
@@ -45,11 +81,11 @@ class RunView:
                 if rank not in self._unreadable:
                     say(f"{error} Training goes on.")
                 self._unreadable.add(rank)
-            fresh += mine
-        self.num_episodes += len(fresh)
-        fresh.sort(key=lambda episode: episode[:2])
-        self._episodes.extend(fresh)
-        self._since = [*self._since, *(r for time_s, r, _ in fresh if time_s > self._watched_s)][:MEAN_OF]
+            fresh.append(mine)
+        self.num_episodes += sum(map(len, fresh))
+        self._episodes.extend(_in_order(mine.last() for mine in fresh))
+        since = _in_order(mine.first_after(self._watched_s) for mine in fresh)
+        self._since = [*self._since, *(r for _, r, _ in since)][:MEAN_OF]
 
     @property
     def mean_return(self) -> float | None:
@@ -69,7 +105,7 @@ class RunView:
     @property
     def mean_length(self) -> float | None:
         """Mean length of the same episodes, in steps."""
-        lengths = [length for _, _, length in self._episodes if length is not None]
+        lengths = [length for _, _, length in self._episodes if not math.isnan(length)]
         return sum(lengths) / len(lengths) if lengths else None
 
     def mean(self, key: str) -> float | None:
@@ -91,3 +127,8 @@ class RunView:
     def global_steps_per_s(self) -> float:
         """Speed of all ranks; one that has no record yet counts as the others' mean."""
         return (self.mean("local_steps_per_s") or 0) * len(self.living)
+
+
+def _in_order(of_ranks: Iterable[Iterator[Ended]]) -> list[Ended]:
+    """Episodes of all ranks in the order of time."""
+    return sorted((episode for mine in of_ranks for episode in mine), key=lambda episode: episode[:2])

@@ -18,6 +18,7 @@ from pala.system.launcher import Launch
 from pala.system.output import say, tell
 
 C = TypeVar("C")
+_TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
 _LONGEST = 200  # names are compared up to here
 
 
@@ -29,6 +30,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            _check_switches(arguments, {f"--{name}" for name in _options(default, bool)})
             arguments = _without_exponents(arguments, {name.rpartition(".")[2] for name in _options(default, int)})
             return tyro.cli(type(default), args=arguments, default=default, prog=_called(program))
     except SystemExit as exit_:
@@ -73,7 +75,7 @@ def _options(command: Any, kind: type = object, section: str = "") -> list[str]:
         value, name = getattr(command, field.name, None), field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
             names += _options(value, kind, "" if name == "config" else f"{section}{name}.")
-        elif isinstance(value, kind) and (kind is object or not isinstance(value, bool)):
+        elif isinstance(value, kind) and (kind in (object, bool) or not isinstance(value, bool)):
             names.append(section + name)
     return names
 
@@ -102,6 +104,16 @@ def _nearest_option(name: str, known: list[str]) -> str:
         if short or alike:
             return short[-1] if short else ends[alike[0]]
     return next(iter(difflib.get_close_matches(name[:_LONGEST], known, n=1, cutoff=0.6)), "")
+
+
+def _check_switches(arguments: list[str], switches: set[str]) -> None:
+    """Raise PalaError for a switch with a value, which would be taken for something else."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.replace("_", "-").partition("=")
+        if name in switches and (value if equals else following).lower() in _TRUTHS:
+            section, _, last = name.removeprefix("--").rpartition(".")
+            negative = f"--{section}.no-{last}" if section else f"--no-{last}"
+            raise PalaError(f"'{name}' is a switch and takes no value: write `{name}` or `{negative}`.")
 
 
 def _without_exponents(arguments: list[str], integers: set[str]) -> list[str]:

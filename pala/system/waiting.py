@@ -51,8 +51,8 @@ def wait_asleep(
             signalled_s = wait.took_s
         if timeout_s is not None and wait.took_s > timeout_s:
             raise EndError(
-                f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here. This rank's checkpoint "
-                "is written: a run that is not complete goes on by `--resume`."
+                f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here. A run "
+                "that is not complete goes on from the newest checkpoint by `--resume`."
             )
         if signalled_s is not None and wait.took_s > signalled_s + _PATIENCE_AFTER_SIGNAL_S:
             raise EndError(

@@ -280,7 +280,10 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
         return [_job(game, n, setting, seed) for seed in fresh for n, setting in chosen for game in games]
     best = best_settings(read())
     if stage == "held_out":
-        usual = [_job(game, n, best[n, of], seed) for seed in fresh for n in ranks for game in games for of in METHODS]
+        wanted = [(n, best[n, of]) for n in ranks for of in METHODS] + [
+            (n, setting) for n, setting in _ASKED if n in ranks
+        ]
+        usual = [_job(game, n, setting, seed) for seed in fresh for n, setting in wanted for game in games]
         return [job._replace(total_steps=HELD_OUT_STEPS) for job in usual]
     if stage in ("clipping", "in_step"):
         usual = [_job(game, n, best[n, "paired"], seed) for n in ranks for seed in fresh for game in games]
