@@ -369,10 +369,14 @@ def test_a_job_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     assert "Traceback" not in str(caught.value)
 
 
-def test_that_mpirun_refuses_ranks_is_told_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tasks", "counted"), [("", "it counts cores"), ("2", "that Slurm has allocated, 2")])
+def test_that_mpirun_refuses_ranks_is_told_with_what_to_do(
+    tasks: str, counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one sentence, and not because an earlier job of the same log was refused."""
     log = tmp_path / "log"
-    with pytest.raises(PalaError, match=r"mpirun refuses so many ranks: .*`--map-by :oversubscribe`.*train.sh does\.$"):
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    with pytest.raises(PalaError, match=rf"refuses so many ranks: .*{counted}\..*`--map-by :over.*train.sh does\.$"):
         run_job(["sh", "-c", "echo There are not enough slots available in the system; exit 1"], log)
     with pytest.raises(PalaError, match="failed with status 1"):
         run_job(["false"], log)

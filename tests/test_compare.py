@@ -24,7 +24,7 @@ from conftest import Job, Launcher, processes_in, ranks_in, record_of, slow_amon
 from pala.compare import __main__ as compare_program
 from pala.compare import measures, pictures, scaling
 from pala.compare.__main__ import Command, compare
-from pala.compare.collect import load, without_paths
+from pala.compare.collect import keep, load, without_paths
 from pala.compare.comparison import Comparison
 from pala.compare.execute import chosen, task_of
 from pala.compare.notes import notes
@@ -801,6 +801,13 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     assert [row["completed"] for row in rows] == ["True", "True", "True", "False"]
     assert [row[3] for row in cells_of(page, "Scores")] == ["2", "1"]
     assert [row["steps_per_s"] == "" for row in rows] == [run["lost_ranks"] == "1" for run in rows]
+
+
+def test_a_copy_of_a_record_without_paths_is_the_same_to_the_byte(there: Path) -> None:
+    planned = only_run(there)
+    run = make_run(planned.folder, planned.config, planned.cell.ranks)
+    keep(run, Path("results/tiny/runs"))
+    assert (Path("results/tiny/runs") / run.name / "run.json").read_bytes() == (run / "run.json").read_bytes()
 
 
 def test_paths_in_arguments_of_what_is_played_are_kept(there: Path, no_pictures: None) -> None:

@@ -253,6 +253,7 @@ def test_whole_numbers_may_have_exponents(arguments, steps):
     [
         (["--resume", "runs/r", "--run.tensorboard=False"], "write `--run.tensorboard` or `--run.no-tensorboard`"),
         (["--env.normalize_observations", "True"], "`--env.normalize-observations` or `--env.no-normalize-obs"),
+        (["--run.no-tensorboard", "True"], "write `--run.tensorboard` or `--run.no-tensorboard`"),
         (["--trust-run", "yes"], "'--trust-run' is a switch and takes no value: write `--trust-run` or"),
     ],
 )

@@ -90,10 +90,6 @@ PROBLEMS = {
     "python": (by_hand(python_in_path="/usr/bin/python"), "`python` in PATH is /usr/bin/python, not /env/bin/", False),
     "root": (by_hand(trial=Trial(True, 2, True)), "OMPI_ALLOW_RUN_AS_ROOT=1", True),
     "slots": (by_hand(trial=Trial(False, 2, False, num_beyond=5)), "mpirun refuses 5 ranks", False),
-    "slots, Slurm": (
-        by_hand(trial=Trial(False, 2, False, num_beyond=5), slurm={"SLURM_NTASKS": "2"}),
-        "mpirun refuses 5 ranks: Slurm has allocated 2 tasks", False,
-    ),
     "tasks": (job(slurm={"SLURM_NTASKS": "8"}), "Slurm has allocated 8 tasks, but the job has 2 ranks", False),
     "oversubscribed": (job(ranks=ranks(*"aaaaa")), "Ranks outnumber cores (5 ranks, 4 cores on a)", False),
     "one core": (job(ranks=ranks("a", "a", cores=(0,))), "bound to the same cores (2 ranks, 1 core on a)", False),
@@ -161,6 +157,7 @@ def test_each_problem_gets_its_advice_and_no_other(problem: Job, sentence: str, 
         job(hosts=[host(most_cores=2.0)], ranks=[replace(rank, threads=1) for rank in ranks("a", "a", cores=(0, 1))]),
         job(hosts=[host(gpus=["H100", "H100"], nvidia_driver=True)]),
         job(hosts=[host(nvidia_driver=True, bfloat16=None)]),  # torch was not asked
+        by_hand(trial=Trial(False, 2, False, num_beyond=5), slurm={"SLURM_NTASKS": "2"}),  # more than are allocated
         job(  # each rank sees a GPU of its own
             hosts=[host(gpus=["H100"])],
             ranks=[replace(rank, visible_gpus=str(rank.rank)) for rank in ranks("a", "a")],

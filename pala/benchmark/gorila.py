@@ -20,7 +20,7 @@ from pala.envs import Envs
 from pala.exchange.budget import ExchangeState
 from pala.gorila.dqn import Transitions, differentiate
 from pala.gorila.exchange import GorilaExchange
-from pala.gorila.networks import QNetwork
+from pala.gorila.networks import q_network
 from pala.gorila.parts import GorilaParts, build
 from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.worker import Worker, minibatches_at_hand
@@ -46,7 +46,7 @@ def flops_per_step(
 ) -> tuple[int, int]:
     """Floating-point operations of the forward passes and of the backward pass, as `measure.flops_per_step`."""
     gorila = config.gorila
-    forward, backward = flops_of(QNetwork(observation_space, action_space, config.network), observation_space)
+    forward, backward = flops_of(q_network(observation_space, action_space, config, None), observation_space)
     passes, per_step = 3 if gorila.double_dqn else 2, gorila.minibatch_size / gorila.update_period_steps
     return round(passes * forward * per_step), round(backward * per_step)
 

@@ -31,8 +31,9 @@ from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Wire
 from pala.gorila.parts import GorilaParts
 from pala.networks.conv_tape import fast_linear
-from pala.networks.network import ActorCritic, Network
+from pala.networks.network import Network
 from pala.networks.optimisers import clip_gradient_, rmsprop_
+from pala.networks.own import actor_critic
 from pala.run.loop import Counters, Loop, Progress
 from pala.run.metrics import Record
 from pala.run.stopwatch import SECTIONS
@@ -56,7 +57,7 @@ def flops_per_step(
     Counted by torch's FlopCounterMode on autograd's path: twice the multiply-adds of matrices and convolutions. The
     backward pass has the gradients of all weights, and of all inputs but the observation.
     """
-    return flops_of(ActorCritic(observation_space, action_space, config.network, config.env), observation_space)
+    return flops_of(actor_critic(observation_space, action_space, config), observation_space)
 
 
 def flops_of(network: Network, observation_space: gymnasium.Space) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def _without_paths_but_settings(record: str) -> str:
     clean = json.loads(without_paths(record))
     settings = json.loads(record)["config"]
     settings.setdefault("run", {})["dir"] = clean["config"].get("run", {}).get("dir", "")
-    return json_text(clean | {"config": settings}, indent=2)
+    return json_text(clean | {"config": settings}, indent=2) + "\n"  # as `RunRecord` writes it
 
 
 def _begun(run: Path) -> Any:

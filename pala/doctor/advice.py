@@ -149,7 +149,8 @@ def _slurm(job: Job) -> Iterator[Advice]:
 
 
 def _slots(job: Job) -> Iterator[Advice]:
-    if job.trial is not None and job.trial.beyond_cores is False:
+    allocated = int(job.slurm.get("SLURM_NTASKS", 0))  # of which the trial may have wanted more than is right
+    if job.trial is not None and job.trial.beyond_cores is False and not 0 < allocated < job.trial.num_beyond:
         yield Advice(f"mpirun refuses {job.trial.num_beyond} ranks: {why_refused(job.slurm)}")
 
 
@@ -268,7 +269,7 @@ def _atari(job: Job, host: Host) -> Iterator[Advice]:
 def _gpus(job: Job, host: Host) -> Iterator[Advice]:
     ranks = len(job.ranks_of(host))
     # Where each rank sees GPUs of its own, those of the first rank are not all.
-    apart = "SLURM_GPUS_PER_TASK" in job.slurm or len({rank.visible_gpus for rank in job.ranks_of(host)}) > 1
+    apart = "SLURM_GPUS_PER_TASK" in job.slurm or len({rank.visible_gpus for rank in job.ranks_of(host)}) == ranks
     if host.nvidia_driver and host.bfloat16 is not None and not host.gpus:
         built = f"for CUDA {host.torch_cuda}" if host.torch_cuda else "without CUDA"
         yield Advice(

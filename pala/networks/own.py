@@ -37,7 +37,10 @@ def own_network(config: Config, make_network: MakeNetwork | None) -> MakeNetwork
     if not config.network.custom:
         return make_network
     if make_network is not None:
-        raise PalaError(f"{_SOURCE} is '{config.network.custom}', but 'make_network' gives another; leave one out.")
+        raise PalaError(
+            f"{_SOURCE} is '{config.network.custom}', but there is a 'make_network', too, given or kept by the run "
+            "that goes on; a run has one or the other."
+        )
     return _named(config.network.custom)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import io
 import math
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
@@ -110,9 +111,9 @@ def _check_switches(arguments: list[str], switches: set[str]) -> None:
     """Raise PalaError for a switch with a value, which would be taken for something else."""
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.replace("_", "-").partition("=")
+        name = re.sub(r"^--(.*\.)?no-", r"--\1", name)
         if name in switches and (value if equals else following).lower() in _TRUTHS:
-            section, _, last = name.removeprefix("--").rpartition(".")
-            negative = f"--{section}.no-{last}" if section else f"--no-{last}"
+            negative = re.sub(r"^--(.*\.)?", r"--\1no-", name)
             raise PalaError(f"'{name}' is a switch and takes no value: write `{name}` or `{negative}`.")
 
 

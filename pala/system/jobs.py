@@ -25,11 +25,12 @@ _REFUSAL = "There are not enough slots available"  # of Open MPI
 
 def why_refused(environment: Mapping[str, str]) -> str:
     """Why mpirun refuses ranks, and what to do: a sentence's second half. `environment`: with Slurm's variables."""
+    counted = "it starts no more than it counts cores. For more, "
     if tasks := environment.get("SLURM_NTASKS"):
-        return f"Slurm has allocated {tasks} tasks, and it starts no more; ask for more by `--ntasks`."
+        counted = f"it starts no more than the tasks that Slurm has allocated, {tasks}. Ask for more by `--ntasks`, or "
     return (
-        "it starts no more than it counts cores. For more, give mpirun `--map-by :oversubscribe`, or set "
-        "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe (Open MPI 5), as ./launch/train.sh does."
+        f"{counted}give mpirun `--map-by :oversubscribe`, or set PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe "
+        "(Open MPI 5), as ./launch/train.sh does."
     )
 
 
