@@ -262,6 +262,10 @@ def test_a_switch_with_a_value_is_refused(arguments, says):
         parse(arguments)
 
 
+def test_a_command_line_may_be_empty():
+    assert parse([]).config == Config()
+
+
 def test_what_is_no_whole_number_is_refused():
     with pytest.raises(PalaError, match="command line was not understood"):
         parse(["--total-steps", "1.5e0"])

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import math
 import re
 import sys
@@ -109,7 +110,7 @@ def _nearest_option(name: str, known: list[str]) -> str:
 
 def _check_switches(arguments: list[str], switches: set[str]) -> None:
     """Raise PalaError for a switch with a value, which would be taken for something else."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = argument.replace("_", "-").partition("=")
         name = re.sub(r"^--(.*\.)?no-", r"--\1", name)
         if name in switches and (value if equals else following).lower() in _TRUTHS:
