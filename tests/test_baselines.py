@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,7 @@ from pala.run.checkpoint import load_policy
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.transport.base import Communicator
+from pala.transport.memory import run_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -91,8 +95,6 @@ def test_shared_memory_mixes_by_galas_formula(each_standing: StandingRanks, topo
 
 
 def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
-    import time
-
     import pala.exchange.shared_memory as module
 
     rng = np.random.default_rng(comm.rank)
@@ -136,14 +138,50 @@ def heal_twice_running(comm: Communicator) -> None:
             if sick:
                 parameters.fill_(float("nan"))
             assert exchange.after_update(1, healthy=not sick) and bool(parameters.isfinite().all())
-    comm.barrier()
-    exchange.stop_now(Stop.BUDGET)
+    exchange.stop_now(Stop.BUDGET)  # lets the peer go: it may wait for a model that found its buffer unread
     exchange.close(10)
 
 
 def test_a_rank_is_healed_twice_running_by_one_that_waits_for_it(standing: StandingRanks, tmp_path: Path) -> None:
-    """In step: what healed it the first time lets its peer go on."""
+    """In step: who has no model says so, which lets its peer go on."""
     standing.run(2, heal_twice_running, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize(("ranks", "topology"), [(2, "ring"), (3, "ring"), (3, "complete")])
+def test_ranks_that_need_healing_and_their_peers_never_wait_for_each_other_for_ever(
+    ranks: int, topology: str, max_staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks at a buffer is held up at random before it goes on by what it saw."""
+    for name in ("_write", "_all_written"):
+        looks = getattr(SharedMemory, name)
+
+        def slowly(exchange: SharedMemory, looks: Callable[[SharedMemory], bool] = looks) -> bool:
+            seen = looks(exchange)
+            time.sleep(random.choice((0, 0, 0.002)))
+            return seen
+
+        monkeypatch.setattr(SharedMemory, name, slowly)
+    monkeypatch.setattr("pala.exchange.shared_memory._HEALING_S", 5.0)
+
+    def learn(comm: Communicator) -> tuple[Stop, int]:
+        rng = random.Random(comm.rank)
+        parameters = torch.zeros(10)
+        config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=max_staleness)
+        exchange = SharedMemory(comm, parameters, config, ranks * 60, start_of(comm), Interrupt())
+        healed = 0
+        while exchange.stop is Stop.NONE:
+            sick = comm.rank > 0 and rng.random() < 0.3
+            if sick:
+                parameters.fill_(float("nan"))
+            finite = exchange.after_update(1, healthy=not sick)
+            assert finite or exchange.stop is Stop.BUDGET
+            assert not finite or bool(parameters.isfinite().all())
+            healed += sick and finite
+        return exchange.close(10), healed
+
+    ended = run_ranks(ranks, learn)
+    assert [end[0] for end in ended] == [Stop.BUDGET] * ranks and all(end[1] > 5 for end in ended[1:]), ended
 
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])

@@ -8,7 +8,9 @@ here: each learner has one broadcast buffer. After an update it
    not and this would be more than `max_staleness` updates since the last mix, it waits, and does 1 as soon as it can.
    (Without that, ours, learners of the complete graph that have all left out 1 would wait for one another for ever.)
 
-So it never sends what nobody takes, and no model is overwritten while it is read. The graph is a directed ring, or
+So it never sends what nobody takes, and no model is overwritten while it is read. A rank whose parameters are not
+finite takes its turns all the same, but its buffer then says that it holds no model (ours): peers leave it out, and it
+takes theirs. Did it take no turn, it and a peer could wait for each other for ever. The graph is a directed ring, or
 complete. There is no way to go on without a rank that died, or whose buffer is not on this host.
 """
 
@@ -53,7 +55,7 @@ class Window:
 
     def __init__(self, comm: Communicator, num_parameters: int) -> None:
         """Collective. Raises PalaError if there is not as much shared memory."""
-        columns = 3 + comm.size
+        columns = 4 + comm.size
         sizes = (comm.size * columns * 8, comm.size * num_parameters * 4)
         self._block = comm.share_memory(sum(sizes))
         memory = self._block.data
@@ -61,7 +63,8 @@ class Window:
         counts[comm.rank] = 0
         self.models = torch.from_numpy(memory[sizes[0] :].view(np.float32).reshape(comm.size, num_parameters))
         self.models[comm.rank] = 0.0  # the pages lie near the rank that first touches them
-        self.steps, self.stop, self.written, self.read = counts[:, 0], counts[:, 1], counts[:, 2], counts[:, 3:]
+        self.steps, self.stop, self.written, self.has_model = (counts[:, column] for column in range(4))
+        self.read = counts[:, 4:]
         self.fence()
         comm.barrier()
 
@@ -95,7 +98,8 @@ class SharedMemory(ModelExchange):
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
         self._staleness = 0
-        self._is_owed = False  # this update's model is still to be written
+        self._healthy = True  # since the last update
+        self._is_owed = False  # what this update made is still to be written
         self._counts: Counter[str] = Counter()
         self._distances: list[Tensor] = []
         self._final: End | None = None
@@ -124,14 +128,13 @@ class SharedMemory(ModelExchange):
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._deaths.end_if_any()
         self._window.steps[self._rank] += steps
-        self._is_owed = healthy
+        self._healthy, self._is_owed = healthy, True
         if not self._write():
             self._counts["sends_without_buffer"] += healthy
-        mixed = self._mix(healthy)
-        if mixed and not healthy:  # what stands in for the model is sound, and a peer may wait for it
-            self._is_owed = True
-            self._write()
-        return mixed or healthy
+        if not healthy:
+            return self._heal()
+        self._mix()
+        return True
 
     def close(self, timeout_s: float) -> Stop:
         known = np.array(self._window.steps, np.uint64)
@@ -159,47 +162,72 @@ class SharedMemory(ModelExchange):
         return self._window.steps if self._final is None else self._final.local_steps
 
     def _write(self) -> bool:
-        """Put this model into the broadcast buffer if it is still to be; False if an out-peer has not read the last."""
+        """Take this rank's turn at its broadcast buffer, if it has not: put its model there, or say that it has none.
+        False if an out-peer has not read the last."""
         window, rank = self._window, self._rank
         if not self._is_owed:
             return True
         if any(window.read[peer, rank] < window.written[rank] for peer in self._out):
             return False
-        window.models[rank].copy_(self._parameters)
+        if self._healthy:
+            window.models[rank].copy_(self._parameters)
+            self._counts["models_sent"] += len(self._out)
+        window.has_model[rank] = self._healthy
         window.fence()
         window.written[rank] += 1
-        self._counts["models_sent"] += len(self._out)
         self._is_owed = False
         return True
 
-    def _mix(self, healthy: bool) -> bool:
-        """Mix if every in-peer has written; wait for that if this rank's model is too stale, or of no use. True if it
-        was mixed."""
+    def _mix(self) -> None:
+        """Mix if every in-peer has written; wait for that if this rank's model is too stale."""
         if not self._in:
-            return False
-        if not self._all_written() and (self._staleness >= self._max_staleness or not healthy):
-            self._wait(healthy)
+            return
+        if self._staleness >= self._max_staleness:
+            self._wait(math.inf)
         self._staleness += 1
         self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._staleness)
-        if not self._all_written():
-            return False
+        if self._all_written():
+            self._read()
+
+    def _heal(self) -> bool:
+        """Take in-peers' models in the place of this rank's. True if one came, False if training ends. Raises EndError
+        if none comes."""
+        give_up_s = time.perf_counter() + _HEALING_S
+        while self._in:
+            self._wait(give_up_s)
+            if self._all_written() and self._read():
+                return True
+            if self.stop is not Stop.NONE:
+                break
+            if time.perf_counter() > give_up_s:
+                raise EndError(
+                    f"[rank {self._rank}] its parameters are not finite and no peer has sent finite ones for "
+                    f"{_HEALING_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
+                )
+            self._is_owed = True  # the next turn: it has read those of peers that have none either
+            self._write()
+        return False
+
+    def _read(self) -> bool:
+        """Take every in-peer's turn, and mix with the models among them. False if there is none."""
         self._window.fence()
-        total = reduce(torch.add, (self._window.models[peer] for peer in self._in))
-        self._mix_with(total.to(self._parameters.device), healthy)
+        models = [self._window.models[peer] for peer in self._in if self._window.has_model[peer]]
+        if models:
+            self._mix_with(reduce(torch.add, models).to(self._parameters.device), len(models))
         self._window.fence()
         for peer in self._in:
             self._window.read[self._rank, peer] += 1
         self._staleness = 0
-        return True
+        return bool(models)
 
-    def _mix_with(self, total: Tensor, healthy: bool) -> None:
-        """x <- (x + sum of in-peers) / (1 + k); a model that is not finite is replaced."""
-        k, x = len(self._in), self._parameters
-        if healthy and self._counts["mixes"] % _MIXES_A_MEASUREMENT == 0:
+    def _mix_with(self, total: Tensor, k: int) -> None:
+        """x <- (x + sum of k in-peers) / (1 + k); a model that is not finite is replaced."""
+        x = self._parameters
+        if self._healthy and self._counts["mixes"] % _MIXES_A_MEASUREMENT == 0:
             self._distances.append((total / k - x)[: self._num_measured].norm())
-        if healthy and k == 1:
+        if self._healthy and k == 1:
             x.lerp_(total, 0.5)  # one pass
-        elif healthy:
+        elif self._healthy:
             x.add_(total).mul_(1 / (1 + k))
         else:
             torch.mul(total, 1 / k, out=x)
@@ -210,11 +238,11 @@ class SharedMemory(ModelExchange):
         window, rank = self._window, self._rank
         return all(window.written[peer] > window.read[rank, peer] for peer in self._in)
 
-    def _wait(self, healthy: bool) -> None:
-        """Until every in-peer has written, or training ends. Raises EndError if nobody can replace this rank's model,
-        because nobody has a finite one."""
+    def _wait(self, give_up_s: float) -> None:
+        """Until every in-peer has written, training ends, or it is that late (`time.perf_counter`)."""
+        if self._all_written():
+            return
         begin = time.perf_counter()
-        give_up_s = begin + (math.inf if healthy else _HEALING_S)
 
         def may_go_on() -> bool:
             self._deaths.end_if_any()
@@ -226,11 +254,6 @@ class SharedMemory(ModelExchange):
         wait = LongWait(self._rank, f"the model of rank {', '.join(map(str, self._in))}")
         wait_asleep(may_go_on, None, self._interrupt, _LONGEST_SLEEP_S, wait)
         self.waited_s += time.perf_counter() - begin
-        if not self._all_written() and self.stop is Stop.NONE:
-            raise EndError(
-                f"[rank {self._rank}] its parameters are not finite and no peer has sent finite ones for "
-                f"{_HEALING_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
-            )
 
 
 _COUNTS = ("staleness_updates", "mixes", "models_sent", "models_mixed", "sends_without_buffer")
