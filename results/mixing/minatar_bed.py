@@ -42,9 +42,13 @@ GAMES = (*SWEPT, "asterix", "freeway")
 METHODS = ("allreduce", "uniform", "paired")
 BASE_RATE = 7e-4
 TOTAL_STEPS = 500_000
-HELD_OUT_STEPS = 1_000_000  # an episode of Freeway has 2,500 steps, whatever is done in it
 _FRESH = 100  # seeds from here on have not been looked at when settings are chosen,
 _STABILITY = 200  # and from here on not when it was asked how often trainings stand still
+
+
+def held_out_steps(ranks: int) -> int:
+    """An episode of Freeway has 2,500 steps, whatever is done in it: six rounds of them, or twelve with 2 ranks."""
+    return max(1_000_000, 250_000 * ranks)
 
 
 class Setting(NamedTuple):
@@ -93,7 +97,7 @@ class Job(NamedTuple):
     @property
     def is_held_out(self) -> bool:
         """True if it asks how settings do on a game that had no say in them."""
-        return self.game not in SWEPT and self.total_steps == HELD_OUT_STEPS
+        return self.game not in SWEPT and self.total_steps == held_out_steps(self.ranks)
 
     @property
     def is_of_stability(self) -> bool:
@@ -284,7 +288,7 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
             (n, setting) for n, setting in _ASKED if n in ranks
         ]
         usual = [_job(game, n, setting, seed) for seed in fresh for n, setting in wanted for game in games]
-        return [job._replace(total_steps=HELD_OUT_STEPS) for job in usual]
+        return [job._replace(total_steps=held_out_steps(job.ranks)) for job in usual]
     if stage in ("clipping", "in_step"):
         usual = [_job(game, n, best[n, "paired"], seed) for n in ranks for seed in fresh for game in games]
         if stage == "clipping":
