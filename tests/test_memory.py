@@ -840,6 +840,34 @@ def test_a_file_that_cannot_be_written_at_the_end_is_an_error_of_its_own(
     assert isinstance(error, SaveError) and reason(error).startswith("Permission denied ('")
 
 
+@pytest.mark.parametrize("kind", slow_but_for(COUPLED, "gossip"))
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_save_at_a_stop_keeps_no_other_from_it(
+    failing: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_rank, disk_is_full = checkpoint.save_rank, threading.Event()
+
+    def save_or_fail(folder: Path, state: RankState) -> None:
+        if disk_is_full.is_set() and state.rank == failing:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        save_rank(folder, state)
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if (comm.rank, updates) == (2, 15):
+            disk_is_full.set()
+            comm.interrupt.signal = SIGTERM
+
+    monkeypatch.setattr(checkpoint, "save_rank", save_or_fail)
+    stopped = train(3, configure(tmp_path, kind, ENDLESS), on_count=on_count)
+    assert isinstance(stopped.results[failing], SaveError)
+    assert all(stopped.results[rank].status == "stopped" for rank in {0, 1, 2} - {failing})
+    saved = own_steps(stopped.states())
+    assert [steps > 0 for steps in saved] == [rank != failing for rank in range(3)]
+    disk_is_full.clear()
+    assert stopped.resume(3, sum(saved) + 200).ended_well()
+
+
 def test_ranks_of_unlike_networks_are_told(tmp_path: Path) -> None:
     def main(comm: MemoryCommunicator) -> Result:
         game = "CartPole-v1" if comm.rank < 2 else "Acrobot-v1"
