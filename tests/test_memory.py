@@ -63,6 +63,7 @@ from pala.run.rank import run_rank
 from pala.run.records import Records
 from pala.run.request import Request
 from pala.run.result import Result
+from pala.run.run_folder import RunRecord
 from pala.run.session import Session, Setup
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
@@ -205,6 +206,25 @@ def test_the_living_make_the_rest(kind: str, dead: list[int], tmp_path: Path, ca
     else:
         assert trained.results[living[0]].global_steps >= 800
         assert sum(steps[rank] for rank in living) + sum(10 * (5 + 3 * rank) for rank in dead) >= 800
+
+
+def test_a_death_that_a_full_disk_keeps_out_of_the_record_is_noted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write, failed = RunRecord._write, []
+
+    def fail_once(record: RunRecord, text: dict[str, Any]) -> None:
+        if "lost_ranks" in text["segments"][-1] and not failed:
+            failed.append(text)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(record, text)
+
+    monkeypatch.setattr(RunRecord, "_write", fail_once)
+    trained = train(3, configure(tmp_path), [fail_at(2, update=10)])
+    assert trained.ended_well(but_for=[2]) and failed and ranks_in(trained, "lost_ranks") == [2]
+    said = capsys.readouterr().err
+    assert "[rank 0] 'run.json' cannot be written: No space left on device. Training goes on." in said
+    assert said.count("rank 2 on") == 1
 
 
 @pytest.mark.parametrize("n", slow_but_for([1, 2, 9], 2))
@@ -645,6 +665,30 @@ def test_nan_without_peers_ends_that_rank_with_a_sentence(poison: None, tmp_path
     assert isinstance(trained.results[1], PalaError)
     assert "[rank 1] update 30: the parameters are not finite and there is no peer" in str(trained.results[1])
     assert trained.ended_well(but_for=[1])
+
+
+@pytest.mark.parametrize("kind", slow_but_for(COUPLED, "gossip"))
+def test_what_is_not_finite_at_a_stop_is_not_saved(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    share = Learner._share
+
+    def spoil(learner: Learner, result: Any) -> None:
+        share(learner, result)
+        if learner._rank == 0 and learner.counters.updates == 15:
+            learner._flat.data.fill_(math.nan)
+            learner._interrupt.signal = SIGTERM
+
+    monkeypatch.setattr(Learner, "_share", spoil)
+    stopped = train(2, configure(tmp_path, kind, ENDLESS))
+    assert stopped_well(stopped, but_for=[])
+    said = capsys.readouterr().err
+    assert "[rank 0] its parameters or optimiser's state are not finite: the checkpoint before is kept." in said
+    assert "[rank 0] SIGTERM: checkpoint of before kept in" in said
+    saved = own_steps(stopped.states())
+    assert saved[0] == 0 and saved[1] > 0 and bool(parameters(stopped.states()).isfinite().all())
+    monkeypatch.setattr(Learner, "_share", share)
+    assert stopped.resume(2, saved[1] + 200).ended_well()
 
 
 # ---- signals and resumes ---------------------------------------------------------------------------------------------
