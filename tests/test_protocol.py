@@ -557,10 +557,15 @@ def test_the_end_is_told_once_and_again_after_a_death() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_one_damaged_word_of_the_end_leaves_no_spare_asleep(size: int) -> None:
-    """It hears of the end by nothing else."""
+@pytest.mark.parametrize("who", ["spare", "rank that has left"])
+def test_one_damaged_word_of_the_end_leaves_nobody_asleep(who: str, size: int) -> None:
+    """A spare, or who has left a job that cannot let it go, hears of the end by nothing else."""
     for link in itertools.permutations(range(size), 2):
-        budgets = [StepBudget(rank, size, budget_steps=10, spares=size - 1) for rank in range(size)]
+        spares = size - 1 if who == "spare" else 0
+        budgets = [StepBudget(rank, size, budget_steps=10, spares=spares) for rank in range(size)]
+        for budget in budgets:
+            for rank in range(1, size - spares):
+                budget.rank_left(rank)
         budgets[0].stop_now(Stop.BUDGET)
         damaged, telling = [link], [0]
         while telling:

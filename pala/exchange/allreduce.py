@@ -100,7 +100,9 @@ class AllReduce(ModelExchange):
         return ExchangeState([int(s) for s in self._local_steps], self._base_steps)
 
     def _reduce(self, timeout_s: float | None) -> None:
-        """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core."""
+        """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core.
+
+        The reduction blocks: done by MPI's non-blocking one, or by a thread, it took 1.3 to 4 times as long."""
         self._ends.fill_(self._stop is not Stop.NONE)
         self._signals.fill_(self._stop is Stop.SIGNAL)
         begin, barrier = time.perf_counter(), self._comm.ibarrier()

@@ -130,9 +130,9 @@ class StepBudget:
             return ()
         self._stop_told = True
         peers = broadcast_peers(self.rank, self.present)
-        # A spare that sleeps hears of the end by nothing else, so one damaged message must not be all that it is sent.
-        # Of three ranks and more each is told by two.
-        return 2 * peers if self._asleep.issuperset(peers) and len(peers) == 1 else peers
+        # A spare that sleeps hears of the end by nothing else, nor does a rank that has left and lives: one damaged
+        # message must not be all that it is sent. Of three ranks and more each is told by two.
+        return 2 * peers if len(peers) == 1 and peers[0] in self.left | self._asleep else peers
 
     def _count(self) -> None:
         self.living = [rank for rank in self.present if rank not in self.left and rank not in self._asleep]

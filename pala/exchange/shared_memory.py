@@ -36,6 +36,7 @@ from pala.system.waiting import LongWait, wait_asleep
 from pala.transport.base import Communicator
 
 _LONGEST_SLEEP_S = 5e-4
+_NAP_S = 0.01  # of a rank without a model whose peers have none either
 _HEALING_S = 300.0  # peers write when their updates end
 _MIXES_A_MEASUREMENT = 8  # as gossip
 
@@ -183,7 +184,7 @@ class SharedMemory(ModelExchange):
         if not self._in:
             return
         if self._staleness >= self._max_staleness:
-            self._wait(math.inf)
+            self._wait_for_peers(self._long_wait(), math.inf)
         self._staleness += 1
         self._counts["staleness_updates"] = max(self._counts["staleness_updates"], self._staleness)
         if self._all_written():
@@ -192,20 +193,22 @@ class SharedMemory(ModelExchange):
     def _heal(self) -> bool:
         """Take in-peers' models in the place of this rank's. True if one came, False if training ends. Raises EndError
         if none comes."""
-        give_up_s = time.perf_counter() + _HEALING_S
+        wait = self._long_wait()
         while self._in:
-            self._wait(give_up_s)
+            self._wait_for_peers(wait, _HEALING_S)
             if self._all_written() and self._read():
                 return True
             if self.stop is not Stop.NONE:
                 break
-            if time.perf_counter() > give_up_s:
+            if wait.took_s > _HEALING_S:
                 raise EndError(
                     f"[rank {self._rank}] its parameters are not finite and no peer has sent finite ones for "
                     f"{_HEALING_S:.0f} s. Resume from the last checkpoint with a smaller learning rate."
                 )
             self._is_owed = True  # the next turn: it has read those of peers that have none either
             self._write()
+            time.sleep(_NAP_S)
+            wait.look()
         return False
 
     def _read(self) -> bool:
@@ -238,8 +241,11 @@ class SharedMemory(ModelExchange):
         window, rank = self._window, self._rank
         return all(window.written[peer] > window.read[rank, peer] for peer in self._in)
 
-    def _wait(self, give_up_s: float) -> None:
-        """Until every in-peer has written, training ends, or it is that late (`time.perf_counter`)."""
+    def _long_wait(self) -> LongWait:
+        return LongWait(self._rank, f"the model of rank {', '.join(map(str, self._in))}")
+
+    def _wait_for_peers(self, wait: LongWait, most_s: float) -> None:
+        """Until every in-peer has written, training ends, or `wait` took so long."""
         if self._all_written():
             return
         begin = time.perf_counter()
@@ -249,9 +255,8 @@ class SharedMemory(ModelExchange):
             if self._interrupt.signal is not None:
                 self.stop_now(Stop.SIGNAL)
             self._write()
-            return self._all_written() or self.stop is not Stop.NONE or time.perf_counter() > give_up_s
+            return self._all_written() or self.stop is not Stop.NONE or wait.took_s > most_s
 
-        wait = LongWait(self._rank, f"the model of rank {', '.join(map(str, self._in))}")
         wait_asleep(may_go_on, None, self._interrupt, _LONGEST_SLEEP_S, wait)
         self.waited_s += time.perf_counter() - begin
 
