@@ -75,11 +75,11 @@ class Job:
     def status(self) -> int:
         return self.process.returncode
 
-    def wait(self, timeout_s: float = 120) -> Job:
+    def wait(self, timeout_s: float = 240) -> Job:
         self.output += self.process.communicate(timeout=timeout_s)[0]
         return self
 
-    def wait_for_output(self, words: str, timeout_s: float = 60) -> None:
+    def wait_for_output(self, words: str, timeout_s: float = 180) -> None:
         """Until the job has written these words."""
         assert self.process.stdout is not None
         deadline, file = time.monotonic() + timeout_s, self.process.stdout.fileno()
@@ -362,7 +362,7 @@ def record_of(run: Path) -> dict:
     return json.loads((run / "run.json").read_text())
 
 
-def wait_for(condition, timeout_s: float = 60, what: str = "the condition", pause_s: float = 0.05) -> None:
+def wait_for(condition, timeout_s: float = 180, what: str = "the condition", pause_s: float = 0.05) -> None:
     """Poll until `condition()` holds, with pauses between the looks."""
     deadline = time.monotonic() + timeout_s
     while not condition():

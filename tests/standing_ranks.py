@@ -58,7 +58,7 @@ class Running:
         self._job, self._connections, self._folder = job, connections, folder
         self.pids = job.pids[: len(connections)]
 
-    def wait(self, timeout_s: float = 120) -> Ended:
+    def wait(self, timeout_s: float = 240) -> Ended:
         """Until it has ended on every rank. Raises CaseError; the ranks are then started anew for the next case."""
         deadline, values, fault = time.monotonic() + timeout_s, dict[int, Any](), ""
         while len(values) < len(self._connections):

@@ -162,7 +162,7 @@ def test_ranks_that_need_healing_and_their_peers_never_wait_for_each_other_for_e
             return seen
 
         monkeypatch.setattr(SharedMemory, name, slowly)
-    monkeypatch.setattr("pala.exchange.shared_memory._HEALING_S", 5.0)
+    monkeypatch.setattr("pala.exchange.shared_memory._HEALING_S", 60.0)
 
     def learn(comm: Communicator) -> tuple[Stop, int]:
         rng = random.Random(comm.rank)

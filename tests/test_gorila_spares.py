@@ -87,7 +87,7 @@ def test_a_spare_takes_the_only_role_of_a_rank(
         comm.on_count(updates)
         if comm.world.dead:
             at_spare.add(updates)
-            if len(at_spare) > 300:
+            if len(at_spare) > 600:
                 comm.interrupt.signal = SIGUSR1
 
     job = train(ranks + 1, with_spares(tmp_path, 1, config), [fault], on_count=on_count)

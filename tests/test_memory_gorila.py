@@ -48,7 +48,8 @@ from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 @pytest.mark.parametrize(("ranks", "config"), [(1, replace(GORILA, num_shards=1)), (3, GORILA), (6, SEPARATE)])
 def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
     trained = train(ranks, gorila(tmp_path, config))
-    assert trained.ended_well() and 400 <= trained.results[0].global_steps < 500
+    beyond = 300 if config.roles == "separate" else 100  # who is told nothing acts twice as long
+    assert trained.ended_well() and 400 <= trained.results[0].global_steps < 400 + beyond
     assert trained.fields() == {metric.name for metric in METRICS if metric.algorithm != "a2c"} - {"info_KEY"}
     states = trained.states()
     assert sum(own_steps(states)) == trained.results[0].global_steps

@@ -89,9 +89,9 @@ def test_a_paired_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: P
 
 @slow
 def test_a_paired_rank_that_was_stopped_takes_its_peers_model(tmp_path: Path) -> None:
-    config = paired(tmp_path, 3000, patience_s=0.1)
+    config = paired(tmp_path, 6000, patience_s=0.1)
     paced = replace(config, env=replace(config.env, id="Paced-v0"))
-    trained = train(3, paced, [stop_at(1, update=10, seconds=1.0)])
+    trained = train(3, paced, [stop_at(1, update=10, seconds=3.0)])
     assert trained.ended_well()
     assert trained.total("models_stale", rank=1) + trained.total("waits_given_up") > 0
     assert bool(parameters(trained.states()).isfinite().all())

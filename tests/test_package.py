@@ -48,7 +48,8 @@ def test_a_wheel_trains_by_name_in_an_empty_environment(tmp_path: Path) -> None:
     source.mkdir()
     for name in SOURCES:  # a copy, since building leaves files behind
         if (REPOSITORY / name).is_dir():
-            shutil.copytree(REPOSITORY / name, source / name, symlinks=True)
+            unread = shutil.ignore_patterns("__pycache__")  # other tests' programs write there
+            shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=unread)
         else:
             shutil.copy(REPOSITORY / name, source / name)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

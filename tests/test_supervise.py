@@ -692,12 +692,12 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
         "    time.sleep(3)\n    os.kill(os.getpid(), 9)\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path / 'broken'}:{REPOSITORY}"}
-    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "15"]
+    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "40"]
     job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
-    job.wait()
+    job.wait(250)
     assert job.status == 0 and re.search(r"is complete after \d restart", job.output), job.output
     # Rank 0, too, may be slow.
-    said = r"after 15 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
+    said = r"after 40 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
     assert re.search(said, job.output), job.output
     assert "pala-announcement" not in job.output
 
