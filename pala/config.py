@@ -158,6 +158,11 @@ class A2CConfig:
     the mean over the ranks would be clipped if the others' gradients were of their usual size, as `allreduce` clips.
     Ours (docs/architecture.md)."""
 
+    @property
+    def follows_budget(self) -> bool:
+        """True if a setting changes over the budget: runs of unlike budgets then differ from their first update on."""
+        return self.learning_rate_decay == "linear"
+
 
 @dataclass(frozen=True)
 class ExchangeConfig:

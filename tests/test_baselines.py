@@ -17,6 +17,7 @@ from runs import all_train, states_of, total
 from standing_ranks import StandingRanks
 
 from pala.config import ExchangeConfig
+from pala.exchange import kinds
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.topology import out_peers
@@ -29,7 +30,7 @@ from pala.transport.memory import run_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-KINDS = ["allreduce", "shared_memory"]
+KINDS = [kind.name for kind in kinds.KINDS.values() if not kind.outlives_ranks]
 ENDLESS = ["--total-steps", "100000000"]
 
 

@@ -31,8 +31,9 @@ def test_a_row_names_settings_and_values_that_there_are(name: str) -> None:
         assert kind.default_topology in kind.allows["topology"]
 
 
-def test_gossip_reads_every_setting() -> None:
-    assert {field.name for field in dataclasses.fields(ExchangeConfig)} == {"kind", *KINDS["gossip"].reads}
+def test_every_setting_is_read_by_some_kind() -> None:
+    read = {setting for kind in KINDS.values() for setting in kind.reads}
+    assert {field.name for field in dataclasses.fields(ExchangeConfig)} == {"kind", *read}
 
 
 @pytest.mark.parametrize(

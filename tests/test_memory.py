@@ -79,6 +79,8 @@ from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 
+METRICS_OF_A2C = {metric.name for metric in METRICS if metric.algorithm != "gorila"} - {"info_KEY"}
+
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,14 +93,17 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
     assert {result.global_steps for result in trained.results} == {made} == {trained.segment["global_steps"]}
     assert [result.leads for result in trained.results] == [rank == 0 for rank in range(ranks)]
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
-    assert (trained.total("models_mixed") > 0) == (kind in ("gossip", "shared_memory"))
-    known = {metric.name for metric in METRICS if metric.algorithm != "gorila"} - {"info_KEY"}
-    assert trained.fields() == known if kind == "gossip" else trained.fields() <= known
+    assert (trained.total("models_mixed") > 0) == (KINDS[kind].coupling == 1)
+    assert trained.fields() <= METRICS_OF_A2C
     if KINDS[kind].independent:
         assert own_steps(states) == [300] * ranks
         assert len(parameters(states).unique(dim=0)) == ranks
     if KINDS[kind].averages_gradients:
         assert len(parameters(states).unique(dim=0)) == len(set(own_steps(states))) == 1
+
+
+def test_every_metric_is_written_by_some_kind(tmp_path: Path) -> None:
+    assert set().union(*(train(2, configure(tmp_path / kind, kind)).fields() for kind in KINDS)) == METRICS_OF_A2C
 
 
 @pytest.mark.parametrize(

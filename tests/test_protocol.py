@@ -106,8 +106,11 @@ def cluster_of(n: int, topology: str, mixing: str, seed: int = 1, **options) -> 
     return [protocol(i, n, **rules, **options) for i in range(n)]
 
 
+ALIKE = ("uniform", "push_sum")  # in lockstep, where all weights stay 1, every model counts the same
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("mixing", ALIKE)
 @pytest.mark.parametrize("n", SIZES)
 def test_in_lockstep_the_mixing_matrix_is_the_topologys_and_keeps_the_mean(topology: str, mixing: str, n: int) -> None:
     ranks = cluster_of(n, topology, mixing)
@@ -123,7 +126,7 @@ def test_in_lockstep_the_mixing_matrix_is_the_topologys_and_keeps_the_mean(topol
         assert all(p.mixing.weight == pytest.approx(1) for p in ranks)
 
 
-@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("mixing", ALIKE)
 def test_in_lockstep_the_spread_shrinks_as_the_theory_says(mixing: str) -> None:
     def spread_after(rounds: int, n: int, topology: str, seed: int = 1) -> float:
         """Variance, as a fraction of what it was."""

@@ -170,8 +170,8 @@ class ModelExchange(Exchange):
     def after_update(self, steps: int, healthy: bool) -> bool:
         """One update from `steps` steps is done; mix the parameters in place. May wait. Not collective.
 
-        `healthy` is False if the parameters are not finite: then they are replaced by what peers sent. Returns whether
-        the parameters are finite now.
+        `healthy` is False if the parameters are not finite: then they are replaced by what peers sent, where peers send
+        models. Returns whether the parameters are finite now; where they are not, this rank cannot go on.
         """
 
     def between_steps(self) -> None:

@@ -34,7 +34,8 @@ class ExchangeKind:
     outlives_ranks: bool = False
     """The others go on when a rank dies, where MPI is fault-tolerant."""
     replaces_ranks: bool = False
-    """A spare rank can take the place of one that died."""
+    """A spare rank can take the place of one that died: `run/rank.py` has who sleeps, the algorithm's parts take the
+    place."""
     averages_gradients: bool = False
     """All ranks make each update together, by the mean of their gradients, and hold the same model after it."""
 

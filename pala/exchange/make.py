@@ -33,7 +33,9 @@ def make_exchange(
         return AllReduce(comm, parameters, budget_steps, start, interrupt)
     if kind == "shared_memory":
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt, num_exact)
-    return Gossip(comm, parameters, signature, config, start, interrupt, num_exact=num_exact)
+    if kind == "gossip":
+        return Gossip(comm, parameters, signature, config, start, interrupt, num_exact=num_exact)
+    raise AssertionError(f"nothing here makes an exchange of kind {kind!r}")
 
 
 def check_size(config: ExchangeConfig, parameters: Tensor, num_exact: int) -> None:

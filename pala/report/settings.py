@@ -78,9 +78,9 @@ def method_of(config: Config) -> str:
 
 def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     """Settings that decide how a run learns and differ, dotted key -> (found, wanted): the seed aside, and the budget
-    unless the learning rate decays with it. A precision of `auto` wants any: the machine decides."""
-    decays = any(c.algorithm == "a2c" and c.a2c.learning_rate_decay == "linear" for c in (found, wanted))
-    without: tuple[str, ...] = ("seed",) if decays else ("seed", "total_steps")
+    unless a setting follows it. A precision of `auto` wants any: the machine decides."""
+    follows_budget = any(c.algorithm == "a2c" and c.a2c.follows_budget for c in (found, wanted))
+    without: tuple[str, ...] = ("seed",) if follows_budget else ("seed", "total_steps")
     if found.network.custom or wanted.network.custom:  # what one of them does not read tells nothing
         without += tuple(f"network.{name}" for name in _OF_OUR_NETWORKS)
     one, other = (settings_that_matter(flatten(to_table(c)), without) for c in (found, wanted))

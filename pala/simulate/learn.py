@@ -272,6 +272,8 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
     draw, slowness = random.Random(config.seed), _slowness(conditions) or (1.0,) * n
     steps, times, rounds = 0, [0.0] * n, 0
     while steps < config.total_steps:
+        for rank in learners.ranks:
+            rank.exchange.global_steps = steps
         losses = [rank.learner.differentiate() for rank in learners.ranks]
         mean = torch.stack([flat.gradient for flat in flats]).mean(0) if averaged else None
         for rank, loss in zip(learners.ranks, losses, strict=True):
@@ -279,7 +281,6 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
             if mean is not None:
                 rank.flat.gradient.copy_(mean)
             before = rank.flat.data.clone()
-            rank.exchange.global_steps = steps
             if not rank.learner.step(loss).applied:
                 raise PalaError("The gradient is not finite: lower 'a2c.learning_rate'.")
             learners.own_steps += rank.flat.data - before

@@ -11,7 +11,9 @@ from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.system.seeding import derive
 
-PROTOCOLS: Mapping[str, type[GossipProtocol]] = dict.fromkeys(RULES, GossipProtocol) | {"paired": PairedProtocol}
+PROTOCOLS: Mapping[str, type[GossipProtocol]] = {
+    name: PairedProtocol if rule.by_pairs else GossipProtocol for name, rule in RULES.items()
+}
 """By the names of `exchange.mixing`."""
 
 
