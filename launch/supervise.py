@@ -50,7 +50,7 @@ from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
 _PROBE_S = 60.0  # for a host to start one process
-_LEFT_OVER_S = 60.0  # for ranks to end after their mpirun
+_LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
 _LOOK_S, _LINGER_S = 5.0, 180.0  # for an mpirun to end after its ranks, who may need two minutes to leave MPI
 _DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
@@ -364,7 +364,10 @@ class Supervisor:
                 self._say(f"waits for the ranks of a job that still train in '{self.run}' ({who}).")
                 said = True
             if time.monotonic() > deadline:
-                return f"ranks of a job still train in it ({who}), and a second job would mix its files; end them"
+                return (
+                    f"ranks of a job still train in it ({who}), and a second job would mix its files; end them. If "
+                    "their host is dead, the network file system still holds its lock: start this again later"
+                )
             time.sleep(0.2)
         return None
 

@@ -8,6 +8,7 @@ import errno
 import itertools
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +38,7 @@ from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.run import checkpoint, conclusion
 from pala.run.job import Job
-from pala.run.rank import run_rank
+from pala.run.rank import evaluate_and_draw, run_rank
 from pala.run.request import Request
 from pala.run.result import Conclusion, Result
 from pala.system import waiting
@@ -297,6 +298,19 @@ def test_an_evaluation_that_fails_is_no_ranks_death(
     assert asked == [1] and ranks.record["completed"] and "lost_ranks" not in ranks.segment
     assert ranks.segment["conclusion"]["evaluation"] == "failed (ValueError: out of paint)"
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_code_that_no_longer_loads_when_training_ends_is_no_ranks_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As after an update of PALA during a long run."""
+    monkeypatch.setitem(sys.modules, "pala.run.conclusion", None)  # an ImportError
+    ranks = Ranks(2, configure(tmp_path), lambda comm, *rest: evaluate_and_draw(*rest))
+    ranks.train()
+    assert ranks.record["completed"] and "lost_ranks" not in ranks.segment
+    assert [result.exit_status for result in ranks.results] == [0, 0]
+    assert ranks.segment["conclusion"]["evaluation"].startswith("failed (ModuleNotFoundError: ")
+    assert "evaluation, learning curve: failed (" in capsys.readouterr().out
 
 
 def test_when_who_concludes_dies_the_next_rank_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -145,10 +145,16 @@ def test_another_pickle_under_a_signature_is_asked_for(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_without_a_home_every_pickle_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_every_pickle_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Which is told when the run begins, not first when it is resumed."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    user_code.keep(tmp_path, CARTPOLE, UserCode())
+    assert capsys.readouterr().err == "", "this run has none"
     keep(tmp_path, local_factory())
+    assert "cannot be signed" in (said := capsys.readouterr().err) and "`--trust-run`" in said
     with pytest.raises(PalaError, match="--trust-run"):
         load(tmp_path)
     assert load(tmp_path, trust_run=True) is not None

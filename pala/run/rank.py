@@ -20,6 +20,7 @@ from pala.run.request import Request
 from pala.run.result import Conclusion, Result
 from pala.system.errors import CollectiveError, EndError
 from pala.system.interrupt import Interrupt
+from pala.system.output import tell
 from pala.system.resources import loading
 from pala.transport.base import Communicator
 
@@ -76,7 +77,13 @@ def _stand_by(job: Job, request: Request, interrupt: Interrupt) -> Result:
 
 def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
     """How training from the command line and `pala.fit` conclude."""
-    from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
+    try:
+        from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
+    except Exception as error:  # an update of the code since training began: the next rank would meet it as well
+        tell(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
+        said = f"failed ({type(error).__name__}: {error})"
+        tell(f"      evaluation, learning curve: {said}")
+        return Conclusion(result.exit_status, {"evaluation": said, "learning curve": said})
 
     return conclude(result, config, interrupt)
 

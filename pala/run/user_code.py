@@ -30,6 +30,7 @@ from pala.run.run_folder import CODE_FILES, SIGNATURE
 from pala.system.errors import PalaError
 from pala.system.files import open_to_read, write_atomically
 from pala.system.names import cannot_be_loaded, import_named, name_of
+from pala.system.output import say
 
 _MOST_NAME_BYTES = 1000
 _MOST_PICKLE_BYTES = 64 << 20
@@ -45,9 +46,13 @@ def keep(run: Path, config: Config, code: UserCode) -> None:
     for what, (ending, data) in kept.items():  # all can be kept: nothing is changed else
         write_atomically(run / f"{what}.{ending}", data)
         (run / f"{what}.{'pkl' if ending == 'txt' else 'txt'}").unlink(missing_ok=True)
+    if not _pieces(run, config, NOTHING):
+        return
     key = _own_key()
-    if key is not None and _pieces(run, config, NOTHING):
-        write_atomically(run / SIGNATURE, _signature(key, run, config).encode())
+    if key is None:
+        say(f"'{run}' cannot be signed, as your home cannot be written: to resume or evaluate it takes `--trust-run`.")
+        return
+    write_atomically(run / SIGNATURE, _signature(key, run, config).encode())
 
 
 def forget(run: Path) -> None:
