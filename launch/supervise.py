@@ -149,6 +149,7 @@ class Supervisor:
             name = command.config.run.name or dated(stem)
             run_folder.check_place(command.config)
             self.run, self.resumes = Path(command.config.run.dir) / name, False
+        self._total_steps = command.config.total_steps
         self.start_timeout_s = command.config.run.start_timeout_s
         self._was_told = options.go_on  # a job has been told to make the run
         self._began = False  # by a job of this supervisor
@@ -177,6 +178,9 @@ class Supervisor:
         goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
         if goes_on and (fault := self._left_over()) is not None:
             return self._give_up(fault)
+        if self._was_told and self._is_done():  # a whole array that was requeued, say
+            self._say(f"run '{self.run}' is complete already.")
+            return 0
         if not goes_on and self._has_record():  # else a restart would take it for this one's
             raise run_folder.taken(self.run)
         for start in range(self.restarts + 1):
@@ -350,6 +354,16 @@ class Supervisor:
     def _is_complete(self, segments_before: int) -> bool:
         """By the run's own record, if the job got as far as to make an entry: an earlier one may have completed it."""
         return self._num_segments() > segments_before and bool(run_folder.read(self.run)["completed"])
+
+    def _is_done(self) -> bool:
+        """Whether an earlier job has left nothing to do: neither steps, nor the evaluation and the learning curve."""
+        if not self._has_record():
+            return False
+        record = run_folder.read(self.run)
+        last = record["segments"][-1]
+        outcomes = [outcome for what, outcome in last.get("conclusion", {}).items() if what != "rank"]
+        is_concluded = bool(outcomes) and all(outcome == "done" for outcome in outcomes)
+        return record["completed"] and is_concluded and last.get("global_steps", 0) >= self._total_steps
 
     def _steps(self) -> int:
         from pala.run.checkpoint import global_steps  # loads torch: only when something went wrong

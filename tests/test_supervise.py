@@ -401,6 +401,25 @@ def test_a_run_that_has_begun_is_continued(there: Path) -> None:
     assert Scripted([*arguments, "--run.name", "new"], [attempt(9, 0, completes=True)]).supervise() == 0
 
 
+@pytest.mark.parametrize(
+    ("steps", "evaluation", "is_done"), [(9, "done", True), (8, "done", False), (9, "interrupted by SIGTERM", False)]
+)
+def test_a_run_that_is_done_is_not_begun_again_by_continue(
+    there: Path, capsys: pytest.CaptureFixture[str], steps: int, evaluation: str, is_done: bool
+) -> None:
+    """A whole array may be requeued. `--resume` does what it is told, as to evaluate anew."""
+    attempt(9, 0)(Scripted(["--run.name", "r"], []))
+    record = run_folder.RunRecord.take_over(there / "runs/r")
+    record.end("completed", global_steps=steps)
+    record.note(conclusion={"evaluation": evaluation, "learning curve": "done", "rank": 0})
+    job = attempt(9, 0, completes=True)
+    again = Scripted(["--continue", "--run.name", "r", "--total-steps", "9"], [job])
+    assert again.supervise() == 0 and bool(again.told) != is_done
+    assert ("run 'runs/r' is complete already." in capsys.readouterr().err) == is_done
+    resumed = Scripted(["--resume", "runs/r", "--total-steps", "9"], [job])
+    assert resumed.supervise() == 0 and resumed.told
+
+
 def test_a_run_that_is_continued_has_as_many_ranks_as_before(there: Path) -> None:
     attempt(5, 137)(Scripted(["--run.name", "r"], []))
     record = json.loads((there / "runs/r/run.json").read_text())
