@@ -362,8 +362,9 @@ class Supervisor:
         record = run_folder.read(self.run)
         last = record["segments"][-1]
         outcomes = [outcome for what, outcome in last.get("conclusion", {}).items() if what != "rank"]
-        is_concluded = bool(outcomes) and all(outcome == "done" for outcome in outcomes)
-        return record["completed"] and is_concluded and last.get("global_steps", 0) >= self._total_steps
+        if not outcomes or any(outcome != "done" for outcome in outcomes) or last.get("stopped_early"):
+            return False
+        return record["completed"] and run_folder.config_of(self.run).total_steps >= self._total_steps
 
     def _steps(self) -> int:
         from pala.run.checkpoint import global_steps  # loads torch: only when something went wrong
@@ -380,7 +381,7 @@ class Supervisor:
             if time.monotonic() > deadline:
                 return (
                     f"ranks of a job still train in it ({who}), and a second job would mix its files; end them. If "
-                    "their host is dead, the network file system still holds its lock: start this again later"
+                    "their host is dead, a network file system may still hold its lock: start this again later"
                 )
             time.sleep(0.2)
         return None
@@ -525,7 +526,8 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--spares", type=int, help="further ranks, which sleep until one dies ('--run.spares')")
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
-    parser.add_argument("--continue", dest="go_on", action="store_true", help="resume '--run.name' if it has begun")
+    going_on = "resume '--run.name' if it has begun, and do nothing if it is done"
+    parser.add_argument("--continue", dest="go_on", action="store_true", help=going_on)
     parser.add_argument("--restarts", type=int, default=3, help="the most restarts (%(default)s)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="seconds before the first; it doubles (%(default)s)")
     parser.add_argument("--or-preset", metavar="PRESET", help="where no preset, run, --env.id or --algorithm is given")

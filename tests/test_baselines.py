@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +184,20 @@ def test_ranks_that_need_healing_and_their_peers_never_wait_for_each_other_for_e
 
     ended = run_ranks(ranks, learn)
     assert [end[0] for end in ended] == [Stop.BUDGET] * ranks and all(end[1] > 5 for end in ended[1:]), ended
+
+
+def test_ranks_that_all_need_healing_hear_a_signal() -> None:
+    """They find one another's turns ready, and hardly wait."""
+
+    def heal(comm: Communicator) -> tuple[bool, Stop]:
+        interrupt = Interrupt()
+        if comm.rank == 1:
+            threading.Timer(0.3, lambda: setattr(interrupt, "signal", signal.SIGTERM)).start()
+        config = ExchangeConfig(kind="shared_memory", max_staleness=0)
+        exchange = SharedMemory(comm, torch.full((10,), float("nan")), config, 10**9, start_of(comm), interrupt)
+        return exchange.after_update(1, healthy=False), exchange.close(10)
+
+    assert run_ranks(2, heal) == [(False, Stop.SIGNAL)] * 2
 
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])

@@ -231,7 +231,7 @@ def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, tmp_path: P
     killed = 0
     pids, run = start_with_spares(any_mpi, 4, 1, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     (job,) = any_mpi.jobs
-    wait_for(lambda: share_of_a_core([pids[4]]) < 0.2, what="sleep of the spare")
+    wait_for(lambda: share_of_a_core([pids[4]]) < 0.1, what="sleep of the spare")
     memory = [resident_bytes(pids[rank]) / 2**20 for rank in (4, 1)]
     assert "libtorch" not in Path(f"/proc/{pids[4]}/maps").read_text() and len(read_run(run)) == 4
     assert memory[0] < 0.5 * memory[1]
@@ -487,7 +487,7 @@ def test_nobody_spins_or_is_deaf_while_a_rank_is_stopped_as_it_saves_the_policy(
     assert len(others) == 2
 
     # At first they still close their environments.
-    wait_for(lambda: share_of_a_core(others) < 0.2, what="rest of those who wait")
+    wait_for(lambda: share_of_a_core(others) < 0.1, what="rest of those who wait")
     end_by(job, signal.SIGUSR1, tmp_path)
     assert job.status != 0 and "did not end within 10 s of the signal" in job.output, job.output
     record = record_of(tmp_path / "runs/r")

@@ -402,18 +402,19 @@ def test_a_run_that_has_begun_is_continued(there: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "evaluation", "is_done"), [(9, "done", True), (8, "done", False), (9, "interrupted by SIGTERM", False)]
+    ("asked_for", "evaluation", "is_done"),
+    [(9, "done", True), (10, "done", False), (9, "interrupted by SIGTERM", False)],
 )
 def test_a_run_that_is_done_is_not_begun_again_by_continue(
-    there: Path, capsys: pytest.CaptureFixture[str], steps: int, evaluation: str, is_done: bool
+    there: Path, capsys: pytest.CaptureFixture[str], asked_for: int, evaluation: str, is_done: bool
 ) -> None:
     """A whole array may be requeued. `--resume` does what it is told, as to evaluate anew."""
-    attempt(9, 0)(Scripted(["--run.name", "r"], []))
-    record = run_folder.RunRecord.take_over(there / "runs/r")
-    record.end("completed", global_steps=steps)
+    (there / "runs/r").mkdir(parents=True)
+    record = run_folder.RunRecord.begin(there / "runs/r", Config(total_steps=9), {})
+    record.end("completed")
     record.note(conclusion={"evaluation": evaluation, "learning curve": "done", "rank": 0})
     job = attempt(9, 0, completes=True)
-    again = Scripted(["--continue", "--run.name", "r", "--total-steps", "9"], [job])
+    again = Scripted(["--continue", "--run.name", "r", "--total-steps", str(asked_for)], [job])
     assert again.supervise() == 0 and bool(again.told) != is_done
     assert ("run 'runs/r' is complete already." in capsys.readouterr().err) == is_done
     resumed = Scripted(["--resume", "runs/r", "--total-steps", "9"], [job])

@@ -99,7 +99,7 @@ class SharedMemory(ModelExchange):
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
         self._staleness = 0
-        self._healthy = True  # since the last update
+        self._healthy = True  # the parameters, as the last update left them
         self._is_owed = False  # what this update made is still to be written
         self._counts: Counter[str] = Counter()
         self._distances: list[Tensor] = []
@@ -198,6 +198,8 @@ class SharedMemory(ModelExchange):
             self._wait_for_peers(wait, _HEALING_S)
             if self._all_written() and self._read():
                 return True
+            if self._interrupt.signal is not None:
+                self.stop_now(Stop.SIGNAL)
             if self.stop is not Stop.NONE:
                 break
             if wait.took_s > _HEALING_S:
@@ -220,7 +222,7 @@ class SharedMemory(ModelExchange):
         self._window.fence()
         for peer in self._in:
             self._window.read[self._rank, peer] += 1
-        self._staleness = 0
+        self._staleness = 0  # as if it had mixed, if no peer has a model
         return bool(models)
 
     def _mix_with(self, total: Tensor, k: int) -> None:

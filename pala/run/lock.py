@@ -1,4 +1,4 @@
-"""The locks of a run's folder: one job at a time works in it, and one supervisor. None that died keeps one."""
+"""The locks of a run's folder: one job at a time works in it, and one supervisor. No process that died keeps one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def lock_folder(run: Path) -> BinaryIO | None:
     process ends.
 
     For rank 0; the others then `join_lock`, so that the folder stays locked while any of them lives. The kernel (of a
-    network file system, its server) lets go when a process ends, however it ends: there is no stale lock. That of a
-    host which died a server may keep for minutes.
+    network file system, its server) lets go when a process ends, however it ends: there is no stale lock, but
+    that a server may keep a dead host's for minutes.
 
     Raises PalaError if another job works in the folder. Where the file system has no locks, says so and returns None.
     """

@@ -81,6 +81,8 @@ def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> C
         from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
     except Exception as error:  # an update of the code since training began: the next rank would meet it as well
         tell(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
+        if result.signal is not None:
+            return Conclusion(result.exit_status, {})
         said = f"failed ({type(error).__name__}: {error})"
         tell(f"      evaluation, learning curve: {said}")
         return Conclusion(result.exit_status, {"evaluation": said, "learning curve": said})

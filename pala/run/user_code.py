@@ -50,7 +50,7 @@ def keep(run: Path, config: Config, code: UserCode) -> None:
         return
     key = _own_key()
     if key is None:
-        say(f"'{run}' cannot be signed, as your home cannot be written: to resume or evaluate it takes `--trust-run`.")
+        say(f"'{run}' cannot be signed, as your key cannot be made or read: to go on with it will take `--trust-run`.")
         return
     write_atomically(run / SIGNATURE, _signature(key, run, config).encode())
 

@@ -158,7 +158,7 @@ def larger(results: Results) -> str:
 
 def longer(results: Results) -> str:
     """Four times the steps: the whole curve, and its last three quarters, beside synchronous A2C of the same seed."""
-    long = {job: line for job, line in results.items() if job.total_steps == 4 * TOTAL_STEPS}
+    long = {job: line for job, line in results.items() if job.total_steps == 4 * TOTAL_STEPS and not job.is_held_out}
     runs = {job: line["curve"] for job, line in long.items() if "curve" in line}
     rows = []
     for job, curve in sorted(runs.items(), key=lambda item: (item[0].game, item[0].seed, item[0].method)):
@@ -208,7 +208,8 @@ def main() -> None:
     print("bootstrap intervals over seeds. Settings were chosen on Breakout and Space Invaders only.\n")
     print(fresh(results))
     print("\n## On a game that chose no setting\n")
-    print("Each method at its best setting, 1,000,000 steps, with 8 ranks 2,000,000, fresh seeds.\n")
+    budgets = {job.ranks: f"{job.total_steps:,} steps with {job.ranks} ranks" for job in results if job.is_held_out}
+    print(f"Each method at its best setting, fresh seeds; {', '.join(budgets[n] for n in sorted(budgets))}.\n")
     print(held_out(results))
     print(
         "\n## Stability\n\n4 ranks at an equal step of the mean, with seeds that nobody had seen when this was asked."
