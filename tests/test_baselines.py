@@ -186,8 +186,10 @@ def test_ranks_that_need_healing_and_their_peers_never_wait_for_each_other_for_e
     assert [end[0] for end in ended] == [Stop.BUDGET] * ranks and all(end[1] > 5 for end in ended[1:]), ended
 
 
-def test_ranks_that_all_need_healing_hear_a_signal() -> None:
-    """They find one another's turns ready, and hardly wait."""
+def test_ranks_that_all_need_healing_hear_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may find one another's turns ready each time, and then never wait."""
+    monkeypatch.setattr(SharedMemory, "_all_written", lambda exchange: True)
+    monkeypatch.setattr("pala.exchange.shared_memory._HEALING_S", 20.0)
 
     def heal(comm: Communicator) -> tuple[bool, Stop]:
         interrupt = Interrupt()

@@ -102,7 +102,7 @@ class AllReduce(ModelExchange):
     def _reduce(self, timeout_s: float | None) -> None:
         """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core.
 
-        The reduction blocks: done by MPI's non-blocking one, or by a thread, it took 1.3 to 4 times as long."""
+        The reduction blocks: MPI's non-blocking one, or a thread that does it, is slower, which its ranks would pay."""
         self._ends.fill_(self._stop is not Stop.NONE)
         self._signals.fill_(self._stop is Stop.SIGNAL)
         begin, barrier = time.perf_counter(), self._comm.ibarrier()
