@@ -170,9 +170,16 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
     They are gymnasium's, in this process: an environment begins anew in the step in which its episode ends
     (`AutoresetMode.SAME_STEP`). `trust_run`: as of `load_policy`. Raises PalaError.
     """
-    from pala.evaluation.play import environments_of
+    from pala.envs import as_gymnasium
+    from pala.evaluation.acting import check_numbers
+    from pala.evaluation.scoring import whole_games
+    from pala.run.user_code import load_trusted
+    from pala.system.resources import usable_cores
 
-    return environments_of(Path(run), num_envs, trust_run)
+    config = load_config(run)
+    check_numbers(num_envs=(num_envs, 1))
+    make_env, _ = load_trusted(Path(run), config, trust_run)
+    return as_gymnasium(whole_games(config.env, num_envs), usable_cores(), make_env)
 
 
 def evaluate_policy(
@@ -186,8 +193,18 @@ def evaluate_policy(
     `load_policy`. `other_settings`: other than the run's; of Atari `noop_max`, `repeat_action_probability`,
     `max_episode_frames`, of Gorila `epsilon`. Raises PalaError.
     """
-    from pala.evaluation.play import evaluate_with_defaults
+    import torch
 
-    return evaluate_with_defaults(
-        Path(run), episodes, num_envs, greedy, seed, threads, trust_run, best, other_settings
-    )  # fmt: skip
+    from pala.evaluation.acting import Acting
+    from pala.evaluation.scoring import evaluate
+    from pala.system.resources import usable_cores
+
+    own, threads_before = load_config(run).evaluation, torch.get_num_threads()
+    episodes = own.episodes_by_hand if episodes is None else episodes
+    num_envs = own.num_envs if num_envs is None else num_envs
+    greedy = own.greedy if greedy is None else greedy
+    acting = Acting(greedy, seed, threads or usable_cores(), trust_run, best, other_settings)
+    try:
+        return evaluate(Path(run), episodes, num_envs, acting)
+    finally:
+        torch.set_num_threads(threads_before)

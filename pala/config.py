@@ -82,6 +82,11 @@ class EnvConfig:
         return self.id.startswith("ALE/")
 
 
+# Settings of `EnvConfig` that change no game: how many are played, and how.
+ENV_OPERATION = ("num_envs", "vectorization", "episode_info")
+# Those that change only what a learner sees of it.
+ENV_LEARNING = ("clip_rewards", "terminal_on_life_loss")
+
 Precision = Literal["float32", "bfloat16", "auto"]
 
 
@@ -319,6 +324,11 @@ class EvaluationConfig:
     """Gorila: probability of a random action instead of the best, unless `greedy` [DQN, Gorila: 0.05]."""
     timeout_s: float = 14400.0
     """The evaluation at the end of training is given up after so long; the run is complete all the same."""
+
+    @property
+    def episodes_by_hand(self) -> int:
+        """Of an evaluation that is asked for by hand: 100 where training makes none."""
+        return self.episodes or 100
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import tyro
 
 from pala.config import EvaluationConfig
 from pala.evaluation.acting import OTHER_SETTINGS, Acting
-from pala.evaluation.record import EPISODES, save
+from pala.evaluation.record import save
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -49,7 +49,7 @@ class Command:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Folders of runs."""
-    episodes: int = EPISODES
+    episodes: int = EvaluationConfig.episodes
     """Whole episodes; 0, together with `--video`, makes the video alone."""
     num_envs: int = EvaluationConfig.num_envs
     """Episodes played at the same time."""
@@ -103,7 +103,7 @@ def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
 
 def _over_settings_of(run: Path, arguments: list[str]) -> Command:
     settings = run_folder.config_of(run).evaluation
-    default = Command((), settings.episodes or Command.episodes, settings.num_envs, settings.greedy)
+    default = Command((), settings.episodes_by_hand, settings.num_envs, settings.greedy)
     return read_command(_PROGRAM, arguments, default)
 
 
@@ -142,7 +142,7 @@ def main() -> None:
     prepare(commands[0][1].acting.threads)
     # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
     with loading():
-        from pala.evaluation.play import evaluate
+        from pala.evaluation.scoring import evaluate
         from pala.evaluation.video import record_video
 
     failed = False

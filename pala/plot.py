@@ -26,6 +26,7 @@ import numpy as np
 import tyro
 
 from pala.config import to_table
+from pala.config_influence import phrase, settings_that_matter
 from pala.report import runs as run_files
 from pala.report.curves import Curve, curve_of, learning_curve
 from pala.report.marks import draw_evaluations, draw_references, explain_ends, mark_of
@@ -42,7 +43,6 @@ from pala.report.pictures import (
     write_picture,
 )
 from pala.report.runs import Axis, RunData
-from pala.report.settings import phrase, settings_that_matter
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.output import say, tell

@@ -30,7 +30,7 @@ from pala.compare.execute import chosen, task_of
 from pala.compare.notes import notes
 from pala.compare.plan import Cell, Plan, Planned, options
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
-from pala.report.settings import differences
+from pala.config_influence import differences
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.system.errors import PalaError

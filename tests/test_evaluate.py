@@ -28,10 +28,10 @@ from pala import evaluate as program
 from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
 from pala.envs import Envs, Episode, Step, make_envs
 from pala.evaluation.acting import Acting
-from pala.evaluation.play import _statistics, evaluate, play
 from pala.evaluation.policy import load_policy, policy_of
 from pala.evaluation.record import Evaluation, action_words, read_evaluation, save
-from pala.evaluation.scores import human_normalised, reference_scores
+from pala.evaluation.references import human_normalised, reference_scores
+from pala.evaluation.scoring import _statistics, evaluate, play_episodes
 from pala.evaluation.video import _atari_screen, _write_video, record_video
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.run import checkpoint, conclusion, run_folder, user_code
@@ -146,7 +146,7 @@ def cartpole_run(tmp_path: Path) -> Path:
 
 
 def test_short_episodes_are_not_favoured() -> None:
-    played, steps = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=4)
+    played, steps = play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=4)
     assert sorted(episode.episode_return for episode in played) == [0, 0, 10, 10]
     assert steps == 40
 
@@ -162,10 +162,10 @@ def test_an_episode_without_an_end_is_cut(cartpole_run: Path, capsys: pytest.Cap
 
 
 def test_episodes_that_are_all_there_are_not_given_up() -> None:
-    played, _ = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=1, timeout_s=0.0)
+    played, _ = play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=1, timeout_s=0.0)
     assert len(played) == 1
     with pytest.raises(PalaError, match="given up after 0 s"):
-        play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=2, timeout_s=0.0)
+        play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=2, timeout_s=0.0)
 
 
 def test_an_episode_that_training_would_cut_is_cut_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +176,7 @@ def test_an_episode_that_training_would_cut_is_cut_and_said(tmp_path: Path, caps
 
 
 def test_an_odd_number_of_episodes_is_shared_out() -> None:
-    played, _ = play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=5)
+    played, _ = play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=5)
     assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]
 
 
@@ -184,7 +184,7 @@ def test_games_that_do_not_end_are_given_up() -> None:
     with pytest.raises(
         PalaError, match=r"given up after 0\.1 s \('evaluation\.timeout_s'\) with \d+ of 1000000 episodes"
     ):
-        play(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=10**6, timeout_s=0.1)
+        play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=10**6, timeout_s=0.1)
 
 
 def test_statistics_and_repeatability(cartpole_run: Path) -> None:

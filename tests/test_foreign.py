@@ -29,7 +29,7 @@ from pala.compare import __main__ as compare_program
 from pala.compare import collect
 from pala.config import EnvConfig
 from pala.evaluation.acting import Acting
-from pala.evaluation.play import evaluate
+from pala.evaluation.scoring import evaluate
 from pala.evaluation.video import record_video
 from pala.gorila import scores as scores_program
 from pala.networks.network import ActorCritic

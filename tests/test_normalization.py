@@ -18,7 +18,7 @@ from pala.a2c.normalization import Normalization
 from pala.a2c.update import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, checked
 from pala.evaluation.acting import Acting
-from pala.evaluation.play import evaluate
+from pala.evaluation.scoring import evaluate
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.messages import Kind, gossip_sizes

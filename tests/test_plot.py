@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
-from pala.evaluation.scores import reference_of, score_table
+from pala.evaluation.references import reference_of, score_table
 from pala.plot import _draw_many, _draw_one, _grouped, main, plot, read
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of, running_mean
 from pala.report.marks import Mark, draw_evaluations, draw_references

@@ -31,17 +31,16 @@ from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 from torch import nn
 
 import pala
-from pala import play as play_program
+from pala import play
 from pala.config import Config, EnvConfig, EvaluationConfig, GorilaConfig, NetworkConfig, checked
+from pala.config_influence import differences, set_in_vain
 from pala.envs import make_envs
-from pala.evaluation import play
 from pala.evaluation.policy import policy_of
 from pala.evaluation.video import _rendered_env
 from pala.evaluation.window import Window
 from pala.exchange.kinds import KINDS
 from pala.networks.network import ActorCritic
 from pala.networks.own import OwnNetwork, actor_critic
-from pala.report.settings import differences, set_in_vain
 from pala.run import provenance, user_code
 from pala.run.begin import make_generator
 from pala.run.conclusion import conclude
@@ -383,11 +382,10 @@ def test_the_environments_of_a_run_give_what_its_policy_takes(
         pala.make_envs(run, num_envs=0)
 
 
-def test_a_run_that_left_its_evaluation_out_can_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(play, "EPISODES", 4)
+def test_a_run_that_left_its_evaluation_out_can_be_evaluated(tmp_path: Path) -> None:
     config = replace(CARTPOLE, evaluation=replace(CARTPOLE.evaluation, episodes=0))
     run = make_run(tmp_path / "run", config, network_of(config))
-    assert pala.evaluate_policy(run).episodes == 4
+    assert pala.evaluate_policy(run).episodes == 100
 
 
 # ---- networks of the user's own --------------------------------------------------------------------------------------
@@ -1022,10 +1020,10 @@ def test_a_policy_plays_in_a_window(
     drawn: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pygame", reason="a window needs pygame")
-    monkeypatch.setattr(play_program, "prepare", lambda threads: None)
+    monkeypatch.setattr(play, "prepare", lambda threads: None)
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.setattr("sys.argv", ["play", str(drawn), "--episodes", "2", "--speed", "100"])
-    play_program.main()
+    play.main()
     assert capsys.readouterr().out == "an episode of 5 steps, return 5.0\n" * 2
 
 
@@ -1041,14 +1039,14 @@ def test_a_window_takes_the_size_of_its_pictures(monkeypatch: pytest.MonkeyPatch
 def test_without_pygame_or_a_display_a_sentence_names_the_video(
     drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(play_program, "prepare", lambda threads: None)
+    monkeypatch.setattr(play, "prepare", lambda threads: None)
     monkeypatch.setitem(sys.modules, "pygame", None)
     monkeypatch.setattr("sys.argv", ["play", str(drawn)])
     with pytest.raises(SystemExit):
-        play_program.main()
+        play.main()
     assert "`--video FILE.mp4` does without" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["play", str(drawn), "--video", str(tmp_path / "v.mp4")])
-    play_program.main()
+    play.main()
     assert "an episode of 5 steps, return 5." in capsys.readouterr().out and (tmp_path / "v.mp4").exists()
 
 

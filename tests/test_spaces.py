@@ -15,7 +15,7 @@ from memory_jobs import configure, run_rank, run_ranks
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs import make_envs
 from pala.evaluation.acting import Acting
-from pala.evaluation.play import evaluate
+from pala.evaluation.scoring import evaluate
 from pala.networks.distributions import distribution_of
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import ActorCritic, FlatParameters

@@ -16,7 +16,7 @@ from conftest import REPOSITORY, wait_for
 
 from pala.config import Config, EnvConfig, GorilaConfig, load_preset
 from pala.envs import atari_rom
-from pala.evaluation.scores import reference_scores, score_table
+from pala.evaluation.references import reference_scores, score_table
 from pala.gorila import presets, scores
 from pala.run import run_folder
 from pala.system.errors import PalaError

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 
 from pala.benchmark.measure import ContinuedEnvs, Trial, clock, flops_of
 from pala.config import Config
-from pala.envs import Envs
 from pala.exchange.budget import ExchangeState
 from pala.gorila.dqn import Transitions, differentiate
 from pala.gorila.exchange import GorilaExchange
@@ -105,11 +103,11 @@ class GorilaTrial(Trial):
         parts = build(self._comm, config, self._envs.real)
         exchange = parts.make_exchange(self._comm, start, interrupt)
         progress = Progress(Counters(), self._generator(parts.device), start)
-        envs = _AnewEachRun(self._envs)
-        return parts.make_loop(self._comm.rank, envs, exchange, progress, interrupt), exchange
+        return parts.make_loop(self._comm.rank, self._envs, exchange, progress, interrupt), exchange
 
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
         """As a `Trial`'s, from the last record before anything is learned."""
+        self._envs.begin_anew(seeds)
         records = super().run(global_steps, seconds, seeds)
         learns = any(record["updates"] for record in records)  # else it only acts, or serves
         before = [
@@ -117,21 +115,3 @@ class GorilaTrial(Trial):
             if (not record["updates"] if learns else record.get("global_steps", 0) < self.steps_before)
         ]  # fmt: skip
         return records[max(len(before) - 1, 0) :]
-
-
-class _AnewEachRun(Envs):
-    """Environments that really begin new games, and are timed as the continued ones are."""
-
-    def __init__(self, timed: ContinuedEnvs) -> None:
-        self._timed, self.num_envs = timed, timed.num_envs
-        self.observation_space, self.action_space = timed.observation_space, timed.action_space
-
-    def reset(self, seeds: np.ndarray) -> np.ndarray:
-        self._timed.observations = self._timed.real.reset(seeds)
-        return self._timed.observations
-
-    def step(self, actions: np.ndarray) -> Any:
-        return self._timed.step(actions)
-
-    def close(self) -> None:
-        self._timed.close()

@@ -83,8 +83,12 @@ class ContinuedEnvs(Envs):
         self.real, self.num_envs = envs, envs.num_envs
         self._sleep_per_cpu_s, self._cpu_s = (slowdown - 1) / threads, time.process_time()
         self.observation_space, self.action_space = envs.observation_space, envs.action_space
-        self.observations = envs.reset(seeds)  # the newest
+        self.begin_anew(seeds)
         self._stepped_at_s: list[float] = []
+
+    def begin_anew(self, seeds: np.ndarray) -> None:
+        """Really begin new games; the next run begins with them."""
+        self.observations = self.real.reset(seeds)  # the newest
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         return self.observations

@@ -15,8 +15,8 @@ import numpy as np
 from pala.compare.measures import Run
 from pala.compare.plan import Cell, Plan
 from pala.config import Config, ExchangeConfig
+from pala.config_influence import differences, phrase
 from pala.report import runs
-from pala.report.settings import differences, method_of, phrase
 from pala.run import run_folder
 from pala.run.metrics import metrics_files
 from pala.system.errors import PalaError, reason
@@ -108,9 +108,9 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
     such the one that gives its run of this seed the same name (variants may differ in what does not decide how a run
     learns, as threads), then one that has runs with as many ranks, then one with the same budget. Settings that differ
     even so become part of the name, so that runs which are not alike are not mixed."""
-    game, method, ranks = plan.game_of(config, source), method_of(config), segment.get("ranks", 1)
+    game, method, ranks = plan.game_of(config, source), config.exchange_kind.name, segment.get("ranks", 1)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
-    alike = {variant: settings for variant, settings in wanted.items() if method_of(settings) == method}
+    alike = {variant: settings for variant, settings in wanted.items() if settings.exchange_kind.name == method}
     if not alike:
         other = next(iter(wanted.values()))
         exchange = ExchangeConfig(config.exchange.kind)

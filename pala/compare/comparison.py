@@ -11,7 +11,7 @@ from typing import Any
 from pala.compare.measures import Run
 from pala.compare.plan import Cell, Preset
 from pala.config import Config
-from pala.report.settings import differences, method_of
+from pala.config_influence import differences
 
 _LOOKS = {
     "uniform": 0, "shared_memory": 1, "allreduce": 2, "paired": 3, "paired, momentum": 4, "push_sum": 5, "none": 6,
@@ -112,7 +112,7 @@ class Comparison:
 
 
 def _rule_of(config: Config) -> str:
-    method = method_of(config)
+    method = config.exchange_kind.name
     rule = config.exchange.mixing if method == "gossip" else method
     return f"{rule}, momentum" if rule == "paired" and config.a2c.momentum else rule
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from pala.compare.collect import load
 from pala.compare.plan import Plan, Planned, options
 from pala.config import load_preset
+from pala.config_influence import differences
 from pala.evaluation.record import final_evaluation
 from pala.report.runs import config_as_computed
-from pala.report.settings import differences
 from pala.run import run_folder
 from pala.run.lock import lock_folder
 from pala.system.errors import PalaError

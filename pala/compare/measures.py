@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pala.compare.plan import Cell
-from pala.evaluation.scores import human_normalised
+from pala.evaluation.references import human_normalised
 from pala.report.curves import curve_of, running_mean
 from pala.report.runs import RunData
 from pala.run.metrics import Record, progress_kept

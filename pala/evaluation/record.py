@@ -12,7 +12,6 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import is_number, json_text, open_to_append, read_json, write_json
 from pala.system.text import counted, short_number
 
-EPISODES = 100  # of an evaluation that is asked for by hand, where training made none
 _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
 
 

@@ -22,8 +22,8 @@ import torch
 from pala.config import EnvConfig
 from pala.envs import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
 from pala.evaluation.acting import Acting, check_numbers
-from pala.evaluation.play import whole_games
 from pala.evaluation.policy import Actor, load_policy
+from pala.evaluation.scoring import whole_games
 from pala.run import user_code
 from pala.system.errors import PalaError, reason
 from pala.system.seeding import derive

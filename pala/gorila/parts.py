@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pala.config import Config, EnvConfig
+from pala.config import ENV_OPERATION, Config, EnvConfig
 from pala.envs import AtariEnvs, Envs
 from pala.exchange.budget import ExchangeState, budget_of
 from pala.gorila.dqn import LossFilter
@@ -272,8 +272,8 @@ def _find_place(comm: Communicator, config: Config, sleeping: SleepingGorila | N
 
 def _changed(before: EnvConfig, now: EnvConfig) -> list[str]:
     """Settings that differ and may change what a transition means."""
-    alike = replace(before, num_envs=now.num_envs, vectorization=now.vectorization, episode_info=now.episode_info)
-    return [f"'env.{key}'" for key, value in asdict(alike).items() if value != getattr(now, key)]
+    then = asdict(before)
+    return [f"'env.{key}'" for key in then if key not in ENV_OPERATION and then[key] != getattr(now, key)]
 
 
 def _warn_of_staleness(config: Config, num_learners: int) -> None:

@@ -9,7 +9,7 @@ from string import Template
 import ale_py
 import gymnasium
 
-from pala.evaluation.scores import score_table
+from pala.evaluation.references import score_table
 from pala.gorila.scores import PUBLISHED
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, reason

@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import tyro
 
 from pala.config import Config
+from pala.config_influence import differences, phrase
 from pala.evaluation.record import action_words, final_evaluation
-from pala.evaluation.scores import human_normalised, rom_of, score_table
-from pala.report.settings import differences, phrase
+from pala.evaluation.references import human_normalised, rom_of, score_table
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, reason

@@ -10,7 +10,7 @@ import numpy as np
 
 from pala.config import Config
 from pala.evaluation.record import final_evaluation
-from pala.evaluation.scores import reference_of
+from pala.evaluation.references import reference_of
 from pala.run import run_folder
 from pala.run.metrics import Record, read_run
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pala.config import Config
 from pala.evaluation.acting import Acting
-from pala.evaluation.play import evaluate
 from pala.evaluation.record import Evaluation, save
+from pala.evaluation.scoring import evaluate
 from pala.plot import plot
 from pala.run import checkpoint, run_folder
 from pala.run.keeper import kept_best

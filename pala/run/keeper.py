@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pala.config import Config, EnvConfig, to_table
+from pala.config import ENV_LEARNING, ENV_OPERATION, Config, EnvConfig, to_table
 from pala.exchange.base import Exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
@@ -27,7 +27,7 @@ from pala.system.files import json_text
 from pala.system.output import say
 
 # On the returns of a policy, which are of whole games, unclipped.
-_WITHOUT_INFLUENCE = ("num_envs", "vectorization", "episode_info", "clip_rewards", "terminal_on_life_loss")
+_WITHOUT_INFLUENCE = (*ENV_OPERATION, *ENV_LEARNING)
 
 
 class Exported(NamedTuple):

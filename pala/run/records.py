@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from pala.config import Config, to_table
-from pala.report.settings import settings_that_matter
+from pala.config_influence import settings_that_matter
 from pala.run.console import Reporter
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.run.run_folder import RunRecord

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pala.config import Config, from_table, to_table
+from pala.run.hooks import UserCode
 from pala.run.lock import LOCK, is_locked
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError, reason
@@ -19,7 +20,8 @@ from pala.system.files import dated, read_json, write_json
 
 POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
 SIGNATURE = "code.signature"
-CODE_FILES = ("make_env.txt", "make_env.pkl", "make_network.txt", "make_network.pkl", SIGNATURE)  # pala.run.user_code's
+CODE_ENDINGS = ("txt", "pkl")  # of a factory's name, and of a pickled one (`user_code.py`)
+CODE_FILES = (*(f"{what}.{ending}" for what in UserCode._fields for ending in CODE_ENDINGS), SIGNATURE)
 _BEFORE_RECORD = (LOCK, *CODE_FILES)  # what is made before run.json, beside the folders
 _FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
 

@@ -26,7 +26,7 @@ import cloudpickle
 
 from pala.config import Config
 from pala.run.hooks import UserCode
-from pala.run.run_folder import CODE_FILES, SIGNATURE
+from pala.run.run_folder import CODE_ENDINGS, CODE_FILES, SIGNATURE
 from pala.system.errors import PalaError
 from pala.system.files import open_to_read, write_atomically
 from pala.system.names import cannot_be_loaded, import_named, name_of
@@ -45,7 +45,9 @@ def keep(run: Path, config: Config, code: UserCode) -> None:
     kept = {what: _to_keep(what, factory) for what, factory in code._asdict().items() if factory is not None}
     for what, (ending, data) in kept.items():  # all can be kept: nothing is changed else
         write_atomically(run / f"{what}.{ending}", data)
-        (run / f"{what}.{'pkl' if ending == 'txt' else 'txt'}").unlink(missing_ok=True)
+        for other in CODE_ENDINGS:
+            if other != ending:
+                (run / f"{what}.{other}").unlink(missing_ok=True)
     if not _pieces(run, config, NOTHING):
         return
     key = _own_key()
@@ -96,7 +98,7 @@ def load_trusted(run: Path, config: Config, trust_run: bool) -> UserCode:
 
 def _kept(run: Path, what: str) -> Path | None:
     """The file that a factory is kept in; a name wins over a pickle."""
-    return next((file for ending in ("txt", "pkl") if (file := run / f"{what}.{ending}").exists()), None)
+    return next((file for ending in CODE_ENDINGS if (file := run / f"{what}.{ending}").exists()), None)
 
 
 def _to_keep(what: str, factory: Any) -> tuple[str, bytes]:

@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 
 from pala.config import EnvConfig, to_table
-from pala.envs import AtariEnvs, Envs, Episode, as_gymnasium, make_envs
+from pala.envs import AtariEnvs, Envs, Episode, make_envs
 from pala.evaluation.acting import OTHER_SETTINGS, Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
-from pala.evaluation.record import EPISODES, Evaluation
-from pala.evaluation.scores import SCORE_TABLE, human_normalised, reference_of
+from pala.evaluation.record import Evaluation
+from pala.evaluation.references import SCORE_TABLE, human_normalised, reference_of
 from pala.run import run_folder, user_code
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError
 from pala.system.output import say
-from pala.system.resources import usable_cores
 from pala.system.seeding import derive
 from pala.system.text import counted
 
@@ -50,7 +47,7 @@ def evaluate(
         act = policy.actor(acting.greedy, int(derive(acting.seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
         seeds = derive(acting.seed, 0, "evaluation environments", envs.num_envs)
-        played, steps = play(envs, act, seeds, episodes, timeout_s)
+        played, steps = play_episodes(envs, act, seeds, episodes, timeout_s)
         seconds = time.perf_counter() - begin
     cut = sum(episode.length_steps >= limit for episode in played)
     if cut and not isinstance(envs, AtariEnvs):
@@ -71,34 +68,6 @@ def evaluate(
         **_statistics(played),
         **_game_facts(config.env, played, envs.name, isinstance(envs, AtariEnvs)),
     )
-
-
-def evaluate_with_defaults(
-    run: Path, episodes: int | None, num_envs: int | None, greedy: bool | None, seed: int, threads: int | None,
-    trust_run: bool, best: bool, other_settings: Mapping[str, float],
-) -> Evaluation:  # fmt: skip
-    """What `pala.evaluate_policy` does: `evaluate`, with the run's settings for what is None; torch then has as many
-    threads as before."""
-    settings, before = run_folder.config_of(run).evaluation, torch.get_num_threads()
-    try:
-        acting = Acting(
-            settings.greedy if greedy is None else greedy, seed, threads or usable_cores(), trust_run, best,
-            other_settings,
-        )  # fmt: skip
-        return evaluate(
-            run, (settings.episodes or EPISODES) if episodes is None else episodes,
-            settings.num_envs if num_envs is None else num_envs, acting,
-        )  # fmt: skip
-    finally:
-        torch.set_num_threads(before)
-
-
-def environments_of(run: Path, num_envs: int, trust_run: bool) -> gymnasium.vector.VectorEnv:
-    """What `pala.make_envs` does."""
-    config = run_folder.config_of(run)
-    check_numbers(num_envs=(num_envs, 1))
-    make_env, _ = user_code.load_trusted(run, config, trust_run)
-    return as_gymnasium(whole_games(config.env, num_envs), usable_cores(), make_env)
 
 
 def _statistics(played: list[Episode]) -> dict[str, Any]:
@@ -156,7 +125,7 @@ def whole_games(env: EnvConfig, num_envs: int) -> EnvConfig:
     return replace(env, num_envs=num_envs, terminal_on_life_loss=False, clip_rewards="none")
 
 
-def play(
+def play_episodes(
     envs: Envs, act: Actor, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
 ) -> tuple[list[Episode], int]:
     """(`episodes` whole episodes, environment steps made).

@@ -71,11 +71,6 @@ def _without_their_condition(config: Config) -> set[str]:
     return {key for keys, holds in conditions.items() for key in keys if not holds}
 
 
-def method_of(config: Config) -> str:
-    """What a run is compared as: how its ranks learn together."""
-    return config.exchange_kind.name
-
-
 def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     """Settings that decide how a run learns and differ, dotted key -> (found, wanted): the seed aside, and the budget
     unless a setting follows it. A precision of `auto` wants any: the machine decides."""
