@@ -191,6 +191,25 @@ def test_a_rival_makes_no_pass_that_it_does_not_need(kind: str, ranks: int, expe
         torch.testing.assert_close(mixed, torch.full((1000,), (ranks - 1) / 2))
 
 
+def test_one_mix_in_eight_is_measured_however_often_records_are_written() -> None:
+    config = Config(exchange=ExchangeConfig("shared_memory", max_staleness=0))
+
+    def main(comm: MemoryCommunicator) -> list[int]:
+        exchange = make_exchange(comm, torch.zeros(10), 0, config, ExchangeState([0] * 2), comm.interrupt)
+        measured = list[int]()
+        for update in range(24):
+            exchange.after_update(1, healthy=True)
+            if exchange.metrics()["consensus_distance"] is not None:
+                measured.append(update)
+            comm.barrier()
+        exchange.stop_now(Stop.BUDGET)
+        exchange.close(10)
+        return measured
+
+    for measured in run_ranks(2, main):
+        assert measured == [0, 8, 16]
+
+
 # ---- deaths ----------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import mpi4py
 
 from pala.run.provenance import installed_versions
-from pala.system.launcher import launcher_process
+from pala.system.launcher import Launch, launcher_process
 from pala.system.resources import available_memory_bytes, most_cores
 
 _SLURM = (
@@ -27,14 +27,10 @@ _SLURM = (
     "SLURM_CPUS_PER_TASK",
     "SLURM_GPUS_PER_TASK",
 )
-# A variable that only this launcher sets, and where it writes the number of processes and each one's. An mpirun inside
-# an allocation passes Slurm's variables on: its own come first.
-_LAUNCHERS = (
-    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("MPICH", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK"),
-    ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("", "PMI_SIZE", "PMI_SIZE", "PMI_RANK"),
-)
+# By a variable that only this launcher sets. An mpirun inside an allocation passes Slurm's on: its own come first.
+_SIGNS = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI", "MPI_LOCALNRANKS": "MPICH", "SLURM_STEP_NUM_TASKS": "Slurm", "PMI_SIZE": "",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -161,14 +157,14 @@ class Job:
 
 def launcher_here() -> Launcher:
     """What started this process, from the environment."""
-    for name, sign, size, rank in _LAUNCHERS:
-        # A shell of `srun --pty` is a step of one task.
-        by_hand = name in ("Slurm", "") and os.environ.get("SLURM_STEP_NUM_TASKS") == os.environ.get(size) == "1"
-        if sign in os.environ and not by_hand:
-            return Launcher(
-                Product(name), processes=int(os.environ.get(size, 1)), rank=int(os.environ.get(rank, 0))
-            )  # fmt: skip
-    return Launcher()
+    sign = next((sign for sign in _SIGNS if sign in os.environ), None)
+    if sign is None:
+        return Launcher()
+    launch, name = Launch.detect(), _SIGNS[sign]
+    # A shell of `srun --pty` is a step of one task.
+    if name in ("Slurm", "") and os.environ.get("SLURM_STEP_NUM_TASKS") == "1" and launch.size == 1:
+        return Launcher()
+    return Launcher(Product(name), processes=launch.size, rank=launch.rank)
 
 
 def launcher_command(launcher: Launcher) -> str:

@@ -29,6 +29,7 @@ from torch import Tensor
 from pala.config import ExchangeConfig
 from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
+from pala.exchange.gossip.driver import MIXES_A_MEASUREMENT
 from pala.exchange.gossip.topology import out_peers
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
@@ -38,7 +39,6 @@ from pala.transport.base import Communicator
 _LONGEST_SLEEP_S = 5e-4
 _NAP_S = 0.01  # of a rank without a model whose peers have none either
 _HEALING_S = 300.0  # peers write when their updates end
-_MIXES_A_MEASUREMENT = 8  # as gossip
 
 
 def check_one_host(comm: Communicator) -> None:
@@ -103,6 +103,7 @@ class SharedMemory(ModelExchange):
         self._is_owed = False  # what this update made is still to be written
         self._counts: Counter[str] = Counter()
         self._distances: list[Tensor] = []
+        self._num_mixes = 0  # whose records have been written, too
         self._final: End | None = None
 
     @property
@@ -228,7 +229,7 @@ class SharedMemory(ModelExchange):
     def _mix_with(self, total: Tensor, k: int) -> None:
         """x <- (x + sum of k in-peers) / (1 + k); a model that is not finite is replaced."""
         x = self._parameters
-        if self._healthy and self._counts["mixes"] % _MIXES_A_MEASUREMENT == 0:
+        if self._healthy and self._num_mixes % MIXES_A_MEASUREMENT == 0:
             self._distances.append((total / k - x)[: self._num_measured].norm())
         if self._healthy and k == 1:
             x.lerp_(total, 0.5)  # one pass
@@ -236,6 +237,7 @@ class SharedMemory(ModelExchange):
             x.add_(total).mul_(1 / (1 + k))
         else:
             torch.mul(total, 1 / k, out=x)
+        self._num_mixes += 1
         self._counts["mixes"] += 1
         self._counts["models_mixed"] += k
 

@@ -47,7 +47,7 @@ from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
 _MOST_REPLIES = 8  # to one peer that have not left
-_MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
+MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
 class Opened(NamedTuple):
@@ -390,7 +390,7 @@ class GossipDriver(Receiver):
     def _measures(self) -> bool:
         """True for one of so many calls."""
         self._num_asked += 1
-        return self._num_asked % _MIXES_A_MEASUREMENT == 1
+        return self._num_asked % MIXES_A_MEASUREMENT == 1
 
     def _count_mix(self, num_models: int, distance: Any = None) -> None:
         if distance is not None:
