@@ -26,6 +26,7 @@ from memory_jobs import (
     OUTLIVING,
     asking_as_abort_does,
     configure,
+    gorila,
     slow_until_joined,
     train,
     with_spares,
@@ -579,6 +580,21 @@ def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> No
     ranks.train()
     assert [type(result) for result in ranks.results] == [EndError, EndError], ranks.results
     assert ranks.segment["status"] == "failed" and not ranks.record["completed"]
+
+
+def test_a_run_of_gorila_without_an_update_says_that_it_learned_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """All its rewards are NaN, so that nothing comes into a replay."""
+
+    def make_env() -> gymnasium.Env:
+        return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: float("nan"))
+
+    ranks = Ranks(2, gorila(tmp_path), make_env=make_env)
+    ranks.train()
+    assert ranks.record["completed"]
+    said = capsys.readouterr().err
+    assert said.count("No rank made an update in the 4") == 1 and "'rewards_not_finite'" in said
 
 
 @pytest.mark.slow

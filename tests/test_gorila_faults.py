@@ -222,15 +222,18 @@ def test_a_rank_that_stops_for_less_than_the_patience_changes_nothing(rank: int,
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_left", [False, True])
 def test_a_shard_that_dies_before_its_slice_is_fetched_leaves_no_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slice would be zeros."""
+    """Its slice would be zeros. Those who remain may be about to leave."""
     final_parameters = GorilaExchange.final_parameters
 
     def dies_before(exchange: GorilaExchange, timeout_s: float):
         if exchange._comm.rank == 1:
             exchange._comm.die()
+        elif has_left:
+            exchange._members.budget.rank_left(exchange._comm.rank)
         return final_parameters(exchange, timeout_s)
 
     monkeypatch.setattr(GorilaExchange, "final_parameters", dies_before)

@@ -89,6 +89,16 @@ class Company:
         for rank in sorted(self.alive):
             self.members[rank].look(self.now_s)
 
+    def silence(self, rank: int) -> None:
+        """It takes no messages in, until the first shard notices."""
+        for _ in range(6):
+            for pair in sorted(self.under_way):
+                while pair[1] != rank and pair in self.under_way:
+                    self.deliver(pair)
+            self.look(PATIENCE_S / 4)
+            if rank in self.members[0].watch.silent:
+                return
+
     def check(self, rank: int) -> None:
         """That training ends here only if it must."""
         fault = self.members[rank].fault
@@ -247,13 +257,7 @@ def test_a_spare_that_is_stopped_when_it_has_been_told_to_take_a_place_ends_trai
     company.kill(dead)
     company.hear_of_death(0)
     first = company.members[0]
-    for _ in range(6):
-        for pair in sorted(company.under_way):
-            while pair[1] != 5 and pair in company.under_way:
-                company.deliver(pair)
-        company.look(PATIENCE_S / 4)
-        if first.fault:
-            break
+    company.silence(5)
     assert first.places.orders == {5: dead} and first.watch.silent == {5}
     assert first.fault.startswith("Rank 5 has not answered for 60 s ('gorila.patience_s'), which is the spare") == (
         dead == 2
@@ -271,6 +275,23 @@ def test_who_leaves_is_replaced_and_who_is_needed_stays() -> None:
     company.settle()
     assert company.members[5].why_stay() == "no other rank can do what it does" and not company.members[3].why_stay()
     assert not any(member.fault for member in company.members)
+
+
+@pytest.mark.parametrize(
+    ("num_spares", "silent", "dead", "stays"),
+    [(0, 3, None, False), (0, 2, None, True), (1, 2, None, False), (1, 5, None, False), (1, 5, 2, True)],
+)
+def test_a_rank_that_does_not_answer_does_nothing_for_one_that_would_leave(
+    num_spares: int, silent: int, dead: int | None, stays: bool
+) -> None:
+    """Ranks 1 and 2 learn, 3 and 4 act, 5 is the spare. Without 1 the first shard may find that nobody learns."""
+    company = Company(LOCAL, 5, num_spares)
+    company.silence(silent)
+    first = company.members[0]
+    if dead is not None:
+        first.peer_died(dead)
+    assert first.watch.silent == {silent} and not first.fault
+    assert bool(first.why_stay(1)) == stays
 
 
 @pytest.mark.parametrize(("num_spares", "asking", "may"), [(0, (1, 2), [1]), (1, (1, 2, 3, 4), [1, 2, 3])])

@@ -22,9 +22,7 @@ from memory_jobs import (
     train,
 )
 
-from pala.config import (
-    GorilaConfig,
-)
+from pala.config import EnvConfig, GorilaConfig
 from pala.envs import Envs
 from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
@@ -35,7 +33,7 @@ from pala.run.metric_table import METRICS
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
-from pala.system.errors import CollectiveError, EndError
+from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.transport.faults import (
     Fault,
     fail_at,
@@ -56,6 +54,12 @@ def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, 
     learned = 0 if config.roles == "separate" else 20  # there actors wait for no learner
     assert assemble(states).version > learned and trained.total("messages_refused") == 0
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
+
+
+def test_a_minibatch_that_is_too_large_to_be_sent_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    config = gorila(tmp_path, replace(GORILA, minibatch_size=1_000_000))
+    for error in train(2, replace(config, env=EnvConfig(num_envs=2))).results:
+        assert isinstance(error, PalaError) and "lower 'env.num_envs' or 'gorila.minibatch_size'" in str(error)
 
 
 @pytest.mark.parametrize(

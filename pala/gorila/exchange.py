@@ -237,6 +237,8 @@ class GorilaExchange(Exchange, Receiver):
 
         final, members = self._comm.with_survivors(join, timeout_s, self._interrupt)
         self._forget_all_but(members)
+        self._members.judge_deaths()  # also if this rank had left: it may be the first of those that are there
+        self._raise_failure()
         return final
 
     def metrics(self) -> dict[str, Any]:

@@ -119,12 +119,8 @@ class Members:
     def _changed(self) -> None:
         if self.has_left:
             return
-        is_over = self.budget.stop is not Stop.NONE
-        if not self.fault and (loss := lost_by_deaths(self.places, self.budget.living, is_over)):
-            (rank,) = loss.ranks
-            fate = "left" if rank in self.budget.left else "died"
-            self.fault = f"Rank {rank} has {fate}, which {loss.what}; {_END}"
-        if not self.fault and not is_over:
+        self.judge_deaths()
+        if not self.fault and self.budget.stop is Stop.NONE:
             self.watch.attend(self._watched())
             self._give_places()
             self.on_change()
@@ -138,6 +134,14 @@ class Members:
         self.watch.look(now_s)
         self.judge_silence()
         self._give_places()
+
+    def judge_deaths(self) -> None:
+        """Training goes on as long as all shards live, and somebody of each other role; when it ends, shards do."""
+        is_over = self.budget.stop is not Stop.NONE
+        if not self.fault and (loss := lost_by_deaths(self.places, self.budget.living, is_over)):
+            (rank,) = loss.ranks
+            fate = "left" if rank in self.budget.left else "died"
+            self.fault = f"Rank {rank} has {fate}, which {loss.what}; {_END}"
 
     def judge_silence(self) -> None:
         """Training goes on as long as all shards answer, and somebody of each other role."""
@@ -158,19 +162,20 @@ class Members:
 
     def why_stay(self, rank: int | None = None) -> str:
         """Why this rank, or another, cannot leave: what others need of it, or nothing. Spares take what places they
-        can."""
+        can; who is silent does nothing for others."""
         rank = self.rank if rank is None else rank
         if rank in self.places.roles.shards:
             return "it serves a shard"
-        without, going = copy.deepcopy(self.places), {rank, *self._let_go}
+        without, going, silent = copy.deepcopy(self.places), {rank, *self._let_go}, self.watch.silent
         for gone in sorted(going):
             without.lose(gone)
-        without.give(unfit=())
+        without.give(unfit=silent)
         successors = dict(without.orders)
         for spare, place in successors.items():
             without.take(place, spare, certain=True)
         living = {*self.budget.living, *successors} - going
-        return NOBODY_ELSE if lost_by_deaths(without, living, is_over=False) else ""
+        lost = lost_by_deaths(without, living, is_over=False) or lost_by_silence(without, living, silent)
+        return NOBODY_ELSE if lost else ""
 
     def ask_to_leave(self) -> None:
         """`may_leave` tells when the first shard has answered."""

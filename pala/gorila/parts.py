@@ -221,13 +221,6 @@ def build(
 
     network, target_network = collectively(comm, lambda: _two_of(make_one))
     flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
-    batch_size = config.gorila.minibatch_size
-    observations = blank_observations(envs.observation_space, batch_size, device)  # room for a minibatch
-    tape, target_tape = (
-        collectively(comm, lambda net=net: make_tape(net, config.network, 1, observations))  # type: ignore[misc]
-        for net in (network, target_network)
-    )
-    target.data.copy_(flat.data)
     frame_stack = config.env.frame_stack if isinstance(envs, AtariEnvs) else 1
 
     def make_rules() -> Rules:
@@ -235,7 +228,14 @@ def build(
         formats = Formats.of(config.env, frame_stack, config.gorila, envs.observation_space, num_actions)
         return Rules.of(config.gorila, roles, len(roles.everybody) + config.run.spares, flat, formats)
 
-    rules = collectively(comm, make_rules)
+    rules = collectively(comm, make_rules)  # first, since it refuses a minibatch that is too large
+    batch_size = config.gorila.minibatch_size
+    observations = blank_observations(envs.observation_space, batch_size, device)  # room for a minibatch
+    tape, target_tape = (
+        collectively(comm, lambda net=net: make_tape(net, config.network, 1, observations))  # type: ignore[misc]
+        for net in (network, target_network)
+    )
+    target.data.copy_(flat.data)
     store = collectively(comm, lambda: _make_store(rank, place, config, roles, envs, frame_stack))
     _check_memory(comm, config, store)
     gorila = config.gorila

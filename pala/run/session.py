@@ -189,22 +189,30 @@ class Session:
         return f"{_CALLBACKS[int(said[ranks[0]])]} of rank {ranks[0]} returned False"
 
     def _check_learned(self, loop: Loop) -> None:
-        """Collective. Raises EndError if no update was applied in this start, or ever: nothing was learned."""
+        """Collective. Raises EndError if no update was applied in this start, or ever: nothing was learned. Says so if
+        none was tried."""
 
         def add_up(survivors: Survivors) -> np.ndarray:
             begun, now = loop.began_with, loop.counters
             start = now.updates - begun.updates, now.applied - begun.applied
-            counts = np.array([*start, now.updates, now.applied], np.int64)
+            made = now.local_steps - begun.local_steps
+            counts = np.array([*start, now.updates, now.applied, made], np.int64)
             survivors.reduce(counts, "sum")
             return counts
 
         counts = self._comm.with_survivors(add_up, self._job.patience_s, self._interrupt)
-        left_out = [tried for tried, applied in (counts[:2], counts[2:]) if tried > 0 and applied == 0]
+        left_out = [tried for tried, applied in (counts[:2], counts[2:4]) if tried > 0 and applied == 0]
         if left_out:
             raise EndError(
                 f"All {left_out[-1]:,} updates of all ranks were left out, because the loss or its gradient was not "
                 "finite: nothing was learned. Look at the environment's rewards and observations, or at the learning "
                 "rate."
+            )
+        if counts[0] == 0 < counts[4] and self._leads:
+            why = "; see 'gorila.min_replay_steps', and 'rewards_not_finite' in its metrics"
+            say(
+                f"No rank made an update in the {counts[4]:,} steps of this start, so nothing was learned: the final "
+                f"policy is the one that it began with{why if self._config.algorithm == 'gorila' else ''}."
             )
 
     def _sit_out(self, exchange: Exchange) -> Stop:
