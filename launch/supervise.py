@@ -39,6 +39,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
+from pala.config import to_table
 from pala.run import run_folder
 from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
@@ -46,6 +47,7 @@ from pala.system.files import dated
 from pala.system.interrupt import LEAVE, hangup
 from pala.system.jobs import clear_after
 from pala.system.output import ANNOUNCEMENT, SUPERVISED, say
+from pala.system.tables import flatten, shown
 from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
@@ -126,7 +128,8 @@ class Supervisor:
             arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
             if spares and not any(argument.startswith("--run.spares") for argument in arguments):
                 arguments += ["--run.spares", str(spares)]
-            command = parse(arguments)
+            asked, command = command, parse(arguments)
+            _tell_of_changed_preset(asked, command)
         self._spares = spares = command.config.run.spares
         self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
         if self.hosts and self.ranks > slots:
@@ -491,6 +494,20 @@ def _begun(command: Command) -> Path | None:
     run = Path(command.config.run.dir) / name
     is_there = command.resume is None and name and os.path.exists(run / "run.json")  # noqa: PTH110  Path's may raise
     return run if is_there else None
+
+
+def _tell_of_changed_preset(asked: Command, command: Command) -> None:
+    """Say so if the preset has been edited since the run began, which goes on with its own settings."""
+    if asked.preset is None:
+        return
+    now, own = (flatten(to_table(each.config)) for each in (asked, command))
+    changed = [key for key in now if now[key] != own[key] and not key.startswith("run.")]
+    if changed:
+        named = "; ".join(f"'{key}' is {shown(now[key])}, in the run {shown(own[key])}" for key in changed)
+        say(
+            f"supervise: run '{command.resume}' was begun with another '{asked.preset}', and goes on with its own "
+            f"settings: {named}. What is to change in it has to be given as an option."
+        )
 
 
 def usual_ranks(command: Command) -> int:

@@ -71,7 +71,7 @@ def fit(
     from pala.system.output import one_sentence_for_mistakes, say
     from pala.system.resources import prepare
     from pala.transport.agreement import collectively, cores_per_rank
-    from pala.transport.mpi_process import abort, has_started_mpi, leave_job, note_spares, start_mpi
+    from pala.transport.mpi_process import abort, check_slurm_tasks, has_started_mpi, leave_job, note_spares, start_mpi
 
     began_s = time.perf_counter() if has_started_mpi() else None
     facts = _facts()
@@ -81,8 +81,11 @@ def fit(
     try:
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
-        if comm.rank == 0 and resume is None and (note := note_on_vain(_as_played(config, make_env), Config())):
-            say(note)  # also of what a preset set
+        if comm.rank == 0:
+            check_slurm_tasks(comm.size, config.run.spares)
+            played, own = _as_played(config, make_env), (make_env is not None, make_network is not None)
+            if resume is None and (note := note_on_vain(played, Config(), *own)):
+                say(note)  # also of what a preset set
         if config.run.spares and comm.outlives_ranks:  # else they are refused
             note_spares()
         cores = cores_per_rank(comm, config.run.spares)

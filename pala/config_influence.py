@@ -45,13 +45,16 @@ def _not_read(facts: dict[str, Any]) -> set[str]:
     return of_exchange | of_network | of_algorithm
 
 
-def set_in_vain(config: Config, before: Config, own_env: bool = False) -> list[str]:
+def set_in_vain(
+    config: Config, before: Config, own_env: bool = False, own_network: bool = False
+) -> list[str]:  # fmt: skip
     """Dotted keys of settings that are not what they were, and at which the run does not look. `own_env`: it plays an
-    environment made in Python, whatever its id."""
+    environment made in Python, whatever its id; `own_network`: its network is made in Python."""
     now, then = flatten(to_table(config)), flatten(to_table(before))
     unread = _not_read(now)
     is_atari = config.env.is_atari and not own_env
     unread |= set(_NOT_OF_ATARI) if is_atari else {f"env.{name}" for name in _OF_ATARI}
+    unread |= {f"network.{name}" for name in _OF_OUR_NETWORKS if own_network}
     unread |= _without_their_condition(config)
     return [key for key in now if now[key] != then[key] and key in unread]
 

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cloudpickle
 import gymnasium
 from gymnasium.vector import AutoresetMode
 
@@ -43,6 +44,17 @@ class _InProcess(gymnasium.Wrapper):
             raise RuntimeError(f"'{what}' of an environment has raised {name} in its process, as above.") from None
 
 
+def _check_can_travel(factory: Callable[[], gymnasium.Env]) -> None:
+    """Raise PalaError if the factory cannot be sent to a process."""
+    try:
+        cloudpickle.dumps(factory)
+    except Exception as error:  # it is the user's code: anything may happen
+        raise PalaError(
+            f"'env.vectorization' is 'async', but the environment's factory cannot be sent to a process ({error}): "
+            "define it in a module that can be imported, make in it what it needs, or take 'sync'."
+        ) from None
+
+
 class EnvProcesses(gymnasium.vector.AsyncVectorEnv):
     """Environments in processes of their own, which never outlive this one's wish. Raises PalaError if one cannot be
     made there."""
@@ -69,6 +81,7 @@ class EnvProcesses(gymnasium.vector.AsyncVectorEnv):
             ) from None
         except BaseException:
             self.end()
+            _check_can_travel(factory)
             raise
 
     def reset(self, **arguments: Any) -> Any:

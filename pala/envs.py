@@ -371,8 +371,12 @@ def _saying_what_cannot_be_made(config: EnvConfig, make_env: MakeEnv | None) -> 
     try:
         yield
     except gymnasium.error.Error as error:
-        what = "The environment made in Python" if make_env is not None else f"'env.id': the environment '{config.id}'"
-        raise PalaError(f"{what} cannot be made: {error}") from None
+        what, advice = f"'env.id': the environment '{config.id}'", ""
+        if make_env is not None:
+            what = "The environment made in Python"
+            if isinstance(error, gymnasium.error.UnregisteredEnv):  # of a script's own imports a process knows nothing
+                advice = " What registers it has to be imported in the factory, or named in the id: `module:Id-v0`."
+        raise PalaError(f"{what} cannot be made: {error}{advice}") from None
 
 
 def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -382,6 +382,38 @@ def test_the_environments_of_a_run_give_what_its_policy_takes(
         pala.make_envs(run, num_envs=0)
 
 
+def test_a_run_whose_environment_from_python_is_missing_is_not_played_with_another(tmp_path: Path) -> None:
+    """As one that was copied without its pickles: its id may be that of an environment that is registered."""
+    make_env = partial(gymnasium.make, "CartPole-v1", max_episode_steps=20)
+    config = configure(tmp_path, steps=100)
+    (result,) = train(1, config, make_env=make_env)
+    assert pala.evaluate_policy(result.run, episodes=1).mean_length_steps <= 20
+    (result.run / "make_env.pkl").unlink()
+    with pytest.raises(PalaError, match=r"`make_env` from Python, but the file that keeps it, 'make_env.txt'"):
+        pala.evaluate_policy(result.run, trust_run=True)
+    (error,) = train(1, replace(config, total_steps=200), resume=result.run)
+    assert isinstance(error, PalaError) and "copy it from where the run was made" in str(error)
+    assert train(1, replace(config, total_steps=200), make_env=make_env, resume=result.run)[0].status == "completed"
+
+
+def test_a_factory_that_needs_what_its_script_registered_is_told_so(tmp_path: Path) -> None:
+    (error,) = train(1, configure(tmp_path), make_env=lambda: gymnasium.make("Nowhere/Grid-v0"))
+    assert isinstance(error, PalaError) and "has to be imported in the factory, or named in the id" in str(error)
+
+
+def test_a_factory_that_cannot_be_sent_to_a_process_is_told(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def make_env() -> gymnasium.Env:
+        with lock:
+            return Sparkle()
+
+    config = configure(tmp_path)
+    config = replace(config, env=replace(config.env, vectorization="async"))
+    (error,) = train(1, config, make_env=make_env)
+    assert isinstance(error, PalaError) and "cannot be sent to a process (cannot pickle" in str(error)
+
+
 def test_a_run_that_left_its_evaluation_out_can_be_evaluated(tmp_path: Path) -> None:
     config = replace(CARTPOLE, evaluation=replace(CARTPOLE.evaluation, episodes=0))
     run = make_run(tmp_path / "run", config, network_of(config))
@@ -722,6 +754,10 @@ def test_what_only_palas_networks_read_is_no_difference_of_a_named_one() -> None
     other = replace(named, network=replace(named.network, mlp_hidden=(5,), conv_hidden=7, passes="autograd"))
     assert differences(other, named) == {}
     assert set_in_vain(other, named) == ["network.conv_hidden", "network.mlp_hidden", "network.passes"]
+    wide = replace(Config(), network=NetworkConfig(conv_hidden=64))
+    assert set_in_vain(wide, Config()) == [] and set_in_vain(wide, Config(), own_network=True) == [
+        "network.conv_hidden"
+    ]
     assert set(differences(named, Config())) == set(differences(Config(), named)) == {"network.custom"}
 
 

@@ -442,6 +442,20 @@ def test_a_run_that_is_continued_has_the_spares_of_its_preset(there: Path) -> No
     assert Scripted(["--continue", "./my.toml", "--run.spares", "2"], []).ranks == 4
 
 
+def test_what_has_changed_in_the_preset_of_a_run_that_goes_on_is_told(
+    there: Path, capsys: pytest.CaptureFixture
+) -> None:
+    preset = there / "my.toml"
+    preset.write_text("total_steps = 9\n[run]\nname = 'r'\n[a2c]\nlearning_rate = 1e-3\n")
+    attempt(5, 137)(Scripted(["./my.toml"], []))
+    Scripted(["--continue", "./my.toml", "--a2c.gamma", "0.9"], [])
+    assert "goes on with its own settings" not in capsys.readouterr().err
+    preset.write_text("total_steps = 20\n[run]\nname = 'r'\n[a2c]\nlearning_rate = 2e-3\n")
+    Scripted(["--continue", "./my.toml", "--a2c.learning-rate", "2e-3"], [])
+    said = capsys.readouterr().err
+    assert "goes on with its own settings: 'total_steps' is 20, in the run 9. What is" in said
+
+
 @pytest.mark.parametrize("pause", ["nan", "-1"])
 def test_a_pause_that_cannot_be_is_told(pause: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):

@@ -52,10 +52,10 @@ def _method(config: Config) -> str:
     return f"{config.algorithm.upper()}, exchange {config.exchange.kind}"
 
 
-def note_on_vain(config: Config, before: Config, own_env: bool = False) -> str:
+def note_on_vain(config: Config, before: Config, own_env: bool = False, own_network: bool = False) -> str:
     """A sentence if the command line changes settings of `before` that the run does not read; else empty. `own_env`:
-    it plays an environment made in Python."""
-    if not (vain := set_in_vain(config, before, own_env)):
+    it plays an environment made in Python; `own_network`: its network is."""
+    if not (vain := set_in_vain(config, before, own_env, own_network)):
         return ""
     names = ", ".join(f"'{key}'" for key in vain)
     them, run = "it" if len(vain) == 1 else "them", f"{_method(config)}, {config.env.id}"

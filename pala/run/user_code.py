@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 
 from pala.config import Config
+from pala.run import run_folder
 from pala.run.hooks import UserCode
 from pala.run.run_folder import CODE_ENDINGS, CODE_FILES, SIGNATURE
 from pala.system.errors import PalaError
@@ -65,7 +66,8 @@ def forget(run: Path) -> None:
 
 def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NOTHING) -> None:
     """Raise PalaError if the run, whose `config` this is, names or holds code that is not to be run without being asked
-    to. What is `given` is not loaded from it."""
+    to, or lacks code that it was made with. What is `given` is not loaded from it."""
+    _check_whole(run, given)
     pieces = _pieces(run, config, given)
     if trust_run or not pieces:
         return
@@ -82,6 +84,20 @@ def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NO
             "Loading it runs whatever it is: if you trust whoever made the run, add `--trust-run` (from Python: "
             "`trust_run=True`)."
         )
+
+
+def _check_whole(run: Path, given: UserCode) -> None:
+    """Raise PalaError if a factory that the run was made with is neither there nor given: another environment of the
+    same id, say, would be played in its place."""
+    last = run_folder.read(run)["segments"][-1]
+    made = UserCode(last.get("python_environment"), last.get("python_network"))
+    for what, is_made in made._asdict().items():
+        if is_made and getattr(given, what) is None and _kept(run, what) is None:
+            files = " or ".join(f"'{what}.{ending}'" for ending in CODE_ENDINGS)
+            raise PalaError(
+                f"Run '{run}' was made with a `{what}` from Python, but the file that keeps it, {files}, is not there: "
+                "copy it from where the run was made."
+            )
 
 
 def load(run: Path, given: UserCode = NOTHING) -> UserCode:
