@@ -150,6 +150,13 @@ def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
         facts = settings_that_matter(run.facts, without=("seed",))
         key = json.dumps(facts, sort_keys=True) if group_by == "preset" else str(number)
         groups.setdefault(key, []).append(run)
+    for group in groups.values():
+        own = [what for what in ("environment", "network") if len(group) > 1 and group[0].facts[f"python_{what}"]]
+        if own:
+            say(
+                f"{counted(len(group), 'run')} with {' and '.join(own)} made in Python are drawn as one: its code is "
+                "not compared. `--group-by none` draws each."
+            )
     return dict(zip(_labels(list(groups.values())), groups.values(), strict=True))
 
 

@@ -205,13 +205,16 @@ def test_names_are_not_read_as_markup(tmp_path: Path) -> None:
         assert plot(drawn, tmp_path / name, group_by="none").stat().st_size > 20_000
 
 
-def test_a_network_from_python_tells_runs_apart(tmp_path: Path) -> None:
+def test_a_network_from_python_tells_runs_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make_run(tmp_path / name) for name in ("ours", "own")]
     record = run_folder.RunRecord.take_over(runs[1])
     record.note(python_network=True)
     assert len(_grouped([read(run) for run in runs], "preset")) == 2
     run_folder.RunRecord.take_over(runs[0]).note(python_network=True, parameters=7)
-    assert len(_grouped([read(run) for run in runs], "preset")) == 2
+    assert len(_grouped([read(run) for run in runs], "preset")) == 2 and not capsys.readouterr().err
+    record.note(parameters=7)
+    assert len(_grouped([read(run) for run in runs], "preset")) == 1
+    assert "2 runs with network made in Python are drawn as one: its code is not compared" in capsys.readouterr().err
 
 
 def test_equal_scores_are_marked_though_their_mean_is_rounded() -> None:
