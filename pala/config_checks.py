@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pala.config import Config, ExchangeConfig, GorilaConfig
 
 _RANGES: dict[str, tuple[float, float]] = {
-    "total_steps": (1, 1e15), "seed": (0, 2**63 - 1),
+    "total_steps": (1, 1e14), "seed": (0, 2**63 - 1),
     "env.num_envs": (1, 1e6), "env.frame_skip": (1, 1000), "env.frame_stack": (1, 1000), "env.noop_max": (0, 1e6),
     "env.repeat_action_probability": (0, 1), "env.max_episode_frames": (1, 1e9), "env.max_episode_steps": (0, 1e12),
     "network.conv_hidden": (1, 1e6),

@@ -87,8 +87,6 @@ class Exchange(abc.ABC):
     """What the loop of either algorithm tells the other ranks through."""
 
     waited_s = 0.0  # time in which this rank could not go on
-    left: Collection[int] = ()  # ranks that have left the job in good order
-    joining: Collection[int] = ()  # spares that take a place and have trained nothing yet, as far as known here
     message_bytes = 0  # of the largest message
 
     @property
@@ -100,6 +98,16 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def living(self) -> Sequence[int]:
         """Ranks that live and train, as far as known here; sorted."""
+
+    @property
+    def left(self) -> Collection[int]:
+        """Ranks that have left the job in good order."""
+        return ()
+
+    @property
+    def joining(self) -> Collection[int]:
+        """Spares that take a place and have trained nothing yet, as far as known here."""
+        return ()
 
     @property
     @abc.abstractmethod

@@ -31,7 +31,7 @@ from pala.exchange.budget import Stop
 _MAGIC, _VERSION = b"PALA", 1
 _HEADER = struct.Struct("<4sHBBBxxxIIQQdQ")
 _ALIGNMENT = 64
-_MOST_STEPS = 1 << 48  # more than anybody's budget; beyond, the sum over ranks could wrap around
+_MOST_STEPS = 1 << 48  # more than a budget may have; beyond, the sum over ranks could wrap around
 assert _HEADER.size <= _ALIGNMENT
 
 

@@ -70,7 +70,7 @@ class GorilaExchange(Exchange, Receiver):
         return self._node.budget.living
 
     @property
-    def left(self) -> Collection[int]:  # type: ignore[override]
+    def left(self) -> Collection[int]:
         return self._node.budget.left
 
     @property

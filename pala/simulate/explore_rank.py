@@ -78,8 +78,9 @@ class LocalRank:
         self._case, self.number, self._rounds = case, number, case.first_rounds or [-1]
         patience_s = PATIENCE_S if case.has_clock else NO_PATIENCE_S
         rules = Rules(
-            case.topology, case.max_staleness, 0, case.whole_every, AGAIN_S, patience_s, case.exchanges_per_update
-        )
+            case.topology, case.max_staleness, seed=0, whole_every=case.whole_every, again_s=AGAIN_S,
+            patience_s=patience_s, exchanges_per_update=case.exchanges_per_update,
+        )  # fmt: skip
         budget = StepBudget(number, case.ranks, case.updates or _MANY_STEPS)
         protocol = (case.protocol or PROTOCOLS[case.mixing])(budget, RULES[case.mixing](weight), rules, round_)  # type: ignore[arg-type]
         self._transport, self.models = _Outbox(), SymbolicModels()

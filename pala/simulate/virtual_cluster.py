@@ -86,8 +86,9 @@ class VirtualCluster(VirtualNetwork):
     def _make_rank(self, number: int, model: np.ndarray) -> Rank:
         s = self.scenario
         rules = Rules(
-            s.topology, s.max_staleness, s.seed, s.whole_every, s.again_s, s.patience_s, s.exchanges_per_update
-        )
+            s.topology, s.max_staleness, s.seed, s.whole_every, again_s=s.again_s, patience_s=s.patience_s,
+            exchanges_per_update=s.exchanges_per_update,
+        )  # fmt: skip
         budget = StepBudget(number, s.size, s.budget_steps, spares=s.spares)
         protocol = self._protocol(budget, RULES[s.mixing](float(number < s.size - s.spares)), rules)
 

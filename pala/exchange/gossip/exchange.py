@@ -70,11 +70,11 @@ class Gossip(ModelExchange):
         return self._protocol.living
 
     @property
-    def left(self) -> Collection[int]:  # type: ignore[override]
+    def left(self) -> Collection[int]:
         return self._protocol.budget.left
 
     @property
-    def joining(self) -> Collection[int]:  # type: ignore[override]
+    def joining(self) -> Collection[int]:
         return self._protocol.budget.joining
 
     @property
