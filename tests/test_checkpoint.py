@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from pala.a2c.saved import average
-from pala.run import checkpoint
+from pala.run import checkpoint, tensor_file
 from pala.run.checkpoint import RankState, load_all, load_policy, load_rank, save_policy, save_rank
 from pala.system.errors import PalaError
 
@@ -284,14 +284,14 @@ def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
     save_policy(file_of(tmp_path), {"parameters": torch.zeros(3)}, {})
     with pytest.raises(PalaError, match="lacks"):
         load_rank(tmp_path, 0, SIGNATURE)
-    monkeypatch.setattr(checkpoint, "_FORMAT", 99)
+    monkeypatch.setattr(tensor_file, "_FORMAT", 99)
     save_rank(tmp_path, make_state())
     monkeypatch.undo()
     with pytest.raises(PalaError, match=r"by a newer version of PALA \(format 99; this one reads 2\): update"):
         load_policy(file_of(tmp_path))
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' was written by a newer version"):
         load_rank(tmp_path, 0, SIGNATURE)
-    monkeypatch.setattr(checkpoint, "_FORMAT", 0)
+    monkeypatch.setattr(tensor_file, "_FORMAT", 0)
     save_rank(tmp_path, make_state())
     monkeypatch.undo()
     with pytest.raises(PalaError, match=r"by an older version of PALA \(format 0; this one reads 2\): use that"):

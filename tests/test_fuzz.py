@@ -46,7 +46,7 @@ from pala.exchange.gossip.protocols import PROTOCOLS
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat
 from pala.report.curves import curve_of
-from pala.run import checkpoint
+from pala.run import checkpoint, tensor_file
 from pala.run.metrics import metrics_path
 from pala.run.view import RunView
 from pala.system.errors import PalaError
@@ -603,7 +603,7 @@ def signed(header: dict[str, Any], body: bytes, changes: dict[str, Any]) -> byte
     inner = json.loads(header["__metadata__"]["pala"]) | changes
     inner["crc32"] = {}
     inner["layout"] = {
-        name: [checkpoint._DTYPES.get(entry.get("dtype"), ""), *entry["shape"]]
+        name: [tensor_file._DTYPES.get(entry.get("dtype"), ""), *entry["shape"]]
         for name, entry in header.items()
         if name != "__metadata__" and isinstance(entry.get("shape"), list)
     }

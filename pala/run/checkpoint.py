@@ -1,4 +1,4 @@
-"""Checkpoints and exported policies: safetensors files, written atomically, checked by CRC when read. No pickle.
+"""Checkpoints and exported policies (`tensor_file.py` has their format), written atomically.
 
 A run's `checkpoints/` has one folder for each start of the run (a *segment*: `segment-000`, after a resume
 `segment-001`, ...), with two generations of a file for each rank. A rank writes alone: no rank waits for another. Kept
@@ -8,34 +8,26 @@ are the newest segment and the one that it went on from.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from pala.system.errors import PalaError, reason
-from pala.system.files import open_to_read, sync_folder, write_atomically
+from pala.run.tensor_file import Layout, opened, pack, unpack
+from pala.system.errors import PalaError
+from pala.system.files import sync_folder, write_atomically
 from pala.system.output import say
 
 OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; its 'run.json' or they were changed."
-_FORMAT = 2
-_MOST_HEADER_BYTES = 4 << 20  # counters of 100,000 ranks fit
 _COUNTS = ("updates", "applied", "own_steps", "base_steps", "round", "spares")
 _STREAM, _MOST_STREAMS, _MOST_STREAM_BYTES = "random.", 16, 1 << 20
-_DTYPES = {"F32": str(torch.float32), "U8": str(torch.uint8)}  # safetensors' names of those that are read
-Layout = dict[str, list[Any]]  # name of a tensor -> its type and shape
-Check = Callable[[dict[str, Any], Layout], None]
 
 
 ACTOR_CRITIC = (
@@ -80,7 +72,7 @@ def save_rank(folder: Path, state: RankState) -> None:
     tensors = {name: tensor.detach().cpu() for name, tensor in state.tensors.items()}
     tensors |= {f"{_STREAM}{name}": value for name, value in state.random_states.items()}
     header = {"rank": state.rank, "ranks": state.ranks, "signature": state.signature, "counters": state.counters}
-    data = _pack(tensors, header)
+    data = pack(tensors, header)
     path, previous = _generations(folder, state.rank)
     fresh = path.with_name(f".{path.name}.new")
     write_atomically(fresh, data)
@@ -223,13 +215,13 @@ def save_policy(path: Path, named: dict[str, Tensor], header: dict[str, Any]) ->
     """Export named parameters (ordinary layout, as `state_dict`) with a JSON header. Those that share their memory, as
     of a module with two names, are written once for each name."""
     copies = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in named.items()}
-    write_atomically(path, _pack(copies, header))
+    write_atomically(path, pack(copies, header))
 
 
 def policy_header(path: Path) -> dict[str, Any] | None:
     """The header of an exported policy; None if there is none that can be read."""
     try:
-        with _opened(path) as (_, header, _):
+        with opened(path) as (_, header, _):
             return header
     except PalaError:
         return None
@@ -252,64 +244,7 @@ def load_policy(path: Path, wanted: Mapping[str, Tensor] | None = None) -> tuple
                     f"should be {sides[0]} and is {sides[1] if name in layout else 'missing'}."
                 )
 
-    return _unpack(path, check)
-
-
-def _pack(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
-    crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
-    text = json.dumps({"format": _FORMAT, "crc32": crcs, "layout": _layout(tensors)} | header)
-    return safetensors_bytes(tensors, {"pala": text, "crc32": _text_crc(text)})
-
-
-def _unpack(path: Path, check: Check) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Believes nothing: any bytes give what was packed, or a PalaError. `check` raises one for what is not wanted."""
-    with _opened(path) as (file, header, layout):
-        check(header, layout)
-        tensors = {name: file.get_tensor(name) for name in layout}
-    crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
-    # The checksums say nothing of the layout.
-    if header.get("crc32") != crcs or header.get("layout") != _layout(tensors):
-        raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
-    return tensors, header
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], Layout]]:
-    """The file, its checked header, and what it says of its tensors, of which none has been read."""
-    try:
-        open_to_read(path).close()  # a pipe would be waited for
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            header = _header(path, metadata["pala"], metadata.get("crc32"))
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            layout = {name: [_DTYPES.get(of.get_dtype(), ""), *of.get_shape()] for name, of in slices.items()}
-            yield file, header, layout
-    except FileNotFoundError:
-        raise PalaError(f"Checkpoint '{path}' does not exist.") from None
-    except (OSError, RuntimeError, SafetensorError, KeyError, ValueError) as error:  # Runtime: renamed meanwhile
-        raise PalaError(f"Checkpoint '{path}' cannot be read ({reason(error)}).") from None
-
-
-def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
-    """The checked header. Its own checksum stays as it is in every format, so that the format can be believed."""
-    if crc != _text_crc(text):
-        raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
-    if len(text) > _MOST_HEADER_BYTES:  # before it is parsed: a few bytes of JSON can take a hundred of memory
-        raise PalaError(f"Checkpoint '{path}' cannot be read (a header of {len(text)} bytes).")
-    try:
-        header = json.loads(text)
-    except RecursionError:
-        header = None
-    version = header.get("format") if isinstance(header, dict) else None
-    if not isinstance(version, int):
-        raise PalaError(f"Checkpoint '{path}' cannot be read (its header is none of PALA's).")
-    if version != _FORMAT:
-        age, what = ("a newer", "update PALA") if version > _FORMAT else ("an older", "use that version")
-        raise PalaError(
-            f"Checkpoint '{path}' was written by {age} version of PALA (format {version}; this one reads {_FORMAT}): "
-            f"{what}."
-        )
-    return header
+    return unpack(path, check)
 
 
 class _AnotherNetworkError(PalaError):
@@ -329,14 +264,14 @@ def _read_rank(path: Path, parameters: int | None = None, signature: int | None 
         if not _are_vectors(layout, parameters):
             raise PalaError(f"Checkpoint '{path}' cannot be read (its tensors are not those of this run's network).")
 
-    tensors, header = _unpack(path, check)
+    tensors, header = unpack(path, check)
     streams = {k.removeprefix(_STREAM): v for k, v in tensors.items() if k.startswith(_STREAM)}
     return _state_of(path, header, {k: v for k, v in tensors.items() if not k.startswith(_STREAM)}, streams)
 
 
 def _read_head(path: Path) -> RankState:
     """The same without its tensors, of which nothing is checked."""
-    with _opened(path) as (_, header, _):
+    with opened(path) as (_, header, _):
         return _state_of(path, header, {}, {})
 
 
@@ -386,15 +321,3 @@ def _are_counters(state: RankState) -> bool:
         and isinstance(lost, list)
         and all(type(rank) is int and 0 <= rank < state.ranks and rank != state.rank for rank in lost)
     )
-
-
-def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _layout(tensors: dict[str, Tensor]) -> Layout:
-    return {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
-
-
-def _text_crc(text: str) -> str:
-    return str(zlib.crc32(text.encode()))
