@@ -41,6 +41,7 @@ from typing import IO, NamedTuple, NoReturn
 
 from pala.config import to_table
 from pala.run import run_folder
+from pala.run.end_watch import LINGER_S, LOOK_S, EndWatch
 from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
@@ -53,7 +54,6 @@ from pala.train import Command, parse
 _LONGEST_PAUSE_S = 300.0
 _PROBE_S = 60.0  # for a host to start one process
 _LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
-_LOOK_S, _LINGER_S = 5.0, 180.0  # for an mpirun to end after its ranks, who may need two minutes to leave MPI
 _DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
 _ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
@@ -190,7 +190,7 @@ class Supervisor:
             hosts = self.hosts if start == 0 else self._answering()
             if self.hosts and not hosts:
                 return self._give_up("no host starts a process any more")
-            before = self._num_segments()
+            before = run_folder.num_segments(self.run)
             status = self._run_job(start, hosts, steps)
             complete = self._is_complete(before)
             self._only_notes_signals = complete  # from the job's start until here, and for good if it is
@@ -203,10 +203,10 @@ class Supervisor:
                 self._say(f"run '{self.run}' is complete{times}.")
                 return 0
             # What has trained with these settings once cannot be a mistake of the user's: a full disk, say.
-            if status == 2 and self._said_mistake and self._num_segments() == before and not has_trained:
+            if status == 2 and self._said_mistake and run_folder.num_segments(self.run) == before and not has_trained:
                 self._say("the job ended with status 2 before it trained: not restarted.")
                 return 2
-            has_trained |= self._num_segments() > before
+            has_trained |= run_folder.num_segments(self.run) > before
             known, steps = steps, self._steps()
             self._say(f"the job ended with status {status}; the run is not complete. Checkpoints: {steps:,} steps.")
             futile = futile + 1 if 0 <= known >= steps else 0
@@ -256,7 +256,7 @@ class Supervisor:
         if self._signal is not None:  # it came before there was a job to pass it on to
             self._job.send_signal(_GENTLY)
         assert self._job.stderr is not None
-        arrivals, segments = Arrivals(ranks), self._num_segments()
+        arrivals, segments = Arrivals(ranks), run_folder.num_segments(self.run)
         relay = threading.Thread(target=self._relay, args=[self._job.stderr, arrivals], daemon=True)
         relay.start()
         ended = threading.Event()
@@ -275,26 +275,19 @@ class Supervisor:
 
     def _watch(self, job: subprocess.Popen[bytes], arrivals: Arrivals, segments: int, ended: threading.Event) -> None:
         self._end_if_it_does_not_start(job, arrivals, segments)
-        self._end_if_it_does_not_end(job, segments, ended)
+        self._end_if_it_does_not_end(job, EndWatch(self.run, segments), ended)
 
-    def _end_if_it_does_not_end(self, job: subprocess.Popen[bytes], segments: int, ended: threading.Event) -> None:
-        """Open MPI's mpirun (5.0.11) was seen to wait for itself for ever when all its ranks had ended."""
-        over_s, was_locked, written_s = 0.0, False, 0.0
-        while not ended.wait(_LOOK_S):
-            if self._num_segments() > segments:  # not before: who looks at a lock that nobody has yet, has it
-                was_locked = was_locked or who_trains(self.run) is not None
-            before_s, written_s = written_s, run_folder.last_written_s(self.run)  # a lock may be of one host alone
-            is_over = before_s == written_s and run_folder.is_over(self.run, segments, was_locked)
-            over_s = over_s + _LOOK_S if is_over else 0.0
-            if over_s >= _LINGER_S:
-                self._say(f"no rank has lived for {_LINGER_S:g} s, but mpirun has not ended: it is ended.")
+    def _end_if_it_does_not_end(self, job: subprocess.Popen[bytes], watch: EndWatch, ended: threading.Event) -> None:
+        while not ended.wait(LOOK_S):
+            if watch.is_over():
+                self._say(f"no rank has lived for {LINGER_S:g} s, but mpirun has not ended: it is ended.")
                 self._end(job)
                 return
 
     def _end_if_it_does_not_start(self, job: subprocess.Popen[bytes], arrivals: Arrivals, segments: int) -> None:
         """Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before. A job that has made
         its entry in the run's record has started, whatever became of the announcements."""
-        if arrivals.over.wait(self.start_timeout_s) or self._num_segments() > segments:
+        if arrivals.over.wait(self.start_timeout_s) or run_folder.num_segments(self.run) > segments:
             return
         arrivals.late = True
         self._say(
@@ -348,15 +341,9 @@ class Supervisor:
     def _has_record(self) -> bool:
         return os.path.exists(self.run / "run.json")  # noqa: PTH110  Path's may raise
 
-    def _num_segments(self) -> int:
-        try:
-            return len(run_folder.read(self.run)["segments"])
-        except PalaError:
-            return 0
-
     def _is_complete(self, segments_before: int) -> bool:
         """By the run's own record, if the job got as far as to make an entry: an earlier one may have completed it."""
-        return self._num_segments() > segments_before and bool(run_folder.read(self.run)["completed"])
+        return run_folder.num_segments(self.run) > segments_before and bool(run_folder.read(self.run)["completed"])
 
     def _is_done(self) -> bool:
         """Whether an earlier job has left nothing to do: neither steps, nor the evaluation and the learning curve."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from pala.envs import make_envs
 from pala.exchange.budget import ExchangeState
 from pala.gorila.worker import minibatches_at_hand
 from pala.run.stopwatch import SECTIONS
+from pala.system import jobs
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.jobs import launcher_of, run_job
@@ -481,6 +483,14 @@ def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> Non
     with pytest.raises(PalaError, match=r"was not done after 1 s"):
         run_job(["sh", "-c", hang], tmp_path / "log", 1)
     assert time.monotonic() - begin < 60
+    assert_all_end(tmp_path)
+
+
+def test_a_launcher_that_goes_on_when_its_job_is_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_LOOK_S", 0.05)
+    looks = itertools.count()
+    run_job(["sh", "-c", f"cd {tmp_path}; sleep 1000"], tmp_path / "log", is_over=lambda: next(looks) == 3)
+    assert next(looks) == 4
     assert_all_end(tmp_path)
 
 

@@ -519,7 +519,7 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
     page, rows = report()
     assert cells_of(page, "Scores")[0][:6] == ["Pole", "1", "gossip", "2", "3,000", "55.0 [50.0, 60.0]"]
     assert cells_of(page, "Speed")[2] == ["Pole", "2", "gossip", "250 (180-320)", "0.850 (0.800-0.900)", "25.0%", "1"]
-    assert [row[-1] for row in cells_of(page, "Scaling")] == ["1.00"] * 4
+    assert [row[-2:] for row in cells_of(page, "Scaling")] == [["1.00", "1"]] * 4
     assert [row[2:] for row in cells_of(page, "What was exchanged")] == [["gossip", "0.75", "0.5000", "2.0", "3"]]
     # The mean of 100 episodes is i / 10 - 4.95, so 20 at the first i >= 249.5, and there are 250.
     assert cells_of(page, "The way to a target return")[0][3:] == ["20.0", "0 of 2", "not reached", "not reached"]
@@ -528,6 +528,7 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
     page, _ = report(preset=str(write_preset(PRESET.replace("Pole = 20", "Pole = 10"))))
     # At i = 150 of 250 episodes, so after 151 / 250 of 3000 steps and, at 100 and 200 steps/s, of 30 and 15 s.
     assert cells_of(page, "The way to a target return")[1][3:] == ["10.0", "2 of 2", "1,812", "0.2"]
+    assert "different hosts" not in page
     assert "learning" in section(page, "To bear in mind") and "intervals of one game go from the lowest run" in page
 
 
@@ -803,6 +804,22 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     assert [row["steps_per_s"] == "" for row in rows] == [run["lost_ranks"] == "1" for run in rows]
 
 
+def test_jobs_on_other_hosts_of_a_cluster_are_not_called_another_machine(there: Path, no_pictures: None) -> None:
+    for run in plan_of().runs:
+        make_run(run.folder, run.config, run.cell.ranks, hosts=[f"node{run.config.seed}"])
+    page, _ = report()
+    assert "do not compare their speeds" not in page
+    assert "Runs were made on different hosts: their speeds compare only if these are alike." in page
+
+
+def test_a_run_without_a_place_is_told_before_anything_is_trained(there: Path) -> None:
+    plan = plan_of()
+    foreign = make_run(there / "foreign", Config(), 1)
+    with pytest.raises(PalaError, match=r"plays 'ALE/Pong-v5', which is none of the games"):
+        compare(Command(Path("preset.toml"), add=(foreign,)))
+    assert not plan.runs[0].folder.exists()
+
+
 def test_a_copy_of_a_record_without_paths_is_the_same_to_the_byte(there: Path) -> None:
     planned = only_run(there)
     run = make_run(planned.folder, planned.config, planned.cell.ranks)
@@ -861,7 +878,10 @@ def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures
         make_run(run.folder, run.config, run.cell.ranks, score=human[run.cell.game])
     page, rows = report()
     assert [row[3] for row in cells_of(page, "All games together")] == ["100 % [100 %, 100 %]"] * 4
-    assert {row["game"] for row in rows} == set(human)
+    assert {row["game"] for row in rows} == set(human) and "unlike numbers" not in page
+    for folder in (plan.runs[0].folder, Path("results/tiny/runs") / plan.runs[0].folder.name):
+        shutil.rmtree(folder)
+    assert "Games have unlike numbers of runs, by which they weigh in the table over all games." in report()[0]
 
 
 @pytest.mark.parametrize(("variants", "seeds"), slow_among([(1, 1), (3, 3)], 3))

@@ -234,6 +234,18 @@ def test_virtual_hosts_share_the_cores_and_have_the_link_that_was_asked_for() ->
     assert row["gossip"]["predicted"]["median"] == pytest.approx(2200, rel=0.05)
 
 
+def test_ranks_are_beside_each_other_on_their_own_host_alone() -> None:
+    """One rank on each of two machines of a core."""
+    benchmark = measured()
+    benchmark["machine"]["cores"] = 1
+    assert costs_of(benchmark, Path("b.json")).threads == 1
+    for together in ({"host": "h"}, {"launcher": "python launch/virtual_hosts.py --hosts 2 --"}):
+        benchmark = measured(**together)
+        benchmark["machine"]["cores"] = 1
+        with pytest.raises(PalaError, match="no job has a core for each rank"):
+            costs_of(benchmark, Path("b.json"))
+
+
 def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, output = tmp_path / "benchmark.json", tmp_path / "out"
     file.write_text(json.dumps(measured(host="h")))

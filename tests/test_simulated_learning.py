@@ -149,7 +149,7 @@ def test_what_was_trained_before_a_failure_is_kept(tmp_path: Path, monkeypatch: 
     [
         ("--methods gala", "'gala' is none of uniform"), ("--ranks 0", "'--ranks' is 0"),
         ("--ranks 2 --deaths 2", "must be less than '--ranks'"), ("--slowness 0.5", "'--slowness' is 0.5"),
-        ("--slowness nan", "'--slowness' is nan"),
+        ("--slowness nan", "'--slowness' is nan"), ("--slowness 8", "give '--slow-ranks', too"),
         ("--a2c.gamma 3", "'a2c.gamma' is 3"), ("missing.toml", "'missing.toml' does not exist"),
         ("--ranks 3 --deaths 1 --methods paired none --seeds 1", "'--deaths' is for gossip, not for 'none'"),
         ("--output /tmp", "'/tmp' is a folder; name a file"),

@@ -36,8 +36,9 @@ from test_checkpoint import make_state
 from test_hosts import possible  # noqa: F401 - a fixture
 from virtual_hosts import VirtualHosts
 
-from pala.config import Config
-from pala.run import checkpoint, run_folder
+from pala.config import Config, load_preset
+from pala.run import checkpoint, end_watch, run_folder
+from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder, supervised
 from pala.system.errors import PalaError
 from pala.train import parse
@@ -209,21 +210,21 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended(
     is_over, looks, ended = run_folder.is_over, itertools.count(), threading.Event()
 
     def look(run: Path, segments: int, was_locked: bool) -> bool:
-        if next(looks) == 30:
+        if next(looks) == 60:
             ended.set()
         assert not is_over(run, segments + 1, was_locked), "an earlier job's entry says nothing of this one"
         return is_over(run, segments, was_locked)
 
     monkeypatch.setattr(run_folder, "is_over", look)
-    monkeypatch.setattr(supervise, "_LOOK_S", 0.01)
-    monkeypatch.setattr(supervise, "_LINGER_S", 0.1)
+    monkeypatch.setattr(supervise, "LOOK_S", 0.01)
+    monkeypatch.setattr(end_watch, "LINGER_S", 20 * end_watch.LOOK_S)
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
         with lock_folder(supervisor.run) as rank:  # type: ignore[union-attr]
-            supervisor._end_if_it_does_not_end(job, 0, ended)
+            supervisor._end_if_it_does_not_end(job, EndWatch(supervisor.run, 0), ended)
             assert job.poll() is None and rank
         looks = itertools.count()
         ended.clear()
-        supervisor._end_if_it_does_not_end(job, 0, ended)
+        supervisor._end_if_it_does_not_end(job, EndWatch(supervisor.run, 0), ended)
         assert (job.poll() is not None) == over
         job.kill()
 
@@ -237,8 +238,8 @@ def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
     attempt(100, 0)(supervisor)
     if status != "running":
         run_folder.RunRecord.take_over(supervisor.run).end(status)
-    monkeypatch.setattr(supervise, "_LOOK_S", 0.01)
-    monkeypatch.setattr(supervise, "_LINGER_S", 0.1)
+    monkeypatch.setattr(supervise, "LOOK_S", 0.01)
+    monkeypatch.setattr(end_watch, "LINGER_S", 20 * end_watch.LOOK_S)
     rank, looked = lock_folder(supervisor.run), threading.Event()
     is_over = run_folder.is_over
 
@@ -248,7 +249,7 @@ def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
 
     monkeypatch.setattr(run_folder, "is_over", look)
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
-        arguments = [job, 0, threading.Event()]
+        arguments = [job, EndWatch(supervisor.run, 0), threading.Event()]
         watch = threading.Thread(target=supervisor._end_if_it_does_not_end, args=arguments)
         watch.start()
         assert looked.wait(60) and job.poll() is None and rank is not None
@@ -447,7 +448,8 @@ def test_what_has_changed_in_the_preset_of_a_run_that_goes_on_is_told(
 ) -> None:
     preset = there / "my.toml"
     preset.write_text("total_steps = 9\n[run]\nname = 'r'\n[a2c]\nlearning_rate = 1e-3\n")
-    attempt(5, 137)(Scripted(["./my.toml"], []))
+    (there / "runs/r").mkdir(parents=True)
+    run_folder.RunRecord.begin(there / "runs/r", load_preset(preset), {})
     Scripted(["--continue", "./my.toml", "--a2c.gamma", "0.9"], [])
     assert "goes on with its own settings" not in capsys.readouterr().err
     preset.write_text("total_steps = 20\n[run]\nname = 'r'\n[a2c]\nlearning_rate = 2e-3\n")

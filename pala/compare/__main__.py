@@ -29,6 +29,7 @@ from pala.compare.plan import Plan, Planned, Preset
 from pala.compare.report import write
 from pala.compare.slurm import Submission, unfinished
 from pala.presets import read
+from pala.run import run_folder
 from pala.run.run_folder import runs_in
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -75,6 +76,8 @@ def compare(command: Command) -> list[Planned]:
     results = command.output or Path("results") / plan.preset.name
     added = runs_in(command.add)
     _check_conditions(plan, results)
+    for run in (*added, *_copies(results)):  # now, and not when all has been trained
+        plan.game_of(run_folder.config_of(run), run)
     if not runs and not (added or command.report_only or command.gather):
         for note in left_out(plan):
             say(note)
@@ -161,12 +164,16 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
         load(run, plan)  # one that has no place in the comparison should not be copied
     for run in (*made, *added):
         keep(run, copies)
-    runs = [load(folder, plan) for folder in sorted(copies.glob("*")) if (folder / "run.json").exists()]
+    runs = [load(folder, plan) for folder in _copies(results)]
     if not runs:
         raise PalaError(f"There is no run of '{plan.preset.name}' to report, neither here nor in '{copies}'.")
     if plan.file.resolve() != (results / "preset.toml").resolve():
         write_atomically(results / "preset.toml", plan.text)
     tell("\n".join(f"      {path}" for path in write(plan, runs, results)))
+
+
+def _copies(results: Path) -> list[Path]:
+    return [folder for folder in sorted((results / "runs").glob("*")) if (folder / "run.json").exists()]
 
 
 def _stop(number: int, frame: object) -> NoReturn:

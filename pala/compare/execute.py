@@ -18,6 +18,7 @@ from pala.config_influence import differences
 from pala.evaluation.record import final_evaluation
 from pala.report.runs import config_as_computed
 from pala.run import run_folder
+from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
@@ -226,8 +227,10 @@ class Executor:
         """What went wrong, if anything."""
         log = task.run.log
         try:
-            run_folder.set_aside(task.run.folder)
-            run_job(task.command, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S)
+            folder = task.run.folder
+            run_folder.set_aside(folder)
+            watch = EndWatch(folder, run_folder.num_segments(folder))  # an evaluation makes no entry, so it is not over
+            run_job(task.command, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S, is_over=watch.is_over)
             fault = f"The job ended, but the run is not complete; its output is in '{log}'."
         except PalaError as error:
             fault = str(error)

@@ -36,7 +36,11 @@ def notes(comparison: Comparison) -> list[str]:
         _differ(done, "the commit", commit),
         _named("Made from a changed working tree", [r for r in done if any(map(_is_changed, r.segments))]),
         _differ(done, "versions", versions),
-        _differ(done, "the machine; do not compare their speeds", machine),
+        _differ(done, "the machine; do not compare their speeds", _kind_of_machine),
+        "Runs were made on different hosts: their speeds compare only if these are alike."
+        if len({_hosts(run) for run in done}) > 1 and len(set(map(_kind_of_machine, done))) == 1 else "",
+        "Games have unlike numbers of runs, by which they weigh in the table over all games."
+        if _is_unbalanced(comparison) else "",
         _differ(done, "the precision of their last start", _precision),
         _differ(done, "threads", _threads, _of_ranks),
         _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
@@ -112,6 +116,25 @@ def machine(run: Run) -> str:
         return f"{hosts} ({segment.get('platform')}), {segment.get('device')}"
 
     return ", then ".join(dict.fromkeys(map(of, run.segments)))
+
+
+def _kind_of_machine(run: Run) -> str:
+    """The same without the hosts, of which jobs of a cluster have others."""
+    return ", then ".join(dict.fromkeys(f"{s.get('platform')}, {s.get('device')}" for s in run.segments))
+
+
+def _hosts(run: Run) -> tuple[str, ...]:
+    return tuple(sorted({host for segment in run.segments for host in segment.get("hosts", [])}))
+
+
+def _is_unbalanced(comparison: Comparison) -> bool:
+    """Whether a row of the table over all games has more scores of one game than of another."""
+    scores: dict[tuple[int, str], list[int]] = {}
+    for cell, runs in comparison.cells.items():
+        of_row = scores.setdefault((cell.ranks, cell.variant), [])
+        of_row.append(sum(run.normalised is not None for run in runs))
+    rows = [row for row in scores.values() if len(row) == len(comparison.preset.games) and all(row)]
+    return any(len(set(row)) > 1 for row in rows)
 
 
 def _precision(run: Run) -> str:

@@ -243,11 +243,11 @@ def _targets(comparison: Comparison) -> str:
 
 def _scaling(comparison: Comparison) -> str:
     rows = [
-        (game, variant, str(ranks), f"{speed:,.0f}", f"{efficiency:.2f}")
+        (game, variant, str(ranks), f"{speed:,.0f}", f"{efficiency:.2f}", str(min(speeds)))
         for (game, variant), speeds in comparison.speeds_over_ranks().items()
         for (ranks, speed), efficiency in zip(speeds.items(), efficiencies(speeds).values(), strict=True)
     ]  # fmt: skip
-    return _filled(("game", "variant", "ranks", "steps/s", "efficiency"), rows)
+    return _filled(("game", "variant", "ranks", "steps/s", "efficiency", "N₀"), rows)
 
 
 def _exchange(comparison: Comparison) -> str:

@@ -163,6 +163,10 @@ def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
     hosts: dict[str, Host] = {}
     for found in comm.allgather(host):
         hosts.setdefault(found.name, found)  # the first of a host has seen most
+    if job.launcher.product.name == "Slurm":  # which tells a task of its own cores alone
+        for name in hosts:
+            given = {core for rank in ranks if rank.host == name for core in rank.cores}
+            hosts[name] = replace(hosts[name], cores=sorted(given))
     pings = ping(comm, [rank.host for rank in ranks], expect)
     return replace(job, hosts=list(hosts.values()), ranks=ranks, pings=pings)
 

@@ -138,6 +138,14 @@ def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     return says_so and not locked
 
 
+def num_segments(run: Path) -> int:
+    """How often the run was started; 0 without a record that can be read."""
+    try:
+        return len(read(run)["segments"])
+    except PalaError:
+        return 0
+
+
 def last_written_s(run: Path) -> float:
     """When a rank's metrics were last written, by the file system's clock; 0 if there are none."""
     with contextlib.suppress(OSError):

@@ -75,8 +75,8 @@ def cluster_of(job: dict[str, Any], benchmark: dict[str, Any]) -> Cluster:
     """The machines of a job. Virtual hosts (`launch/virtual_hosts.py`) share the machine's cores, and their launcher's
     `--rate` is their link's; other links are not known from a benchmark.json, and taken to be as fast as memory."""
     hosts, launcher = len({rank["host"] for rank in job["of_ranks"]}), benchmark["options"]["launcher"]
-    rate = re.search(r"--rate[ =](\d+)([mg])bit", launcher)
-    bits_per_s = int(rate[1]) * {"m": 1e6, "g": 1e9}[rate[2]] if rate else math.inf  # it is never used
+    rate = re.search(r"--rate[ =](\d+)([kmg])bit", launcher)
+    bits_per_s = int(rate[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[2]] if rate else math.inf  # it is never used
     cores = benchmark["machine"]["cores"]
     return Cluster(
         job["ranks"], -(-job["ranks"] // hosts), cores / hosts if "virtual_hosts" in launcher else cores,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,7 +97,7 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
         raise PalaError(f"'{path}' was measured with top_k, whose messages differ in length; that is not simulated.")
     check_alike(benchmark, path)
     precision, cores = precision_of(benchmark), benchmark["machine"]["cores"]
-    fitting = [job for job in benchmark["jobs"] if job["ranks"] * job["of_ranks"][0]["threads"] <= cores]
+    fitting = [job for job in benchmark["jobs"] if _threads_of_a_host(job, benchmark) <= cores]
     if not fitting:
         raise PalaError(f"In '{path}' no job has a core for each rank; measure one by `python -m pala.benchmark`.")
     try:
@@ -107,6 +108,13 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
             f"training by gossip or without exchange in {precision}; measure again by `python -m pala.benchmark "
             "--exchanges none gossip`."
         ) from None
+
+
+def _threads_of_a_host(job: dict[str, Any], benchmark: dict[str, Any]) -> int:
+    """On the fullest one. Virtual hosts (`launch/virtual_hosts.py`) are one machine."""
+    is_one = "virtual_hosts" in benchmark["options"].get("launcher", "")
+    ranks = Counter("" if is_one else rank.get("host") for rank in job["of_ranks"])
+    return int(max(ranks.values()) * job["of_ranks"][0]["threads"])
 
 
 def check_alike(benchmark: dict[str, Any], path: Path) -> None:

@@ -325,6 +325,8 @@ def parse(arguments: list[str]) -> Command:
     check_least("ranks", conditions.ranks, 1)
     check_least("slow-ranks", conditions.slow_ranks, 0)
     check_least("slowness", conditions.slowness, 1)
+    if conditions.slowness != Conditions.slowness and not conditions.slow_ranks:
+        raise PalaError("'--slowness' is of slow ranks, of which there are none: give '--slow-ranks', too.")
     check_least("delay-updates", conditions.delay_updates, 0)
     check_least("deaths", conditions.deaths, 0)
     for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):

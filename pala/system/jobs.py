@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -11,13 +12,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from pala.system.errors import PalaError
 
 _TAIL_LINES = 25
+_LOOK_S = 5.0
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
 _OF_MPI = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # shared memory of MPICH, of Open MPI
 _REFUSAL = "There are not enough slots available"  # of Open MPI
@@ -60,9 +63,10 @@ def _environment() -> dict[str, str]:
 def run_job(
     words: list[str], log: Path, limit_s: float | None = None,
     stop_signal: signal.Signals = signal.SIGTERM, patience_s: float = 10.0,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
     """Run a job to its end, its output appended to `log`. Raises PalaError with the output's tail if it fails or takes
-    too long.
+    too long. `is_over`, asked every 5 s: whether its work is done though the launcher goes on, which is then ended.
 
     Whatever happens, none of its processes on this machine is left: if the job must end early, as when an exception
     comes, the launcher gets `stop_signal` and `patience_s` seconds; then, or at another exception, they are killed.
@@ -77,7 +81,7 @@ def run_job(
                     words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
                     env=_environment() | {_VARIABLE: token},
                 )  # fmt: skip
-            status = process.wait(limit_s)
+            status = _status(process, limit_s, is_over)
         except subprocess.TimeoutExpired:
             raise PalaError(f"`{shlex.join(words)}` was not done after {limit_s:.0f} s.{tail(log)}") from None
         finally:
@@ -88,6 +92,20 @@ def run_job(
             if _REFUSAL.encode() in file.read():
                 raise PalaError(f"`{shlex.join(words)}`: mpirun refuses so many ranks: {why_refused(os.environ)}")
         raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
+
+
+def _status(process: subprocess.Popen[bytes], limit_s: float | None, is_over: Callable[[], bool]) -> int:
+    """When it has ended, or is over. Raises TimeoutExpired."""
+    deadline = math.inf if limit_s is None else time.monotonic() + limit_s
+    while True:
+        rest_s = deadline - time.monotonic()
+        try:
+            return process.wait(min(_LOOK_S, max(rest_s, 0.0)))
+        except subprocess.TimeoutExpired:
+            if is_over():
+                return 0
+            if rest_s <= _LOOK_S:
+                raise
 
 
 @contextlib.contextmanager
