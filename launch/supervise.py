@@ -214,6 +214,9 @@ class Supervisor:
                 return self._give_up(f"{futile} restarts one after the other brought no newer checkpoint")
             if (fault := self._left_over()) is not None:
                 return self._give_up(fault)
+            if self._is_complete(before):
+                self._say("mpirun failed, but its ranks have completed the run.")
+                return 0
             if start < self.restarts:
                 time.sleep(min(self.pause_s * 2.0 ** min(start, 30), _LONGEST_PAUSE_S))
         return self._give_up(f"{self.restarts} restarts were not enough" if self.restarts else "the job failed")
@@ -346,13 +349,14 @@ class Supervisor:
         return run_folder.num_segments(self.run) > segments_before and bool(run_folder.read(self.run)["completed"])
 
     def _is_done(self) -> bool:
-        """Whether an earlier job has left nothing to do: neither steps, nor the evaluation and the learning curve."""
+        """Whether an earlier job has left nothing to do: neither steps, nor an evaluation or a learning curve that was
+        interrupted. One that failed would fail again."""
         if not self._has_record():
             return False
         record = run_folder.read(self.run)
         last = record["segments"][-1]
         outcomes = [outcome for what, outcome in last.get("conclusion", {}).items() if what != "rank"]
-        if not outcomes or any(outcome != "done" for outcome in outcomes) or last.get("stopped_early"):
+        if not outcomes or any(o.startswith("interrupted") for o in outcomes) or last.get("stopped_early"):
             return False
         return record["completed"] and run_folder.config_of(self.run).total_steps >= self._total_steps
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pala.a2c.saved import average
+from pala.a2c.saved import average, average_of
 from pala.run import checkpoint, tensor_file
 from pala.run.checkpoint import RankState, load_all, load_policy, load_rank, save_policy, save_rank
 from pala.system.errors import PalaError
@@ -319,6 +319,9 @@ def test_average_is_the_weighted_mean_and_counts_all_steps(tmp_path):
         assert result.tensors[name].tolist() == pytest.approx(expected, abs=1e-6)
     assert result.counters["base_steps"] == 1000 + 100 + 200 + 300
     assert result.random_states == {}
+    one_by_one, number = average_of(tmp_path, SIGNATURE, 6)
+    assert number == 3 and same(one_by_one, result)
+    assert not any(state.tensors or state.random_states for state in load_all(tmp_path, SIGNATURE, whole=False))
 
 
 def test_of_a_lost_rank_only_the_steps_count(tmp_path):
@@ -406,7 +409,7 @@ def test_a_rank_that_never_saved_what_it_learned_is_left_out():
     states[0].counters |= {"updates": 0, "time_s": 0.0}
     states[0].tensors = {name: torch.full((6,), 99.0) for name in states[0].tensors}
     for first_only in (False, True):
-        result = average(states, first_only)
+        result = average(states, first_only=first_only)
         assert result.tensors["parameters"].equal(states[1].tensors["parameters"])
         assert (result.rank, result.counters["updates"], result.counters["time_s"]) == (1, 7, 1.25)
     states[1].counters["updates"] = 0

@@ -404,7 +404,12 @@ def test_a_run_that_has_begun_is_continued(there: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked_for", "evaluation", "is_done"),
-    [(9, "done", True), (10, "done", False), (9, "interrupted by SIGTERM", False)],
+    [
+        (9, "done", True),
+        (10, "done", False),
+        (9, "interrupted by SIGTERM", False),
+        (9, "no whole episode, so there is nothing to draw", True),
+    ],
 )
 def test_a_run_that_is_done_is_not_begun_again_by_continue(
     there: Path, capsys: pytest.CaptureFixture[str], asked_for: int, evaluation: str, is_done: bool
@@ -516,6 +521,17 @@ def test_the_quickstart_is_trained_where_nothing_else_is_asked_for(there: Path, 
     with pytest.raises(SystemExit):
         read_options([*by_script, "--help"])
     assert "the most restarts (0)" in capsys.readouterr().out
+
+
+def test_ranks_that_complete_the_run_after_their_mpirun_has_failed_count(
+    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Scripted(["--run.name", "r", "--restarts", "0"], [attempt(100, 137)])
+    monkeypatch.setattr(
+        supervisor, "_left_over", lambda: run_folder.RunRecord.take_over(supervisor.run).end("completed")
+    )
+    assert supervisor.supervise() == 0 and len(supervisor.told) == 1
+    assert "mpirun failed, but its ranks have completed the run" in capsys.readouterr().err
 
 
 def test_a_job_that_outlives_its_mpirun_is_waited_for(there: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

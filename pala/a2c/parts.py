@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pala.a2c.learner import Learner
-from pala.a2c.saved import average, check_actor_critic
+from pala.a2c.saved import average_of, check_actor_critic
 from pala.a2c.update import A2C
 from pala.config import Config
 from pala.envs import Envs
@@ -24,7 +24,6 @@ from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
-from pala.run import checkpoint
 from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
@@ -99,10 +98,9 @@ class A2CParts(Parts[ModelExchange]):
         first_only = kind_of(saved.config.exchange).independent
 
         def joined() -> RankState | None:
-            if comm.rank != 0:  # which alone reads all files, and has room for them
+            if comm.rank != 0:  # which alone reads all files
                 return None
-            states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
-            return average(states, first_only)
+            return average_of(saved.segment, self.flat.signature, len(self.flat.data), first_only)[0]
 
         made = collectively(comm, joined)
         counters = comm.bcast(made.counters if made is not None else None)

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-from pala.run.checkpoint import ACTOR_CRITIC, OF_ANOTHER_ALGORITHM, RankState, joint_counters
+import torch
+from torch import Tensor
+
+from pala.run.checkpoint import (
+    ACTOR_CRITIC,
+    OF_ANOTHER_ALGORITHM,
+    RankState,
+    joint_counters,
+    load_all,
+    load_rank,
+)
 from pala.system.errors import PalaError
 
 
-def average(states: list[RankState], first_only: bool = False) -> RankState:
-    """One state from many, for another number of ranks.
+def average_of(segment: Path, signature: int, parameters: int, first_only: bool = False) -> tuple[RankState, int]:
+    """`average` of the checkpoints in a folder, of which one at a time is in memory; and of how many ranks they are."""
+
+    def load(state: RankState) -> RankState:
+        return replace(state, tensors=load_rank(segment, state.rank, signature, state.ranks, parameters).tensors)
+
+    states = load_all(segment, signature, parameters, whole=False)
+    return average(states, load, first_only), len(states)
+
+
+def average(
+    states: list[RankState], load: Callable[[RankState], RankState] = lambda state: state, first_only: bool = False
+) -> RankState:
+    """One state from many, for another number of ranks. `load`: gives a state its tensors.
 
     Kept: parameters, RMSprop's mean squares and momentum's movement, averaged with the push-sum weights; all
     steps made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random
@@ -17,25 +41,31 @@ def average(states: list[RankState], first_only: bool = False) -> RankState:
     PalaError if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means
     nothing.
     """
-    for state in states:
-        check_actor_critic(state)
-    if any(state.tensors.keys() != states[0].tensors.keys() for state in states):
-        raise PalaError("The checkpoints of the ranks are of unlike settings: some are with momentum, some without.")
     joint = joint_counters(states)
     # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
     states = [state for state in states if state.counters["updates"]] or states
-    states = [state for state in states if bool(state.tensors["parameters"].isfinite().all())]
-    if not states:
+    first: RankState | None = None
+    sums: dict[str, Tensor] = {}
+    weights = 0.0
+    for state in map(load, states):
+        check_actor_critic(state)
+        if not state.tensors["parameters"].isfinite().all():
+            continue
+        if first is None:
+            first, sums = replace(state, tensors={}, random_states={}), dict.fromkeys(state.tensors, torch.zeros(()))
+        if state.tensors.keys() != sums.keys():
+            raise PalaError(
+                "The checkpoints of the ranks are of unlike settings: some are with momentum, some without."
+            )
+        weight = state.counters["weight"]
+        sums = {name: total + weight * state.tensors[name] for name, total in sums.items()}
+        weights += weight
+        if first_only:
+            break
+    if first is None:
         raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
-    states = states[: 1 if first_only else None]
-    weights = [state.counters["weight"] for state in states]
-    tensors = {
-        name: sum((w * state.tensors[name] for w, state in zip(weights, states, strict=True)), torch.zeros(()))
-        / sum(weights)
-        for name in states[0].tensors
-    }
-    first = states[0]
-    return RankState(first.rank, first.ranks, first.signature, tensors, {}, first.counters | joint)
+    tensors = {name: total / weights for name, total in sums.items()}
+    return replace(first, tensors=tensors, counters=first.counters | joint)
 
 
 def check_actor_critic(state: RankState) -> None:

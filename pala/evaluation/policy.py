@@ -15,7 +15,7 @@ import torch
 from gymnasium.spaces import Dict, Tuple
 from gymnasium.vector.utils import batch_space, iterate
 
-from pala.a2c.saved import average
+from pala.a2c.saved import average_of
 from pala.config import Config
 from pala.envs import Envs, make_envs
 from pala.gorila.dqn import epsilon_greedy
@@ -193,13 +193,14 @@ def load_policy(
 def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
     """Into `flat`: the weighted mean of the ranks' parameters, of independent learners the first's; of Gorila the
     shards put together. Returns (global steps, words for it)."""
-    states = checkpoint.load_all(checkpoint.newest_segment(run), flat.signature, len(flat.data))
-    ranks = counted(len(states), "rank")
-    steps = checkpoint.joint_counters(states)["base_steps"]
+    segment, num_parameters = checkpoint.newest_segment(run), len(flat.data)
     if config.algorithm == "gorila":
-        flat.data.copy_(assemble(states, len(flat.data)).parameters)
-        return steps, f"checkpoints of {ranks}"
+        states = checkpoint.load_all(segment, flat.signature, num_parameters)
+        flat.data.copy_(assemble(states, num_parameters).parameters)
+        return checkpoint.joint_counters(states)["base_steps"], f"checkpoints of {counted(len(states), 'rank')}"
     first_only = config.exchange_kind.independent
-    state = average(states, first_only)
+    state, number = average_of(segment, flat.signature, num_parameters, first_only)
     flat.data.copy_(state.tensors["parameters"])
-    return steps, f"checkpoint of rank {state.rank} of {ranks}" if first_only else f"mean of checkpoints of {ranks}"
+    ranks = counted(number, "rank")
+    words = f"checkpoint of rank {state.rank} of {ranks}" if first_only else f"mean of checkpoints of {ranks}"
+    return state.counters["base_steps"], words

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +125,22 @@ def has_spares(folder: Path, first: RankState) -> bool:
     return any(path.exists() for rank in spares for path in _generations(folder, rank))
 
 
-def load_all(folder: Path, signature: int, parameters: int | None = None) -> list[RankState]:
+def load_all(folder: Path, signature: int, parameters: int | None = None, whole: bool = True) -> list[RankState]:
     """The checkpoints of all ranks of a segment, but for those that died: theirs are old, and only their steps count.
-    As `load_rank`."""
-    first = load_rank(folder, 0, signature, parameters=parameters)
+    As `load_rank`. Not `whole`: without tensors, which are checked, but could take more memory together than a rank has
+    in training."""
+
+    def load(rank: int, ranks: int | None) -> RankState:
+        state = load_rank(folder, rank, signature, ranks, parameters)
+        return state if whole else replace(state, tensors={}, random_states={})
+
+    first = load(0, None)
     states, faults = {0: first}, {}
     for rank in range(1, first.ranks):
         if rank >= first.trainers and not any(path.exists() for path in _generations(folder, rank)):
             continue  # a spare that nobody needed
         try:
-            states[rank] = load_rank(folder, rank, signature, first.ranks, parameters)
+            states[rank] = load(rank, first.ranks)
         except PalaError as error:
             faults[rank] = error
     lost = {rank for state in states.values() for rank in state.counters["lost"]}
