@@ -41,12 +41,12 @@ from typing import IO, NamedTuple, NoReturn
 
 from pala.config import to_table
 from pala.run import run_folder
-from pala.run.end_watch import LINGER_S, LOOK_S, EndWatch
+from pala.run.end_watch import LINGER_S, EndWatch
 from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
 from pala.system.interrupt import LEAVE, hangup
-from pala.system.jobs import clear_after
+from pala.system.jobs import LOOK_S, clear_after
 from pala.system.output import ANNOUNCEMENT, SUPERVISED, say
 from pala.system.tables import flatten, shown
 from pala.train import Command, parse
@@ -122,14 +122,16 @@ class Supervisor:
         self.mpirun, self.restarts, self.pause_s = survivable(options.mpirun), options.restarts, options.pause_s
         self.hosts = read_hosts(options.host, options.hostfile)
         slots = sum(host.slots for host in self.hosts)
-        arguments, command = with_default(options.or_preset, arguments)
+        given, (arguments, command) = arguments, with_default(options.or_preset, arguments)
+        by_default = arguments != given  # the preset
         if options.go_on and (begun := _begun(command)) is not None:  # its ranks and spares are the usual ones
             spares = command.config.run.spares  # as asked for: a restart may have had fewer
             arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
             if spares and not any(argument.startswith("--run.spares") for argument in arguments):
                 arguments += ["--run.spares", str(spares)]
             asked, command = command, parse(arguments)
-            _tell_of_changed_preset(asked, command)
+            if asked.preset is not None and not by_default:
+                _tell_of_other_settings(asked, command)
         self._spares = spares = command.config.run.spares
         self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
         if self.hosts and self.ranks > slots:
@@ -182,7 +184,7 @@ class Supervisor:
         if goes_on and (fault := self._left_over()) is not None:
             return self._give_up(fault)
         if self._was_told and self._is_done():  # a whole array that was requeued, say
-            self._say(f"run '{self.run}' is complete already.")
+            self._say(f"run '{self.run}' is complete already{self._what_failed()}.")
             return 0
         if not goes_on and self._has_record():  # else a restart would take it for this one's
             raise run_folder.taken(self.run)
@@ -215,7 +217,7 @@ class Supervisor:
             if (fault := self._left_over()) is not None:
                 return self._give_up(fault)
             if self._is_complete(before):
-                self._say("mpirun failed, but its ranks have completed the run.")
+                self._say("the ranks that outlived mpirun have completed the run.")
                 return 0
             if start < self.restarts:
                 time.sleep(min(self.pause_s * 2.0 ** min(start, 30), _LONGEST_PAUSE_S))
@@ -360,6 +362,14 @@ class Supervisor:
             return False
         return record["completed"] and run_folder.config_of(self.run).total_steps >= self._total_steps
 
+    def _what_failed(self) -> str:
+        """Of what followed training, in words; empty if nothing."""
+        conclusion = run_folder.read(self.run)["segments"][-1]["conclusion"]
+        failed = [what for what, outcome in conclusion.items() if what != "rank" and outcome != "done"]
+        makes_up = {"evaluation": "evaluate", "learning curve": "plot"}
+        commands = " and ".join(f"`python -m pala.{makes_up.get(what, 'evaluate')} {self.run}`" for what in failed)
+        return f", but for its {' and '.join(failed)}: try {commands}" if failed else ""
+
     def _steps(self) -> int:
         from pala.run.checkpoint import global_steps  # loads torch: only when something went wrong
 
@@ -487,17 +497,15 @@ def _begun(command: Command) -> Path | None:
     return run if is_there else None
 
 
-def _tell_of_changed_preset(asked: Command, command: Command) -> None:
-    """Say so if the preset has been edited since the run began, which goes on with its own settings."""
-    if asked.preset is None:
-        return
+def _tell_of_other_settings(asked: Command, command: Command) -> None:
+    """Say so if a new run would get other settings than the one that goes on has: its preset may have been edited."""
     now, own = (flatten(to_table(each.config)) for each in (asked, command))
     changed = [key for key in now if now[key] != own[key] and not key.startswith("run.")]
     if changed:
         named = "; ".join(f"'{key}' is {shown(now[key])}, in the run {shown(own[key])}" for key in changed)
         say(
-            f"supervise: run '{command.resume}' was begun with another '{asked.preset}', and goes on with its own "
-            f"settings: {named}. What is to change in it has to be given as an option."
+            f"supervise: run '{command.resume}' goes on with its own settings, which are not those that "
+            f"'{asked.preset}' would give a new one: {named}. What is to change has to be given as an option."
         )
 
 

@@ -154,7 +154,7 @@ def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
         own = [what for what in ("environment", "network") if len(group) > 1 and group[0].facts[f"python_{what}"]]
         if own:
             say(
-                f"{counted(len(group), 'run')} with {' and '.join(own)} made in Python are drawn as one: its code is "
+                f"{counted(len(group), 'run')} whose {' and '.join(own)} came from Python are drawn as one: code is "
                 "not compared. `--group-by none` draws each."
             )
     return dict(zip(_labels(list(groups.values())), groups.values(), strict=True))

@@ -487,7 +487,7 @@ def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> Non
 
 
 def test_a_launcher_that_goes_on_when_its_job_is_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_LOOK_S", 0.05)
+    monkeypatch.setattr(jobs, "LOOK_S", 0.05)
     looks = itertools.count()
     run_job(["sh", "-c", f"cd {tmp_path}; sleep 1000"], tmp_path / "log", is_over=lambda: next(looks) == 3)
     assert next(looks) == 4

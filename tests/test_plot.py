@@ -214,7 +214,7 @@ def test_a_network_from_python_tells_runs_apart(tmp_path: Path, capsys: pytest.C
     assert len(_grouped([read(run) for run in runs], "preset")) == 2 and not capsys.readouterr().err
     record.note(parameters=7)
     assert len(_grouped([read(run) for run in runs], "preset")) == 1
-    assert "2 runs with network made in Python are drawn as one: its code is not compared" in capsys.readouterr().err
+    assert "2 runs whose network came from Python are drawn as one: code is not compared" in capsys.readouterr().err
 
 
 def test_equal_scores_are_marked_though_their_mean_is_rounded() -> None:

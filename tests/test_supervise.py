@@ -422,7 +422,10 @@ def test_a_run_that_is_done_is_not_begun_again_by_continue(
     job = attempt(9, 0, completes=True)
     again = Scripted(["--continue", "--run.name", "r", "--total-steps", str(asked_for)], [job])
     assert again.supervise() == 0 and bool(again.told) != is_done
-    assert ("run 'runs/r' is complete already." in capsys.readouterr().err) == is_done
+    said = capsys.readouterr().err
+    assert ("run 'runs/r' is complete already" in said) == is_done
+    failed = is_done and evaluation != "done"
+    assert ("but for its evaluation: try `python -m pala.evaluate runs/r`" in said) == failed
     resumed = Scripted(["--resume", "runs/r", "--total-steps", "9"], [job])
     assert resumed.supervise() == 0 and resumed.told
 
@@ -456,11 +459,13 @@ def test_what_has_changed_in_the_preset_of_a_run_that_goes_on_is_told(
     (there / "runs/r").mkdir(parents=True)
     run_folder.RunRecord.begin(there / "runs/r", load_preset(preset), {})
     Scripted(["--continue", "./my.toml", "--a2c.gamma", "0.9"], [])
-    assert "goes on with its own settings" not in capsys.readouterr().err
+    assert "own settings" not in capsys.readouterr().err
+    Supervisor(*read_options(["--or-preset", "quickstart", "--continue", "--run.name", "r"]))
+    assert "own settings" not in capsys.readouterr().err
     preset.write_text("total_steps = 20\n[run]\nname = 'r'\n[a2c]\nlearning_rate = 2e-3\n")
     Scripted(["--continue", "./my.toml", "--a2c.learning-rate", "2e-3"], [])
     said = capsys.readouterr().err
-    assert "goes on with its own settings: 'total_steps' is 20, in the run 9. What is" in said
+    assert "own settings" in said and "a new one: 'total_steps' is 20, in the run 9. What is to change" in said
 
 
 @pytest.mark.parametrize("pause", ["nan", "-1"])
@@ -531,7 +536,7 @@ def test_ranks_that_complete_the_run_after_their_mpirun_has_failed_count(
         supervisor, "_left_over", lambda: run_folder.RunRecord.take_over(supervisor.run).end("completed")
     )
     assert supervisor.supervise() == 0 and len(supervisor.told) == 1
-    assert "mpirun failed, but its ranks have completed the run" in capsys.readouterr().err
+    assert "the ranks that outlived mpirun have completed the run" in capsys.readouterr().err
 
 
 def test_a_job_that_outlives_its_mpirun_is_waited_for(there: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

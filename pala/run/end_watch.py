@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pala.run import run_folder
 from pala.run.lock import is_locked
+from pala.system.jobs import LOOK_S
 
-LOOK_S = 5.0  # between two looks
 LINGER_S = 180.0  # without a rank: they may need two minutes to leave MPI
 
 

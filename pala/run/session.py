@@ -7,7 +7,7 @@ Functions that communicate say so. An error that one rank meets ends this rank, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from signal import SIGTERM, Signals
 from typing import Any
@@ -192,15 +192,15 @@ class Session:
         """Collective. Raises EndError if no update was applied in this start, or ever: nothing was learned. Says so if
         none was tried."""
 
-        def add_up(survivors: Survivors) -> np.ndarray:
+        def add_up(survivors: Survivors) -> tuple[np.ndarray, Sequence[int]]:
             begun, now = loop.began_with, loop.counters
             start = now.updates - begun.updates, now.applied - begun.applied
             made = now.local_steps - begun.local_steps
             counts = np.array([*start, now.updates, now.applied, made], np.int64)
             survivors.reduce(counts, "sum")
-            return counts
+            return counts, survivors.members
 
-        counts = self._comm.with_survivors(add_up, self._job.patience_s, self._interrupt)
+        counts, members = self._comm.with_survivors(add_up, self._job.patience_s, self._interrupt)
         left_out = [tried for tried, applied in (counts[:2], counts[2:4]) if tried > 0 and applied == 0]
         if left_out:
             raise EndError(
@@ -208,7 +208,8 @@ class Session:
                 "finite: nothing was learned. Look at the environment's rewards and observations, or at the learning "
                 "rate."
             )
-        if counts[0] == 0 < counts[4] and self._leads:
+        # Of ranks that are gone the updates are not known.
+        if counts[0] == 0 < counts[4] and len(members) == self._job.num_trainers and self._comm.rank == members[0]:
             why = "; see 'gorila.min_replay_steps', and 'rewards_not_finite' in its metrics"
             say(
                 f"No rank made an update in the {counts[4]:,} steps of this start, so nothing was learned: the final "

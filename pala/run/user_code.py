@@ -89,6 +89,8 @@ def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NO
 def _check_whole(run: Path, given: UserCode) -> None:
     """Raise PalaError if a factory that the run was made with is neither there nor given: another environment of the
     same id, say, would be played in its place."""
+    if not (run / "run.json").exists():
+        return
     last = run_folder.read(run)["segments"][-1]
     made = UserCode(last.get("python_environment"), last.get("python_network"))
     for what, is_made in made._asdict().items():
@@ -96,7 +98,7 @@ def _check_whole(run: Path, given: UserCode) -> None:
             files = " or ".join(f"'{what}.{ending}'" for ending in CODE_ENDINGS)
             raise PalaError(
                 f"Run '{run}' was made with a `{what}` from Python, but the file that keeps it, {files}, is not there: "
-                "copy it from where the run was made."
+                "copy it from where the run was made. (`pala.fit` can go on with the run if it is given anew.)"
             )
 
 

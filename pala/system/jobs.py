@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pala.system.errors import PalaError
 
+LOOK_S = 5.0  # a job is looked at so often
 _TAIL_LINES = 25
-_LOOK_S = 5.0
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
 _OF_MPI = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # shared memory of MPICH, of Open MPI
 _REFUSAL = "There are not enough slots available"  # of Open MPI
@@ -100,11 +100,11 @@ def _status(process: subprocess.Popen[bytes], limit_s: float | None, is_over: Ca
     while True:
         rest_s = deadline - time.monotonic()
         try:
-            return process.wait(min(_LOOK_S, max(rest_s, 0.0)))
+            return process.wait(min(LOOK_S, max(rest_s, 0.0)))
         except subprocess.TimeoutExpired:
             if is_over():
                 return 0
-            if rest_s <= _LOOK_S:
+            if rest_s <= LOOK_S:
                 raise
 
 
