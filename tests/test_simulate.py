@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from test_benchmark import canned, canned_job
 
-from pala.simulate import predict
+from pala.simulate import methods, predict
 from pala.simulate.allreduce import halving_doubling_s, predict_allreduce, ring_s
 from pala.simulate.cluster import Cluster, Link, Prediction
 from pala.simulate.compare import cluster_of, compare
 from pala.simulate.costs import Costs, control_bytes, costs_of
-from pala.simulate.gossip import GossipCluster, predict_gossip, predict_shared_memory
+from pala.simulate.gossip import GossipCluster, predict_gossip
 from pala.simulate.gossip import measured as played
 from pala.simulate.server import ServerCluster, predict_server
 from pala.system.errors import PalaError
@@ -34,11 +34,8 @@ FREE = replace(
 )
 INFINITE = {"latency_s": 0.0, "bandwidth_bytes_per_s": float("inf")}
 METHODS: dict[str, Callable[[Cluster, Costs], Prediction]] = {
-    **{t: lambda c, k, t=t: predict_gossip(c, k, t, 1) for t in ("random", "exponential", "ring", "complete")},
-    "shared_memory": lambda c, k: predict_shared_memory(c, k, 1),
-    "allreduce": lambda c, k: predict_allreduce(c, k, 1),
-    "server": lambda c, k: predict_server(c, k, 1, 1),
-    "servers": lambda c, k: predict_server(c, k, 4, 1),
+    name: lambda cluster, costs, method=method: method.simulate(cluster, costs, 1, 4)
+    for name, method in methods.METHODS.items()
 }
 
 

@@ -19,13 +19,11 @@ from pala.benchmark.analysis import precision_of
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.kinds import KINDS
 from pala.run.provenance import now_utc, provenance
-from pala.simulate.allreduce import predict_allreduce
-from pala.simulate.cluster import Cluster, Prediction
+from pala.simulate.cluster import Cluster
 from pala.simulate.compare import compare
 from pala.simulate.costs import Costs, check_alike, costs_of, read_benchmark
-from pala.simulate.gossip import predict_gossip, predict_shared_memory
+from pala.simulate.methods import METHODS
 from pala.simulate.report import draw, markdown
-from pala.simulate.server import predict_server
 from pala.system.command_line import check_choices, check_least, check_named, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
@@ -33,11 +31,9 @@ from pala.system.output import say, tell
 from pala.system.text import counted
 
 _PROGRAM = "pala.simulate predict"
-METHODS = ("random", "exponential", "ring", "complete", "shared_memory", "allreduce", "server", "servers")
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
 _MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
 _ALIKE = (("env", "id"), ("env", "num_envs"), ("a2c", "rollout_steps"))
-_WHOLE = ("shared_memory", "allreduce", "server", "servers")  # what they send is never compressed
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Command:
     """benchmark.json (or .json.gz) with the costs of one rank (`python -m pala.benchmark`)."""
     ranks: tuple[int, ...] = (2, 4, 8, 16, 64, 256, 1024, 4096, 10_000)
     """Numbers of ranks."""
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = tuple(METHODS)
     """Gossip by topology (random, exponential, ring, complete), shared_memory (GALA), allreduce (synchronous A2C),
     server (one parameter server), servers (several)."""
     ranks_per_host: int = 16
@@ -73,7 +69,7 @@ def parse(arguments: list[str]) -> Command:
     """The checked command line. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
     check_named(command, "methods", "ranks")
-    check_choices("methods", command.methods, METHODS)
+    check_choices("methods", command.methods, tuple(METHODS))
     for ranks in command.ranks:
         if not 2 <= ranks <= _MOST_RANKS:
             raise PalaError(f"'--ranks' has {ranks} but every number must lie between 2 and {_MOST_RANKS}.")
@@ -161,7 +157,7 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
         command.bandwidth_gbit * 1e9 / 8, straggler,
     )  # fmt: skip
     begin = time.perf_counter()
-    prediction = _simulated(method, cluster, costs, command)
+    prediction = METHODS[method].simulate(cluster, costs, command.seed, command.shards)
     seconds = time.perf_counter() - begin
     row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
     tell(
@@ -169,16 +165,6 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
         f"{prediction.steps_per_s:,.0f} steps/s, efficiency {row['efficiency']:.3f} ({seconds:.1f} s)"
     )
     return row | {"updates_a_rank": cluster.updates_a_rank, "seconds_to_simulate": round(seconds, 2)}
-
-
-def _simulated(method: str, cluster: Cluster, costs: Costs, command: Command) -> Prediction:
-    if method == "shared_memory":
-        return predict_shared_memory(cluster, costs, command.seed)
-    if method == "allreduce":
-        return predict_allreduce(cluster, costs, command.seed)
-    if method in ("server", "servers"):
-        return predict_server(cluster, costs, 1 if method == "server" else command.shards, command.seed)
-    return predict_gossip(cluster, costs, method, command.seed)
 
 
 def _check_that_something_is_left(command: Command, costs: Costs | None = None) -> None:
@@ -198,7 +184,7 @@ def _reason_against(command: Command, method: str, ranks: int, costs: Costs | No
         return ""
     if method == "complete" and RULES[costs.mixing].by_pairs:
         return f"{costs.mixing} has one open offer: not with the complete graph"
-    if method in _WHOLE and costs.compression != "none":
+    if not METHODS[method].is_compressed and costs.compression != "none":
         return f"not from costs of '{costs.compression}', which is gossip's alone; measure without compression"
     return ""
 

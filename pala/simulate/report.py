@@ -5,23 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.report.pictures import COLOURS, new_figure, tidy, write_picture
+from pala.report.pictures import new_figure, tidy, write_picture
+from pala.simulate.methods import METHODS
 from pala.system.text import Spread, counted, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_STYLES = {  # label, colour, marker and its size; what lies on top of others is hollow
-    "random": ("gossip, random", COLOURS[0], "o", 4),
-    "exponential": ("gossip, exponential", COLOURS[5], "s", 7),
-    "ring": ("gossip, ring", COLOURS[2], "^", 9),
-    "complete": ("gossip, complete", COLOURS[3], "D", 5),
-    "shared_memory": ("shared memory (GALA)", COLOURS[6], "o", 12),
-    "allreduce": ("all-reduce (synchronous A2C)", COLOURS[1], "v", 5),
-    "server": ("one parameter server", COLOURS[4], "P", 5),
-    "servers": ("parameter servers", "#777777", "X", 5),
-}
-_HOLLOW = ("exponential", "ring", "shared_memory")
 
 
 def markdown(simulation: dict[str, Any]) -> str:
@@ -146,11 +135,12 @@ def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]], options: dict[str, 
     axes.plot(ranks, possible, color="black", linewidth=0.8, linestyle=(0, (4, 4)), label="no exchange")
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
-        label, colour, marker, size = _STYLES[method]
+        style = METHODS[method]
         axes.plot(
-            [row["ranks"] for row in mine], [row["efficiency"] for row in mine], color=colour, marker=marker,
-            markersize=size, markerfacecolor="none" if method in _HOLLOW else colour, linewidth=1.4,
-            label=f"{options['shards']} parameter servers" if method == "servers" else label,
+            [row["ranks"] for row in mine], [row["efficiency"] for row in mine], color=style.colour,
+            marker=style.marker, markersize=style.marker_size,
+            markerfacecolor="none" if style.is_hollow else style.colour, linewidth=1.4,
+            label=f"{options['shards']} parameter servers" if method == "servers" else style.label,
         )  # fmt: skip
     axes.set_title("all ranks alike" if straggler == 1 else f"one rank {straggler:g} times slower", fontsize=11)
     axes.set_xscale("log", base=2)
