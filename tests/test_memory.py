@@ -47,7 +47,7 @@ from pala import config_checks
 from pala.a2c.learner import Learner
 from pala.config import Config, ExchangeConfig
 from pala.exchange import make as make_module
-from pala.exchange.base import average_of_ranks
+from pala.exchange.base import Exchange, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
@@ -56,7 +56,7 @@ from pala.exchange.make import make_exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment
-from pala.run.keeper import BestPolicy
+from pala.run.keeper import BestPolicy, Keeper
 from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.rank import run_rank
@@ -344,6 +344,18 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
     assert checkpoint.load_policy(job.run / "best_policy.safetensors")[1] == header
 
 
+def test_a_policy_that_is_held_is_judged_at_a_stop_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = list[Stop]()
+
+    def judged(keeper: Keeper, exchange: Exchange, view: RunView | None) -> None:
+        if view is not None:
+            stops.append(exchange.stop)
+
+    monkeypatch.setattr(Keeper, "judge", judged)
+    train(2, configure(tmp_path, steps=ENDLESS), [signal_at(0, update=5)])
+    assert stops[-1] is Stop.SIGNAL
+
+
 @pytest.mark.parametrize(
     ("changed", "is_kept"),
     [
@@ -560,6 +572,8 @@ def test_a_resumed_rank_goes_on_with_its_warm_up(tmp_path: Path) -> None:
     assert resumed.ended_well() and resumed.states()[0].counters["warms_up_from"] == 15
     (records,) = read_run(job.run)
     assert [r["learning_rate"] for r in records if r["type"] == "interval"][-1] == pytest.approx((40 - 15 + 1) / 1000)
+    averaged = job.resume(2, steps=60 * BATCH)
+    assert averaged.ended_well() and {state.counters["warms_up_from"] for state in averaged.states()} == {15}
 
 
 def test_a_resumed_run_leaves_out_what_the_dead_had(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -1006,6 +1020,7 @@ def test_ranks_of_one_model_begin_alike_when_they_saved_at_unlike_times(tmp_path
     begun = trained.resume(3, 1200).states(first=True)
     assert own_steps(begun) == [newest.counters["own_steps"]] * 3
     assert parameters(begun).equal(newest.tensors["parameters"].expand(3, -1))
+    assert len({state.counters["time_s"] for state in begun}) == 1, "readers would drop what it did since its own"
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ class A2CParts(Parts[ModelExchange]):
         if made is not None:
             self._take(made)
         share(comm, self, root=0)
+        self.a2c.warms_up_from = counters["warms_up_from"]
         return RankState(0, 1, self.flat.signature, {}, {}, counters)
 
     def _begin_alike(self, comm: Communicator, state: RankState) -> None:
@@ -118,7 +119,8 @@ class A2CParts(Parts[ModelExchange]):
         newest = comm.bcast(state.counters, root)
         state.counters |= {
             "updates": newest["updates"], "applied": newest["applied"],
-            "own_steps": newest["local_steps"][comm.rank], "warms_up_from": newest["warms_up_from"],
+            "own_steps": newest["local_steps"][comm.rank], "time_s": newest["time_s"],
+            "warms_up_from": newest["warms_up_from"],
         }  # fmt: skip
 
 

@@ -24,7 +24,9 @@ def average_of(segment: Path, signature: int, parameters: int, first_only: bool 
     """`average` of the checkpoints in a folder, of which one at a time is in memory; and of how many ranks they are."""
 
     def load(state: RankState) -> RankState:
-        return replace(state, tensors=load_rank(segment, state.rank, signature, state.ranks, parameters).tensors)
+        read = load_rank(segment, state.rank, signature, state.ranks, parameters)  # a live job may have saved since
+        both = zip(state.counters["local_steps"], read.counters["local_steps"], strict=True)
+        return replace(read, counters=read.counters | {"local_steps": [max(steps) for steps in both]})
 
     states = load_all(segment, signature, parameters, whole=False)
     return average(states, load, first_only), len(states)
@@ -41,18 +43,19 @@ def average(
     PalaError if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means
     nothing.
     """
-    joint = joint_counters(states)
     # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
-    states = [state for state in states if state.counters["updates"]] or states
+    trained = [state for state in states if state.counters["updates"]] or states
+    read = {state.rank: state for state in states}
     first: RankState | None = None
     sums: dict[str, Tensor] = {}
     weights = 0.0
-    for state in map(load, states):
+    for state in map(load, trained):
         check_actor_critic(state)
+        read[state.rank] = replace(state, tensors={}, random_states={})
         if not state.tensors["parameters"].isfinite().all():
             continue
         if first is None:
-            first, sums = replace(state, tensors={}, random_states={}), dict.fromkeys(state.tensors, torch.zeros(()))
+            first, sums = read[state.rank], dict.fromkeys(state.tensors, torch.zeros(()))
         if state.tensors.keys() != sums.keys():
             raise PalaError(
                 "The checkpoints of the ranks are of unlike settings: some are with momentum, some without."
@@ -65,7 +68,7 @@ def average(
     if first is None:
         raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
     tensors = {name: total / weights for name, total in sums.items()}
-    return replace(first, tensors=tensors, counters=first.counters | joint)
+    return replace(first, tensors=tensors, counters=first.counters | joint_counters(list(read.values())))
 
 
 def check_actor_critic(state: RankState) -> None:

@@ -53,6 +53,10 @@ class Keeper:
         """Save, and judge the policy held from an earlier checkpoint by `view`, if this rank leads. What cannot be
         written is said; the job goes on."""
         self.save_or_say(exchange)
+        self.judge(exchange, view)
+
+    def judge(self, exchange: Exchange, view: RunView | None) -> None:
+        """The second half of `keep`."""
         try:
             self._judge(exchange, view)
         except OSError as error:

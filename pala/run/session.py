@@ -263,7 +263,9 @@ class Session:
             self._lead_if_first(exchange)
         else:
             self._keeper.save(exchange)
+            view = self._records.view
             self._record_stop(exchange, stop)  # at once: after a signal the launcher may not give much time
+            self._keeper.judge(exchange, view)
         return stop
 
     def _call(
