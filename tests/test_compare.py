@@ -678,7 +678,7 @@ def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> N
         assert [row["run"] for row in rows] == ["gossip-Pole-1-1", "gossip-Pole-1-1-2", "mine"]
     assert [row["variant"] for row in rows] == ["gossip", "gossip", "gossip (learning rate 0.0007)"]
     said = section(page, "To bear in mind")
-    assert "Runs differ in the machine" in said and "another run with the same seed: `gossip-Pole-1-1-2`" in said
+    assert "Runs were made on different hosts" in said and "another run with the same seed: `gossip-Pole-1-1-2`" in said
 
 
 def test_runs_of_a_sweep_that_begin_in_the_same_second_are_not_one(there: Path, no_pictures: None) -> None:
