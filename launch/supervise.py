@@ -352,7 +352,7 @@ class Supervisor:
 
     def _is_done(self) -> bool:
         """Whether an earlier job has left nothing to do: neither steps, nor an evaluation or a learning curve that was
-        interrupted. One that failed would fail again."""
+        interrupted. One that failed, which may fail again, is named instead."""
         if not self._has_record():
             return False
         record = run_folder.read(self.run)
@@ -366,8 +366,8 @@ class Supervisor:
         """Of what followed training, in words; empty if nothing."""
         conclusion = run_folder.read(self.run)["segments"][-1]["conclusion"]
         failed = [what for what, outcome in conclusion.items() if what != "rank" and outcome != "done"]
-        makes_up = {"evaluation": "evaluate", "learning curve": "plot"}
-        commands = " and ".join(f"`python -m pala.{makes_up.get(what, 'evaluate')} {self.run}`" for what in failed)
+        programs = ["evaluate" if what == "evaluation" else "plot" for what in failed]
+        commands = " and ".join(f"`python -m pala.{program} {shlex.quote(str(self.run))}`" for program in programs)
         return f", but for its {' and '.join(failed)}: try {commands}" if failed else ""
 
     def _steps(self) -> int:
