@@ -6,6 +6,7 @@ repository=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 # What an installation depends on: one that uses the checkout itself, and one of a copy.
 editable=(constraints.txt pyproject.toml)
 copied=(constraints.txt pala configs pyproject.toml setup.cfg README.md LICENSE)
+half='being changed' # the record of a folder that pip may have left with a part of what was asked for
 
 fail() {
     echo "pala: error: $*" >&2
@@ -58,12 +59,24 @@ make_venv() {
 }
 
 # $1: folder, $2: extras. In a job of Slurm, where other jobs may run from the folder: true if they are there, of
-# whatever state of this checkout.
+# whatever state of this checkout, and no installation was broken off.
 stays_as_it_is() {
-    [ -n "${SLURM_JOB_ID:-}" ] && [ -e "$(record_of "$@")" ] || return 1
+    [ -n "${SLURM_JOB_ID:-}" ] && [ "$(cat "$(record_of "$@")" 2>/dev/null || echo "$half")" != "$half" ] || return 1
     "$1/bin/python" -m pip --version >/dev/null 2>&1 || return 1
     echo "pala: $1 was installed before $repository changed. Other jobs may run from it, so this one takes it as it is;" \
         "'./launch/train.sh --help' on a login node installs anew." >&2
+}
+
+# A command, which a signal ends together with this script. Bash alone would leave it behind, or go on after ^C.
+end_together() {
+    local name status=0
+    "$@" &
+    for name in HUP INT TERM USR1; do
+        trap "kill $! 2>/dev/null; wait $! || true; exit $((128 + $(kill -l $name)))" $name
+    done
+    wait $! || status=$?
+    trap - HUP INT TERM USR1
+    return $status
 }
 
 # $1: folder, $2: extras. From a checkout that may not be written to, which pip does for --editable, a copy.
@@ -74,29 +87,43 @@ pip_install() {
         (cd "$repository" && cp -R "${copied[@]}" "$copy") && chmod -R u+w "$copy" || status=$?
         source=("$copy[$2]")
     fi
-    [ $status != 0 ] || "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
+    [ $status != 0 ] || end_together "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
         -c "$repository/constraints.txt" "${source[@]}" || status=$?
     [ -z "$copy" ] || rm -rf "$copy"
     return $status
 }
 
+# $1: folder, $2: what its records say from now on.
+mark() {
+    local record
+    for record in "$1"/.pala-of-*; do
+        [ ! -e "$record" ] || echo "$2" >"$record"
+    done
+}
+
 # $1: folder, $2: extras. One at a time: several jobs may start on a fresh checkout.
 install_into() {
-    local venv=$1 depends=("${editable[@]}") record
+    local venv=$1 depends=("${editable[@]}") record said
     [ -w "$repository" ] || depends=("${copied[@]}")
     if [ ! -w "$repository" ] && [ -z "${PALA_VENV:-}" ]; then
+        if stays_as_it_is "$@"; then return; fi
         fail "PALA is not installed in $repository, which you may not write to. Set PALA_VENV to a folder of your own."
     fi
     mkdir -p "$(dirname "$venv")" && exec 9>"$venv.lock" ||
         fail "The folder $venv cannot be made. Set PALA_VENV to another one."
-    flock 9 || echo "pala: $venv.lock cannot be locked: see to it that no other job installs there now." >&2
+    said=$(flock -n 9 2>&1) || {
+        [ -n "$said" ] || echo "pala: waits for another installation into $venv ..." >&2
+        flock 9 || echo "pala: $venv.lock cannot be locked: see to it that no other job installs there now." >&2
+    }
     if ! is_installed "$@" && ! stays_as_it_is "$@"; then
         echo "Installing into $venv (once; a minute or two) ..." >&2
         make_venv "$venv"
-        for record in "$venv"/.pala-of-*; do # if pip fails, jobs of Slurm still take what is there
-            [ ! -e "$record" ] || echo "being changed" >"$record"
-        done
-        pip_install "$@" || fail "pip could not install PALA's packages into $venv; see the message above."
+        mark "$venv" "$half"
+        if ! pip_install "$@"; then
+            mark "$venv" 'left as it was' # by pip: jobs of Slurm still take what is there
+            fail "pip could not install PALA's packages into $venv; see the message above. If there is no network here," \
+                "as on a node of a cluster, run './launch/train.sh --help' first where there is one."
+        fi
         rm -f "$venv"/.pala-of-* # of what was installed before
         for record in "$(record_of "$@")" "$(record_of "$venv" "${2%%,*}")"; do # the first extra is there as well
             state_of "$venv" "${depends[@]}" >"$record"

@@ -47,6 +47,7 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import dated
 from pala.system.interrupt import LEAVE, hangup
 from pala.system.jobs import LOOK_S, clear_after
+from pala.system.launcher import Launch
 from pala.system.output import ANNOUNCEMENT, SUPERVISED, say
 from pala.system.tables import flatten, shown
 from pala.train import Command, parse
@@ -156,7 +157,7 @@ class Supervisor:
             self.run, self.resumes = Path(command.config.run.dir) / name, False
         self._total_steps = command.config.total_steps
         self.start_timeout_s = command.config.run.start_timeout_s
-        self._was_told = options.go_on  # a job has been told to make the run
+        self._was_told = self._goes_on = options.go_on  # a job has been told to make the run
         self._began = False  # by a job of this supervisor
         self._job: subprocess.Popen[bytes] | None = None
         self._probes: list[subprocess.Popen[str]] = []  # of hosts
@@ -181,6 +182,7 @@ class Supervisor:
     def _supervise(self) -> int:
         steps, futile, has_trained = -1, 0, False
         goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
+        was_complete = self._has_record() and bool(run_folder.read(self.run)["completed"])
         if goes_on and (fault := self._left_over()) is not None:
             return self._give_up(fault)
         if self._was_told and self._is_done():  # a whole array that was requeued, say
@@ -197,9 +199,11 @@ class Supervisor:
             complete = self._is_complete(before)
             self._only_notes_signals = complete  # from the job's start until here, and for good if it is
             if self._signal is not None:
-                end = "the run is complete" if complete else "the run is not complete"
+                end = f"the run is complete{self._what_failed()}" if complete else "the run is not complete"
                 self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}; {end}.")
-                return 0 if complete else 128 + self._signal
+                # Who is to go on later evaluates then, but does not try that turn after turn.
+                is_done = complete and (not self._goes_on or was_complete or self._is_done())
+                return 0 if is_done else 128 + self._signal
             if complete:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
                 self._say(f"run '{self.run}' is complete{times}.")
@@ -364,7 +368,8 @@ class Supervisor:
 
     def _what_failed(self) -> str:
         """Of what followed training, in words; empty if nothing."""
-        conclusion = run_folder.read(self.run)["segments"][-1]["conclusion"]
+        last = run_folder.read(self.run)["segments"][-1] if self._has_record() else {}
+        conclusion = last.get("conclusion", {})
         failed = [what for what, outcome in conclusion.items() if what != "rank" and outcome != "done"]
         programs = ["evaluate" if what == "evaluation" else "plot" for what in failed]
         commands = " and ".join(f"`python -m pala.{program} {shlex.quote(str(self.run))}`" for program in programs)
@@ -565,6 +570,12 @@ def main() -> NoReturn:
         supervisor = Supervisor(*read_options(sys.argv[1:]))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, *hangup(), LEAVE):
             signal.signal(number, supervisor.on_signal)
+        launch = Launch.detect()
+        if launch.size > 1 and launch.rank == 0:
+            say(
+                f"supervise: this was started {launch.size} times at once, as by srun or mpirun, and each starts a job "
+                "of its own. For one run start it once: it calls mpirun itself."
+            )
         sys.exit(supervisor.supervise())
     except PalaError as error:
         say(f"supervise: error: {error}")

@@ -18,11 +18,12 @@ install_debian_packages() {
     [ ${#missing[@]} -gt 0 ] || return 0
     if [ ! -e $policy ]; then
         made_policy=yes
+        trap "rm -f $policy" EXIT # also if this is broken off
         printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy
     fi
     (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "${missing[@]}") \
         >/dev/null || echo "pala: ${missing[*]} could not be installed: tests that need them skip." >&2
-    if [ $made_policy ]; then rm $policy; fi
+    if [ $made_policy ]; then rm $policy && trap - EXIT; fi
 }
 if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then install_debian_packages; fi
 

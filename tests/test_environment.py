@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import wait_for
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FILES = ("launch/environment.sh", "constraints.txt", "pyproject.toml")
@@ -17,7 +19,10 @@ STUB = r"""#!/bin/bash
 here=$(cd "$(dirname "$0")/.." && pwd)
 case "$*" in
     *"-m pip --version"*) [ ! -e "$here/broken" ] ;;
-    *"-m pip install"*) echo "install ${*: -1}" >>"$STUB_LOG"; [ ! -e "$here/no-network" ] ;;
+    *"-m pip install"*)
+        echo "install ${*: -1}" >>"$STUB_LOG"
+        if [ -e "$here/takes-long" ]; then echo $$ >"$here/takes-long"; for _ in {1..600}; do sleep 0.1; done; fi
+        [ ! -e "$here/no-network" ] ;;
     *"-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" && echo venv >>"$STUB_LOG" ;;
     *version_info\)*) cat "$STUB_VERSION" ;;
 esac
@@ -40,13 +45,21 @@ class Machine:
 
     def use(self, **variables: str) -> subprocess.CompletedProcess[str]:
         """What a launch script does first. `done`: what was asked of Python since the last time."""
+        with self.begin(**variables) as script:
+            out, err = script.communicate(timeout=60)
+        return subprocess.CompletedProcess([], script.returncode, out, err)
+
+    def begin(self, **variables: str) -> subprocess.Popen[str]:
+        """The same, not waited for."""
         self.log.write_text("")
         script = f"set -euo pipefail; source {self.checkout}/launch/environment.sh; use_environment openmpi; echo ready"
         environment = os.environ | {"STUB_LOG": str(self.log), "STUB_VERSION": str(self.version)}
         environment |= {"PATH": f"{self.python.parent}:{os.environ['PATH']}"} | variables
         for name in {"PALA_VENV", "PYTHON", "SLURM_JOB_ID"} - set(variables):
             environment.pop(name, None)
-        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+        return subprocess.Popen(
+            ["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
 
     @property
     def done(self) -> list[str]:
@@ -151,6 +164,8 @@ def test_what_the_owner_has_installed_does_for_who_may_not_write(machine: Machin
     (machine.checkout / "constraints.txt").write_text("")
     refused = machine.use()
     assert refused.returncode == 2 and "Set PALA_VENV" in refused.stderr and machine.done == []
+    job = machine.use(SLURM_JOB_ID="1")  # began before the owner has installed anew
+    assert job.stdout == "ready\n" and "takes it as it is" in job.stderr and machine.done == []
 
 
 def test_a_failed_installation_leaves_jobs_of_slurm_what_they_have(machine: Machine) -> None:
@@ -159,11 +174,32 @@ def test_a_failed_installation_leaves_jobs_of_slurm_what_they_have(machine: Mach
     before = constraints.read_text()
     constraints.write_text(before + "\n")
     (machine.venv / "no-network").touch()
-    assert machine.use().returncode == 2 and machine.done == ["install"]
+    failed = machine.use()
+    assert failed.returncode == 2 and "If there is no network here" in failed.stderr and machine.done == ["install"]
     assert machine.use(SLURM_JOB_ID="1").stdout == "ready\n" and machine.done == []
     (machine.venv / "no-network").unlink()
     constraints.write_text(before)  # nobody knows how far the other one came
     assert machine.use().returncode == 0 and machine.done == ["install"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_an_installation_that_is_broken_off_leaves_no_pip_and_is_done_anew(machine: Machine, number: int) -> None:
+    """Also by a job of Slurm, which else takes what there is. Who comes meanwhile is told what it waits for."""
+    machine.use()
+    constraints, pip = machine.checkout / "constraints.txt", machine.venv / "takes-long"
+    constraints.write_text(constraints.read_text() + "\n")
+    pip.touch()
+    with machine.begin() as script:
+        wait_for(lambda: pip.read_text().strip(), what="pip")
+        with machine.begin() as other:
+            assert other.stderr is not None and "waits for another installation" in other.stderr.readline()
+            other.kill()
+        script.send_signal(number)
+        assert script.wait(20) == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pip.read_text()), 0)
+    pip.unlink()
+    assert machine.use(SLURM_JOB_ID="1").stdout == "ready\n" and machine.done == ["install"]
 
 
 def test_a_checkout_has_one_name(machine: Machine, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Submitted:
         self.slurm, self.runs, self._logs = slurm, folder / "runs", folder
         environment = {k: v for k, v in LAUNCHERS[0].environment().items() if not k.startswith(("OMPI_", "PRTE_"))}
         environment |= write_paced(folder, step_s)  # no job ends before it is told to
+        environment["PALA_SHORTEST_TURN_S"] = "0"
         said = slurm.run(
             "sbatch", *options, f"--output={folder}/%j.log", f"launch/slurm/{script}.sbatch", *train, *CARTPOLE,
             "--env.id", "Paced-v0", "--run.dir", str(self.runs), cwd=REPOSITORY, env=environment,

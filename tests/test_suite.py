@@ -89,10 +89,17 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize(
     ("variables", "requeued"),
-    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "48"}, "7_48")],
+    [
+        ({"PALA_SHORTEST_TURN_S": "0"}, "7"),
+        ({"PALA_SHORTEST_TURN_S": "0", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "48"}, "7_48"),
+        ({}, None),
+    ],
 )
-def test_a_job_requeues_itself_and_not_its_array(variables: dict[str, str], requeued: str, tmp_path: Path) -> None:
-    """An array's last task has the number of the array."""
+def test_a_job_requeues_itself_and_not_its_array(
+    variables: dict[str, str], requeued: str | None, tmp_path: Path
+) -> None:
+    """An array's last task has the number of the array. A job whose time is over as it begins would be requeued for
+    ever."""
     programs = {
         "bin/scontrol": 'echo "$*" >>asked',
         "launch/train.sh": "trap 'exit 3' TERM; touch begun; for _ in {1..600}; do sleep 0.1; done",
@@ -104,11 +111,15 @@ def test_a_job_requeues_itself_and_not_its_array(variables: dict[str, str], requ
     environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     environment |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
     script = str(REPOSITORY / "launch/slurm/preemptible.sbatch")
-    with subprocess.Popen(["bash", script, "pong"], cwd=tmp_path, env=environment | variables) as job:
+    with subprocess.Popen(
+        ["bash", script, "pong"], cwd=tmp_path, env=environment | variables, stderr=subprocess.PIPE, text=True
+    ) as job:
         wait_for(lambda: (tmp_path / "begun").exists() and catches(job.pid, signal.SIGUSR1), what="the job")
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(60) == 3
-    assert (tmp_path / "asked").read_text() == f"requeue {requeued}\n"
+        said = job.communicate(timeout=60)[1]
+    assert job.returncode == 3 and ("is not requeued: ask for a --time" in said) == (requeued is None)
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == (f"requeue {requeued}\n" if requeued else "")
 
 
 def make_run(

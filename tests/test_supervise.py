@@ -102,6 +102,48 @@ def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
     assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "was_complete", "goes_on", "status"),
+    [
+        ("interrupted by SIGUSR1", False, True, 138),
+        ("interrupted by SIGUSR1", False, False, 0),
+        ("interrupted by SIGUSR1", True, True, 0),
+        ("failed", False, True, 0),
+        (None, False, True, 138),
+    ],
+)
+def test_after_a_signal_in_the_evaluation_a_job_that_goes_on_later_is_not_done(
+    there: Path, capsys: pytest.CaptureFixture[str], evaluation: str | None, was_complete: bool, goes_on: bool,
+    status: int,
+) -> None:  # fmt: skip
+    """Its time was over: the next turn evaluates, but not one turn after another. Without `--continue` the training is
+    all that is asked for."""
+
+    def told_to_end(of: Scripted) -> int:
+        of._signal = signal.SIGUSR1
+        of.run.mkdir(parents=True, exist_ok=True)
+        record = run_folder.RunRecord.begin(of.run, Config(total_steps=9), {})
+        record.end("completed")
+        if evaluation is not None:
+            record.note(conclusion={"evaluation": evaluation, "rank": 0})
+        return 138
+
+    options = ["--run.name", "r", "--total-steps", "9", *["--continue"] * goes_on]
+    if was_complete:
+        told_to_end(Scripted(options, []))
+    assert Scripted(options, [told_to_end]).supervise() == status
+    assert ("is complete, but for its evaluation" in capsys.readouterr().err) == (evaluation is not None)
+
+
+def test_a_supervisor_that_was_started_several_times_says_so(there: Path) -> None:
+    """As by srun, where each task would start all ranks."""
+    for rank, says in ((0, True), (1, False)):
+        environment = os.environ | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": str(rank)}
+        command = [sys.executable, str(SCRIPT), "--mpirun", "true", "--restarts", "0", "quickstart"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert ("this was started 4 times at once" in done.stderr) == says, done.stderr
+
+
 def test_a_signal_for_a_rank_ends_no_supervisor(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def told_to_leave(of: Scripted) -> int:
         of.on_signal(signal.SIGUSR2, None)
