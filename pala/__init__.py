@@ -135,14 +135,17 @@ def _check_callable(**given: Any) -> None:
 
 
 def _with_evaluation(result: Result) -> Result:
-    """On ranks that did not evaluate: with what the one that did has written into the run's folder."""
+    """On ranks that did not evaluate: with what the one that did has written into the run's folder, if it did."""
     from pala.evaluation.record import read_evaluation
+    from pala.run.run_folder import read
 
-    if result.evaluation is not None or result.status != "completed":
+    if result.leads or result.status != "completed":
         return result
-    curve = result.run / "learning_curve.png"
+    outcomes = read(result.run)["segments"][-1].get("conclusion", {})
+    has_played = outcomes.get("evaluation") == "done" and load_config(result.run).evaluation.episodes > 0
     return replace(
-        result, evaluation=read_evaluation(result.run), learning_curve=curve if curve.exists() else None
+        result, evaluation=read_evaluation(result.run) if has_played else None,
+        learning_curve=result.run / "learning_curve.png" if outcomes.get("learning curve") == "done" else None,
     )  # fmt: skip
 
 

@@ -827,6 +827,25 @@ def test_a_copy_of_a_record_without_paths_is_the_same_to_the_byte(there: Path) -
     assert (Path("results/tiny/runs") / run.name / "run.json").read_bytes() == (run / "run.json").read_bytes()
 
 
+def test_a_run_is_copied_under_its_own_name_from_within(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = only_run(there)
+    run = make_run(planned.folder, planned.config, planned.cell.ranks)
+    monkeypatch.chdir(run)
+    keep(Path(), there / "copies")
+    assert [copy.name for copy in (there / "copies").iterdir()] == [run.name]
+
+
+def test_of_sketches_of_unlike_lengths_no_progress_is_told(there: Path) -> None:
+    """A run that went on by another version of PALA, say."""
+    planned = only_run(there)
+    make_run(planned.folder, planned.config, planned.cell.ranks)
+    run = load(planned.folder, plan_of())
+    assert run.progress_kept is not None
+    longer = {"own_movement": [1.0, 0.0, 2.0], "movement": [1.0, 0.0, 2.0]}
+    mixed = replace(run, ranks=[[*records, records[-1] | longer] for records in run.ranks])
+    assert mixed.progress_kept is None
+
+
 def test_paths_in_arguments_of_what_is_played_are_kept(there: Path, no_pictures: None) -> None:
     """They decide which game a run plays; the machine's other folders are left out."""
     (there / "game.toml").write_text(GAME.replace("CartPole-v1", "Ant-v5(xml_file='/data/go1/scene.xml')"))

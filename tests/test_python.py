@@ -3,6 +3,7 @@ the blocks of docs/python.md as written, but for fewer steps."""
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import os
@@ -187,6 +188,20 @@ def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
     assert first.evaluation.episodes == 3 and first.learning_curve.exists()
     other = pala._with_evaluation(next(result for result in results if not result.leads))
     assert other.evaluation == first.evaluation and other.learning_curve == first.learning_curve
+
+
+@pytest.mark.parametrize("failed", ["evaluation", "learning curve"])
+def test_what_an_earlier_start_left_is_not_given_back_as_new(tmp_path: Path, failed: str) -> None:
+    config = replace(configure(tmp_path, steps=200), evaluation=EvaluationConfig(episodes=3, num_envs=1))
+    results = run_ranks(2, lambda comm: run_rank(comm, Request(config, conclude=conclude), comm.interrupt))
+    first, other = sorted(results, key=lambda result: not result.leads)
+    record = json.loads((first.run / "run.json").read_text())
+    record["segments"][-1]["conclusion"][failed] = "failed"
+    (first.run / "run.json").write_text(json.dumps(record))
+    assert pala._with_evaluation(first) == first
+    other = pala._with_evaluation(other)
+    assert (other.evaluation is None) == (failed == "evaluation")
+    assert (other.learning_curve is None) == (failed == "learning curve")
 
 
 def test_the_cores_of_a_host_are_those_that_its_ranks_may_use() -> None:

@@ -32,10 +32,11 @@ def keep(run: Path, folder: Path) -> None:
     """Copy of a run what a report needs into `folder`, beside copies of other runs of the same name. An earlier copy of
     the same run is replaced, but not a completed one by one that is not. Raises PalaError."""
     begun = _begun(run)
-    number, copy = 1, folder / run.name
+    name = run.resolve().name  # also of "."
+    number, copy = 1, folder / name
     while (copy / "run.json").exists() and _begun(copy) != begun:
         number += 1
-        copy = folder / f"{run.name}-{number}"
+        copy = folder / f"{name}-{number}"
     if copy.resolve() == run.resolve() or ((copy / "run.json").exists() and _progress(copy) > _progress(run)):
         return
     try:

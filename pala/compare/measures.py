@@ -130,7 +130,7 @@ class Run(RunData):
     def progress_kept(self) -> float | None:
         """Share of the ranks' own steps that the mean of their models made; None if the metrics do not tell."""
         records = [record for rank in self.ranks for record in rank if record.get("own_movement")]
-        if not records:
+        if len({len(record["own_movement"]) for record in records}) != 1:  # none, or of another version of PALA as well
             return None
         return progress_kept((r["own_movement"] for r in records), (r["movement"] for r in records))
 
