@@ -293,7 +293,7 @@ class RunConfig:
     """Threads a rank, for torch and Atari alike; 0: the rank's share of the cores that it may use, no more
     than a container's quota or Slurm's allocation has."""
     console: Literal["auto", "panel", "lines", "none"] = "auto"
-    """What rank 0 shows: a live panel on a terminal, lines in a log file."""
+    """What the lowest rank that lives shows: a live panel on a terminal, lines in a log file."""
     spares: int = 0
     """So many of the job's ranks, the last ones, do not train but sleep until another dies, and then take its place.
     With `exchange.kind` `gossip` or Gorila, and where a job outlives its ranks (docs/reliability.md)."""

@@ -141,7 +141,7 @@ class Envs:
             self.close()
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
-        return [int(s) for s in seeds]
+        return seeds.tolist()
 
     def _begin(self, info: dict[str, Any]) -> None:
         """Look at the reset's info."""

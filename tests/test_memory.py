@@ -509,7 +509,7 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
 @pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
 def test_who_cannot_leave_says_so_and_stays(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     job = train(2, configure(tmp_path, kind, steps=300), on_count=leave_at(1, update=5))
-    assert job.ended_well() and "only ranks that gossip can: it stays" in capsys.readouterr().err
+    assert job.ended_well() and "only ranks of gossip and Gorila can: it stays" in capsys.readouterr().err
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

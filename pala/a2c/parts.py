@@ -32,7 +32,7 @@ from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import torch_weights
-from pala.transport.agreement import collectively
+from pala.transport.agreement import collectively, from_first
 from pala.transport.base import Communicator
 
 
@@ -97,16 +97,12 @@ class A2CParts(Parts[ModelExchange]):
         )
         first_only = kind_of(saved.config.exchange).independent
 
-        def joined() -> RankState | None:
-            if comm.rank != 0:  # which alone reads all files
-                return None
-            return average_of(saved.segment, self.flat.signature, len(self.flat.data), first_only)[0]
+        def join() -> dict[str, Any]:
+            joint = average_of(saved.segment, self.flat.signature, len(self.flat.data), first_only)[0]
+            self._take(joint)
+            return joint.counters
 
-        made = collectively(comm, joined)
-        counters = comm.bcast(made.counters if made is not None else None)
-        assert counters is not None
-        if made is not None:
-            self._take(made)
+        counters = from_first(comm, join)  # which alone reads all files
         share(comm, self, root=0)
         self.a2c.warms_up_from = counters["warms_up_from"]
         return RankState(0, 1, self.flat.signature, {}, {}, counters)

@@ -97,7 +97,7 @@ class AllReduce(ModelExchange):
         return final
 
     def state(self) -> ExchangeState:
-        return ExchangeState([int(s) for s in self._local_steps], self._base_steps)
+        return ExchangeState(self._local_steps.tolist(), self._base_steps)
 
     def _reduce(self, timeout_s: float | None) -> None:
         """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core.

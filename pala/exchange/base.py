@@ -126,8 +126,8 @@ class Exchange(abc.ABC):
         """Hand this rank's steps on to the others, who go on without it. May wait a little. False if it must stay: then
         it has said why. Not collective."""
         say(
-            f"Process {os.getpid()} was told to leave ({LEAVE.name}), but only ranks that gossip can: it stays. "
-            "SIGUSR1 ends the whole job, with a checkpoint."
+            f"Process {os.getpid()} was told to leave ({LEAVE.name}), but only ranks of gossip and Gorila can: it "
+            "stays. SIGUSR1 ends the whole job, with a checkpoint."
         )
         return False
 

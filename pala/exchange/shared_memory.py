@@ -54,8 +54,8 @@ def check_one_host(comm: Communicator) -> None:
 class Window:
     """Memory that all ranks of a host see: of each some counts, which it alone writes, and its broadcast buffer."""
 
-    def __init__(self, comm: Communicator, num_parameters: int) -> None:
-        """Collective. Raises PalaError if there is not as much shared memory."""
+    def __init__(self, comm: Communicator, num_parameters: int, steps: int) -> None:
+        """`steps`: that this rank has made. Collective. Raises PalaError if there is not as much shared memory."""
         columns = 4 + comm.size
         sizes = (comm.size * columns * 8, comm.size * num_parameters * 4)
         self._block = comm.share_memory(sum(sizes))
@@ -66,6 +66,7 @@ class Window:
         self.models[comm.rank] = 0.0  # the pages lie near the rank that first touches them
         self.steps, self.stop, self.written, self.has_model = (counts[:, column] for column in range(4))
         self.read = counts[:, 4:]
+        self.steps[comm.rank] = steps
         self.fence()
         comm.barrier()
 
@@ -93,9 +94,7 @@ class SharedMemory(ModelExchange):
         everybody = range(comm.size)
         self._out = list(out_peers(config.graph, comm.rank, everybody, 0, 0))
         self._in = [rank for rank in everybody if comm.rank in out_peers(config.graph, rank, everybody, 0, 0)]
-        self._window = Window(comm, parameters.numel())
-        self._window.steps[self._rank] = start.local_steps[self._rank]
-        comm.barrier()
+        self._window = Window(comm, parameters.numel(), start.local_steps[self._rank])
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
         self._staleness = 0
@@ -156,7 +155,7 @@ class SharedMemory(ModelExchange):
         return {"consensus_distance": consensus} | {key: counts[key] for key in _COUNTS}
 
     def state(self) -> ExchangeState:
-        return ExchangeState([int(s) for s in self._steps], self._base_steps)
+        return ExchangeState(self._steps.tolist(), self._base_steps)
 
     @property
     def _steps(self) -> np.ndarray:

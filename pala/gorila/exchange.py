@@ -272,7 +272,7 @@ class GorilaExchange(Exchange, Receiver):
         with self._changed:
             budget, shards = self._node.budget, self.roles.shards
             lost = [rank for rank in budget.lost if rank not in shards]  # so, too, if this rank was about to leave
-            return ExchangeState([int(s) for s in budget.local_steps], budget.base_steps, lost=lost)
+            return ExchangeState(budget.local_steps.tolist(), budget.base_steps, lost=lost)
 
     def shard_state(self) -> tuple[dict[str, Tensor], int]:
         """(copies of this rank's slices, version) for the checkpoint; ({}, 0) without a shard."""

@@ -39,7 +39,7 @@ from pala.system.interrupt import Interrupt
 from pala.system.output import say
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import stream, torch_weights
-from pala.transport.agreement import collectively
+from pala.transport.agreement import collectively, from_first
 from pala.transport.base import Communicator
 
 _SAVE_REPLAY_S = 3600.0
@@ -95,25 +95,20 @@ class GorilaParts(Parts[GorilaExchange]):
     def _restore_shards(self, comm: Communicator, saved: Saved) -> RankState:
         """Rank 0 reads them for all. Returns a state with the counters for another number of ranks. Collective."""
 
-        def read() -> RankState | None:
-            if comm.rank != 0:
-                return None
+        def read() -> tuple[RankState, int]:
             states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
             begin = assemble(states, len(self.flat.data))
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
                 mine.copy_(of_all)
-            self.version = begin.version
             before = saved.config.gorila.optimiser
             if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
                 self.squares.zero_()
                 say(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
             counters = states[0].counters | checkpoint.joint_counters(states)
-            return RankState(0, 1, self.flat.signature, {}, {}, counters)
+            return RankState(0, 1, self.flat.signature, {}, {}, counters), begin.version
 
-        joint = collectively(comm, read)
+        joint, self.version = from_first(comm, read)
         share(comm, self, root=0)
-        joint, self.version = comm.bcast((joint, self.version))
-        assert joint is not None
         return joint
 
     def _restore_replay(self, comm: Communicator, saved: Saved) -> bool:

@@ -26,7 +26,7 @@ from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, PalaError, reason
 from pala.system.output import say
 from pala.system.seeding import derive
-from pala.transport.agreement import collectively
+from pala.transport.agreement import collectively, from_first
 from pala.transport.base import Communicator
 
 
@@ -38,10 +38,8 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
     """
     lock: BinaryIO | None = None  # held on every rank, so that the folder stays locked while any of them lives
 
-    def make() -> tuple[Segment, bool] | None:
+    def make() -> tuple[Segment, bool]:
         nonlocal lock
-        if comm.rank != 0:
-            return None
         run = resume if resume is not None else run_folder.create(config, preset)
         if resume is not None and (name := run_folder.own_name(run, config)) != config.run.name:
             say(
@@ -68,9 +66,7 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
             lock = join_lock(segment.run)
 
     try:
-        made = comm.bcast(collectively(comm, make))
-        assert made is not None
-        segment, is_locked = made
+        segment, is_locked = from_first(comm, make)
         with segment.removed_if_nobody_starts(comm.rank):
             collectively(comm, join)
         yield replace(segment, identity=lock_identity(lock))

@@ -148,7 +148,7 @@ def load_all(folder: Path, signature: int, parameters: int | None = None, whole:
         lost = set()
     known = np.max([state.counters["local_steps"] for state in states.values()], axis=0)
     for state in states.values():
-        state.counters["local_steps"] = [int(steps) for steps in known]
+        state.counters["local_steps"] = known.tolist()
     for rank, fault in faults.items():
         if rank not in lost:
             raise fault

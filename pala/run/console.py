@@ -1,4 +1,5 @@
-"""What rank 0 shows: a live panel on a terminal, one line every few seconds in a log file. Made from metrics files."""
+"""What the rank that leads shows: a live panel on a terminal, one line every few seconds in a log file. Made from
+metrics files."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ def _duration(seconds: float) -> str:
 
 
 class Figures:
-    """The figures that the console shows, from the view of the run and the steps rank 0 knows of."""
+    """The figures that the console shows, from the view of the run and the steps that this rank knows of."""
 
     def __init__(self, view: RunView, budget_steps: int) -> None:
         self._view, self.budget_steps = view, budget_steps
         self.global_steps = 0
 
     def refresh(self, global_steps: int) -> None:
-        """Read the files; `global_steps` is what rank 0's exchange knows."""
+        """Read the files; `global_steps` is what this rank's exchange knows."""
         self._view.refresh()
         self.global_steps = min(global_steps, self.budget_steps)
 

@@ -1,4 +1,4 @@
-"""The live panel that rank 0 shows on a terminal. Loads rich."""
+"""The live panel on a terminal. Loads rich."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pala.system.device import has_bfloat16, use_device
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
 from pala.system.text import counted
-from pala.transport.agreement import collectively
+from pala.transport.agreement import collectively, from_first
 from pala.transport.base import Communicator
 
 ExchangeT = TypeVar("ExchangeT", bound=Exchange)
@@ -43,11 +43,7 @@ class Saved:
     def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, coupling: int) -> Saved:
         """Read the checkpoints of such a network. `coupling`: how close the ranks' models are to be. Collective."""
 
-        def earlier() -> Config | None:
-            return run_folder.config_of(segment.parents[1]) if comm.rank == 0 else None
-
-        config = comm.bcast(collectively(comm, earlier))
-        assert config is not None
+        config = from_first(comm, lambda: run_folder.config_of(segment.parents[1]))
 
         def load(rank: int, ranks: int | None = None) -> RankState:
             return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
@@ -57,7 +53,7 @@ class Saved:
             return cls(segment, None, first.trainers, 0, config)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
         # A spare that trains is in the place of somebody who may have died before the next checkpoint of any other.
-        replaced = collectively(comm, lambda: comm.rank == 0 and checkpoint.has_spares(segment, first))
+        replaced = from_first(comm, lambda: checkpoint.has_spares(segment, first))
         num_lost = max(comm.allgather(max(len(own.counters["lost"]), int(replaced))))
         updates = comm.allgather(own.counters["updates"])
         # Killed between the ranks' first checkpoints: some have weights that nobody learned.

@@ -18,7 +18,7 @@ from pala.run.view import RunView
 from pala.system.errors import PalaError, reason
 from pala.system.output import say
 from pala.system.tables import flatten
-from pala.transport.agreement import collectively
+from pala.transport.agreement import from_first
 from pala.transport.base import Communicator
 
 
@@ -41,13 +41,10 @@ class Records:
         """Begin run.json, or a segment in it, that `description` tells of. Collective."""
 
         def on_rank_0() -> None:
-            if self._rank == 0:
-                described = {"segment": self._segment.path.name, **description, "hosts": self._hosts}
-                self._record = RunRecord.begin(
-                    self._segment.run, self._config, described, self._segment.check_folder
-                )  # fmt: skip
+            described = {"segment": self._segment.path.name, **description, "hosts": self._hosts}
+            self._record = RunRecord.begin(self._segment.run, self._config, described, self._segment.check_folder)
 
-        collectively(comm, on_rank_0)
+        from_first(comm, on_rank_0)
 
     def open_reporter(self) -> None:
         """Begin what the console and TensorBoard show, if this rank leads."""

@@ -34,7 +34,7 @@ from pala.run.session import Session, Setup
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say, tell
-from pala.transport.agreement import collectively
+from pala.transport.agreement import collectively, from_first
 from pala.transport.alone import Alone
 from pala.transport.base import Communicator
 
@@ -72,7 +72,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: keeper.save(exchange=None))
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
-                    collectively(comm, lambda: user_code.keep(segment.run, config, code) if comm.rank == 0 else None)
+                    from_first(comm, lambda: user_code.keep(segment.run, config, code))
                     records = setup.open_records()
                     records.begin(comm, setup.described())
                 if comm.rank == 0 and config.run.console != "none":
@@ -87,11 +87,7 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
     """What a run was made with from Python, as far as it is not given anew. Rank 0 alone judges whose it is: other
     hosts may lack the user's home. Collective."""
 
-    def check() -> None:
-        if comm.rank == 0:
-            user_code.check_trust(run, run_folder.config_of(run), trust_run, given)
-
-    collectively(comm, check)
+    from_first(comm, lambda: user_code.check_trust(run, run_folder.config_of(run), trust_run, given))
     return collectively(comm, lambda: user_code.load(run, given))
 
 

@@ -141,7 +141,7 @@ def _load_one(run: Path, what: str) -> Any:
     try:
         content = _content(file)
         if file.suffix == ".txt":
-            return import_named(content.decode(errors="replace"), f"'{file}'", not_in=run, defined_there=True)
+            return import_named(content.decode(errors="replace"), f"'{file}'", kept_in=run)
         return cloudpickle.loads(content)
     except PalaError:
         raise

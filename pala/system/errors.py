@@ -1,4 +1,4 @@
-"""The one exception that is meant for the user."""
+"""The exceptions that are meant for the user."""
 
 from __future__ import annotations
 

@@ -40,15 +40,15 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{text!r} is no name with plain arguments") from None
 
 
-def import_named(text: str, source: str, not_in: Path | None = None, defined_there: bool = False) -> Any:
-    """What `module:name` leads to: a function or a class, imported from anywhere but the folder `not_in` and Python's
-    own modules. `source`: the file or key that gives the name. `defined_there`: refuse what the module has imported
-    itself. Raises PalaError."""
+def import_named(text: str, source: str, kept_in: Path | None = None) -> Any:
+    """What `module:name` leads to: a function or a class, not of Python's own modules. `source`: the file or key that
+    gives the name. `kept_in`: the folder of a run that brings the name along; it leads neither into that nor to what a
+    module has imported itself. Raises PalaError."""
     module, _, name = text.partition(":")
     parts = name.split(".")
     if not all(part.isidentifier() for part in [*module.split("."), *parts]) or not _may_be_named(module):
         raise PalaError(f"{source} names {text[:100]!r}, which is no function or class of a module, 'module:name'.")
-    if not_in is not None and _lies_in(module, not_in):
+    if kept_in is not None and _lies_in(module, kept_in):
         raise PalaError(f"{source} names the module '{module}' in the run's own folder, which is not imported.")
     found: Any = import_module(module, source)
     try:
@@ -57,7 +57,7 @@ def import_named(text: str, source: str, not_in: Path | None = None, defined_the
     except AttributeError as error:
         raise cannot_be_loaded(f"{source} names '{text}', which", error) from None
     is_own = (getattr(found, "__module__", None), getattr(found, "__qualname__", None)) == (module, name)
-    if not callable(found) or (defined_there and not is_own):
+    if not callable(found) or (kept_in is not None and not is_own):
         raise PalaError(f"{source} names '{text}', which is no function or class of that module.")
     return found
 

@@ -31,6 +31,12 @@ def collectively(comm: Communicator, action: Callable[[], T]) -> T:
     raise CollectiveError(text if everybody else f"Rank {rank}: {text}")
 
 
+def from_first(comm: Communicator, action: Callable[[], T]) -> T:
+    """What `action` gives on rank 0, which alone runs it, on every rank. If it fails, that is raised on all, as by
+    `collectively`. Collective."""
+    return comm.bcast(collectively(comm, lambda: action() if comm.rank == 0 else None))  # type: ignore[return-value]
+
+
 def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
     """Threads that this rank may use. Of `spares`, the last ranks, each takes the others' cores for free: it will train
     when one of the ranks that do is gone. Collective."""

@@ -177,7 +177,7 @@ class Gossip(ModelExchange):
     def state(self) -> ExchangeState:
         with self._driver.lock:
             budget = self._protocol.budget
-            steps, weight = [int(s) for s in budget.local_steps], self._protocol.mixing.weight
+            steps, weight = budget.local_steps.tolist(), self._protocol.mixing.weight
             return ExchangeState(steps, budget.base_steps, self._protocol.round, weight, budget.lost)
 
     def _wait_for_the_end(self) -> None:
