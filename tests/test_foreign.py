@@ -296,9 +296,7 @@ def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, someone_e
     made = session(make_env=local_factory())
     assert [result.status for result in made] == ["completed"] * 2
     folder, config = tmp_path / "r", replace(config, total_steps=80)
-    pickle = (folder / "make_env.pkl").stat()
     assert [result.status for result in session(resume=folder)] == ["completed"] * 2
-    assert (folder / "make_env.pkl").stat().st_mtime_ns == pickle.st_mtime_ns  # else a signature may come too late
     someone_else()
     config = replace(config, total_steps=120)
     for error in session(resume=folder):

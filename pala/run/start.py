@@ -49,14 +49,13 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
     comm, config = job.trainers, request.config
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
-        given, here = request.code, _working_directory()
-        code = given
+        code, here = request.code, _working_directory()
         if request.resume is not None:
-            code = _load_code(comm, request.resume, given, request.trust_run)
+            code = _load_code(comm, request.resume, code, request.trust_run)
         envs = build_envs(comm, config, job.threads, code.make_env)
         if any(comm.allgather(_working_directory() != here)) and here is not None:  # changed by the user's code
             request = _as_seen_from(here, request)
-        if comm.rank == 0 and code.make_env is not given.make_env:
+        if comm.rank == 0 and code.make_env is not request.make_env:
             _say_of_env(request)
         request = _completed(request, code, envs)
         config = request.config
@@ -73,7 +72,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: keeper.save(exchange=None))
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
-                    from_first(comm, lambda: user_code.keep(segment.run, config, given))
+                    from_first(comm, lambda: user_code.keep(segment.run, config, code))
                     records = setup.open_records()
                     records.begin(comm, setup.described())
                 if comm.rank == 0 and config.run.console != "none":

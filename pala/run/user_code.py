@@ -41,9 +41,8 @@ NOTHING = UserCode()
 
 
 def keep(run: Path, config: Config, code: UserCode) -> None:
-    """Write what is given anew into the run's folder: by name what can be imported by that, else as a pickle. Then
-    sign all that is there, and the names in the run's configuration. Raises OSError, and PalaError if one cannot be
-    kept: then all is as it was."""
+    """Write it into the run's folder: by name what can be imported by that, else as a pickle. Then sign it, and the
+    names in the run's configuration. Raises OSError, and PalaError if one cannot be kept: then all is as it was."""
     kept = {what: _to_keep(what, factory) for what, factory in code._asdict().items() if factory is not None}
     for what, (ending, data) in kept.items():  # all can be kept: nothing is changed else
         write_atomically(run / f"{what}.{ending}", data)
