@@ -64,18 +64,18 @@ stays_as_it_is() {
     [ -n "${SLURM_JOB_ID:-}" ] && [ "$(cat "$(record_of "$@")" 2>/dev/null || echo "$half")" != "$half" ] || return 1
     "$1/bin/python" -m pip --version >/dev/null 2>&1 || return 1
     echo "pala: $1 was installed before $repository changed. Other jobs may run from it, so this one takes it as it is;" \
-        "'./launch/train.sh --help' on a login node installs anew." >&2
+        "who may write to it installs anew by './launch/train.sh --help' on a login node." >&2
 }
 
 # A command, which a signal ends together with this script. Bash alone would leave it behind, or go on after ^C.
 end_together() {
-    local name status=0
-    "$@" &
-    for name in HUP INT TERM USR1; do
-        trap "kill $! 2>/dev/null; wait $! || true; exit $((128 + $(kill -l $name)))" $name
+    local name names='HUP INT QUIT TERM USR1' status=0
+    for name in $names; do
+        trap "kill \${!-} 2>/dev/null || true; wait || true; exit $((128 + $(kill -l $name)))" $name
     done
+    "$@" <&0 & # it may ask for a password
     wait $! || status=$?
-    trap - HUP INT TERM USR1
+    trap - $names
     return $status
 }
 
@@ -103,7 +103,7 @@ mark() {
 
 # $1: folder, $2: extras. One at a time: several jobs may start on a fresh checkout.
 install_into() {
-    local venv=$1 depends=("${editable[@]}") record said
+    local venv=$1 depends=("${editable[@]}") record said was_whole=yes status=0
     [ -w "$repository" ] || depends=("${copied[@]}")
     if [ ! -w "$repository" ] && [ -z "${PALA_VENV:-}" ]; then
         if stays_as_it_is "$@"; then return; fi
@@ -118,9 +118,12 @@ install_into() {
     if ! is_installed "$@" && ! stays_as_it_is "$@"; then
         echo "Installing into $venv (once; a minute or two) ..." >&2
         make_venv "$venv"
+        if grep -qsx "$half" "$venv"/.pala-of-*; then was_whole=; fi
         mark "$venv" "$half"
-        if ! pip_install "$@"; then
-            mark "$venv" 'left as it was' # by pip: jobs of Slurm still take what is there
+        pip_install "$@" || status=$?
+        if [ $status != 0 ]; then
+            # Pip fails before it changes anything, but for a full disk: jobs of Slurm still take what is there.
+            [ -z "$was_whole" ] || [ $status -ge 128 ] || mark "$venv" 'left as it was'
             fail "pip could not install PALA's packages into $venv; see the message above. If there is no network here," \
                 "as on a node of a cluster, run './launch/train.sh --help' first where there is one."
         fi

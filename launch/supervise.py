@@ -182,7 +182,7 @@ class Supervisor:
     def _supervise(self) -> int:
         steps, futile, has_trained = -1, 0, False
         goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
-        was_complete = self._has_record() and bool(run_folder.read(self.run)["completed"])
+        was_complete = self._is_trained()
         if goes_on and (fault := self._left_over()) is not None:
             return self._give_up(fault)
         if self._was_told and self._is_done():  # a whole array that was requeued, say
@@ -199,10 +199,13 @@ class Supervisor:
             complete = self._is_complete(before)
             self._only_notes_signals = complete  # from the job's start until here, and for good if it is
             if self._signal is not None:
-                end = f"the run is complete{self._what_failed()}" if complete else "the run is not complete"
-                self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}; {end}.")
                 # Who is to go on later evaluates then, but does not try that turn after turn.
                 is_done = complete and (not self._goes_on or was_complete or self._is_done())
+                end = "the run is not complete"
+                if complete:
+                    left = ", but for what follows training: the same command makes up for it"
+                    end = f"the run is complete{self._what_failed() if is_done else left}"
+                self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}; {end}.")
                 return 0 if is_done else 128 + self._signal
             if complete:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
@@ -359,12 +362,17 @@ class Supervisor:
         interrupted. One that failed, which may fail again, is named instead."""
         if not self._has_record():
             return False
-        record = run_folder.read(self.run)
-        last = record["segments"][-1]
+        last = run_folder.read(self.run)["segments"][-1]
         outcomes = [outcome for what, outcome in last.get("conclusion", {}).items() if what != "rank"]
         if not outcomes or any(o.startswith("interrupted") for o in outcomes) or last.get("stopped_early"):
             return False
-        return record["completed"] and run_folder.config_of(self.run).total_steps >= self._total_steps
+        return self._is_trained()
+
+    def _is_trained(self) -> bool:
+        """Whether an earlier job has made all steps that are asked for."""
+        if not self._has_record() or not run_folder.read(self.run)["completed"]:
+            return False
+        return run_folder.config_of(self.run).total_steps >= self._total_steps
 
     def _what_failed(self) -> str:
         """Of what followed training, in words; empty if nothing."""

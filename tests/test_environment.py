@@ -182,9 +182,11 @@ def test_a_failed_installation_leaves_jobs_of_slurm_what_they_have(machine: Mach
     assert machine.use().returncode == 0 and machine.done == ["install"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM])
 def test_an_installation_that_is_broken_off_leaves_no_pip_and_is_done_anew(machine: Machine, number: int) -> None:
     """Also by a job of Slurm, which else takes what there is. Who comes meanwhile is told what it waits for."""
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("ignored here, as under nohup: bash cannot catch it")
     machine.use()
     constraints, pip = machine.checkout / "constraints.txt", machine.venv / "takes-long"
     constraints.write_text(constraints.read_text() + "\n")
@@ -198,7 +200,10 @@ def test_an_installation_that_is_broken_off_leaves_no_pip_and_is_done_anew(machi
         assert script.wait(20) == 128 + number
     with pytest.raises(ProcessLookupError):
         os.kill(int(pip.read_text()), 0)
-    pip.unlink()
+    pip.rename(machine.venv / "no-network")
+    for _ in range(2):  # a job that cannot install does not make it whole
+        assert machine.use(SLURM_JOB_ID="1").returncode == 2 and machine.done == ["install"]
+    (machine.venv / "no-network").unlink()
     assert machine.use(SLURM_JOB_ID="1").stdout == "ready\n" and machine.done == ["install"]
 
 

@@ -117,7 +117,7 @@ def test_a_job_requeues_itself_and_not_its_array(
         wait_for(lambda: (tmp_path / "begun").exists() and catches(job.pid, signal.SIGUSR1), what="the job")
         job.send_signal(signal.SIGUSR1)
         said = job.communicate(timeout=60)[1]
-    assert job.returncode == 3 and ("is not requeued: ask for a --time" in said) == (requeued is None)
+    assert job.returncode == 3 and ("is not requeued. If it was the time limit" in said) == (requeued is None)
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else "") == (f"requeue {requeued}\n" if requeued else "")
 

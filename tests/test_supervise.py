@@ -132,7 +132,9 @@ def test_after_a_signal_in_the_evaluation_a_job_that_goes_on_later_is_not_done(
     if was_complete:
         told_to_end(Scripted(options, []))
     assert Scripted(options, [told_to_end]).supervise() == status
-    assert ("is complete, but for its evaluation" in capsys.readouterr().err) == (evaluation is not None)
+    said = capsys.readouterr().err
+    assert ("but for what follows training: the same command" in said) == (status != 0)
+    assert ("is complete, but for its evaluation: try" in said) == (status == 0)
 
 
 def test_a_supervisor_that_was_started_several_times_says_so(there: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def keep(run: Path, folder: Path) -> None:
     """Copy of a run what a report needs into `folder`, beside copies of other runs of the same name. An earlier copy of
     the same run is replaced, but not a completed one by one that is not. Raises PalaError."""
     begun = _begun(run)
-    name = run.resolve().name  # also of "."
+    name = Path(os.path.abspath(run)).name  # noqa: PTH100  also of ".", and a link's own
     number, copy = 1, folder / name
     while (copy / "run.json").exists() and _begun(copy) != begun:
         number += 1
