@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pala.a2c.saved import average, average_of
+from pala.a2c.averaging import average, average_of
 from pala.run import checkpoint, tensor_file
 from pala.run.checkpoint import RankState, load_all, load_policy, load_rank, save_policy, save_rank
 from pala.system.errors import PalaError

@@ -30,7 +30,7 @@ from test_compare import GAME, plan_of
 from test_compare import make_run as make_compared_run
 
 from pala import plot
-from pala.a2c.saved import average
+from pala.a2c.averaging import average
 from pala.compare.collect import load
 from pala.compare.plan import Plan
 from pala.config import ExchangeConfig

@@ -29,7 +29,7 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.run.loop import Counters, Progress
 from pala.run.metrics import Record
-from pala.run.parts import prepare
+from pala.run.parts import device_and_precision
 from pala.run.stopwatch import SECTIONS
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
@@ -509,6 +509,6 @@ def test_bfloat16_is_chosen_for_images_where_all_ranks_have_it(
     monkeypatch.setattr("pala.run.parts.has_bfloat16", lambda device: mine)
     config = Config(env=EnvConfig(id=env_id, num_envs=1), network=NetworkConfig(precision=wanted))
     with make_envs(config.env) as envs:
-        _, settled = prepare(TwoRanks(others), config, envs)
+        _, settled = device_and_precision(TwoRanks(others), config, envs)
     assert settled == replace(config, network=NetworkConfig(precision=cast(Any, chosen)))
     assert ("would be faster" in capsys.readouterr().err) == (wanted == "bfloat16" and not others)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pala.a2c.averaging import average_of, check_actor_critic
 from pala.a2c.learner import Learner
-from pala.a2c.saved import average_of, check_actor_critic
 from pala.a2c.update import A2C
 from pala.config import Config
 from pala.envs import Envs
@@ -27,7 +27,7 @@ from pala.networks.own import MakeNetwork, actor_critic
 from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
-from pala.run.parts import Parts, Saved, prepare
+from pala.run.parts import Parts, Saved, device_and_precision
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
@@ -126,7 +126,7 @@ def build(
 ) -> A2CParts:  # fmt: skip
     """Network, tape and optimiser, with the seed's first weights; a spare builds the same. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
-    device, config = prepare(comm, config, envs)
+    device, config = device_and_precision(comm, config, envs)
     _check_memory(comm, config, envs, device)
     return collectively(comm, lambda: make_parts(config, envs, device, make_network))
 

@@ -15,7 +15,7 @@ import torch
 from gymnasium.spaces import Dict, Tuple
 from gymnasium.vector.utils import batch_space, iterate
 
-from pala.a2c.saved import average_of
+from pala.a2c.averaging import average_of
 from pala.config import Config
 from pala.envs import Envs, make_envs
 from pala.gorila.dqn import epsilon_greedy

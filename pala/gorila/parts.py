@@ -33,7 +33,7 @@ from pala.run import checkpoint
 from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
-from pala.run.parts import Parts, Saved, prepare
+from pala.run.parts import Parts, Saved, device_and_precision
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
@@ -208,7 +208,7 @@ def build(
     """Networks with the seed's first weights, and what the rank's roles need. `sleeping`: of a spare that is needed,
     and alone in `comm`. Collective."""
     rank, place, roles = _find_place(comm, config, sleeping)
-    device, config = prepare(comm, config, envs)
+    device, config = device_and_precision(comm, config, envs)
 
     def make_one() -> Network:
         with torch_weights(config.seed):

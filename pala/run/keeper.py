@@ -26,8 +26,8 @@ from pala.system.errors import SaveError, reason
 from pala.system.files import json_text
 from pala.system.output import say
 
-# On the returns of a policy, which are of whole games, unclipped.
-_WITHOUT_INFLUENCE = (*ENV_OPERATION, *ENV_LEARNING)
+# Settings without effect on the returns of a policy, which are of whole games, unclipped.
+_NO_EFFECT_ON_RETURNS = (*ENV_OPERATION, *ENV_LEARNING)
 
 
 class Exported(NamedTuple):
@@ -177,5 +177,5 @@ def _played(header: dict[str, Any]) -> object:
     env = config.get("env") if isinstance(config, dict) else None
     if isinstance(env, dict):
         whole = asdict(EnvConfig()) | env  # an early one lacks what has been added since
-        env = {key: value for key, value in whole.items() if key not in _WITHOUT_INFLUENCE}
+        env = {key: value for key, value in whole.items() if key not in _NO_EFFECT_ON_RETURNS}
     return json.loads(json_text([header.get("environment"), env]))

@@ -136,7 +136,7 @@ def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeE
     return made[0]
 
 
-def prepare(comm: Communicator, config: Config, envs: Envs) -> tuple[torch.device, Config]:
+def device_and_precision(comm: Communicator, config: Config, envs: Envs) -> tuple[torch.device, Config]:
     """The configuration's device, made the current one; and the configuration with a `network.precision` of `auto`
     decided, for all ranks alike. Collective."""
     before_this = comm.allgather(comm.host)[: comm.rank].count(comm.host)
