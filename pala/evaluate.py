@@ -7,8 +7,8 @@
     several runs                      python -m pala.evaluate runs/pong-*
     with sticky actions               python -m pala.evaluate RUN --repeat-action-probability 0.25
 
-Prints a line for each run; `RUN/evaluation.json` holds the newest result of the final policy by the run's
-own settings, `RUN/evaluations.jsonl` every one.
+Prints a line for each run; `RUN/evaluation.json` holds the newest result of the final policy in the run's own
+environment (it says whether by `--greedy`), `RUN/evaluations.jsonl` every one.
 
 The policy is `RUN/policy.safetensors`, by `--best` `RUN/best_policy.safetensors`; a run that has not completed is
 scored on the mean of its ranks' newest checkpoints. It is computed on the CPU. What a run was trained with that was

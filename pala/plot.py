@@ -128,9 +128,9 @@ def read(path: Path) -> Run:
 def _read_all(paths: Sequence[Path]) -> list[Run]:
     """The runs that have something to draw; of several, those that have not are named. Raises PalaError if none has."""
     found, faults = [], []
-    for path in paths:
+    for path in {Path(path).resolve(): Path(path) for path in paths}.values():  # each once
         try:
-            found.append(read(Path(path)))
+            found.append(read(path))
         except NothingToDrawError as error:
             faults.append(error)
     if not found:

@@ -128,11 +128,16 @@ class Slurm:
         shutil.rmtree(self._folder)
 
     def run(self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> Said:
-        """Run a command on the first node, such as one of Slurm's, to its end."""
-        done = subprocess.run(
-            [*self.nodes[0].inside, *command], cwd=cwd, env=(env or os.environ) | self._environment, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
-        )  # fmt: skip
+        """Run a command on the first node, such as one of Slurm's, to its end. The controller may be away for a moment:
+        one that says so is run again."""
+        for _ in range(10):
+            done = subprocess.run(
+                [*self.nodes[0].inside, *command], cwd=cwd, env=(env or os.environ) | self._environment, text=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+            )  # fmt: skip
+            if done.returncode == 0 or "Unable to contact slurm controller" not in done.stdout:
+                break
+            time.sleep(0.5)
         return Said(done.returncode, done.stdout.strip())
 
     def states(self, job: str) -> list[str]:

@@ -141,6 +141,9 @@ def test_gorila_has_no_choice_of_exchange() -> None:
     assert benchmark.parse(["--algorithm", "gorila", "--quick"]).exchanges == ("gorila",)
     with pytest.raises(PalaError, match="Gorila has one way to exchange"):
         benchmark.parse(["--algorithm", "gorila", "--exchanges", "gossip"])
+    with pytest.raises(PalaError, match="whose steps/s say little"):
+        roles = ["--gorila.roles", "separate", "--gorila.num-actors", "1", "--gorila.num-learners", "1"]
+        benchmark.parse(["--algorithm", "gorila", *roles])
 
 
 def test_ratios_are_taken_pair_by_pair() -> None:
@@ -513,7 +516,7 @@ def test_a_job_is_ended_by_an_interrupt_while_it_is_being_started(
 def run_benchmark(launcher: Launcher, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [launcher.folder / "python", "-m", "pala.benchmark", "--output", "out", *arguments],
-        cwd=folder, env=launcher.environment(), capture_output=True, text=True, timeout=280,
+        cwd=folder, env=launcher.environment(), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def test_a_script_ends_after_a_death_and_with_spares(
     """MPI_Finalize could wait for them for ever, so it is called only where there were none."""
     (tmp_path / "dying.py").write_text(DYING_SCRIPT.format(spares=spares, dies=dies))
     python = str(any_mpi.folder / "python")
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "dying.py", cwd=tmp_path).wait(100)
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "dying.py", cwd=tmp_path).wait()
     assert job.output.count("the script goes on: completed") == go_on, job.output
     assert job.output.count(f"finalised: {go_on == 3}") == go_on, job.output
     assert_all_end(tmp_path)
@@ -656,8 +656,18 @@ def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi:
     options = [*short, "--exchange.topology", "ring", *ENDLESS]
     job, run = start_disturbed(any_mpi, 4, disturbance, *options, cwd=tmp_path), tmp_path / "runs/r"
     wait_until_all_train(tmp_path, 4)
-    time.sleep((num_phases + 1) * period_s)
+    for _ in range(3):  # longer, where something else has taken the cores for seconds
+        time.sleep((num_phases + 1) * period_s)
+        others, slow = speeds_beside_a_slow_rank(run, period_s)
+        if others > 0.9:
+            break
     end_by(job, signal.SIGUSR1, tmp_path)
+    print(f"\nwhile one rank runs at {slow:.2f} of its speed, the others run at {others:.3f} of theirs")
+    assert 0.2 < slow < 0.5 and others > 0.9
+
+
+def speeds_beside_a_slow_rank(run: Path, period_s: float) -> tuple[float, float]:
+    """(of the others, of rank 1): in the phases in which that is slow, over those before them."""
     speeds: list[dict[int, list[float]]] = [{}, {}]  # of the others, and of the slow one: by phase, odd where it is
     for rank in range(4):
         records = intervals(run, rank)
@@ -667,8 +677,7 @@ def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi:
             if 0.35 < at < 0.95:  # the fifth of a second before it, an update of the slow one, lies well within
                 speeds[rank == 1].setdefault(int(phase), []).append(record["local_steps_per_s"])
     others, slow = map(median_of_ratios, speeds)
-    print(f"\nwhile one rank runs at {slow:.2f} of its speed, the others run at {others:.3f} of theirs")
-    assert 0.2 < slow < 0.5 and others > 0.9
+    return others, slow
 
 
 def median_of_ratios(speeds: dict[int, list[float]]) -> float:

@@ -133,9 +133,9 @@ def test_a_killed_host_leaves_nothing(possible: Launcher, tmp_path: Path) -> Non
 def test_ranks_outlive_a_link_that_is_cut_for_seconds(possible: Launcher, tmp_path: Path) -> None:
     """Each side trains on, and the two find together again; what both do without knowing of it is overshoot."""
     with VirtualHosts(2) as hosts:
-        # At most 250 steps/s a rank: at least 16 s of training, five of them without the link, however fast the
-        # machine is.
-        options = ["--exchange.patience-s", "1", "--total-steps", "16000"]
+        # At most 250 steps/s a rank until all is seen: five seconds of it without the link, however fast the machine
+        # is, and time for TCP to try again.
+        options = ["--exchange.patience-s", "1", "--total-steps", "32000"]
         script = write_disturbed(tmp_path, "os.path.exists('free') or time.sleep(0.004)", *options)
         command, environment = hosts.mpirun(
             ["--with-ft", "ulfm", str(possible.folder / "python"), script],

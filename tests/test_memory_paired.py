@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from pala.transport.faults import (
     fail_at_message,
     stop_at,
 )
-from pala.transport.memory import Killed
+from pala.transport.memory import Killed, MemoryCommunicator
 
 slow = pytest.mark.slow
 _KIND_AT = 6  # where a message says of which kind it is
@@ -83,7 +84,13 @@ def test_when_paired_ranks_die_the_living_make_the_rest(compression: str, dead: 
 @pytest.mark.parametrize("n", slow_but_for([1, 3], 1))
 def test_a_paired_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) -> None:
     """As it makes an offer, as it answers one, as it refuses one."""
-    trained = train(3, paired(tmp_path, patience_s=0.5), [fail_at_message(1, n)])
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if comm.rank != 1 and 1 not in comm.world.dead:  # else they might meet the budget before it sends so much
+            time.sleep(0.05)
+
+    trained = train(3, paired(tmp_path, patience_s=0.5), [fail_at_message(1, n)], on_count=on_count)
     assert isinstance(trained.results[1], Killed) and trained.ended_well(but_for=[1])
 
 

@@ -45,7 +45,7 @@ def test_ranks_train_one_policy(mpi: Launcher, tmp_path: Path) -> None:
 def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
     done = subprocess.run(
         [any_mpi.folder / "python", "-m", "pala.train", *CARTPOLE, "--total-steps", "500"],
-        cwd=tmp_path, env=any_mpi.environment(), capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env=any_mpi.environment(), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "completed after" in done.stdout

@@ -261,6 +261,11 @@ def test_a_pipe_or_a_device_does_not_become_a_picture(tmp_path: Path, monkeypatc
     assert link.is_symlink()
 
 
+def test_a_run_that_is_named_twice_is_drawn_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    assert plot([run, tmp_path / "b/../a", run]) == tmp_path / "a" / "learning_curve.png"
+
+
 def test_the_program_names_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -213,8 +213,12 @@ def test_what_does_not_count_is_told(rom: str, facts: dict[str, Any], why: str, 
         scores.write([odd], tmp_path / "tables")
     assert not (tmp_path / "tables").exists()
     make_run(counting, "alien", 5.0)
-    page, games = written(odd, counting, output=tmp_path)
+    make_run(tmp_path / "old", "pong", 5.0)
+    record = (tmp_path / "old/run.json").read_text()
+    (tmp_path / "old/run.json").write_text(record.replace('"gorila"', '"unknown"'))  # as of another version of PALA
+    page, games = written(odd, counting, tmp_path / "old", output=tmp_path)
     assert f"- Left out: `odd` {why}" in page and "1 completed run of 1 of" in page
+    assert "- Left out: `old` cannot be read (" in page and "unknown" in page
     assert [name for name, row in games.items() if row["ours"]] == ["alien"]
 
 
@@ -233,8 +237,13 @@ def test_another_protocol_is_told(tmp_path: Path) -> None:
 def test_other_settings_are_told(tmp_path: Path) -> None:
     make_run(tmp_path / "runs/a", "alien", 5.0)
     make_run(tmp_path / "runs/b", "pong", 5.0, steps=200_000, gorila=GorilaConfig(adagrad_learning_rate=0.5))
+    make_run(tmp_path / "runs/c", "krull", 5.0)
+    record = json.loads((tmp_path / "runs/c/run.json").read_text())
+    record["segments"][-1]["ranks"] = 1
+    (tmp_path / "runs/c/run.json").write_text(json.dumps(record))
     page, _ = written(tmp_path / "runs", output=tmp_path)
     assert "- Other settings than `a`, adagrad learning rate 0.5, total steps 200000: `b`." in page
+    assert "- Other settings than `a`, 1 rank: `c`." in page
 
 
 @pytest.mark.parametrize(

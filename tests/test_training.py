@@ -103,11 +103,11 @@ def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
 
 def test_two_gossiping_ranks_learn_cartpole(standing: StandingRanks, tmp_path: Path) -> None:
     """In lockstep, so that the models mixed do not depend on how busy the machine is."""
-    done = standing.train(
+    done = standing.start_train(
         2, *CARTPOLE, "--env.num-envs", "8", "--total-steps", "100000", "--run.name", "r", "--a2c.learning-rate",
         "1e-3", "--a2c.learning-rate-decay", "linear", "--exchange.max-staleness", "0",
         "--exchange.patience-s", "300", cwd=tmp_path,
-    )  # fmt: skip
+    ).wait(600)  # fmt: skip
     assert done.status == 0, done.output
     episodes = sorted(
         (r["time_s"], r["return"]) for rs in read_run(tmp_path / "runs/r") for r in rs if r["type"] == "episode"

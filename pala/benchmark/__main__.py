@@ -87,6 +87,11 @@ def parse(arguments: list[str]) -> Command:
     check(command.config, source="Command line")
     if command.config.algorithm == "gorila" and command.exchanges:
         raise PalaError("'--exchanges' is for A2C: Gorila has one way to exchange, its roles; leave it out.")
+    if command.config.algorithm == "gorila" and command.config.gorila.roles == "separate":
+        raise PalaError(
+            "'gorila.roles' is 'separate', whose steps/s say little: actors play on though learners fall behind. The "
+            "benchmark measures 'bundled'."
+        )
     command = _completed(command)
     if command.config.algorithm == "a2c":
         check_choices("exchanges", command.exchanges, exchange_kinds())

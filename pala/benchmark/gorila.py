@@ -31,9 +31,9 @@ _MIN_REPLAY_STEPS, _CAPACITY_STEPS = 2_000, 100_000
 
 
 def with_short_replay(config: Config) -> Config:
-    """The same, but learning begins soon, and the replay is far larger than any cache all the same."""
+    """The same, but learning begins soon, and no rank sleeps. What is sampled may lie in a cache."""
     gorila = config.gorila
-    return replace(config, gorila=replace(
+    return replace(config, run=replace(config.run, spares=0), gorila=replace(
         gorila, min_replay_steps=min(gorila.min_replay_steps, _MIN_REPLAY_STEPS), save_replay=False,
         replay_capacity_steps=min(gorila.replay_capacity_steps, _CAPACITY_STEPS),
     ))  # fmt: skip

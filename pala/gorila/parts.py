@@ -39,6 +39,7 @@ from pala.system.interrupt import Interrupt
 from pala.system.output import say
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import stream, torch_weights
+from pala.system.text import counted
 from pala.transport.agreement import collectively, from_first
 from pala.transport.base import Communicator
 
@@ -148,7 +149,7 @@ class GorilaParts(Parts[GorilaExchange]):
         """From now on a resume begins with the new segment; the replay of the one before would only take room, and so
         does a file that cannot be removed."""
         if self.rank == 0:
-            _warn_of_staleness(self.config, len(self.rules.roles.learners))
+            _warn_of_staleness(self.config, self.rules.roles)
             _warn_of_first_target(self.config)
         if self.rank == 0 and previous is not None:
             for file in previous.glob("*.replay"):
@@ -271,16 +272,17 @@ def _changed(before: EnvConfig, now: EnvConfig) -> list[str]:
     return [f"'env.{key}'" for key in then if key not in ENV_OPERATION and then[key] != getattr(now, key)]
 
 
-def _warn_of_staleness(config: Config, num_learners: int) -> None:
+def _warn_of_staleness(config: Config, roles: Roles) -> None:
     """A learner computes a gradient while its last one is under way, and environments that step together pay for
     several minibatches at once: in so many updates most gradients come. Say it if they will be discarded."""
-    gorila = config.gorila
+    gorila, num_learners = config.gorila, len(roles.learners)
     at_once = max(1, config.env.num_envs // gorila.update_period_steps)
     usual = 2 * num_learners * gorila.parameters_period_updates * at_once
-    if num_learners > 1 and gorila.max_staleness_updates < usual:
+    if roles.learners != roles.shards[:1] and gorila.max_staleness_updates < usual:  # else nothing is under way
         say(
-            f"'gorila.max_staleness_updates' is {gorila.max_staleness_updates}, but with {num_learners} learners "
-            f"gradients may be about {usual} updates old: many will be discarded (`gradients_stale`). Raise it to that."
+            f"'gorila.max_staleness_updates' is {gorila.max_staleness_updates}, but with "
+            f"{counted(num_learners, 'learner')} gradients may be about {usual} updates old: many will be discarded "
+            "(`gradients_stale`). Raise it to that."
         )
 
 

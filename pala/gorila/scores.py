@@ -194,10 +194,12 @@ def _notes(rows: Sequence[Row], runs: Sequence[Run], left_out: Sequence[str]) ->
 
 
 def _other_settings(run: Run, other: Run) -> str:
-    """In which settings a run differs from another, in words: the budget too, but not the game, the seed, or what does
-    not decide how it learns."""
+    """In which settings a run differs from another, in words: ranks and budget too, but not the game, the seed, or what
+    does not decide how it learns."""
     wanted = replace(other.config, env=replace(other.config.env, id=run.config.env.id))
     found = {key: pair[0] for key, pair in differences(run.config, wanted).items()}
+    if "ranks" in run.last and run.last["ranks"] != other.last.get("ranks"):
+        found["ranks"] = run.last["ranks"]
     if run.config.total_steps != other.config.total_steps:
         found["total_steps"] = run.config.total_steps
     return ", ".join(phrase(key, value) for key, value in found.items())
@@ -221,7 +223,12 @@ def write(folders: Sequence[Path], output: Path) -> Path:
     if not folders:
         raise PalaError("Name runs, or folders of runs, such as `runs`; `--help` explains the options.")
     given = dict.fromkeys(folder.resolve() for folder in run_folder.runs_in(folders))
-    found = {folder: read(folder) for folder in given}
+    found: dict[Path, Run | str] = {}
+    for folder in given:
+        try:
+            found[folder] = read(folder)
+        except PalaError as error:
+            found[folder] = f"cannot be read ({str(error).rstrip('.')})"
     runs = sorted((run for run in found.values() if isinstance(run, Run)), key=lambda run: (run.rom, run.config.seed))
     left_out = [f"`{folder.name}` {why}" for folder, why in found.items() if isinstance(why, str)]
     if not runs:

@@ -2,7 +2,7 @@
 
 A replay memory is sampled at the pace at which it is filled (after Reverb's rate limiter, Cassirer et al. 2021, arXiv
 2102.04736): of the steps beyond the first `min_steps`, every `update_period_steps` pay for one minibatch. Learners that
-ask for more wait, the first who asked first. Actors never wait.
+ask for more wait, the first who asked first. Actors do not wait for them.
 """
 
 from __future__ import annotations
