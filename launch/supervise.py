@@ -182,7 +182,7 @@ class Supervisor:
     def _supervise(self) -> int:
         steps, futile, has_trained = -1, 0, False
         goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
-        was_complete = self._is_trained()
+        was_complete = goes_on and self._is_trained()
         if goes_on and (fault := self._left_over()) is not None:
             return self._give_up(fault)
         if self._was_told and self._is_done():  # a whole array that was requeued, say

@@ -14,6 +14,7 @@ be (`--smooth`), or, in a run of few, over a tenth of them.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -127,17 +128,19 @@ def read(path: Path) -> Run:
 
 def _read_all(paths: Sequence[Path]) -> list[Run]:
     """The runs that have something to draw; of several, those that have not are named. Raises PalaError if none has."""
-    found, faults = [], []
-    for path in {Path(path).resolve(): Path(path) for path in paths}.values():  # each once
+    found: dict[str, Run] = {}  # each once
+    faults = []
+    for path in map(Path, paths):
         try:
-            found.append(read(path))
+            run = read(path)  # which refuses what is no path
+            found.setdefault(os.path.realpath(path), run)
         except NothingToDrawError as error:
             faults.append(error)
     if not found:
         raise faults[0]
     for fault in faults:
         say(f"{fault} It is left out.")
-    return found
+    return list(found.values())
 
 
 # ---- groups and their names ------------------------------------------------------------------------------------------

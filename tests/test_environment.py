@@ -182,7 +182,7 @@ def test_a_failed_installation_leaves_jobs_of_slurm_what_they_have(machine: Mach
     assert machine.use().returncode == 0 and machine.done == ["install"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_an_installation_that_is_broken_off_leaves_no_pip_and_is_done_anew(machine: Machine, number: int) -> None:
     """Also by a job of Slurm, which else takes what there is. Who comes meanwhile is told what it waits for."""
     if signal.getsignal(number) is signal.SIG_IGN:

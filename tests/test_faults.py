@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -659,7 +660,7 @@ def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi:
     for _ in range(3):  # longer, where something else has taken the cores for seconds
         time.sleep((num_phases + 1) * period_s)
         others, slow = speeds_beside_a_slow_rank(run, period_s)
-        if others > 0.9:
+        if 0.2 < slow < 0.5 and others > 0.9:
             break
     end_by(job, signal.SIGUSR1, tmp_path)
     print(f"\nwhile one rank runs at {slow:.2f} of its speed, the others run at {others:.3f} of theirs")
@@ -681,7 +682,8 @@ def speeds_beside_a_slow_rank(run: Path, period_s: float) -> tuple[float, float]
 
 
 def median_of_ratios(speeds: dict[int, list[float]]) -> float:
-    """Of each odd phase's mean speed to that of the phase before it."""
+    """Of each odd phase's mean speed to that of the phase before it; NaN where they are too few."""
     pairs = [(phase, phase - 1) for phase in speeds if phase % 2 and phase - 1 in speeds]
-    assert len(pairs) >= 6, f"too few phases: {sorted(speeds)}"
+    if len(pairs) < 6:
+        return math.nan
     return statistics.median(statistics.mean(speeds[odd]) / statistics.mean(speeds[even]) for odd, even in pairs)

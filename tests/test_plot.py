@@ -263,7 +263,7 @@ def test_a_pipe_or_a_device_does_not_become_a_picture(tmp_path: Path, monkeypatc
 
 def test_a_run_that_is_named_twice_is_drawn_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
-    assert plot([run, tmp_path / "b/../a", run]) == tmp_path / "a" / "learning_curve.png"
+    assert plot([run, tmp_path / "a/../a", run]) == tmp_path / "a" / "learning_curve.png"
 
 
 def test_the_program_names_the_picture(

@@ -230,10 +230,11 @@ def write(folders: Sequence[Path], output: Path) -> Path:
         except PalaError as error:
             found[folder] = f"cannot be read ({str(error).rstrip('.')})"
     runs = sorted((run for run in found.values() if isinstance(run, Run)), key=lambda run: (run.rom, run.config.seed))
-    left_out = [f"`{folder.name}` {why}" for folder, why in found.items() if isinstance(why, str)]
+    faults = {folder: f"`{folder.name}` {why}" for folder, why in found.items() if isinstance(why, str)}
     if not runs:
-        why = f": {left_out[0]}" if left_out else ""
+        why = f": {next(iter(faults.values()))}" if faults else ""
         raise PalaError(f"There is no completed run of Gorila on one of the 49 games in the folders named{why}.")
+    left_out = [why.replace(str(folder), folder.name) for folder, why in faults.items()]  # tables are published
     texts = {
         "scores.md": markdown(runs, left_out),
         "games.csv": csv_text(game_rows(runs)),

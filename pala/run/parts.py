@@ -73,7 +73,7 @@ class Saved:
 class Parts(abc.ABC, Generic[ExchangeT]):
     """What the algorithms have and do in ways of their own."""
 
-    config: Config  # as `prepare` gives it
+    config: Config  # as `device_and_precision` gives it
     device: torch.device
     network: nn.Module
     flat: FlatParameters
