@@ -43,8 +43,8 @@ METRICS = (
         "interval's record its mean over the episodes that ended in the interval",
     ),
     Metric("episodes_left_out", "interval", "both", "", "one rank", "episodes",
-        "that ended in the interval and have no record: of more than 1,000 an even sample has, so that short ones do "
-        "not take gigabytes",
+        "that ended in the interval and have no record: of more than 1,000 only an even sample has, so that short ones "
+        "do not take gigabytes",
     ),
     Metric("local_steps_per_s", "interval", "both", "", "one rank", "steps/s",
         "speed of this rank; the sum over ranks is the speed of the job",
@@ -59,7 +59,7 @@ METRICS = (
     Metric("loss_policy", "interval", "a2c", "", "one rank", "",
         "the policy's term of the loss before its coefficient",
     ),
-    Metric("loss_value", "interval", "a2c", "", "one rank", "score²",
+    Metric("loss_value", "interval", "a2c", "", "one rank", "reward²",
         "the value's term of the loss before its coefficient",
     ),
     Metric("entropy", "interval", "a2c", "", "one rank", "nat", "of the policy, before its coefficient"),
