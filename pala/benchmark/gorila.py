@@ -109,7 +109,7 @@ class GorilaTrial(Trial):
         """As a `Trial`'s, from the last record before anything is learned."""
         self._envs.begin_anew(seeds)
         records = super().run(global_steps, seconds, seeds)
-        learns = any(record["updates"] for record in records)  # else it only acts, or serves
+        learns = any(record["updates"] for record in records)  # else the budget was met before
         before = [
             record for record in records[:-1]
             if (not record["updates"] if learns else record.get("global_steps", 0) < self.steps_before)
