@@ -681,6 +681,14 @@ def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> N
     assert "Runs were made on different hosts" in said and "another run with the same seed: `gossip-Pole-1-1-2`" in said
 
 
+def test_a_run_that_is_added_by_a_link_as_well_counts_once(there: Path, no_pictures: None) -> None:
+    run = plan_of().runs[0]
+    make_run(run.folder, run.config, 1)
+    Path("link").symlink_to(run.folder)
+    _, rows = report(Path("link"), run.folder)
+    assert [row["run"] for row in rows] == [run.folder.name]
+
+
 def test_runs_of_a_sweep_that_begin_in_the_same_second_are_not_one(there: Path, no_pictures: None) -> None:
     """Each setting has a folder, in which its run has the same name."""
     config = plan_of().runs[0].config

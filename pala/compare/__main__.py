@@ -162,7 +162,10 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
     made = [run.folder for run in plan.runs if (run.folder / "run.json").exists()]
     for run in added:
         load(run, plan)  # one that has no place in the comparison should not be copied
+    once: dict[Path, Path] = {}
     for run in (*made, *added):
+        once.setdefault(run.resolve(), run)  # by the first of its names
+    for run in once.values():
         keep(run, copies)
     runs = [load(folder, plan) for folder in _copies(results)]
     if not runs:
