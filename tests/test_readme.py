@@ -44,7 +44,7 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are. Of restarts
     only what they are read as: `test_supervise.py`."""
     assert "./launch/test.sh" in commands("./launch/")
-    plain, restarts = (line for line in commands("./launch/train.sh") if not re.search(r" (gorila|paired)", line))
+    plain, restarts = (line for line in commands("./launch/train.sh") if not re.search(r" (gorila|paired|allreduce)", line))
     (more_ranks,) = (line for line in commands("./launch/train.sh") if " -n 4 paired/" in line)
     options, others = read_options(["--restarts", "0", *shlex.split(restarts)[1:]])  # as train.sh
     assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Pong-v5")
@@ -60,21 +60,15 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
         assert (made / "learning_curve.png").stat().st_size > 5000
 
 
-def test_the_presets_of_pairs_are_for_the_ranks_that_the_launcher_starts() -> None:
-    pairs = [line for line in commands("./launch/train.sh") if " paired/" in line]
-    assert len(pairs) == 5
-    for line in pairs:
+def test_the_presets_of_the_best_settings_are_for_the_ranks_that_the_launcher_starts() -> None:
+    best = [line for line in commands("./launch/train.sh") if re.search(" (paired|allreduce)/", line)]
+    taken = re.findall(r"^\| (?:on|one|liable) [^|]*\| `((?:paired|allreduce)/[^`]*)`", README, re.MULTILINE)
+    assert (len(best), len(taken)) == (7, 4)  # with those of the table of cases
+    for line in (*best, *(f"./launch/train.sh {words}" for words in taken)):
         parsed = parse(read_options(shlex.split(line)[1:])[1])
-        assert parsed.config.exchange.mixing == "paired" and parsed.preset is not None
-        assert load_with_ranks(parsed.preset)[1] == usual_ranks(parsed)
-
-
-def test_the_whole_command_of_the_other_cases_is_one_of_the_table() -> None:
-    (line,) = (line for line in commands("./launch/train.sh") if "--exchange.mixing" in line)
-    parsed = parse(read_options(shlex.split(line)[1:])[1])
-    a2c = parsed.config.a2c
-    assert (a2c.learning_rate, a2c.momentum, a2c.learning_rate_warmup_updates) == (7e-4, 0.5, 200)
-    assert "`--exchange.mixing paired --a2c.learning-rate 7e-4 --a2c.momentum 0.5`" in README
+        assert parsed.preset is not None and load_with_ranks(parsed.preset)[1] == usual_ranks(parsed)
+        kind, _, _ = str(parsed.preset).partition("/")
+        assert kind == (parsed.config.exchange.mixing if kind == "paired" else parsed.config.exchange.kind)
 
 
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
