@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.config import Config, checked, load_preset
-from pala.run.hooks import Callback, Callbacks, Moment
+from pala.run.hooks import Callback, Callbacks, Moment, UserCode
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ def fit(
 
         folder = Path(resume) if resume is not None else None
         request = Request(
-            config, make_env, make_network, callbacks, folder, facts=facts, trust_run=trust_run, began_s=began_s,
-            conclude=evaluate_and_draw,
+            config, UserCode(make_env, make_network), callbacks, folder, facts=facts, trust_run=trust_run,
+            began_s=began_s, conclude=evaluate_and_draw,
         )  # fmt: skip
         result = run_rank(comm, request)
         if result.departs:
@@ -144,7 +144,8 @@ def _with_evaluation(result: Result) -> Result:
     outcomes = read(result.run)["segments"][-1].get("conclusion", {})
     has_played = outcomes.get("evaluation") == "done" and load_config(result.run).evaluation.episodes > 0
     return replace(
-        result, evaluation=read_evaluation(result.run) if has_played else None,
+        result, outcomes={task: outcomes[task] for task in ("evaluation", "learning curve") if task in outcomes},
+        evaluation=read_evaluation(result.run) if has_played else None,
         learning_curve=result.run / "learning_curve.png" if outcomes.get("learning curve") == "done" else None,
     )  # fmt: skip
 

@@ -196,7 +196,7 @@ def train(
 
     No rank begins before all are there: one that begins late on a busy machine would find the steps made by others.
     """
-    from pala.run.hooks import NO_CALLBACKS
+    from pala.run.hooks import NO_CALLBACKS, UserCode
     from pala.run.loop import Loop
     from pala.run.rank import run_rank
     from pala.run.request import Request
@@ -218,7 +218,7 @@ def train(
 
         with mock.patch.object(Loop, "run", run_together):
             request = Request(
-                config, make_env, callbacks=callbacks or NO_CALLBACKS, resume=command.resume, preset=preset
+                config, UserCode(make_env), callbacks=callbacks or NO_CALLBACKS, resume=command.resume, preset=preset
             )  # fmt: skip
             result = run_rank(comm, request)
     except CollectiveError as error:

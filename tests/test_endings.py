@@ -38,17 +38,18 @@ from pala.envs import MakeEnv
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.run import checkpoint, conclusion
+from pala.run.hooks import UserCode
 from pala.run.job import Job
 from pala.run.rank import evaluate_and_draw, run_rank
 from pala.run.request import Request
-from pala.run.result import Conclusion, Result
+from pala.run.result import Result
 from pala.system import waiting
 from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
 from pala.transport.base import Received
 from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 
-Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Conclusion]
+Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Result]
 
 
 class Ranks:
@@ -70,7 +71,7 @@ class Ranks:
             with asking_as_abort_does(comm):
                 request = Request(
                     self.config,
-                    self.make_env,
+                    UserCode(self.make_env),
                     resume=self.resume,
                     conclude=conclude,
                     on_count=lambda updates: on_count(comm, updates),
@@ -157,10 +158,10 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
 def test_who_waits_in_vain_leaves_a_run_complete_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
 
-    def never_ends(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+    def never_ends(comm: MemoryCommunicator, result: Result, *_: Any) -> Result:
         ranks.signal(but_for=0)
         wait_for(lambda: comm.world.gone == {1, 2}, 30, "the others' end")
-        return Conclusion(0, {})
+        return result
 
     ranks = Ranks(3, configure(tmp_path), never_ends)
     ranks.train()
@@ -270,9 +271,9 @@ def test_a_stopped_run_says_how_it_goes_on(
 def test_the_first_rank_concludes_alone_and_the_record_says_so(kind: str, tmp_path: Path) -> None:
     said: list[tuple[int, Result]] = []
 
-    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Conclusion:
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Result:
         said.append((comm.rank, result))
-        return Conclusion(3, {"evaluation": "done"})
+        return replace(result, exit_status=3, outcomes={"evaluation": "done"})
 
     ranks = Ranks(3, configure(tmp_path, kind), conclude)
     ranks.train()
@@ -317,11 +318,11 @@ def test_code_that_no_longer_loads_when_training_ends_is_no_ranks_death(
 def test_when_who_concludes_dies_the_next_rank_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     said: list[int] = []
 
-    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Conclusion:
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Result:
         said.append(comm.rank)
         if comm.rank == 0:
             comm.die()
-        return Conclusion(0, {"evaluation": "done"})
+        return replace(result, outcomes={"evaluation": "done"})
 
     ranks = Ranks(3, configure(tmp_path), conclude)
     ranks.train()
@@ -334,10 +335,10 @@ def test_when_who_concludes_dies_the_next_rank_does(tmp_path: Path, capsys: pyte
 def test_when_another_rank_dies_meanwhile_nothing_is_concluded_twice(tmp_path: Path) -> None:
     said: list[int] = []
 
-    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Conclusion:
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Result:
         said.append(comm.rank)
         ranks.kill(2)
-        return Conclusion(0, {})
+        return result
 
     ranks = Ranks(3, configure(tmp_path), conclude)
     ranks.train()
@@ -349,9 +350,9 @@ def test_when_another_rank_dies_meanwhile_nothing_is_concluded_twice(tmp_path: P
 
 
 def test_spares_that_nobody_needed_are_gone_when_a_run_is_concluded(tmp_path: Path) -> None:
-    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Result:
         wait_for(lambda: comm.world.gone == {2, 3}, 30, "the spares' end")
-        return Conclusion(0, {"evaluation": "done"})
+        return replace(result, outcomes={"evaluation": "done"})
 
     ranks = Ranks(4, with_spares(tmp_path, spares=2, steps=200), conclude)
     ranks.train()
@@ -363,11 +364,11 @@ def test_spares_that_nobody_needed_are_gone_when_a_run_is_concluded(tmp_path: Pa
 def test_a_spare_that_has_joined_concludes_when_no_other_rank_is_left(tmp_path: Path) -> None:
     said: list[int] = []
 
-    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Result:
         said.append(comm.rank)
         if comm.rank != 2:
             comm.die()
-        return Conclusion(0, {"evaluation": "done"})
+        return replace(result, outcomes={"evaluation": "done"})
 
     slow = slow_until_joined(2)
 
@@ -386,9 +387,9 @@ def test_a_spare_that_has_joined_concludes_when_no_other_rank_is_left(tmp_path: 
 def test_who_has_left_concludes_nothing(tmp_path: Path) -> None:
     said: list[int] = []
 
-    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Result:
         said.append(comm.rank)
-        return Conclusion(0, {})
+        return result
 
     def leaves(comm: MemoryCommunicator, updates: int) -> None:
         comm.interrupt.leave_requested |= comm.rank == 0 and updates == 5
@@ -405,9 +406,9 @@ def test_of_ranks_that_leave_in_the_same_moment_one_leads(
     """Each finds that all others have left, and stays."""
     said = list[int]()
 
-    def conclude(comm: MemoryCommunicator, *_: Any) -> Conclusion:
+    def conclude(comm: MemoryCommunicator, result: Result, *_: Any) -> Result:
         said.append(comm.rank)
-        return Conclusion(0, {})
+        return result
 
     ranks = Ranks(3, configure(tmp_path, steps=ENDLESS), conclude)
     train_until_all_leave(ranks, monkeypatch)

@@ -34,7 +34,7 @@ from pala.evaluation.video import record_video
 from pala.gorila import scores as scores_program
 from pala.networks.network import ActorCritic
 from pala.run import checkpoint, metrics, run_folder, user_code
-from pala.run.hooks import UserCode
+from pala.run.hooks import NO_CODE, UserCode
 from pala.run.lock import lock_folder, who_trains
 from pala.run.metrics import LIMIT, MetricsWriter, Tail, metrics_path, read_run
 from pala.run.rank import run_rank
@@ -293,7 +293,7 @@ def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, someone_e
     def session(**options: Any) -> list[Any]:
         return run_ranks(2, lambda comm: run_rank(comm, Request(config, **options), comm.interrupt))
 
-    made = session(make_env=local_factory())
+    made = session(code=UserCode(local_factory()))
     assert [result.status for result in made] == ["completed"] * 2
     folder, config = tmp_path / "r", replace(config, total_steps=80)
     assert [result.status for result in session(resume=folder)] == ["completed"] * 2
@@ -308,7 +308,7 @@ def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, someone_e
 
 def test_an_id_that_a_kept_environment_wins_over_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = configure(tmp_path, steps=40)
-    run_ranks(1, lambda comm: run_rank(comm, Request(config, make_env=local_factory()), comm.interrupt))
+    run_ranks(1, lambda comm: run_rank(comm, Request(config, UserCode(local_factory())), comm.interrupt))
     folder = tmp_path / "r"
     kept = run_folder.config_of(folder).env.id
     capfd.readouterr()
@@ -430,10 +430,10 @@ def test_a_module_that_a_run_names_is_imported_for_who_made_it_or_by_request(
             program()
     with pytest.raises(PalaError, match="its code ran"):
         film(trust_run=True)
-    user_code.keep(folder, replace(CARTPOLE, env=EnvConfig(id="another:Name-v0")), user_code.NOTHING)
+    user_code.keep(folder, replace(CARTPOLE, env=EnvConfig(id="another:Name-v0")), NO_CODE)
     with pytest.raises(PalaError, match="--trust-run"):
         film()
-    user_code.keep(folder, run_folder.config_of(folder), user_code.NOTHING)
+    user_code.keep(folder, run_folder.config_of(folder), NO_CODE)
     with pytest.raises(PalaError, match="its code ran"):
         film()
     someone_else()

@@ -55,7 +55,7 @@ from pala.exchange.kinds import KINDS
 from pala.exchange.make import make_exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
-from pala.run.hooks import Callbacks, Moment
+from pala.run.hooks import Callbacks, Moment, UserCode
 from pala.run.keeper import BestPolicy, Keeper
 from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
@@ -832,7 +832,7 @@ def test_environments_that_cannot_be_closed_cost_nothing(tmp_path: Path, capsys:
             raise RuntimeError("the viewer is gone")
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, make_env=lambda: Stuck(gymnasium.make("CartPole-v1"))), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(lambda: Stuck(gymnasium.make("CartPole-v1")))), comm.interrupt)
 
     config = configure(tmp_path)
     assert [result.status for result in run_ranks(2, main)] == ["completed"] * 2
@@ -850,7 +850,7 @@ def test_environments_are_closed_when_the_run_is_complete(tmp_path: Path) -> Non
                 found.append((record["completed"], (tmp_path / "r" / "policy.safetensors").exists()))
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, make_env=lambda: Looking(gymnasium.make("CartPole-v1"))), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(lambda: Looking(gymnasium.make("CartPole-v1")))), comm.interrupt)
 
     config, found = configure(tmp_path), []
     assert [result.status for result in run_ranks(2, main)] == ["completed"] * 2
@@ -868,7 +868,7 @@ def test_environments_are_closed_if_those_of_another_rank_cannot_be_made(tmp_pat
                 raise ValueError("no licence")
             return Closing(gymnasium.make("CartPole-v1"))
 
-        return run_rank(comm, Request(config, make_env=make), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(make)), comm.interrupt)
 
     config, closed = configure(tmp_path), []
     assert all(isinstance(error, CollectiveError) and "no licence" in str(error) for error in run_ranks(2, main))
@@ -883,7 +883,7 @@ def test_environments_that_change_the_working_directory_do_not_move_the_run(
         return gymnasium.make("CartPole-v1")
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, make_env=make), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(make)), comm.interrupt)
 
     (tmp_path / "assets").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -965,7 +965,7 @@ def test_a_rank_that_cannot_save_at_a_stop_keeps_no_other_from_it(
 def test_ranks_of_unlike_networks_are_told(tmp_path: Path) -> None:
     def main(comm: MemoryCommunicator) -> Result:
         game = "CartPole-v1" if comm.rank < 2 else "Acrobot-v1"
-        return run_rank(comm, Request(config, make_env=lambda: gymnasium.make(game)), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(lambda: gymnasium.make(game))), comm.interrupt)
 
     config = configure(tmp_path)
     for result in run_ranks(3, main):

@@ -28,7 +28,7 @@ from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
 from pala.gorila.store import ReplayStore
-from pala.run.hooks import Callbacks, Moment
+from pala.run.hooks import Callbacks, Moment, UserCode
 from pala.run.metric_table import METRICS
 from pala.run.rank import run_rank
 from pala.run.request import Request
@@ -224,7 +224,7 @@ def test_rewards_that_are_not_finite_are_left_out_counted_and_said_once(
 
     def main(comm: MemoryCommunicator) -> Result:
         request = Request(
-            config, make_env=lambda: Spoiled(gymnasium.make("CartPole-v1")), callbacks=Callbacks(on_interval=is_enough)
+            config, UserCode(lambda: Spoiled(gymnasium.make("CartPole-v1"))), callbacks=Callbacks(on_interval=is_enough)
         )
         return run_rank(comm, request, comm.interrupt)
 

@@ -30,6 +30,7 @@ from pala.envs import Envs
 from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver
 from pala.run import start
+from pala.run.hooks import UserCode
 from pala.run.job import Job
 from pala.run.parts import Parts
 from pala.run.rank import run_rank
@@ -284,7 +285,7 @@ def test_a_rank_or_a_spare_that_dies_in_the_start_ends_the_job(dead: int, tmp_pa
     def main(comm: MemoryCommunicator) -> Result:
         if comm.rank == dead == 2:
             comm.first = lambda size: comm.die()  # type: ignore[method-assign]
-        return run_rank(comm, Request(with_spares(tmp_path, spares=1), make_env=make_env))
+        return run_rank(comm, Request(with_spares(tmp_path, spares=1), UserCode(make_env)))
 
     for rank, result in enumerate(run_ranks(3, main)):
         assert isinstance(result, Killed if rank == dead else EndError), result

@@ -26,6 +26,7 @@ from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Wire
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
+from pala.run.hooks import UserCode
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.system.errors import PalaError
@@ -275,7 +276,7 @@ def train_far(folder: Path, kind: str, resume: Path | None = None, steps: int = 
         config, env=replace(BOTH, num_envs=ENVS), a2c=replace(config.a2c, momentum=0.5, max_gradient_norm=0.5)
     )
     ranks = 2 if resume is None else 3
-    request = Request(config, Far, resume=resume)
+    request = Request(config, UserCode(Far), resume=resume)
     return Trained(config, run_ranks(ranks, lambda comm: run_rank(comm, request, comm.interrupt)))
 
 
@@ -323,7 +324,7 @@ def test_who_begins_late_answers_nobody_with_moments_that_know_nothing(tmp_path:
     config = replace(config, env=replace(BOTH, num_envs=2))
     trained = Trained(
         config,
-        run_ranks(2, lambda comm: run_rank(comm, Request(config, make_env=(Far, Late)[comm.rank]), comm.interrupt)),
+        run_ranks(2, lambda comm: run_rank(comm, Request(config, UserCode((Far, Late)[comm.rank])), comm.interrupt)),
     )
     assert trained.ended_well() and float(trained.policy["observation_moments.variance"][0]) < 2
 

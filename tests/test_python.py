@@ -62,9 +62,14 @@ PAGE = REPOSITORY / "docs" / "python.md"
 EXAMPLES = REPOSITORY / "examples"
 
 
-def train(ranks: int, config: Config, callbacks: Callbacks = NO_CALLBACKS, **options: Any) -> list[Any]:
+def train(
+    ranks: int, config: Config, callbacks: Callbacks = NO_CALLBACKS, make_env: Any = None, make_network: Any = None,
+    **options: Any,
+) -> list[Any]:  # fmt: skip
+    request = Request(config, UserCode(make_env, make_network), callbacks, **options)
+
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, callbacks=callbacks, **options), comm.interrupt)
+        return run_rank(comm, request, comm.interrupt)
 
     return run_ranks(ranks, main)
 
@@ -1008,7 +1013,7 @@ def test_a_worker_that_died_is_not_waited_for(worker: int, tmp_path: Path) -> No
     config = replace(config, env=replace(config.env, num_envs=2, vectorization="async"))
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, make_env=lambda: Deadly(worker)), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(lambda: Deadly(worker))), comm.interrupt)
 
     (error,) = run_ranks(1, main)
     assert isinstance(error, RuntimeError) and "The process of an environment has ended" in str(error), error

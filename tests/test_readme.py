@@ -44,7 +44,8 @@ def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are. Of restarts
     only what they are read as: `test_supervise.py`."""
     assert "./launch/test.sh" in commands("./launch/")
-    plain, restarts = (line for line in commands("./launch/train.sh") if not re.search(r" (gorila|paired|allreduce)", line))
+    presets = re.compile(" (gorila|paired|allreduce)")
+    plain, restarts = (line for line in commands("./launch/train.sh") if not presets.search(line))
     (more_ranks,) = (line for line in commands("./launch/train.sh") if " -n 4 paired/" in line)
     options, others = read_options(["--restarts", "0", *shlex.split(restarts)[1:]])  # as train.sh
     assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Pong-v5")

@@ -22,6 +22,7 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.plot import read as read_run
 from pala.run import run_folder
+from pala.run.hooks import UserCode
 from pala.run.request import Request
 from pala.spaces import channel_axis, image_scale, inputs_of
 from pala.system.errors import PalaError
@@ -269,7 +270,7 @@ def test_odd_environments_train_and_are_called_by_their_class(observations: Any,
     config = configure(tmp_path, steps=60)
     config = replace(config, run=replace(config.run, name=""))
     (result,) = run_ranks(
-        1, lambda comm: run_rank(comm, Request(config, make_env=lambda: Odd(observations, actions)), comm.interrupt)
+        1, lambda comm: run_rank(comm, Request(config, UserCode(lambda: Odd(observations, actions))), comm.interrupt)
     )
     assert result.status == "completed" and result.run.name.startswith("Odd-20")
     record = run_folder.read(result.run)

@@ -24,7 +24,6 @@ from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
-from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
 from pala.run.parts import Parts, Saved, device_and_precision
@@ -103,7 +102,7 @@ class A2CParts(Parts[ModelExchange]):
             return joint.counters
 
         counters = from_first(comm, join)  # which alone reads all files
-        share(comm, self, root=0)
+        self.share(comm)
         self.a2c.warms_up_from = counters["warms_up_from"]
         return RankState(0, 1, self.flat.signature, {}, {}, counters)
 
@@ -111,7 +110,7 @@ class A2CParts(Parts[ModelExchange]):
         """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Collective."""
         updates = comm.allgather(state.counters["updates"])
         root = updates.index(max(updates))
-        share(comm, self, root)
+        self.share(comm, root)
         newest = comm.bcast(state.counters, root)
         state.counters |= {
             "updates": newest["updates"], "applied": newest["applied"],

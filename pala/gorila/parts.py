@@ -30,7 +30,6 @@ from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork
 from pala.networks.tape import Tape
 from pala.run import checkpoint
-from pala.run.begin import share
 from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
 from pala.run.parts import Parts, Saved, device_and_precision
@@ -109,7 +108,7 @@ class GorilaParts(Parts[GorilaExchange]):
             return RankState(0, 1, self.flat.signature, {}, {}, counters), begin.version
 
         joint, self.version = from_first(comm, read)
-        share(comm, self, root=0)
+        self.share(comm)
         return joint
 
     def _restore_replay(self, comm: Communicator, saved: Saved) -> bool:

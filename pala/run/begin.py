@@ -4,7 +4,6 @@ the checkpoints hold."""
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -95,7 +94,7 @@ def initial_progress(comm: Communicator, seed: int, parts: Parts[Any], segment: 
         )
     generator = make_generator(seed, comm.rank, parts, segment)
     if segment.previous is None:
-        share(comm, parts, root=0)
+        parts.share(comm)
         return Progress(Counters(), generator, ExchangeState([0] * (comm.size + spares)))
     saved = Saved.find(comm, segment.previous, parts.flat, parts.coupling)
     state = parts.restore(comm, saved)
@@ -117,20 +116,6 @@ def make_generator(seed: int, rank: int, parts: Parts[Any], segment: Segment) ->
 def env_seeds(seed: int, rank: int, segment: Segment, num_envs: int) -> np.ndarray:
     """One for each of a rank's environments, int32; new ones in each segment."""
     return derive(seed, rank, f"environments {_purpose(segment)}", num_envs)
-
-
-def share(comm: Communicator, parts: Parts[Any], root: int) -> None:
-    """Everybody gets the root's tensors, the parameters checked by checksum. Collective."""
-    for tensor in parts.shared_tensors:
-        host = tensor.cpu().numpy()
-        comm.bcast_array(host, root)
-        tensor.copy_(torch.from_numpy(host))
-    checksums = comm.allgather(zlib.crc32(parts.flat.data.detach().cpu().numpy().tobytes()))
-    wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
-    if wrong:
-        raise CollectiveError(
-            f"Rank {wrong[0]} began with other weights than rank {root}: its memory or link is faulty."
-        )
 
 
 def _purpose(segment: Segment) -> str:

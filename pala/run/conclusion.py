@@ -7,6 +7,7 @@ import os
 import shlex
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pala.config import Config
@@ -16,7 +17,7 @@ from pala.evaluation.scoring import evaluate
 from pala.plot import plot
 from pala.run import checkpoint, run_folder
 from pala.run.keeper import kept_best
-from pala.run.result import Conclusion, Result
+from pala.run.result import Result
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
@@ -25,14 +26,14 @@ from pala.system.output import SUPERVISED, say, tell
 from pala.system.resources import usable_cores
 
 
-def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
+def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     """Evaluate the final policy, draw the learning curve, and say where everything is. The exit status is 128 + the
     signal if one interrupted that, also one that came before it began; else that of the result."""
     early = f" ({result.stopped_early})" if result.stopped_early else ""
     tell(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
         tell(f"      go on with: {_going_on(result.run, config.run.spares)}")
-        return Conclusion(result.exit_status, {})
+        return result
     final_tasks = _FinalTasks(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [
         ("evaluation", final_tasks.evaluate),
@@ -61,7 +62,10 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Conclusion
     if final is not None and (best := kept_best(result.run / run_folder.BEST_POLICY, final)) is not None:
         found = f"mean return {best['mean_return']:g} in training, after {best['global_steps']:,} steps"
         tell(f"      best policy: {found}; `python -m pala.evaluate {shlex.quote(str(result.run))} --best` scores it")
-    return Conclusion(status, outcomes, final_tasks.evaluation, final_tasks.learning_curve)
+    return replace(
+        result, exit_status=status, outcomes=outcomes, evaluation=final_tasks.evaluation,
+        learning_curve=final_tasks.learning_curve,
+    )  # fmt: skip
 
 
 def _going_on(run: Path, spares: int) -> str:

@@ -22,6 +22,9 @@ class UserCode(NamedTuple):
     """`(observation_space, num_outputs)` -> a module with `trunk` and `heads` (`pala/networks/own.py`)."""
 
 
+NO_CODE = UserCode()
+
+
 @dataclass(frozen=True)
 class Moment:
     """How far training is, as a callback is told on its rank."""

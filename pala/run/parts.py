@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,7 @@ from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress
 from pala.system.device import has_bfloat16, use_device
+from pala.system.errors import CollectiveError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
 from pala.system.text import counted
@@ -92,6 +94,19 @@ class Parts(abc.ABC, Generic[ExchangeT]):
     @abc.abstractmethod
     def shared_tensors(self) -> list[Tensor]:
         """What all ranks begin with alike."""
+
+    def share(self, comm: Communicator, root: int = 0) -> None:
+        """Everybody gets the root's `shared_tensors`, the parameters checked by checksum. Collective."""
+        for tensor in self.shared_tensors:
+            host = tensor.cpu().numpy()
+            comm.bcast_array(host, root)
+            tensor.copy_(torch.from_numpy(host))
+        checksums = comm.allgather(zlib.crc32(self.flat.data.detach().cpu().numpy().tobytes()))
+        wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
+        if wrong:
+            raise CollectiveError(
+                f"Rank {wrong[0]} began with other weights than rank {root}: its memory or link is faulty."
+            )
 
     @abc.abstractmethod
     def restore(self, comm: Communicator, saved: Saved) -> RankState:

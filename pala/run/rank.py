@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from pala.config import Config
 from pala.exchange.gossip.sleeping import SleepingGossip
@@ -17,7 +18,7 @@ from pala.gorila.sleeping import SleepingGorila
 from pala.run.job import Briefing, Job
 from pala.run.records import note_failure
 from pala.run.request import Request
-from pala.run.result import Conclusion, Result
+from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError
 from pala.system.interrupt import Interrupt
 from pala.system.output import tell
@@ -75,17 +76,17 @@ def _stand_by(job: Job, request: Request, interrupt: Interrupt) -> Result:
     return Result(briefing.segment.run, "spared", sleeping.global_steps, None, False, 0)
 
 
-def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> Conclusion:
+def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> Result:
     """How training from the command line and `pala.fit` conclude."""
     try:
         from pala.run.conclusion import conclude  # torch: a spare that sleeps has not loaded it
     except Exception as error:  # an update of the code since training began: the next rank would meet it as well
         tell(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
         if result.signal is not None:
-            return Conclusion(result.exit_status, {})
+            return result
         said = f"failed ({type(error).__name__}: {error})"
         tell(f"      evaluation, learning curve: {said}")
-        return Conclusion(result.exit_status, {"evaluation": said, "learning curve": said})
+        return replace(result, outcomes={"evaluation": said, "learning curve": said})
 
     return conclude(result, config, interrupt)
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pala.config import Config
-from pala.run.hooks import NO_CALLBACKS, Callbacks, UserCode
+from pala.run.hooks import NO_CALLBACKS, NO_CODE, Callbacks, UserCode
 from pala.run.result import Conclude
-
-if TYPE_CHECKING:
-    from pala.envs import MakeEnv
-    from pala.networks.own import MakeNetwork
 
 
 @dataclass(frozen=True)
@@ -21,9 +17,8 @@ class Request:
     """One training, as it is asked for: the same on all ranks but for `facts`."""
 
     config: Config
-    make_env: MakeEnv | None = None
-    make_network: MakeNetwork | None = None
-    """Both as in `UserCode`."""
+    code: UserCode = NO_CODE
+    """What is given from Python, and where a run goes on, what it was made with."""
     callbacks: Callbacks = NO_CALLBACKS
     resume: Path | None = None
     """Folder of the run that goes on."""
@@ -39,8 +34,3 @@ class Request:
     """Called with the number of updates of this rank, after each: where tests plant faults."""
     conclude: Conclude | None = None
     """What the first rank that lives does at the very end, alone."""
-
-    @property
-    def code(self) -> UserCode:
-        """The factories that were given."""
-        return UserCode(self.make_env, self.make_network)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pala.config import Config
 from pala.system.interrupt import Interrupt
@@ -33,6 +33,8 @@ class Result:
     and run.json say, and of a run that a signal stopped."""
     learning_curve: Path | None = None
     """The picture; None as above."""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """What became of both: "done", or why not, as `run.json` has it."""
 
     @property
     def departs(self) -> bool:
@@ -40,13 +42,5 @@ class Result:
         return self.status in ("left", "spared")
 
 
-class Conclusion(NamedTuple):
-    """What became of what the first rank does when training is over."""
-
-    exit_status: int
-    outcomes: dict[str, str]  # for run.json: task -> what became of it
-    evaluation: Evaluation | None = None
-    learning_curve: Path | None = None
-
-
-Conclude = Callable[[Result, Config, Interrupt], Conclusion]
+Conclude = Callable[[Result, Config, Interrupt], Result]
+"""What the first rank does when training is over; the result, completed by what it gave."""

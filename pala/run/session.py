@@ -31,7 +31,7 @@ from pala.run.metrics import Record
 from pala.run.parts import Parts
 from pala.run.records import Records
 from pala.run.request import Request
-from pala.run.result import Conclude, Conclusion, Result
+from pala.run.result import Conclude, Result
 from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, EndError
 from pala.system.interrupt import LEAVE, Interrupt
@@ -81,7 +81,8 @@ class Setup:
         job, request, parts = self.job, self.request, self.parts
         return {
             **request.facts, "threads_per_rank": job.threads, "environment": self.envs.name,
-            "python_environment": request.make_env is not None, "python_network": request.make_network is not None,
+            "python_environment": request.code.make_env is not None,
+            "python_network": request.code.make_network is not None,
             "ranks": job.num_trainers, "cores": job.cores, "resumed": self.segment.previous is not None,
             **job.comm.facts(), "device": str(parts.device), "precision": parts.config.network.precision,
             "seed": self.config.seed,
@@ -322,7 +323,7 @@ class Session:
             if result.leads:
                 conclude(result, self._config, self._interrupt)
             return result
-        done: list[Conclusion] = []
+        done: list[Result] = []
 
         def conclude_first(survivors: Survivors) -> None:
             time_s = self._progress.counters.time_s
@@ -334,5 +335,4 @@ class Session:
 
         limit_s = self._config.evaluation.timeout_s + self._job.patience_s
         self._comm.with_survivors(conclude_first, limit_s, self._interrupt)
-        result = replace(result, leads=self._leads, exit_status=done[0].exit_status if done else 0)
-        return replace(result, evaluation=done[0].evaluation, learning_curve=done[0].learning_curve) if done else result
+        return replace(done[0] if done else result, leads=self._leads)

@@ -46,18 +46,19 @@ _BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any]
 
 def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
     """What `run_rank` does on a rank that trains from the beginning. Collective."""
-    comm, config = job.trainers, request.config
+    comm, given = job.trainers, request.code
     assert comm is not None, "a spare stands by"
     with job.telling_of_failure():
-        code, here = request.code, _working_directory()
+        here = _working_directory()
         if request.resume is not None:
-            code = _load_code(comm, request.resume, code, request.trust_run)
-        envs = build_envs(comm, config, job.threads, code.make_env)
+            request = replace(request, code=_load_code(comm, request.resume, given, request.trust_run))
+        code = request.code
+        envs = build_envs(comm, request.config, job.threads, code.make_env)
         if any(comm.allgather(_working_directory() != here)) and here is not None:  # changed by the user's code
             request = _as_seen_from(here, request)
-        if comm.rank == 0 and code.make_env is not request.make_env:
+        if comm.rank == 0 and code.make_env is not given.make_env:
             _say_of_env(request)
-        request = _completed(request, code, envs)
+        request = _as_played(request, envs)
         config = request.config
         with envs:
             parts = _BUILD[config.algorithm](comm, config, envs, code.make_network, None)
@@ -114,10 +115,11 @@ def _say_of_env(request: Request) -> None:
         say(f"'env.id' is '{given}', but the run keeps an environment made in Python, '{before}', which wins.")
 
 
-def _completed(request: Request, code: UserCode, envs: Envs) -> Request:
-    """With the code that is in use. An environment's factory has won over the id that the settings name."""
-    env = request.config.env if code.make_env is None else replace(request.config.env, id=envs.name)
-    return replace(request, config=replace(request.config, env=env), **code._asdict())
+def _as_played(request: Request, envs: Envs) -> Request:
+    """An environment's factory wins over the id that the settings name."""
+    if request.code.make_env is None:
+        return request
+    return replace(request, config=replace(request.config, env=replace(request.config.env, id=envs.name)))
 
 
 def take_place(
@@ -126,18 +128,18 @@ def take_place(
     """What a spare does when it is needed: build, ask others for a model, train. None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
     alone, rank = Alone(job.comm.host), job.comm.rank
-    config = request.config
     with ExitStack() as stack:
         segment = briefing.segment
         try:
             # Before all else: what fails is then told to the record of this run alone.
             segment = stack.enter_context(joined(segment, briefing.is_locked))
-            code = user_code.load(segment.run, request.code)  # this job has kept or judged it
-            envs = stack.enter_context(build_envs(alone, config, job.threads, code.make_env))
-            request = _completed(request, code, envs)
+            # This job has kept it, or judged it.
+            request = replace(request, code=user_code.load(segment.run, request.code))
+            envs = stack.enter_context(build_envs(alone, request.config, job.threads, request.code.make_env))
+            request = _as_played(request, envs)
             config = request.config
             alike = replace(config, network=replace(config.network, precision=briefing.precision))
-            parts = _BUILD[config.algorithm](alone, alike, envs, code.make_network, sleeping)
+            parts = _BUILD[config.algorithm](alone, alike, envs, request.code.make_network, sleeping)
             is_needed = sleeping.until_needed()  # still: to build took a while
             exchange = parts.take_place(job.comm, sleeping, interrupt) if is_needed else None
             if exchange is None:

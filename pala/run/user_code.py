@@ -26,7 +26,7 @@ import cloudpickle
 
 from pala.config import Config
 from pala.run import run_folder
-from pala.run.hooks import UserCode
+from pala.run.hooks import NO_CODE, UserCode
 from pala.run.run_folder import CODE_ENDINGS, CODE_FILES, SIGNATURE
 from pala.system.errors import PalaError
 from pala.system.files import open_to_read, write_atomically
@@ -36,8 +36,6 @@ from pala.system.output import say
 _MOST_NAME_BYTES = 1000
 _MOST_PICKLE_BYTES = 64 << 20
 _KEY_BYTES = 32
-
-NOTHING = UserCode()
 
 
 def keep(run: Path, config: Config, code: UserCode) -> None:
@@ -49,7 +47,7 @@ def keep(run: Path, config: Config, code: UserCode) -> None:
         for other in CODE_ENDINGS:
             if other != ending:
                 (run / f"{what}.{other}").unlink(missing_ok=True)
-    if not _pieces(run, config, NOTHING):
+    if not _pieces(run, config, NO_CODE):
         return
     key = _own_key()
     if key is None:
@@ -64,7 +62,7 @@ def forget(run: Path) -> None:
         (run / file).unlink(missing_ok=True)
 
 
-def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NOTHING) -> None:
+def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NO_CODE) -> None:
     """Raise PalaError if the run, whose `config` this is, names or holds code that is not to be run without being asked
     to, or lacks code that it was made with. What is `given` is not loaded from it."""
     _check_whole(run, given)
@@ -102,7 +100,7 @@ def _check_whole(run: Path, given: UserCode) -> None:
             )
 
 
-def load(run: Path, given: UserCode = NOTHING) -> UserCode:
+def load(run: Path, given: UserCode = NO_CODE) -> UserCode:
     """The factories that the run was made with, but for those `given`; runs their code. After `check_trust`. Raises
     PalaError if one cannot be loaded."""
     return UserCode(*(factory or _load_one(run, what) for what, factory in given._asdict().items()))

@@ -5,8 +5,10 @@ Only training *without* exchange is read, and the parts alone: no measured figur
 
 from __future__ import annotations
 
+import gzip
 import json
 import statistics
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,6 @@ from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.protocol import Rules
 from pala.exchange.wire import NOTHING, Wire
 from pala.system.errors import PalaError
-from pala.system.files import read_bytes
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,12 @@ class Costs:
 def read_benchmark(path: Path) -> dict[str, Any]:
     """A benchmark.json, or benchmark.json.gz. Raises PalaError."""
     try:
-        benchmark: dict[str, Any] = json.loads(read_bytes(path))
+        data = path.read_bytes()
+        benchmark: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
         benchmark["jobs"][0]["rounds"], benchmark["config"], benchmark["machine"]["cores"]
     except FileNotFoundError:
         raise PalaError(f"'{path}' does not exist; `python -m pala.benchmark` writes a benchmark.json.") from None
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise PalaError(
             f"'{path}' is not a benchmark.json of `python -m pala.benchmark` ({type(error).__name__}: {error})."
         ) from None

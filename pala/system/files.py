@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import math
 import os
 import secrets
 import stat
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,15 +56,6 @@ def _refuse_device(path: Path) -> None:
         is_usual = stat.S_ISREG(kind) or stat.S_ISLNK(kind) or stat.S_ISDIR(kind)
         if not is_usual or os.path.realpath(path.parent) == "/dev":
             raise OSError(f"'{path}' is a pipe or a device, not a file")
-
-
-def read_bytes(path: Path) -> bytes:
-    """A file's content; one whose name ends in `.gz` is unpacked. Raises OSError, also for a damaged `.gz`."""
-    data = path.read_bytes()
-    try:
-        return gzip.decompress(data) if path.suffix == ".gz" else data
-    except (EOFError, zlib.error) as error:
-        raise OSError(f"'{path}' is damaged ({error})") from None
 
 
 def open_to_read(path: Path) -> BinaryIO:
