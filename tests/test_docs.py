@@ -91,7 +91,7 @@ def test_the_runs_record_is_on_its_page(tmp_path: Path) -> None:
     job = train(2, configure(tmp_path, steps=50))
     made = [job.segment, *(s for run in (REPOSITORY / "results").rglob("run.json") for s in read_json(run)["segments"])]
     assert set[str]().union(*made) <= told
-    writers = "session.py", "records.py", "run_folder.py", "provenance.py", "mpi.py", "base.py"
+    writers = "session.py", "setup.py", "records.py", "run_folder.py", "provenance.py", "mpi.py", "base.py"
     source = "".join(file.read_text() for file in (REPOSITORY / "pala").rglob("*.py") if file.name in writers)
     project = {f"project_{key}" for key in ("git_commit", "git_dirty")}
     assert [key for key in told - project if f'"{key}"' not in source and f"{key}=" not in source] == []

@@ -64,7 +64,8 @@ from pala.run.records import Records
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.run_folder import RunRecord
-from pala.run.session import Session, Setup
+from pala.run.session import Session
+from pala.run.setup import Setup
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.transport.faults import (
@@ -755,15 +756,15 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", slow_but_for(COUPLED, "gossip"))
-@pytest.mark.parametrize("moment", ["make_keeper", "make_exchange"])
+@pytest.mark.parametrize("moment", ["open_records", "_make_exchange"])
 def test_a_signal_before_the_first_update_stops_all_and_a_resume_goes_on(
     moment: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner: Any = Setup if moment == "make_keeper" else Session
+    owner: Any = Setup if moment == "open_records" else Session
     action = getattr(owner, moment)
 
     def signalled(of: Any) -> Any:
-        comm = of.job.comm if moment == "make_keeper" else of._comm
+        comm = of.job.comm if moment == "open_records" else of._comm
         if comm.rank == 1:
             comm.interrupt.signal = SIGUSR1
         return action(of)

@@ -122,7 +122,7 @@ def test_a_resume_goes_on_from_the_spare_that_trained_alone(tmp_path: Path, caps
     assert resumed.segment["global_steps"] > steps and resumed.states(ranks=1)[0].counters["updates"] >= 20
 
 
-@pytest.mark.parametrize("what", ["pala.run.start.build_envs", "pala.run.session.Setup.open_records"])
+@pytest.mark.parametrize("what", ["pala.run.start.build_envs", "pala.run.setup.Setup.open_records"])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_spare_that_cannot_build_leaves_its_place_to_others(
     is_last: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

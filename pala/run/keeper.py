@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pala.config import ENV_LEARNING, ENV_OPERATION, Config, EnvConfig, to_table
+from pala.config import ENV_LEARNING, ENV_OPERATION, EnvConfig, to_table
 from pala.exchange.base import Exchange
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
-from pala.run.job import Job
-from pala.run.loop import Progress
-from pala.run.parts import Parts
 from pala.run.run_folder import BEST_POLICY, POLICY
-from pala.run.segment import Segment
+from pala.run.setup import Setup
 from pala.run.view import RunView
 from pala.system.errors import SaveError, reason
 from pala.system.files import json_text
@@ -38,14 +35,12 @@ class Exported(NamedTuple):
 
 
 class Keeper:
-    """Saves a rank's checkpoints and, if it leads, the best and the final policy. `environment`: its name."""
+    """Saves a rank's checkpoints and, if it leads, the best and the final policy."""
 
-    def __init__(
-        self, job: Job, config: Config, environment: str, parts: Parts[Any], segment: Segment, progress: Progress
-    ) -> None:
-        self._job, self._config, self._environment = job, config, environment
-        self._parts, self._segment, self._progress = parts, segment, progress
-        self._best = BestPolicy(segment.run / BEST_POLICY)
+    def __init__(self, setup: Setup) -> None:
+        self._job, self._config, self._environment = setup.job, setup.config, setup.envs.name
+        self._parts, self._segment, self._progress = setup.parts, setup.segment, setup.progress
+        self._best = BestPolicy(setup.segment.run / BEST_POLICY)
         self.has_saved = False  # the newest state
         self._saved_lost: Sequence[int] = ()  # ranks that the newest checkpoint calls lost
 

@@ -6,7 +6,7 @@ Every rank has a metrics file. The lowest rank that lives leads: it keeps run.js
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pala.config import Config, to_table
 from pala.config_influence import settings_that_matter
@@ -20,6 +20,9 @@ from pala.system.output import say
 from pala.system.tables import flatten
 from pala.transport.agreement import from_first
 from pala.transport.base import Communicator
+
+if TYPE_CHECKING:
+    from pala.exchange.base import Exchange  # torch: a spare that sleeps has not loaded it
 
 
 class Records:
@@ -78,29 +81,27 @@ class Records:
         self._close_reporter()
         self._record = None
 
-    def lead_if_first(
-        self, living: Sequence[int], time_s: float, left: Collection[int], joining: Collection[int]
-    ) -> bool:
-        """Take the lead if this is the lowest rank that lives, and note who has died, `left` or joined, but for those
-        who are `joining` and may not come to train; whether this rank leads. `time_s`: training time. Not
-        collective."""
-        self._trained |= set(living).difference(joining)
+    def lead_if_first(self, exchange: Exchange, living: Sequence[int], time_s: float) -> bool:
+        """Take the lead if this is the lowest rank that lives, and note who has died, left or joined, but for those who
+        are joining and may not come to train; whether this rank leads. `time_s`: training time. Not collective."""
+        self._trained |= set(living).difference(exchange.joining)
         if not living or self._rank != living[0]:  # of a rank that has left all others may be gone, too
             return False
         try:
-            self.lead(living, time_s, left, joining)
+            self.lead(exchange, living, time_s)
         except (OSError, PalaError) as error:  # a full disk: the next interval tries again
             say(f"[rank {self._rank}] 'run.json' cannot be written: {reason(error)}. Training goes on.")
         return True
 
-    def lead(self, living: Sequence[int], time_s: float, left: Collection[int], joining: Collection[int]) -> None:
+    def lead(self, exchange: Exchange, living: Sequence[int], time_s: float) -> None:
         """The same, for the lowest rank that lives. Raises OSError, PalaError if run.json cannot be written, or read
         after the death of who kept it."""
         if self._record is None:
             self._record = RunRecord.take_over(self._segment.run, self._segment.check_folder)
             if self._record.segment["status"] == "running":
                 self._reporter = self._make_reporter()
-        self._trained |= set(living).difference(joining)
+        left = exchange.left
+        self._trained |= set(living).difference(exchange.joining)
         gone = sorted(self._trained.difference(living))
         self._take_back_left([rank for rank in living if rank not in left])
         self._note("left_ranks", [rank for rank in gone if rank in left], time_s)

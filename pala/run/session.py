@@ -7,32 +7,26 @@ Functions that communicate say so. An error that one rank meets ends this rank, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from signal import SIGTERM, Signals
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from pala.config import Config
-from pala.envs import Envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
 from pala.run import checkpoint
 from pala.run.begin import env_seeds
-from pala.run.header import header
 from pala.run.hooks import Callback, Callbacks, Moment, asks_to_stop
-from pala.run.job import Briefing, Job
+from pala.run.job import Briefing
 from pala.run.keeper import Keeper
-from pala.run.loop import Loop, Progress
+from pala.run.loop import Loop
 from pala.run.metrics import Record
-from pala.run.parts import Parts
 from pala.run.records import Records
-from pala.run.request import Request
 from pala.run.result import Conclude, Result
-from pala.run.segment import Segment
+from pala.run.setup import Setup
 from pala.system.errors import CollectiveError, EndError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.launcher import process_age_s
@@ -43,57 +37,6 @@ from pala.transport.base import Survivors
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _CALLBACKS = ("", *Callbacks._fields)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """All that a rank trains with, made."""
-
-    job: Job
-    request: Request
-    """With the code that is in use, and the environment's name."""
-    envs: Envs
-    parts: Parts[Any]
-    segment: Segment
-    progress: Progress
-
-    @property
-    def config(self) -> Config:
-        """Of the request."""
-        return self.request.config
-
-    def make_keeper(self) -> Keeper:
-        """Of this rank."""
-        return Keeper(self.job, self.config, self.envs.name, self.parts, self.segment, self.progress)
-
-    def open_records(self) -> Records:
-        """Begin this rank's metrics."""
-        job, counters = self.job, self.progress.counters
-        first: Record = {
-            "type": "start", "segment": self.segment.path.name, "rank": job.comm.rank, "ranks": job.num_trainers,
-            "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps,
-            "global_steps": self.progress.start.global_steps,
-        }  # fmt: skip
-        return Records(job.comm.rank, job.hosts, self.config, self.segment, first)
-
-    def described(self) -> dict[str, Any]:
-        """What run.json says of a segment when it begins."""
-        job, request, parts = self.job, self.request, self.parts
-        return {
-            **request.facts, "threads_per_rank": job.threads, "environment": self.envs.name,
-            "python_environment": request.code.make_env is not None,
-            "python_network": request.code.make_network is not None,
-            "ranks": job.num_trainers, "cores": job.cores, "resumed": self.segment.previous is not None,
-            **job.comm.facts(), "device": str(parts.device), "precision": parts.config.network.precision,
-            "seed": self.config.seed,
-            "parameters": parts.flat.data.numel(),
-        }  # fmt: skip
-
-    def header(self) -> str:
-        """The first lines of the console."""
-        job, parts, made = self.job, self.parts, self.progress.start.global_steps
-        hosts, num_learned = job.hosts[: job.num_trainers], parts.flat.num_learned
-        return header(parts.config, self.segment.run, hosts, job.threads, str(parts.device), num_learned, made)
 
 
 class Session:
@@ -108,11 +51,11 @@ class Session:
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
 
-    def run(self, make_exchange: Callable[[], Exchange]) -> Result:
-        """Train, then average, export and conclude. Collective."""
-        exchange: Exchange | None = None
+    def run(self, exchange: Exchange | None = None) -> Result:
+        """Train, then average, export and conclude. `exchange`: of a spare; None: all ranks make it. Collective."""
         try:
-            exchange = make_exchange()
+            if exchange is None:
+                exchange = self._make_exchange()
             result = self._train(exchange)
             conclude = self._request.conclude
             return result if conclude is None or result.departs else self._conclude(result, exchange, conclude)
@@ -124,7 +67,7 @@ class Session:
                 self._records.fail(error)
             raise
 
-    def make_exchange(self) -> Exchange:
+    def _make_exchange(self) -> Exchange:
         """The exchange of ranks that train from the beginning. Collective."""
         assert self._job.trainers is not None
         collectively(self._job.trainers, self._records.open_reporter)
@@ -284,8 +227,7 @@ class Session:
             exchange.stop_now(Stop.CALLBACK)
 
     def _lead_if_first(self, exchange: Exchange) -> bool:
-        time_s = self._progress.counters.time_s
-        return self._records.lead_if_first(exchange.living, time_s, exchange.left, exchange.joining)
+        return self._records.lead_if_first(exchange, exchange.living, self._progress.counters.time_s)
 
     def _signal(self, stop: Stop) -> Signals:
         """Which one ended training. Of a peer's nothing is known here but what it asks for."""
@@ -311,7 +253,7 @@ class Session:
         if not self._leads:  # also if it led while one who had left slept
             self._records.resign()
             return
-        self._records.lead(survivors.members, self._progress.counters.time_s, exchange.left, exchange.joining)
+        self._records.lead(exchange, survivors.members, self._progress.counters.time_s)
         self._keeper.export(final, exchange.global_steps)
         why = {"stopped_early": stopped_early} if stopped_early else {}
         self._records.end("completed", global_steps=exchange.global_steps, **why)
@@ -327,7 +269,7 @@ class Session:
 
         def conclude_first(survivors: Survivors) -> None:
             time_s = self._progress.counters.time_s
-            self._leads = self._records.lead_if_first(survivors.members, time_s, exchange.left, exchange.joining)
+            self._leads = self._records.lead_if_first(exchange, survivors.members, time_s)
             if self._leads and not done:
                 with on_cores(self._job.host_cores):  # the other ranks sleep
                     done.append(conclude(result, self._config, self._interrupt))

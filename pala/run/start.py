@@ -24,13 +24,15 @@ from pala.run import run_folder, user_code
 from pala.run.begin import initial_progress, joined, make_generator, open_segment
 from pala.run.hooks import UserCode
 from pala.run.job import Briefing, Job
+from pala.run.keeper import Keeper
 from pala.run.loop import Counters, Progress
 from pala.run.parts import Parts, build_envs
 from pala.run.records import note_failure
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.segment import Segment
-from pala.run.session import Session, Setup
+from pala.run.session import Session
+from pala.run.setup import Setup
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say, tell
@@ -69,7 +71,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                 with segment.removed_if_nobody_starts(comm.rank):
                     progress = initial_progress(comm, config.seed, parts, segment, job.spares)
                     setup = Setup(job, request, envs, parts, segment, progress)
-                    keeper = setup.make_keeper()
+                    keeper = Keeper(setup)
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: keeper.save(exchange=None))
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
@@ -80,8 +82,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     tell(setup.header())
                 if not parts.acts:  # it needed their spaces alone
                     envs.close()
-                session = Session(setup, keeper, records, interrupt)
-                return session.run(session.make_exchange)
+                return Session(setup, keeper, records, interrupt).run()
 
 
 def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) -> UserCode:
@@ -148,7 +149,7 @@ def take_place(
             counters = Counters(time_s=time.perf_counter() - began_s)
             progress = Progress(counters, make_generator(config.seed, rank, parts, segment), exchange.state())
             setup = Setup(job, request, envs, parts, segment, progress)
-            session = Session(setup, setup.make_keeper(), setup.open_records(), interrupt)
+            session = Session(setup, Keeper(setup), setup.open_records(), interrupt)
         except Exception as error:
             _give_up(job, sleeping, segment, error)
             if isinstance(error, CollectiveError):  # of this rank alone
@@ -156,7 +157,7 @@ def take_place(
             raise
         if not parts.acts:
             envs.close()
-        return session.run(lambda: exchange)
+        return session.run(exchange)
 
 
 def _give_up(job: Job, sleeping: Sleeping, segment: Segment, error: Exception) -> None:
