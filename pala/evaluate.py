@@ -8,7 +8,8 @@
     with sticky actions               python -m pala.evaluate RUN --repeat-action-probability 0.25
 
 Prints a line for each run; `RUN/evaluation.json` holds the newest result of the final policy in the run's own
-environment (it says whether by `--greedy`), `RUN/evaluations.jsonl` every one.
+environment (it says whether by `--greedy`), while the run is not complete that of any policy, and
+`RUN/evaluations.jsonl` every one.
 
 The policy is `RUN/policy.safetensors`, by `--best` `RUN/best_policy.safetensors`; a run that has not completed is
 scored on the mean of its ranks' newest checkpoints. It is computed on the CPU. What a run was trained with that was
@@ -146,18 +147,19 @@ def main() -> None:
         from pala.evaluation.video import record_video
 
     failed = False
-    for run, command in commands:
+    folders = [run.absolute() for run, _ in commands]  # an environment may change the working directory
+    for (run, command), folder in zip(commands, folders, strict=True):
         if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
-            tell(record_video(run, command.video, command.acting))
+            tell(record_video(folder, command.video, command.acting))
 
-        def score(run: Path = run, command: Command = command) -> Evaluation:
-            evaluation = evaluate(run, command.episodes, command.num_envs, command.acting)
+        def score(run: Path = run, command: Command = command, folder: Path = folder) -> Evaluation:
+            evaluation = evaluate(folder, command.episodes, command.num_envs, command.acting)
             tell(str(evaluation) if len(commands) == 1 else f"{run}: {evaluation}")
-            save(run, evaluation)
+            save(folder, evaluation)
             return evaluation
 
         if command.follow:
-            _follow(run, score)
+            _follow(folder, score)
         elif command.episodes != 0 or command.video is None:
             try:
                 score()

@@ -57,6 +57,8 @@ def main() -> None:
     command = read_command(_PROGRAM, sys.argv[1:], Command(run=tyro.MISSING))
     if not command.speed > 0:
         raise PalaError(f"'--speed' is {command.speed:g} but must be above 0.")
+    if command.video is not None and (command.episodes, command.speed) != (0, 1.0):
+        raise PalaError("'--episodes' and '--speed' are of the window; '--video' writes one episode, at usual speed.")
     run_folder.read(command.run)  # before torch, whose loading takes seconds
     prepare(_THREADS)
     from pala.evaluation.video import record_video

@@ -476,9 +476,13 @@ def test_the_program_writes_json_and_keeps_earlier_results(
     for seed in ("1", "2"):
         monkeypatch.setattr("sys.argv", ["evaluate", str(cartpole_run), "--seed", seed])
         program.main()
+        if seed == "1":
+            with open(cartpole_run / "evaluations.jsonl", "a", encoding="utf-8") as file:
+                file.write('{"mean_re')  # a disk that was full
     newest = json.loads((cartpole_run / "evaluation.json").read_text())
-    lines = [json.loads(line) for line in (cartpole_run / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["seed"] for line in lines] == [1, 2]
+    first, cut, last = (cartpole_run / "evaluations.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in (first, last)]
+    assert [line["seed"] for line in lines] == [1, 2] and cut == '{"mean_re'
     assert lines[-1] == newest
     assert set(newest) == set(Evaluation.__dataclass_fields__)
     assert (newest["episodes"], newest["num_envs"]) == (3, 2)  # the run's own settings

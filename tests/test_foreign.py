@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import pickle
+import platform
 import secrets
 import shutil
 import sys
@@ -23,6 +24,7 @@ from test_checkpoint import SIGNATURE, file_of, make_state
 from test_compare import GAME, PRESET
 from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 
+import pala
 from pala import evaluate as evaluate_program
 from pala import plot as plot_program
 from pala.compare import __main__ as compare_program
@@ -317,6 +319,21 @@ def test_an_id_that_a_kept_environment_wins_over_is_told(tmp_path: Path, capfd: 
         run_ranks(1, lambda comm, request=request: run_rank(comm, request, comm.interrupt))
         assert ("'env.id' is 'Acrobot-v1', but the run keeps" in capfd.readouterr().err) == (given != kept)
     assert run_folder.config_of(folder).env.id == kept
+
+
+@pytest.mark.parametrize(("version", "is_told"), [("3.99.1", True), (platform.python_version(), False)])
+def test_a_pickle_of_another_python_is_told(
+    version: str, is_told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = configure(tmp_path, steps=40)
+    run_ranks(1, lambda comm: run_rank(comm, Request(config, UserCode(local_factory())), comm.interrupt))
+    file = tmp_path / "r" / "run.json"
+    record = json.loads(file.read_text())
+    record["segments"][-1]["versions"] = {"python": version}
+    file.write_text(json.dumps(record))
+    capfd.readouterr()
+    pala.load_policy(tmp_path / "r")
+    assert ("keeps 'make_env.pkl', which Python 3.99.1 has written" in capfd.readouterr().err) == is_told
 
 
 def test_packed_metrics_are_not_gone_on_with(tmp_path: Path) -> None:

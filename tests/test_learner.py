@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from signal import SIGTERM
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -27,6 +28,7 @@ from pala.exchange.none import NoExchange
 from pala.networks.distributions import Categorical
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
+from pala.run import loop
 from pala.run.loop import Counters, Progress
 from pala.run.metrics import Record
 from pala.run.parts import device_and_precision
@@ -202,6 +204,31 @@ def test_a_checkpoint_has_the_training_time_of_its_own_moment():
     run.go()
     assert len(run.saved_s) == 3 and sorted(set(run.saved_s)) == run.saved_s
     assert 0 < run.saved_s[-1] < time.perf_counter() - begin + 1
+
+
+@pytest.mark.parametrize("what", ["log_interval_s", "checkpoint_interval_s"])
+def test_what_takes_longer_than_its_interval_is_not_done_after_every_update(what):
+    """A slow file system: else a rank would do nothing else."""
+    now, done = [0.0], []
+
+    def slow(*_: object) -> None:
+        now[0] += 20
+        done.append(now[0])
+
+    intervals = {"log_interval_s": 1e6, "checkpoint_interval_s": 1e6, what: 10}
+    run = Run(dataclasses.replace(configured(10 * BATCH), run=RunConfig(**intervals)))
+    each = run.learner._advance
+
+    def advance() -> None:
+        now[0] += 4
+        each()
+
+    run.learner._advance = advance
+    usual_clock = time.perf_counter
+    with mock.patch.object(loop.time, "perf_counter", lambda: usual_clock() + now[0]):
+        usual = (run.records.extend, slow) if what == "checkpoint_interval_s" else (slow, run.save)
+        run.learner.run(derive(1, 0, "environments", ENVS), *usual)
+    assert len(done) == (3 if what == "checkpoint_interval_s" else 4)  # after updates 3, 6, 9; and at the end
 
 
 def test_messages_are_moved_on_after_every_step():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -44,8 +45,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pala import config_checks
+from pala import evaluate as evaluate_program
 from pala.a2c.learner import Learner
 from pala.config import Config, ExchangeConfig
+from pala.evaluation.acting import Acting
+from pala.evaluation.policy import policy_of
+from pala.evaluation.scoring import evaluate
 from pala.exchange import make as make_module
 from pala.exchange.base import Exchange, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
@@ -880,18 +885,51 @@ def test_environments_that_change_the_working_directory_do_not_move_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make() -> gymnasium.Env:
-        monkeypatch.chdir(tmp_path / "assets")
-        return gymnasium.make("CartPole-v1")
+        os.chdir(assets)
+        return gymnasium.make("CartPole-v1", render_mode="rgb_array")
 
     def main(comm: MemoryCommunicator) -> Result:
         return run_rank(comm, Request(config, UserCode(make)), comm.interrupt)
 
+    assets, run = str(tmp_path / "assets"), Path("runs/r")
     (tmp_path / "assets").mkdir()
     monkeypatch.chdir(tmp_path)
     config = configure(Path("runs"))
     (result,) = run_ranks(1, main)
-    assert result.status == "completed" and result.run == tmp_path / "runs" / "r"
-    assert (tmp_path / "runs" / "r" / "policy.safetensors").exists() and not list((tmp_path / "assets").iterdir())
+    assert result.status == "completed" and result.run == tmp_path / run
+    assert (tmp_path / run / "policy.safetensors").exists() and not list((tmp_path / "assets").iterdir())
+    monkeypatch.setattr(evaluate_program, "prepare", lambda threads: None)
+    monkeypatch.setattr("sys.argv", ["evaluate", str(run), "--episodes", "1", "--video", "video.mp4"])
+    for play in (lambda: evaluate(run, 1, 1, Acting()), lambda: policy_of(run), evaluate_program.main):
+        monkeypatch.chdir(tmp_path)
+        play()
+        assert Path.cwd() == tmp_path / "assets"
+    assert (tmp_path / run / "evaluation.json").exists() and (tmp_path / "video.mp4").exists()
+    assert not list((tmp_path / "assets").iterdir())
+
+
+def test_how_an_environments_module_sets_torch_does_not_count(tmp_path: Path) -> None:
+    """Many set one thread at their top, some another type of numbers."""
+
+    def make() -> gymnasium.Env:
+        torch.set_num_threads(3)
+        torch.set_default_dtype(torch.float64)
+        return gymnasium.make("CartPole-v1")
+
+    def main(comm: MemoryCommunicator) -> Result:
+        request = Request(config, UserCode(make), on_count=lambda _: seen.add(torch.get_num_threads()))
+        return run_rank(comm, request, comm.interrupt)
+
+    config, seen, threads = configure(tmp_path), set[int](), torch.get_num_threads()
+    config = replace(config, run=replace(config.run, threads=1))
+    try:
+        (result,) = run_ranks(1, main)
+        assert result.status == "completed" and seen == {1}
+        torch.set_default_dtype(torch.float64)
+        assert evaluate(result.run, 1, 1, Acting(threads=2)).episodes == 1 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("fits", [False, True])

@@ -600,17 +600,19 @@ def test_without_tensorboards_files_training_goes_on(run, monkeypatch, capsys):
         assert capsys.readouterr().err.count("cannot be written any more: No space left on device. Training") == 1
 
 
-def test_tensorboard_forgets_what_was_lost(run):
+@pytest.mark.parametrize(("begin", "kept"), [(2000, [1000, 2000]), (0, []), (None, [1000, 2000, 3000])])
+def test_tensorboard_forgets_what_was_lost(run, begin, kept):
+    """Of a run that goes on from so many steps; another rank that leads has lost nothing."""
     figures(run)
     view = RunView(run, ranks=2)
     view.refresh()
-    for begin, steps in ((0, (1000, 2000, 3000)), (2000, (2500, 3500))):
-        board = TensorBoard(run / "tensorboard", begin)
+    for begins_at, steps in ((0, (1000, 2000, 3000)), (begin, (2500, 3500))):
+        board = TensorBoard(run / "tensorboard", begins_at)
         for step in steps:
             board.add(view, step)
         board.close()
     events = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("loss/policy")
-    assert [event.step for event in events] == [1000, 2000, 2500, 3500]
+    assert [event.step for event in events] == [*kept, 2500, 3500]
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------

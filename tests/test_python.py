@@ -1104,6 +1104,10 @@ def test_without_pygame_or_a_display_a_sentence_names_the_video(
     monkeypatch.setattr("sys.argv", ["play", str(drawn), "--video", str(tmp_path / "v.mp4")])
     play.main()
     assert "an episode of 5 steps, return 5." in capsys.readouterr().out and (tmp_path / "v.mp4").exists()
+    monkeypatch.setattr("sys.argv", ["play", str(drawn), "--video", str(tmp_path / "v.mp4"), "--episodes", "3"])
+    with pytest.raises(SystemExit):
+        play.main()
+    assert "'--episodes' and '--speed' are of the window" in capsys.readouterr().err
 
 
 # ---- the page and the examples ---------------------------------------------------------------------------------------

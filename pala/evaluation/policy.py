@@ -57,7 +57,7 @@ class Policy:
 
         `observations`: one as the environment that the run was trained on gives it, or a batch as Gymnasium's vector
         environments do: arrays with one dimension more, in a dict or tuple where the observation is one. Returns one
-        action, or B: int64 [B] for Discrete actions, [B, *action] for others. `greedy`: the most probable action
+        action, or B, [B, *action], of the space's type. `greedy`: the most probable action
         instead of a sampled one; of Gorila never a random one. Keeps no state from call to call but `generator`. Raises
         PalaError for observations of another shape or type.
         """
@@ -147,6 +147,7 @@ def _is_single(space: gymnasium.Space, observations: Any) -> bool:
 def policy_of(run: Path, seed: int = 0, trust_run: bool = False, best: bool = False) -> Policy:
     """What `pala.load_policy` does."""
     config = run_folder.config_of(run)
+    run = run.absolute()  # an environment may change the working directory
     make_env, make_network = user_code.load_trusted(run, config, trust_run)
     with make_envs(replace(config.env, num_envs=1, vectorization="sync"), 1, make_env) as envs:  # for its spaces
         policy = load_policy(run, config, envs, make_network, best)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pala.run import run_folder
 from pala.system.errors import PalaError, reason
-from pala.system.files import is_number, json_text, open_to_append, read_json, write_json
+from pala.system.files import append_lines, is_number, json_text, read_json, write_json
 from pala.system.text import counted, short_number
 
 _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
@@ -84,8 +84,7 @@ def save(run: Path, evaluation: Evaluation) -> None:
         is_newest = evaluation.policy == "final" and record["segments"][-1].get("global_steps", steps) == steps
         if (is_newest or not record["completed"]) and not evaluation.other_settings:
             write_json(run / "evaluation.json", table, indent=2)
-        with open_to_append(run / "evaluations.jsonl") as file:
-            file.write((json_text(table) + "\n").encode())
+        append_lines(run / "evaluations.jsonl", json_text(table) + "\n")
     except OSError as error:
         raise PalaError(f"The evaluation cannot be written to '{run}': {reason(error)}.") from None
 

@@ -39,10 +39,11 @@ def evaluate(
     config, own = acting.config_of(run), to_table(run_folder.config_of(run))
     other = {name: to for name, to in acting.other_settings.items() if own[OTHER_SETTINGS[name]][name] != to}
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
-    torch.set_num_threads(acting.threads)
+    run = run.absolute()  # an environment may change the working directory
     make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
     limit = min(steps for steps in (config.evaluation.max_episode_steps, config.env.max_episode_steps) if steps)
     with make_envs(whole_games(config.env, min(num_envs, episodes)), acting.threads, make_env, limit) as envs:
+        torch.set_num_threads(acting.threads)  # not before: an environment's module may have set it otherwise
         policy = load_policy(run, config, envs, make_network, acting.best)
         act = policy.actor(acting.greedy, int(derive(acting.seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()

@@ -43,8 +43,9 @@ def record_video(run: Path, file: Path, acting: Acting) -> str:
     """
     if file.suffix != ".mp4":
         raise PalaError(f"Video '{file}' must have a name that ends in '.mp4'.")
+    target = file.absolute()  # an environment may change the working directory
     with filmed(run, 1, acting) as film:
-        steps = _write_video(file, film.frames_per_s, itertools.islice(film.pictures, 1 + _MOST_VIDEO_STEPS))
+        steps = _write_video(target, film.frames_per_s, itertools.islice(film.pictures, 1 + _MOST_VIDEO_STEPS))
     if not film.ended:
         return f"Video '{file}': the first {steps:,} steps of an episode; the rest is cut."
     return f"Video '{file}': {words_of(film.ended[0])}."
@@ -68,12 +69,13 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
     """So many episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
     played."""
     check_numbers(episodes=(episodes, 0))
-    torch.set_num_threads(acting.threads)
     config = acting.config_of(run)
+    run = run.absolute()  # an environment may change the working directory
     seeds = derive(acting.seed, 0, "video environment")
     make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
     envs, screen, frames_per_s = _stage(whole_games(config.env, 1), make_env, seeds, acting.threads)
     try:
+        torch.set_num_threads(acting.threads)  # not before: an environment's module may have set it otherwise
         policy = load_policy(run, config, envs, make_network, acting.best)
         act = policy.actor(acting.greedy, int(derive(acting.seed, 0, "video actions")[0]))
         ended: list[Episode] = []

@@ -212,8 +212,8 @@ class FlatParameters:
         ]
         self.num_moments = sum(buffer.numel() for _, buffer in buffers)
         total = sum(parameter.numel() for _, parameter in parameters) + self.num_moments
-        self.data = torch.zeros(total, device=device)
-        self.gradient = torch.zeros(total, device=device)
+        self.data = torch.zeros(total, device=device, dtype=torch.float32)
+        self.gradient = torch.zeros_like(self.data)
         own = getattr(network, "own", None)  # `own.py`: its buffers are sent to nobody, so all have to make the same
         fixed = [] if own is None else [(f"{name}={_checksum(buffer)}", buffer) for name, buffer in own.named_buffers()]
         self.signature = _signature([*parameters, *buffers, *fixed])

@@ -143,10 +143,11 @@ class Reporter:
 
     def __init__(
         self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool, spares: int = 0,
-        settings: Mapping[str, Any] | None = None, begin_steps: int = 0,
+        settings: Mapping[str, Any] | None = None, begin_steps: int | None = None,
     ) -> None:  # fmt: skip
         """`spares`: ranks that may join those; `settings`: of the run, with dotted keys, for TensorBoard;
-        `begin_steps`: of all ranks, after which what earlier jobs have told TensorBoard does not count."""
+        `begin_steps`: of all ranks, after which what earlier jobs have told TensorBoard does not count; None: all
+        counts."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
         self._figures, self._estimated = Figures(self.view, budget_steps), False

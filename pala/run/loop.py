@@ -94,11 +94,11 @@ class Loop(abc.ABC):
             if now >= next_log:
                 on_interval(self.take_records())
                 is_logged = True
-                next_log = now + self._run.log_interval_s
+                next_log = time.perf_counter() + self._run.log_interval_s  # a slow file system may take longer
             if now >= next_save:
                 self.counters.time_s = time.perf_counter() - self._begin  # no earlier than the records that were made
                 save()
-                next_save = now + self._run.checkpoint_interval_s
+                next_save = time.perf_counter() + self._run.checkpoint_interval_s
         if not is_logged:
             on_interval(self.take_records())
         return self._exchange.stop

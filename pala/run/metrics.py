@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from pala.system.errors import PalaError, reason
-from pala.system.files import is_number, json_text, open_to_append, open_to_read
+from pala.system.files import append_lines, is_number, json_text, open_to_read
 from pala.system.output import say
 
 Record = dict[str, Any]
@@ -65,8 +65,7 @@ class MetricsWriter:
         """Append the records, each a line."""
         text = "".join(json_text(record) + "\n" for record in records)
         try:
-            with open_to_append(self._path) as file:
-                file.write(("\n" * _is_cut(file) + text).encode())
+            append_lines(self._path, text)
         except OSError as error:
             if not self._failed:
                 why = reason(error)
@@ -74,14 +73,6 @@ class MetricsWriter:
             self._failed = True
         else:
             self._failed = False
-
-
-def _is_cut(file: BinaryIO) -> bool:
-    """True if the last line has no end (a full disk, a killed rank): what is appended must begin a line of its own."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) != b"\n"
 
 
 class Tail:

@@ -20,7 +20,7 @@ from pala.networks.network import FlatParameters
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.run.loop import Loop, Progress
-from pala.system.device import has_bfloat16, use_device
+from pala.system.device import has_bfloat16, set_torch, use_device
 from pala.system.errors import CollectiveError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
@@ -139,8 +139,6 @@ class Parts(abc.ABC, Generic[ExchangeT]):
 
 def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeEnv | None = None) -> Envs:
     """This rank's environments; torch gets as many threads. Collective."""
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)
     made: list[Envs] = []
     try:
         collectively(comm, lambda: made.append(make_envs(config.env, threads, make_env)))
@@ -148,6 +146,7 @@ def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeE
         for envs in made:  # those of another rank could not be made
             envs.abandon()
         raise
+    set_torch(threads)
     return made[0]
 
 

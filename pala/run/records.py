@@ -177,8 +177,8 @@ class Records:
             self._reporter.close()
             self._reporter = None
 
-    def _make_reporter(self, begin_steps: int = 0) -> Reporter:
-        """`begin_steps`: 0 for one that goes on with what another rank's has told."""
+    def _make_reporter(self, begin_steps: int | None = None) -> Reporter:
+        """`begin_steps`: None for one that goes on with what another rank's has told."""
         run = self._config.run
         steps = self._config.total_steps
         settings = settings_that_matter(flatten(to_table(self._config)))

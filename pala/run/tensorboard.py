@@ -30,11 +30,11 @@ class TensorBoard:
         "staleness_updates": "exchange/staleness_updates",
     }  # fmt: skip
 
-    def __init__(self, folder: Path, begin_steps: int = 0) -> None:
-        """`begin_steps`: of all ranks; what is there of later steps was lost with an earlier job."""
+    def __init__(self, folder: Path, begin_steps: int | None = None) -> None:
+        """`begin_steps`: of all ranks; what is there of later steps was lost with an earlier job. None: all counts."""
         from torch.utils.tensorboard import SummaryWriter  # by the first rank alone, and only where it is asked for
 
-        self._writer = SummaryWriter(str(folder), purge_step=begin_steps + 1 if begin_steps else None)
+        self._writer = SummaryWriter(str(folder), purge_step=None if begin_steps is None else begin_steps + 1)
 
     def add(self, view: RunView, global_steps: int) -> None:
         """One value for each tag: means over ranks of their last intervals."""

@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import json
 import os
+import platform
 import secrets
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,14 @@ def _check_whole(run: Path, given: UserCode) -> None:
                 f"Run '{run}' was made with a `{what}` from Python, but the file that keeps it, {files}, is not there: "
                 "copy it from where the run was made. (`pala.fit` can go on with the run if it is given anew.)"
             )
+    made_by, here = last.get("versions", {}).get("python"), platform.python_version()
+    pickles = [f"{what}.pkl" for what in made._fields if getattr(given, what) is None and _is_pickled(run, what)]
+    if pickles and made_by is not None and _minor(made_by) != _minor(here):
+        say(
+            f"Run '{run}' keeps '{pickles[0]}', which Python {made_by} has written, and this is {here}. A pickle with "
+            "functions may not work with another Python: if it does not, use that one, or give a factory that can be "
+            "imported by its name."
+        )
 
 
 def load(run: Path, given: UserCode = NO_CODE) -> UserCode:
@@ -115,6 +124,15 @@ def load_trusted(run: Path, config: Config, trust_run: bool) -> UserCode:
 def _kept(run: Path, what: str) -> Path | None:
     """The file that a factory is kept in; a name wins over a pickle."""
     return next((file for ending in CODE_ENDINGS if (file := run / f"{what}.{ending}").exists()), None)
+
+
+def _is_pickled(run: Path, what: str) -> bool:
+    file = _kept(run, what)
+    return file is not None and file.suffix == ".pkl"
+
+
+def _minor(version: str) -> list[str]:
+    return str(version).split(".")[:2]
 
 
 def _to_keep(what: str, factory: Any) -> tuple[str, bytes]:

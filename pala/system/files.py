@@ -77,6 +77,14 @@ def open_to_append(path: Path) -> BinaryIO:
     return _regular(descriptor, path, "ab+")
 
 
+def append_lines(path: Path, lines: str) -> None:
+    """Append whole lines. If the last one there has no end (a full disk, a killed rank), they begin one of their own.
+    Raises OSError."""
+    with open_to_append(path) as file:
+        is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+        file.write(("\n" * is_cut + lines).encode())
+
+
 def _regular(descriptor: int, path: Path, mode: str) -> BinaryIO:
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):

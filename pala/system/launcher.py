@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 _LAUNCHERS = (
     "mpirun",
@@ -62,8 +63,10 @@ class Launch:
         )
 
 
+@cache
 def can_survive() -> bool:
-    """True if the job was started so that it outlives its ranks: `mpirun --with-ft ulfm` of Open MPI 5."""
+    """True if the job was started so that it outlives its ranks: `mpirun --with-ft ulfm` of Open MPI 5. Found once:
+    Gymnasium's AsyncVectorEnv takes the launcher's variables away while it starts its processes."""
     value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - that is its name
     return value.lower() in ("1", "true", "yes", "enabled")
 

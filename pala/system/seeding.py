@@ -25,13 +25,15 @@ def derive(seed: int, rank: int, purpose: str, count: int = 1) -> np.ndarray:
 @contextmanager
 def torch_weights(seed: int) -> Iterator[None]:
     """Inside the block, what draws from torch's global generator, as new networks do, draws the run's first weights.
-    Behind it the generator goes on as before."""
+    They are float32. Behind it the generator goes on as before."""
     import torch
 
     with _TORCH:
-        before = torch.get_rng_state()
+        before, dtype = torch.get_rng_state(), torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # an environment's module may have made it another
         torch.default_generator.manual_seed(int(derive(seed, 0, "weights")[0]))
         try:
             yield
         finally:
             torch.set_rng_state(before)
+            torch.set_default_dtype(dtype)

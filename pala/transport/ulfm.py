@@ -28,13 +28,13 @@ class MpiDeaths(Deaths):
 
     def __init__(self, comm: MPI.Comm, polls: bool = True) -> None:
         """`polls`: each look calls MPI's progress, for it hears of deaths only then; False where somebody else does."""
-        self._comm, self._can_survive, self._polls = comm, can_survive(), polls
+        self._comm, self._polls = comm, polls
         self.ranks: set[int] = set()
 
     def look(self) -> set[int]:
         """Ranks that died since the last look (without `polls` a fifth of a microsecond when there are none). They are
         acknowledged: receives from any source go on without them."""
-        if not self._can_survive:
+        if not can_survive():
             return set()
         if self._polls:
             self._poll()
