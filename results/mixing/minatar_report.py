@@ -94,22 +94,23 @@ def _beside_allreduce(results: Results, best: dict[tuple[int, str], Setting]) ->
 
 
 def disturbed(results: Results) -> str:
-    """Under delays and with a slow rank, beside the same undisturbed."""
-    cells: dict[tuple[str, int, Setting, float, int], list[float]] = {}
+    """Under delays and with a slow rank, beside the same setting and seeds undisturbed."""
+    cells: dict[tuple[str, int, Setting, float, int], dict[int, float]] = {}  # height by seed
     for job, line in results.items():
         if job._replace(delay=0.05, slow_ranks=0).is_usual and not job.is_of_the_sweep and "mean_height" in line:
             key = (job.game, job.ranks, job.setting, job.delay, job.slow_ranks)
-            cells.setdefault(key, []).append(line["mean_height"])
+            cells.setdefault(key, {})[job.seed] = line["mean_height"]
     rows = []
     for game, ranks, setting, delay, slow in sorted(cells, key=str):
         if (delay, slow) != (0.05, 0):
-            heights, still = cells[game, ranks, setting, delay, slow], cells.get((game, ranks, setting, 0.05, 0), [])
+            by_seed, undisturbed = cells[game, ranks, setting, delay, slow], cells[game, ranks, setting, 0.05, 0]
+            heights, still = list(by_seed.values()), [undisturbed[seed] for seed in by_seed]
             rows.append((
                 game, str(ranks), setting.method, *_texts(setting), f"{delay:g}", str(slow), str(len(heights)),
-                f"{iqm(np.array(heights)):.2f}", ratio(heights, still) if still else "",
+                f"{iqm(np.array(heights)):.2f}", ratio(heights, still),
             ))  # fmt: skip
     header = ("game", "ranks", "method", *_SETTING, "delay, updates", "slow ranks", "seeds", "IQM of mean height",
-              "of the same undisturbed")  # fmt: skip
+              "of the same seeds undisturbed")  # fmt: skip
     return table(header, rows) if rows else "Not run yet."
 
 
