@@ -95,7 +95,13 @@ def make_run(
 ) -> Path:  # fmt: skip
     """A run whose returns rise from 0 by 0.1 an episode. Of each rank the first interval is slow."""
     (folder / "metrics").mkdir(parents=True)
-    segment = {"started": f"{folder.name} {speed}", "hosts": ["vm"] * ranks, "ranks": ranks, "git_commit": "a" * 40}
+    segment = {
+        "segment": "s",
+        "started": f"{folder.name} {speed}",
+        "hosts": ["vm"] * ranks,
+        "ranks": ranks,
+        "git_commit": "a" * 40,
+    }
     record = run_folder.RunRecord.begin(folder, config, segment | facts)
     end = config.total_steps / speed
     for rank in range(ranks):
@@ -323,6 +329,50 @@ def test_a_page_says_how_it_is_made_again_where_it_lies(there: Path, no_pictures
         assert f"    python -m pala.compare {shlex.quote(file)} --report-only{output}\n" in page
 
 
+def test_a_run_that_is_shorter_than_one_of_the_results_is_refused(there: Path, no_pictures: None) -> None:
+    """It would be trained, and not reported."""
+    long = only_run(there, total_steps=9000)
+    make_run(long.folder, long.config, 1)
+    report()
+    shutil.rmtree("runs")
+    short = only_run(there)
+    with pytest.raises(PalaError, match=r"'total_steps' 9,000, and the comparison now asks for 3,000: of two runs"):
+        task_of(short, Path("results/tiny"))
+    assert task_of(only_run(there, **{"a2c.gamma": 0.5}), Path("results/tiny")) is not None
+
+
+def test_a_run_that_a_callback_ended_early_takes_no_longer_runs_place(there: Path, no_pictures: None) -> None:
+    """Of two budgets the larger one counts only if more of it was made."""
+    whole = only_run(there)
+    make_run(whole.folder, whole.config, 1)
+    early = make_run(there / "early" / "e", replace(whole.config, total_steps=500), 1)
+    record = json.loads((early / "run.json").read_text())
+    record["config"]["total_steps"] = 9000
+    (early / "run.json").write_text(json.dumps(record))
+    _, rows = report(early)
+    assert whole.folder.name in [row["run"] for row in rows]
+
+
+def test_networks_from_python_are_told_apart_by_their_parameters(there: Path, no_pictures: None) -> None:
+    config = only_run(there).config
+    for name, parameters in (("a", 10), ("b", 20), ("c", 20)):
+        seeded = replace(config, seed=ord(name))
+        make_run(there / "mine" / name, seeded, 1, python_network=True, parameters=parameters)
+    page, rows = report(there / "mine")
+    assert sorted(row["variant"] for row in rows) == [
+        f"gossip (network from Python, {parameters} parameters)" for parameters in (10, 20, 20)
+    ]
+    assert "from Python, whose code is not compared: `a`, `b`, `c`" in section(page, "To bear in mind")
+
+
+def test_another_evaluation_is_refused(there: Path, no_pictures: None) -> None:
+    planned = only_run(there)
+    evaluation = replace(planned.config.evaluation, max_episode_steps=7)
+    make_run(planned.folder, replace(planned.config, evaluation=evaluation), 1)
+    with pytest.raises(PalaError, match=r"was made with 'evaluation.max_episode_steps' 7, but the comparison now asks"):
+        task_of(planned, Path("results/tiny"))
+
+
 def test_a_run_in_the_results_that_was_made_otherwise_is_no_hindrance(there: Path, no_pictures: None) -> None:
     """A run of another's cluster may have the name of one that is planned here."""
     other = only_run(there, **{"a2c.gamma": 0.5})
@@ -483,10 +533,15 @@ def test_ranks_that_are_gone_add_no_speed(there: Path, no_pictures: None) -> Non
 def test_the_speed_is_that_with_the_newest_number_of_ranks() -> None:
     kinds = ["start", "interval", "start", "interval", "start", "interval"]
     records = [{"type": kind, "place": place} for place, kind in enumerate(kinds)]
-    for place, ranks in ((0, 2), (2, 4), (4, 4)):
-        records[place]["ranks"] = ranks
-    assert [record["place"] for record in measures.since_resized(records)] == [2, 3, 4, 5]
-    assert len(measures.since_resized(records[2:])) == 4 and measures.since_resized([]) == []
+    segments = [{"segment": f"segment-{number:03d}", "ranks": ranks} for number, ranks in enumerate((2, 4, 4))]
+    for place, segment in zip((0, 2, 4), segments, strict=True):
+        records[place]["segment"] = segment["segment"]
+    assert [record["place"] for record in measures.since_resized(records, segments)] == [2, 3, 4, 5]
+    assert len(measures.since_resized(records[2:], segments)) == 4 and measures.since_resized([], segments) == []
+    back = [{"segment": f"segment-{number:03d}", "ranks": ranks} for number, ranks in enumerate((4, 2, 4))]
+    starts = [{"type": "start", "segment": f"segment-{number:03d}"} for number in (0, 2)]
+    seen = [starts[0], {"type": "interval"}, starts[1]]
+    assert measures.since_resized(seen, back) == seen[2:], "a rank that was not there while they were fewer"
 
 
 def test_efficiency_is_speed_a_rank() -> None:

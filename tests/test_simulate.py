@@ -296,7 +296,10 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         (["--nonsense"], "the command line was not understood"),
         (["--benchmark", "none.json"], "'none.json' does not exist"),
         (["--benchmark", "text.json"], "'text.json' is not a benchmark.json of `python -m pala.benchmark`"),
-        (["--benchmark", "cut.json.gz"], "'cut.json.gz' is damaged"),
+        (
+            ["--benchmark", "cut.json.gz"],
+            "'cut.json.gz' is not a benchmark.json",
+        ),
         (["--benchmark", "old.json"], "'old.json' lacks the times of single updates and models"),
         (["--benchmark", "top_k.json"], "'top_k.json' was measured with top_k"),
         (["--benchmark", "slow.json"], "'slow.json' was measured with '--slowdown 4'"),

@@ -11,7 +11,6 @@ read them. This program starts one job of MPI for each number of ranks; it does 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -33,7 +32,7 @@ from pala.benchmark.request import Request
 from pala.config import Config, load_preset, to_table
 from pala.config_checks import check
 from pala.exchange.kinds import KINDS
-from pala.run.provenance import now_utc, provenance
+from pala.run.provenance import cpu_model, now_utc, provenance
 from pala.system.command_line import check_choices, exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
@@ -165,7 +164,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
         "format": 1, "date": started, "jobs": jobs, "failures": failures, "exit_status": status,
         "config": to_table(command.config),
         "protocol_us": costs, "protocol_in_jobs_of_8_us": costs_in_jobs,
-        "machine": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
+        "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
         "options": {
             "ranks": command.ranks, "rounds": command.rounds, "seconds": command.seconds, "quick": command.quick,
             "exchanges": command.exchanges, "precisions": command.precisions, "launcher": command.launcher,
@@ -177,14 +176,6 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
     return output, result
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 # ---- one job of MPI --------------------------------------------------------------------------------------------------

@@ -68,8 +68,15 @@ def task_of(planned: Planned, results: Path) -> Task | None:
     the plan wants it."""
     folder = planned.folder
     if not (folder / "run.json").exists():
-        if any(_is_this(planned, copy) for copy in sorted((results / "runs").glob("*/"))):
+        copies = [copy for copy in sorted((results / "runs").glob("*/")) if _may_be(planned, copy)]
+        if any(not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate") for copy in copies):
             return None
+        if longer := [copy for copy in copies if _misfits(planned, copy).keys() == {"total_steps"}]:
+            raise PalaError(
+                f"'{longer[0]}' is this run with 'total_steps' {run_folder.config_of(longer[0]).total_steps:,}, and "
+                f"the comparison now asks for {planned.config.total_steps:,}: of two runs of a seed only the longer "
+                "one is reported. Put the preset back, or give the comparison another 'name'."
+            )
         over = load_preset(planned.game_preset)
         return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
     if misfits := _misfits(planned, folder):
@@ -96,9 +103,9 @@ def task_of(planned: Planned, results: Path) -> Task | None:
     return None
 
 
-def _is_this(planned: Planned, copy: Path) -> bool:
-    """Whether a folder of the results has what is planned, complete. It may have another name there, but not one that
-    the comparison gives to another variant."""
+def _may_be(planned: Planned, copy: Path) -> bool:
+    """Whether a folder of the results is of the game and seed that is planned. It may have another name there, but not
+    one that the comparison gives to another variant."""
     if not (copy / "run.json").exists():
         return False
     found, wanted = run_folder.config_of(copy), planned.config
@@ -107,9 +114,7 @@ def _is_this(planned: Planned, copy: Path) -> bool:
     last = run_folder.read(copy)["segments"][-1]
     if last.get("python_network") or last.get("python_environment"):  # the plan's are by its settings alone
         return False
-    if wanted.run.name not in (copy.name, found.run.name) and found.run.name in planned.others:
-        return False
-    return not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate")
+    return wanted.run.name in (copy.name, found.run.name) or found.run.name not in planned.others
 
 
 def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
@@ -144,6 +149,10 @@ def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]
         differing["ranks"] = (ranks, planned.cell.ranks)
     if config.total_steps > wanted.total_steps:
         differing["total_steps"] = (config.total_steps, wanted.total_steps)
+    for key in ("epsilon", "max_episode_steps") if wanted.evaluation.episodes else ():
+        found, asked = getattr(config.evaluation, key), getattr(wanted.evaluation, key)
+        if found != asked:  # by which `pala.evaluate` scores the run, unless it makes no result of it
+            differing[f"evaluation.{key}"] = (found, asked)
     return differing
 
 

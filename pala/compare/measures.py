@@ -50,9 +50,10 @@ class Run(RunData):
         return bool(self.record["completed"])
 
     def is_shorter_than(self, other: Run) -> bool:
-        """The other is the same but for its larger budget, and has completed."""
+        """The other is the same but for its larger budget, and has completed, with more steps."""
         same = (self.cell, self.seed) == (other.cell, other.seed)
-        return same and other.completed and self.config.total_steps < other.config.total_steps
+        is_larger = self.config.total_steps < other.config.total_steps and self.end_steps < other.end_steps
+        return same and other.completed and is_larger
 
     @property
     def segments(self) -> list[dict[str, Any]]:
@@ -107,7 +108,7 @@ class Run(RunData):
         before it with as many ranks. None if one died or left: its speed is not that of the whole time."""
         if self.num_lost or self.num_left:
             return None
-        ranks = [since_resized(records) for records in self.ranks[: self.last.get("ranks")]]
+        ranks = [since_resized(records, self.segments) for records in self.ranks[: self.last.get("ranks")]]
         key = "local_steps_per_s"
         speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in ranks]
         return sum(map(statistics.median, filter(None, speeds))) or None
@@ -155,13 +156,14 @@ def settled(records: Sequence[Record]) -> list[Record]:
     return [records[i] for i in intervals if i not in first] or [records[i] for i in intervals]
 
 
-def since_resized(records: Sequence[Record]) -> Sequence[Record]:
-    """A rank's records since the number of ranks last changed."""
-    starts = [i for i, record in enumerate(records) if record["type"] == "start"]
-    changes = [
-        now for then, now in itertools.pairwise(starts) if records[then].get("ranks") != records[now].get("ranks")
-    ]
-    return records[changes[-1] if changes else 0 :]
+def since_resized(records: Sequence[Record], segments: Sequence[dict[str, Any]]) -> Sequence[Record]:
+    """A rank's records since the number of ranks last changed, which the rank may not have seen: it may not have been
+    there. `segments`: of run.json."""
+    changes = [now["segment"] for then, now in itertools.pairwise(segments) if then.get("ranks") != now.get("ranks")]
+    if not changes:
+        return records
+    starts = (i for i, r in enumerate(records) if r["type"] == "start" and r["segment"] >= changes[-1])
+    return records[next(starts, len(records)) :]
 
 
 def first_at_least(returns: np.ndarray, target: float) -> int | None:

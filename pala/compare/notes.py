@@ -37,6 +37,7 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Made from a changed working tree", [r for r in done if any(map(_is_changed, r.segments))]),
         _differ(done, "versions", versions),
         _differ(done, "the machine; do not compare their speeds", _kind_of_machine),
+        _differ([r for r in done if r.last.get("cpu")], "the processor; do not compare their speeds", _processor),
         "Runs were made on different hosts: their speeds compare only if these are alike."
         if len({_hosts(run) for run in done}) > 1 and len(set(map(_kind_of_machine, done))) == 1 else "",
         "Games have unlike numbers of runs, by which they weigh in the table over all games."
@@ -45,6 +46,10 @@ def notes(comparison: Comparison) -> list[str]:
         _differ(done, "threads", _threads, _of_ranks),
         _named("Resumed; pauses do not count as time", [run for run in done if len(run.segments) > 1]),
         _named("Resumed with another number of ranks", [run for run in done if run.was_resized]),
+        _named(
+            "With a network or environment from Python, whose code is not compared",
+            [r for r in done if r.last.get("python_network") or r.last.get("python_environment")],
+        ),
         _named("Ended early by a callback", [run for run in done if run.last.get("stopped_early")]),
         _named("More ranks than cores", [run for run in done if run.is_beyond_cores]),
         _named("Lost ranks, so without a speed", [run for run in done if run.num_lost]),
@@ -52,6 +57,7 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Spares took places", [run for run in done if run.num_joined]),
         _named(f"Fewer than {WINDOW} training episodes", [run for run in done if 0 < len(run.returns) < WINDOW]),
         _named("Without an evaluation of the final policy", [run for run in done if run.evaluation is None]),
+        _differ(done, "the time between checkpoints", lambda run: f"{run.config.run.checkpoint_interval_s:g} s"),
         _differ(done, "the log interval, within which staleness is the most", _log_interval),
         _differ(done, "the budget", lambda run: f"{run.config.total_steps:,} steps", _of_game),
         _differ([run for run in done if run.evaluation], "the evaluation", _evaluation, _of_game),
@@ -123,6 +129,10 @@ def _kind_of_machine(run: Run) -> str:
     return ", then ".join(dict.fromkeys(f"{s.get('platform')}, {s.get('device')}" for s in run.segments))
 
 
+def _processor(run: Run) -> str:
+    return ", then ".join(dict.fromkeys(str(segment.get("cpu")) for segment in run.segments))
+
+
 def _hosts(run: Run) -> tuple[str, ...]:
     return tuple(sorted({host for segment in run.segments for host in segment.get("hosts", [])}))
 
@@ -148,7 +158,9 @@ def _threads(run: Run) -> str:
 
 def _evaluation(run: Run) -> str:
     facts = run.evaluation or {}
-    return f"{counted(facts['episodes'], 'episode')}, {action_words(facts.get('greedy', False), facts.get('epsilon'))}"
+    words = action_words(facts.get("greedy", False), facts.get("epsilon"))
+    most = "" if run.is_atari else f", of at most {run.config.evaluation.max_episode_steps:,} steps"
+    return f"{counted(facts['episodes'], 'episode')}, {words}{most}"
 
 
 def _log_interval(run: Run) -> str:

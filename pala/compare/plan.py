@@ -128,6 +128,13 @@ class Plan:
             self._planned(cell, seed)
             for seed in dict.fromkeys(self.preset.seeds) for cell in cells if cell not in self.left_out
         ]  # fmt: skip
+        by_name: dict[str, Planned] = {}
+        for run in self.runs:
+            if (first := by_name.setdefault(run.config.run.name, run)) is not run:
+                raise PalaError(
+                    f"{self.source}: '{first}' and '{run}' would both have the name '{run.config.run.name}'; name a "
+                    "game or variant otherwise."
+                )
 
     def _check(self) -> None:
         preset = self.preset

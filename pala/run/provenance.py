@@ -23,7 +23,7 @@ def provenance(may_start_processes: bool = True) -> dict[str, Any]:
     commits."""
     facts: dict[str, Any] = {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]), "git_commit": None, "git_dirty": False,
-        "versions": installed_versions(),
+        "versions": installed_versions(), "cpu": cpu_model(),
         "platform": platform.platform() if may_start_processes else "-".join(os.uname()[0:3:2]),
     }  # fmt: skip
     if may_start_processes:
@@ -48,6 +48,15 @@ def _state_of(folder: Path, *without: str) -> dict[str, Any]:
         # Also if git does not answer in time.
         "git_dirty": _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", *without) != "",
     }
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return os.uname().machine
 
 
 def installed_versions() -> dict[str, str]:

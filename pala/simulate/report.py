@@ -100,7 +100,8 @@ def _notes(rows: list[dict[str, Any]]) -> str:
         "Efficiency: steps/s over those of as many single ranks without exchange, none of them slow. Waiting: share of "
         "a rank's time. Distance: of a rank's model to the mean of all, root mean square, in lengths of one update's "
         "step, if steps are random and independent; + : it was still growing when the simulation ended.\n"
-        f"{', '.join(map(str, updates))} updates a rank, the more ranks the fewer; the first quarter is not counted. "
+        f"{', '.join(map(str, updates))} updates a rank, the more ranks the fewer; the first quarter is not counted "
+        "(with `allreduce` it is). "
         f"It took {sum(row['seconds_to_simulate'] for row in simulated):,.0f} s; the longest was {longest['method']} "
         f"with {longest['ranks']:,} ranks, {longest['seconds_to_simulate']:,.0f} s."
     )
