@@ -65,7 +65,9 @@ def _without_their_condition(config: Config) -> set[str]:
     other = "adagrad" if config.gorila.optimiser == "rmsprop" else "rmsprop"
     conditions = {
         ("evaluation.epsilon",): is_gorila,
-        ("a2c.gradient_clipping",): not (exchange.averages_gradients or exchange.independent),
+        ("a2c.gradient_clipping",): a2c.max_gradient_norm > 0
+        and not (exchange.averages_gradients or exchange.independent),
+        ("gorila.loss_filter_horizon_updates",): config.gorila.loss_filter_deviations > 0,
         ("a2c.momentum_smoothing",): a2c.momentum > 0,
         ("a2c.learning_rate_most_scaling",): a2c.learning_rate_scaling == "ranks",
         ("exchange.top_k_fraction",): config.exchange.compression == "top_k",

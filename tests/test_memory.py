@@ -58,6 +58,8 @@ from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.kinds import KINDS
 from pala.exchange.make import make_exchange
+from pala.exchange.none import NoExchange
+from pala.exchange.shared_memory import SharedMemory
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment, UserCode
@@ -297,13 +299,21 @@ def test_the_policy_of_the_last_that_trains_is_its_own_model(mixing: str, tmp_pa
     assert math.isclose(float(policy.norm()), float(own.norm()), rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["gossip", "shared_memory"])
 @pytest.mark.parametrize(("made", "expected"), [(0, 0.0), (100, 0.5)])
-def test_a_rank_that_made_no_update_does_not_count_in_the_policy(made: int, expected: float, tmp_path: Path) -> None:
+def test_a_rank_that_made_no_update_does_not_count_in_the_policy(
+    made: int, expected: float, kind: str, tmp_path: Path
+) -> None:
     """Its weights are those of the seed, while another's meet the budget; unless an earlier start has trained them."""
 
     def main(comm: MemoryCommunicator) -> Tensor:
-        parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, steps=2 * made + 10)
-        exchange = Gossip(comm, parameters, 1, config, ExchangeState([made, made]), comm.interrupt)
+        parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, kind, steps=2 * made + 10)
+        start = ExchangeState([made, made])
+        exchange: Exchange = (
+            Gossip(comm, parameters, 1, config, start, comm.interrupt)
+            if kind == "gossip"
+            else SharedMemory(comm, parameters, config.exchange, config.total_steps, start, comm.interrupt)
+        )
         if comm.rank == 0:
             exchange.after_update(10, healthy=True)
         else:
@@ -314,6 +324,23 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(made: int, expe
 
     for policy in run_ranks(2, main):
         torch.testing.assert_close(policy, torch.full((5,), expected), atol=1e-6, rtol=0)
+
+
+def test_of_independent_learners_the_first_that_has_trained_gives_the_policy() -> None:
+    """Where a callback ends training before the first has made an update. After the end the steps of all are known."""
+
+    def main(comm: MemoryCommunicator) -> tuple[Tensor, bool]:
+        exchange = NoExchange(comm, torch.full((5,), float(comm.rank)), 100, ExchangeState([0, 0]), comm.interrupt)
+        exchange.listen()
+        if comm.rank == 1:
+            exchange.after_update(10, healthy=True)
+            exchange.stop_now(Stop.CALLBACK)
+        wait_for(lambda: exchange.stop is Stop.CALLBACK, 60, "the end")
+        exchange.close(60.0)
+        return exchange.final_parameters(60.0), exchange.state().global_steps == exchange.global_steps == 10
+
+    for policy, is_exact in run_ranks(2, main):
+        assert policy.tolist() == [1.0] * 5 and is_exact
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -398,9 +425,9 @@ def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
         leave(driver)
         wait_for(lambda: driver.protocol.budget.stop is not Stop.NONE, 60, "the end")
 
-    def average(comm: MemoryCommunicator, own: Tensor, weight: float, *others: Any) -> Tensor:
-        weights[comm.rank] = weight
-        return average_of_ranks(comm, own, weight, *others)
+    def average(comm: MemoryCommunicator, own: Tensor, weight: float, counts: bool, *others: Any) -> Tensor:
+        weights[comm.rank] = weight * counts
+        return average_of_ranks(comm, own, weight, counts, *others)
 
     monkeypatch.setattr(GossipDriver, "leave", leave_at_the_end)
     monkeypatch.setattr("pala.exchange.gossip.exchange.average_of_ranks", average)

@@ -90,7 +90,7 @@ class AllReduce(ModelExchange):
     def final_parameters(self, timeout_s: float) -> Tensor:
         """The parameters of rank 0. That all ranks have the same is checked, and a difference is reported."""
         mine = self._parameters.detach().cpu()
-        final = model_of_first(self._comm, mine, timeout_s, self._interrupt)
+        final = model_of_first(self._comm, mine, True, timeout_s, self._interrupt)
         distance = float((final - mine).norm())
         if not distance <= 1e-4 * float(final.norm()):
             say(f"[rank {self._comm.rank}] its model is {distance:.3g} from rank 0's, which is exported.")

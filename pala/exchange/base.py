@@ -48,12 +48,16 @@ def agree_on_end(
     return comm.with_survivors(agree, timeout_s, interrupt)
 
 
+_HARDLY = 1e-9  # weight of a model that counts only if no other does
+
+
 def average_of_ranks(
-    comm: Communicator, parameters: Tensor, weight: float, timeout_s: float | None, interrupt: Interrupt
+    comm: Communicator, parameters: Tensor, weight: float, counts: bool, timeout_s: float | None, interrupt: Interrupt
 ) -> Tensor:
-    """The weighted average of the living ranks' flat parameters, on the host; what is not finite has no part in it.
-    Collective. Raises EndError, on all ranks, if no rank's is finite."""
-    mine = parameters.detach().cpu()
+    """The weighted average of the living ranks' flat parameters, on the host; what is not finite has no part in it, and
+    one that does not count (nobody has trained it, say) only if none counts. Collective. Raises EndError, on all ranks,
+    if no rank's is finite."""
+    mine, weight = parameters.detach().cpu(), weight * (1.0 if counts else _HARDLY)
     if not bool(mine.isfinite().all()):
         say(f"[rank {comm.rank}] its parameters are not finite and have no part in the final average")
         mine, weight = torch.zeros_like(mine), 0.0
@@ -71,13 +75,20 @@ def average_of_ranks(
     return comm.with_survivors(average, timeout_s, interrupt)
 
 
-def model_of_first(comm: Communicator, parameters: Tensor, timeout_s: float, interrupt: Interrupt) -> Tensor:
-    """The flat parameters of the first rank that lives, on the host. Collective."""
+def model_of_first(
+    comm: Communicator, parameters: Tensor, counts: bool, timeout_s: float, interrupt: Interrupt
+) -> Tensor:
+    """The flat parameters of the first rank that lives and counts, on the host; of the first that lives if none counts.
+    Collective."""
     mine = parameters.detach().cpu()
 
     def of_first(survivors: Survivors) -> Tensor:
-        final = mine.clone()
-        survivors.bcast_array(final.numpy())
+        counted = np.zeros(comm.size, np.uint64)
+        counted[comm.rank] = counts
+        survivors.reduce(counted, "max")
+        first = next((rank for rank in survivors.members if counted[rank]), survivors.members[0])
+        final = mine.clone() if comm.rank == first else torch.zeros_like(mine)
+        survivors.reduce(final.numpy(), "sum")  # which has no other root
         return final
 
     return comm.with_survivors(of_first, timeout_s, interrupt)

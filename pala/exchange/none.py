@@ -88,10 +88,11 @@ class NoExchange(ModelExchange):
             self._bell.transport.abandon()
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        return model_of_first(self._comm, self._parameters, timeout_s, self._interrupt)
+        has_trained = self._local_steps + self._start.base_steps > 0  # else the parameters are those of the seed
+        return model_of_first(self._comm, self._parameters, has_trained, timeout_s, self._interrupt)
 
     def state(self) -> ExchangeState:
-        steps = list(self._start.local_steps)
+        steps = list(self._start.local_steps) if self._final_steps is None else self._final_steps.tolist()
         steps[self._comm.rank] = self._local_steps
         lost = sorted(set(range(self._comm.size)).difference(self.living))
         return ExchangeState(steps, self._start.base_steps, lost=lost)

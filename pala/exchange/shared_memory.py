@@ -98,6 +98,7 @@ class SharedMemory(ModelExchange):
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
         self._staleness = 0
+        self._has_trained = start.global_steps > 0  # else the parameters are those of the seed
         self._healthy = True  # the parameters, as the last update left them
         self._is_owed = False  # what this update made is still to be written
         self._counts: Counter[str] = Counter()
@@ -129,7 +130,7 @@ class SharedMemory(ModelExchange):
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._deaths.end_if_any()
         self._window.steps[self._rank] += steps
-        self._healthy, self._is_owed = healthy, True
+        self._has_trained, self._healthy, self._is_owed = True, healthy, True
         if not self._write():
             self._counts["sends_without_buffer"] += healthy
         if not healthy:
@@ -146,7 +147,7 @@ class SharedMemory(ModelExchange):
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        return average_of_ranks(self._comm, self._parameters, 1.0, timeout_s, self._interrupt)
+        return average_of_ranks(self._comm, self._parameters, 1.0, self._has_trained, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
         counts, self._counts = self._counts, Counter()

@@ -202,7 +202,7 @@ class Survivors(abc.ABC):
 class Communicator(abc.ABC):
     """The ranks of one job. Every method says whether it is collective; those that are wait asleep for the slowest.
 
-    From the start of a transport to its end its thread alone communicates: nothing here may be called, but for
+    From the start of a transport to its end it alone communicates: nothing here may be called, but for
     `facts`, `depart` and `outlives_ranks`."""
 
     rank: int

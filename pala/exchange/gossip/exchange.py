@@ -37,9 +37,9 @@ class Gossip(ModelExchange):
         self, comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState | None,
         interrupt: Interrupt, slept: SleepingGossip | None = None, num_exact: int = 0,
     ) -> None:  # fmt: skip
-        """`parameters`: flat, mixed in place, touched only inside `after_update`; the last `num_exact` are never
-        rounded or left out. `start`: None for a spare that is needed, which goes on with what it `slept` by, and has to
-        `take_place`. Collective, but for a spare."""
+        """`parameters`: flat, mixed in place, touched only on the learner's thread, between two rollouts; the last
+        `num_exact` are never rounded or left out. `start`: None for a spare that is needed, which goes on with what it
+        `slept` by, and has to `take_place`. Collective, but for a spare."""
         self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
         self._exchanges_between_steps = config.exchange.exchanges_per_update > 1
         self._stays = False  # it was told to leave, and has told others, but is there at the end
@@ -161,8 +161,8 @@ class Gossip(ModelExchange):
         # all are.
         trained = self._has_updated or self._goes_on or self.heals > 0
         fresh = trained and self._protocol.has_model and not self._protocol.has_left
-        weight = self._protocol.mixing.weight * (1.0 if fresh else 1e-9)
-        return average_of_ranks(self._comm, self._parameters, weight, timeout_s, self._interrupt)
+        weight = self._protocol.mixing.weight
+        return average_of_ranks(self._comm, self._parameters, weight, fresh, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
         driver = self._driver
