@@ -140,6 +140,16 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
+def test_a_signal_that_an_environments_code_has_taken_is_caught_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with Interrupt().installed() as interrupt:
+        interrupt.catch_again()
+        assert capsys.readouterr().err == ""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        interrupt.catch_again()
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.signal is signal.SIGTERM and "SIGTERM, which ends training" in capsys.readouterr().err
+
+
 class SignalledAsItBegins(Interrupt):
     """A signal comes when it has just been settled that signals are raised."""
 

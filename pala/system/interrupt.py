@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from pala.system.output import say
+
 _SECOND_S = 5.0  # after the first ^C another one does not wait for training to end
 LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
 
@@ -31,6 +33,7 @@ class Interrupt:
         self.leave_requested = False
         self._raises = False
         self._since_s = 0.0
+        self._caught: tuple[signal.Signals, ...] = ()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -62,10 +65,18 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():  # which alone may catch signals
             yield self
             return
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
-        previous = [signal.signal(number, self._on_signal) for number in numbers]
+        self._caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
+        previous = [signal.signal(number, self._on_signal) for number in self._caught]
         try:
             yield self
         finally:
-            for number, handler in zip(numbers, previous, strict=True):
+            for number, handler in zip(self._caught, previous, strict=True):
                 signal.signal(number, handler)
+            self._caught = ()
+
+    def catch_again(self) -> None:
+        """Inside the block: take back signals that an environment's code has taken for itself meanwhile."""
+        for number in self._caught:
+            if signal.getsignal(number) != self._on_signal:
+                signal.signal(number, self._on_signal)
+                say(f"{number.name}, which ends training with a checkpoint, was caught by the environment: taken back.")
