@@ -170,6 +170,14 @@ def test_settings_come_in_layers(there: Path) -> None:
     assert [run.cell for run in plan.runs if run.cell.variant == "none"] == [Cell("none", "Pole", 2)] * 2
 
 
+def test_two_runs_of_one_name_are_refused(there: Path) -> None:
+    """Names may hold a hyphen, which stands between variant and game as well."""
+    Path("other.toml").write_text(GAME.replace("CartPole", "Acrobot"))
+    text = PRESET.replace('Pole = "game.toml"', 'Pole = "game.toml"\nfast-Pole = "other.toml"')
+    with pytest.raises(PalaError, match=r"would both have the name 'gossip-fast-Pole-1-1'"):
+        plan_of(text + "[variants.gossip-fast]\na2c.gamma = 0.5\n")
+
+
 def test_a_variant_may_be_of_some_games(there: Path) -> None:
     Path("other.toml").write_text(GAME.replace("CartPole", "Acrobot"))
     text = PRESET.replace('Pole = "game.toml"', 'Pole = "game.toml"\nBot = "other.toml"')

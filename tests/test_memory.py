@@ -41,6 +41,7 @@ from memory_jobs import (
     stopped_well,
     train,
 )
+from test_evaluate import Sparkle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -914,7 +915,7 @@ def test_environments_that_change_the_working_directory_do_not_move_the_run(
 ) -> None:
     def make() -> gymnasium.Env:
         os.chdir(assets)
-        return gymnasium.make("CartPole-v1", render_mode="rgb_array")
+        return Sparkle("rgb_array")
 
     def main(comm: MemoryCommunicator) -> Result:
         return run_rank(comm, Request(config, UserCode(make)), comm.interrupt)

@@ -193,6 +193,7 @@ def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
     assert first.evaluation.episodes == 3 and first.learning_curve.exists()
     other = pala._with_evaluation(next(result for result in results if not result.leads))
     assert other.evaluation == first.evaluation and other.learning_curve == first.learning_curve
+    assert other.outcomes == first.outcomes == {"evaluation": "done", "learning curve": "done"}
 
 
 @pytest.mark.parametrize("failed", ["evaluation", "learning curve"])

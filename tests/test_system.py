@@ -147,7 +147,7 @@ def test_a_signal_that_an_environments_code_has_taken_is_caught_again(capsys: py
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
         interrupt.catch_again()
         signal.raise_signal(signal.SIGTERM)
-        assert interrupt.signal is signal.SIGTERM and "SIGTERM, which ends training" in capsys.readouterr().err
+        assert interrupt.signal is signal.SIGTERM and "had caught SIGTERM, by which" in capsys.readouterr().err
 
 
 class SignalledAsItBegins(Interrupt):

@@ -71,7 +71,7 @@ def task_of(planned: Planned, results: Path) -> Task | None:
         copies = [copy for copy in sorted((results / "runs").glob("*/")) if _may_be(planned, copy)]
         if any(not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate") for copy in copies):
             return None
-        if longer := [copy for copy in copies if _misfits(planned, copy).keys() == {"total_steps"}]:
+        if longer := [copy for copy in copies if _hides(copy, planned)]:
             raise PalaError(
                 f"'{longer[0]}' is this run with 'total_steps' {run_folder.config_of(longer[0]).total_steps:,}, and "
                 f"the comparison now asks for {planned.config.total_steps:,}: of two runs of a seed only the longer "
@@ -117,6 +117,14 @@ def _may_be(planned: Planned, copy: Path) -> bool:
     return wanted.run.name in (copy.name, found.run.name) or found.run.name not in planned.others
 
 
+def _hides(copy: Path, planned: Planned) -> bool:
+    """Whether a page that has the copy would leave out what is planned, as the shorter of two (`is_shorter_than`)."""
+    record = run_folder.read(copy)
+    made = record["segments"][-1].get("global_steps", 0)
+    is_longer = record["completed"] and made > planned.config.total_steps
+    return is_longer and _misfits(planned, copy).keys() == {"total_steps"}
+
+
 def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
     launcher = launcher_of(planned.launcher, planned.cell.ranks + planned.config.run.spares)
     return Task(planned, what, [*launcher, "python", "-m", "pala.train", *arguments])
@@ -149,7 +157,8 @@ def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]
         differing["ranks"] = (ranks, planned.cell.ranks)
     if config.total_steps > wanted.total_steps:
         differing["total_steps"] = (config.total_steps, wanted.total_steps)
-    for key in ("epsilon", "max_episode_steps") if wanted.evaluation.episodes else ():
+    is_read = {"epsilon": wanted.algorithm == "gorila", "max_episode_steps": not wanted.env.is_atari}
+    for key in (key for key, holds in is_read.items() if holds and wanted.evaluation.episodes):
         found, asked = getattr(config.evaluation, key), getattr(wanted.evaluation, key)
         if found != asked:  # by which `pala.evaluate` scores the run, unless it makes no result of it
             differing[f"evaluation.{key}"] = (found, asked)

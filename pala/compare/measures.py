@@ -15,7 +15,7 @@ from pala.compare.plan import Cell
 from pala.evaluation.references import human_normalised
 from pala.report.curves import curve_of, running_mean
 from pala.report.runs import RunData
-from pala.run.metrics import Record, progress_kept
+from pala.run.metrics import Record, is_later, progress_kept
 
 WINDOW = 100  # episodes of a running mean
 _RESAMPLES = 2000
@@ -159,10 +159,11 @@ def settled(records: Sequence[Record]) -> list[Record]:
 def since_resized(records: Sequence[Record], segments: Sequence[dict[str, Any]]) -> Sequence[Record]:
     """A rank's records since the number of ranks last changed, which the rank may not have seen: it may not have been
     there. `segments`: of run.json."""
-    changes = [now["segment"] for then, now in itertools.pairwise(segments) if then.get("ranks") != now.get("ranks")]
+    pairs = itertools.pairwise(segments)
+    changes = [now.get("segment", "") for then, now in pairs if then.get("ranks") != now.get("ranks")]
     if not changes:
         return records
-    starts = (i for i, r in enumerate(records) if r["type"] == "start" and r["segment"] >= changes[-1])
+    starts = (i for i, r in enumerate(records) if r["type"] == "start" and not is_later(changes[-1], r["segment"]))
     return records[next(starts, len(records)) :]
 
 

@@ -62,7 +62,7 @@ def notes(comparison: Comparison) -> list[str]:
         _differ(done, "the budget", lambda run: f"{run.config.total_steps:,} steps", _of_game),
         _differ([run for run in done if run.evaluation], "the evaluation", _evaluation, _of_game),
         _named("Of a cell that has another run with the same seed", _doubles(comparison)),
-        "Independent learners (`none`) export rank 0's policy, which has seen only its share of the steps: they are "
+        "Independent learners (`none`) export one rank's policy, which has seen only its share of the steps: they are "
         "the measure of speed, not of learning." if any(r.is_independent and r.cell.ranks > 1 for r in done) else "",
     ) if note]  # fmt: skip
 
@@ -130,7 +130,7 @@ def _kind_of_machine(run: Run) -> str:
 
 
 def _processor(run: Run) -> str:
-    return ", then ".join(dict.fromkeys(str(segment.get("cpu")) for segment in run.segments))
+    return ", then ".join(dict.fromkeys(str(segment["cpu"]) for segment in run.segments if segment.get("cpu")))
 
 
 def _hosts(run: Run) -> tuple[str, ...]:

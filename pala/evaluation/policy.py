@@ -57,7 +57,7 @@ class Policy:
 
         `observations`: one as the environment that the run was trained on gives it, or a batch as Gymnasium's vector
         environments do: arrays with one dimension more, in a dict or tuple where the observation is one. Returns one
-        action, or B, [B, *action], of the space's type. `greedy`: the most probable action
+        action, or an array of B, [B, *action], of the action space's dtype. `greedy`: the most probable action
         instead of a sampled one; of Gorila never a random one. Keeps no state from call to call but `generator`. Raises
         PalaError for observations of another shape or type.
         """

@@ -88,7 +88,7 @@ def model_of_first(
         survivors.reduce(counted, "max")
         first = next((rank for rank in survivors.members if counted[rank]), survivors.members[0])
         final = mine.clone() if comm.rank == first else torch.zeros_like(mine)
-        survivors.reduce(final.numpy(), "sum")  # which has no other root
+        survivors.reduce(final.numpy(), "sum")
         return final
 
     return comm.with_survivors(of_first, timeout_s, interrupt)

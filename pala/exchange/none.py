@@ -16,7 +16,7 @@ from pala.transport.base import Bytes, Communicator, Received, Receiver
 
 class NoExchange(ModelExchange):
     """Every rank makes an equal share of the budget; one that dies takes its share along. The final policy is that of
-    the lowest rank that lives; nothing is averaged."""
+    the lowest rank that lives and has trained; nothing is averaged."""
 
     def __init__(
         self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt

@@ -220,14 +220,14 @@ def _gone_on_from(records: list[Record], begins: dict[str, float]) -> list[Recor
     kept, until_s = [], math.inf
     for record in records:
         if record["type"] == "start":
-            later = (segment for segment in begins if _later(segment, record["segment"]) and segment not in own)
+            later = (segment for segment in begins if is_later(segment, record["segment"]) and segment not in own)
             until_s = min((begins[segment] for segment in later), default=math.inf)
         if record["time_s"] <= until_s:
             kept.append(record)
     return kept
 
 
-def _later(segment: str, other: str) -> bool:
+def is_later(segment: str, other: str) -> bool:
     """Whether a segment's name, "segment-012", is of a later one; from 1,000 on they are longer."""
     return (len(segment), segment) > (len(other), other)
 

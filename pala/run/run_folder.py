@@ -195,7 +195,9 @@ _RECORD = {"config": dict, "segments": list, "completed": bool}
 _SEGMENT: dict[str, Callable[[Any], bool]] = {
     "started": lambda value: isinstance(value, str),
     "status": lambda value: isinstance(value, str),
+    "segment": lambda value: isinstance(value, str),
     "ranks": lambda value: type(value) is int and 0 < value < 10**7,
+    "parameters": lambda value: type(value) is int and 0 <= value < 2**63,
     "global_steps": lambda value: type(value) is int and 0 <= value < 2**63,
     "cores": lambda value: type(value) is int and 0 < value < 10**7,
     "hosts": lambda value: isinstance(value, list) and all(isinstance(host, str) for host in value),

@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import secrets
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,16 @@ def _check_whole(run: Path, given: UserCode) -> None:
     made_by, here = last.get("versions", {}).get("python"), platform.python_version()
     pickles = [f"{what}.pkl" for what in made._fields if getattr(given, what) is None and _is_pickled(run, what)]
     if pickles and made_by is not None and _minor(made_by) != _minor(here):
-        say(
+        _say_once(
             f"Run '{run}' keeps '{pickles[0]}', which Python {made_by} has written, and this is {here}. A pickle with "
             "functions may not work with another Python: if it does not, use that one, or give a factory that can be "
             "imported by its name."
         )
+
+
+@cache
+def _say_once(text: str) -> None:
+    say(text)
 
 
 def load(run: Path, given: UserCode = NO_CODE) -> UserCode:

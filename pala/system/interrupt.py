@@ -79,4 +79,4 @@ class Interrupt:
         for number in self._caught:
             if signal.getsignal(number) != self._on_signal:
                 signal.signal(number, self._on_signal)
-                say(f"{number.name}, which ends training with a checkpoint, was caught by the environment: taken back.")
+                say(f"The environment's code had caught {number.name}, by which training is told to end: taken back.")

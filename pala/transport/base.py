@@ -194,10 +194,6 @@ class Survivors(abc.ABC):
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         """In place: the sum or maximum over all members, element by element; waited for asleep."""
 
-    @abc.abstractmethod
-    def bcast_array(self, array: np.ndarray) -> None:
-        """In place: what the first of the members has; waited for asleep."""
-
 
 class Communicator(abc.ABC):
     """The ranks of one job. Every method says whether it is collective; those that are wait asleep for the slowest.

@@ -165,9 +165,6 @@ class _MemorySurvivors(Survivors):
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         array[...] = _reduced(self._group.gather(array.copy(), self._timeout_s, self._interrupt), how)
 
-    def bcast_array(self, array: np.ndarray) -> None:
-        array[...] = self._group.gather(array.copy(), self._timeout_s, self._interrupt)[0]
-
 
 def _reduced(arrays: Sequence[np.ndarray], how: Reduction) -> np.ndarray:
     total = arrays[0].copy()

@@ -42,9 +42,6 @@ class _Survivors(Survivors):
         request = self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
         wait_asleep(request.Test, self._timeout_s, self._interrupt)
 
-    def bcast_array(self, array: np.ndarray) -> None:
-        wait_asleep(self._comm.Ibcast(array, root=0).Test, self._timeout_s, self._interrupt)
-
 
 class _Window(SharedBlock):
     def __init__(self, comm: MPI.Comm, num_bytes: int) -> None:

@@ -5,6 +5,7 @@ Writes table.md and why.png beside this file.
 
 from __future__ import annotations
 
+import gzip
 import json
 import statistics
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pala.report.pictures import COLOURS, new_figure, tidy, write_picture
-from pala.system.files import read_bytes
 from pala.system.text import table
 
 HERE = Path(__file__).parent
@@ -31,9 +31,15 @@ COLUMNS = {  # key: (heading, form)
 PANELS = ("mean_return", "gradient_cosine_between", "policy_kl", "distance")
 
 
+def lines_of(path: Path) -> list[bytes]:
+    """Of a file that may be packed."""
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+
+
 def main() -> None:
     """Read all rows, write the table and the picture."""
-    rows = [json.loads(line) for file in sys.argv[1:] for line in read_bytes(Path(file)).splitlines()]
+    rows = [json.loads(line) for file in sys.argv[1:] for line in lines_of(Path(file))]
     if len(kinds := {(row["ranks"], row["segments"], row["asked_steps"]) for row in rows}) > 1:
         sys.exit(f"The files are not of one experiment: ranks, segments and steps are {sorted(kinds)}.")
     variants = list(dict.fromkeys(row["variant"] for row in rows))
