@@ -75,9 +75,8 @@ def _greet(command: Command, ranks: int) -> None:
     """The first words, before torch is loaded, which takes seconds."""
     tell(first_line(command.config, ranks))
     last = run_folder.read(command.resume)["segments"][-1] if command.resume else {}
-    own = bool(last.get("python_environment")), bool(last.get("python_network"))
     on_ranks = note_on_ranks(command.preset, command.config, ranks)
-    for note in filter(None, (on_ranks, note_on_vain(command.config, _before(command), *own))):
+    for note in filter(None, (on_ranks, note_on_vain(command.config, _before(command), *run_folder.from_python(last)))):
         say(note)
 
 

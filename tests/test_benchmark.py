@@ -26,7 +26,7 @@ from pala.benchmark.gorila import flops_per_step as gorila_flops
 from pala.benchmark.measure import ContinuedEnvs, Trial, figures_of, flops_per_step, model_us
 from pala.benchmark.pictures import _is_beyond_cores, draw
 from pala.benchmark.report import markdown
-from pala.benchmark.request import Request
+from pala.benchmark.request import JobRequest
 from pala.benchmark.rounds import Rounds
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
 from pala.envs import make_envs
@@ -251,7 +251,7 @@ def test_each_training_starts_alike() -> None:
 
 def test_ranks_that_no_exchange_is_left_to_are_told_why() -> None:
     config = Config(env=EnvConfig("CartPole-v1", num_envs=2), exchange=ExchangeConfig(mixing="paired"))
-    request = Request(2, ("allreduce",), ("float32",), 1, 0.1, 1.0, to_table(config), "result")
+    request = JobRequest(2, ("allreduce",), ("float32",), 1, 0.1, 1.0, to_table(config), "result")
     for error in run_ranks(2, lambda comm: Rounds(comm, request, config, threads=1)):
         assert isinstance(error, CollectiveError)
         assert str(error).startswith("No exchange is left to be measured. With '--exchanges allreduce'")

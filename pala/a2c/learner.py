@@ -21,7 +21,6 @@ from pala.config import Config
 from pala.envs import Envs, Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
-from pala.exchange.kinds import kind_of
 from pala.run.loop import Loop, Means, Progress
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
@@ -47,7 +46,7 @@ class Learner(Loop):
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
         self._movement = Movement(a2c.learned)
-        self._ends_alone = not kind_of(config.exchange).averages_gradients
+        self._ends_alone = not config.exchange_kind.averages_gradients
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))
@@ -170,13 +169,13 @@ class Learner(Loop):
             whose = f"rank {culprits} has given " if culprits else ""
             fault = f"{where}: {whose}no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}"
         if fault:
-            raise (PalaError if kind_of(self._config.exchange).outlives_ranks else EndError)(fault)
+            raise (PalaError if self._config.exchange_kind.outlives_ranks else EndError)(fault)
 
     @property
     def _learners(self) -> int:
         """For the clip: the number of learners whose mean gradient is to be clipped; 1: this rank's own gradient is."""
         config = self._config
-        mixes = kind_of(config.exchange).coupling == 1
+        mixes = config.exchange_kind.coupling == 1
         return max(1, len(self._exchange.living)) if mixes and config.a2c.gradient_clipping == "mean" else 1
 
     def _learning_rate(self) -> float:

@@ -19,7 +19,6 @@ from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.sleeping import SleepingGossip
-from pala.exchange.kinds import kind_of
 from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
@@ -31,7 +30,7 @@ from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import torch_weights
-from pala.transport.agreement import collectively, from_first
+from pala.transport.agreement import collectively, from_first, sum_on_host
 from pala.transport.base import Communicator
 
 
@@ -47,23 +46,25 @@ class A2CParts(Parts[ModelExchange]):
 
     @property
     def coupling(self) -> int:
-        return kind_of(self.config.exchange).coupling
+        return self.config.exchange_kind.coupling
 
     @property
     def shared_tensors(self) -> list[Tensor]:
         return list(self.a2c.tensors.values())
 
-    def restore(self, comm: Communicator, saved: Saved) -> RankState:
+    def restore(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
         """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
         own = saved.own
         if own is None:
-            return self._average(comm, saved)
-        collectively(comm, lambda: check_actor_critic(own))
-        self._take(own)
-        if kind_of(self.config.exchange).averages_gradients:
-            self._begin_alike(comm, own)
-        self.a2c.warms_up_from = own.counters["warms_up_from"]
-        return own
+            counters = self._average(comm, saved)
+        else:
+            collectively(comm, lambda: check_actor_critic(own))
+            self._take(own)
+            counters = own.counters
+            if self.config.exchange_kind.averages_gradients:
+                counters = self._begin_alike(comm, counters)
+        self.a2c.warms_up_from = counters["warms_up_from"]
+        return counters
 
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self.a2c.tensors, {"warms_up_from": self.a2c.warms_up_from}
@@ -88,13 +89,14 @@ class A2CParts(Parts[ModelExchange]):
             if name in state.tensors:  # the run may have begun without momentum
                 tensor.copy_(state.tensors[name])
 
-    def _average(self, comm: Communicator, saved: Saved) -> RankState:
+    def _average(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
+        """All begin with one state, whose counters are returned. Collective."""
         saved.say_ranks_changed(
             comm,
             "every rank starts from the average of the ranks' parameters and of RMSprop's mean squares (independent "
             "learners: from the first's)",
         )
-        first_only = kind_of(saved.config.exchange).independent
+        first_only = saved.config.exchange_kind.independent
 
         def join() -> dict[str, Any]:
             joint = average_of(saved.segment, self.flat.signature, len(self.flat.data), first_only)[0]
@@ -103,16 +105,16 @@ class A2CParts(Parts[ModelExchange]):
 
         counters = from_first(comm, join)  # which alone reads all files
         self.share(comm)
-        self.a2c.warms_up_from = counters["warms_up_from"]
-        return RankState(0, 1, self.flat.signature, {}, {}, counters)
+        return counters
 
-    def _begin_alike(self, comm: Communicator, state: RankState) -> None:
-        """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Collective."""
-        updates = comm.allgather(state.counters["updates"])
+    def _begin_alike(self, comm: Communicator, counters: dict[str, Any]) -> dict[str, Any]:
+        """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Returns this
+        rank's counters with these counts. Collective."""
+        updates = comm.allgather(counters["updates"])
         root = updates.index(max(updates))
         self.share(comm, root)
-        newest = comm.bcast(state.counters, root)
-        state.counters |= {
+        newest = comm.bcast(counters, root)
+        return counters | {
             "updates": newest["updates"], "applied": newest["applied"],
             "own_steps": newest["local_steps"][comm.rank], "time_s": newest["time_s"],
             "warms_up_from": newest["warms_up_from"],
@@ -136,7 +138,7 @@ def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.
     space, steps = envs.observation_space, config.a2c.rollout_steps * envs.num_envs
     assert space.shape is not None and space.dtype is not None
     mine = steps * math.prod(space.shape) * space.dtype.itemsize if device.type == "cpu" else 0
-    here = sum(size for host, size in comm.allgather((comm.host, mine)) if host == comm.host)
+    here = sum_on_host(comm, mine)
 
     def check() -> None:
         if here > (available := available_memory_bytes()):

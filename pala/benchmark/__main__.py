@@ -28,7 +28,7 @@ from pala.benchmark.analysis import BASELINE, far_off
 from pala.benchmark.pictures import draw
 from pala.benchmark.protocol import protocol_cost_us
 from pala.benchmark.report import markdown
-from pala.benchmark.request import Request
+from pala.benchmark.request import JobRequest
 from pala.config import Config, load_preset, to_table
 from pala.config_checks import check
 from pala.exchange.kinds import KINDS
@@ -210,7 +210,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     assert command.seconds is not None
     folder = output / f"job-{ranks}-ranks"
     folder.mkdir()
-    request = Request(
+    request = JobRequest(
         ranks, command.exchanges, command.precisions, command.rounds, command.seconds, command.slowdown,
         to_table(command.config), str(folder.resolve() / "result.json"),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from pala.system.text import counted
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What is to be measured in one job."""
 
     ranks: int
@@ -29,12 +29,12 @@ class Request:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-def read_request(arguments: list[str], ranks: int) -> Request:
+def read_request(arguments: list[str], ranks: int) -> JobRequest:
     """The request that the program was started with. Raises PalaError."""
     if len(arguments) != 1:
         raise PalaError("This is the part of the benchmark that ranks run; start `python -m pala.benchmark`.")
     table = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    request = Request(**table | {"exchanges": tuple(table["exchanges"]), "precisions": tuple(table["precisions"])})
+    request = JobRequest(**table | {"exchanges": tuple(table["exchanges"]), "precisions": tuple(table["precisions"])})
     if request.ranks != ranks:
         raise PalaError(
             f"The launcher started {counted(ranks, 'rank')}, not {request.ranks}; its command must say how "

@@ -24,7 +24,7 @@ from pala.benchmark.measure import (
     model_us,
     network_us,
 )
-from pala.benchmark.request import Request
+from pala.benchmark.request import JobRequest
 from pala.config import Config
 from pala.config_checks import check_exchange
 from pala.exchange.make import check_placement
@@ -49,7 +49,7 @@ Key = tuple[str, str]  # precision, exchange
 class Rounds:
     """A rank's environments, agents and trials, and what is measured with them."""
 
-    def __init__(self, comm: Communicator, request: Request, config: Config, threads: int) -> None:
+    def __init__(self, comm: Communicator, request: JobRequest, config: Config, threads: int) -> None:
         check_agreement(comm, config)
         self.comm, self.request, self.config, self.threads = comm, request, config, threads
         envs = build_envs(comm, config, threads)

@@ -128,8 +128,9 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
         ),
     )
     phrases = [phrase(key, found) for key, (found, _) in differing[variant].items()]
-    if segment.get("python_network"):
+    own = run_folder.from_python(segment)
+    if own.network:
         phrases.append(f"network from Python, {segment.get('parameters', 0):,} parameters")
-    if segment.get("python_environment"):
+    if own.environment:
         phrases.append("environment from Python")  # it may be another than Gymnasium's or PALA's of that id
     return Cell(f"{variant} ({', '.join(phrases)})" if phrases else variant, game, ranks)

@@ -112,7 +112,7 @@ def _may_be(planned: Planned, copy: Path) -> bool:
     if (found.env.id, found.seed) != (wanted.env.id, wanted.seed):
         return False
     last = run_folder.read(copy)["segments"][-1]
-    if last.get("python_network") or last.get("python_environment"):  # the plan's are by its settings alone
+    if any(run_folder.from_python(last)):  # the plan's are by its settings alone
         return False
     return wanted.run.name in (copy.name, found.run.name) or found.run.name not in planned.others
 

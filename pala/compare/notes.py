@@ -9,6 +9,7 @@ from pala.compare.comparison import Comparison
 from pala.compare.measures import WINDOW, Run
 from pala.compare.plan import Plan
 from pala.evaluation.record import action_words
+from pala.run.run_folder import from_python
 from pala.system.text import counted
 
 _FEW_RUNS = 10
@@ -48,7 +49,7 @@ def notes(comparison: Comparison) -> list[str]:
         _named("Resumed with another number of ranks", [run for run in done if run.was_resized]),
         _named(
             "With a network or environment from Python, whose code is not compared",
-            [r for r in done if r.last.get("python_network") or r.last.get("python_environment")],
+            [run for run in done if any(from_python(run.last))],
         ),
         _named("Ended early by a callback", [run for run in done if run.last.get("stopped_early")]),
         _named("More ranks than cores", [run for run in done if run.is_beyond_cores]),
@@ -90,6 +91,11 @@ def not_begun(plan: Plan, runs: Sequence[Run]) -> list[str]:
     return [f"Asked for by the preset, but not there: {'; '.join(absent)}."] if absent else []
 
 
+def _in_turn(run: Run, of: Callable[[dict[str, Any]], str]) -> str:
+    """What the segments have, once each, in their order; nothing of those that have none."""
+    return ", then ".join(dict.fromkeys(filter(None, map(of, run.segments))))
+
+
 def commit(run: Run) -> str:
     """The commits of all segments, PALA's and the user's."""
 
@@ -97,7 +103,7 @@ def commit(run: Run) -> str:
         project = segment.get("project_git_commit")
         return str(segment.get("git_commit"))[:10] + (f" with the project's {project[:10]}" if project else "")
 
-    return ", then ".join(dict.fromkeys(map(of, run.segments)))
+    return _in_turn(run, of)
 
 
 def _is_changed(segment: dict[str, Any]) -> bool:
@@ -111,7 +117,7 @@ def versions(run: Run) -> str:
         packages = ", ".join(f"{name} {version}" for name, version in segment.get("versions", {}).items())
         return f"{packages}; {' '.join(str(segment.get('mpi')).split(',')[0].split())}"
 
-    return ", then ".join(dict.fromkeys(map(of, run.segments)))
+    return _in_turn(run, of)
 
 
 def machine(run: Run) -> str:
@@ -121,16 +127,16 @@ def machine(run: Run) -> str:
         hosts = ", ".join(sorted(set(segment.get("hosts", []))))
         return f"{hosts} ({segment.get('platform')}), {segment.get('device')}"
 
-    return ", then ".join(dict.fromkeys(map(of, run.segments)))
+    return _in_turn(run, of)
 
 
 def _kind_of_machine(run: Run) -> str:
     """The same without the hosts, of which jobs of a cluster have others."""
-    return ", then ".join(dict.fromkeys(f"{s.get('platform')}, {s.get('device')}" for s in run.segments))
+    return _in_turn(run, lambda segment: f"{segment.get('platform')}, {segment.get('device')}")
 
 
 def _processor(run: Run) -> str:
-    return ", then ".join(dict.fromkeys(str(segment["cpu"]) for segment in run.segments if segment.get("cpu")))
+    return _in_turn(run, lambda segment: str(segment.get("cpu") or ""))
 
 
 def _hosts(run: Run) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ class Acting:
     def config_of(self, run: Path) -> Config:
         """The run's settings, with those that are others here. Raises PalaError."""
         record = run_folder.read(run)
-        config, own_env = run_folder.config_of(run, record), record["segments"][-1].get("python_environment")
+        config = run_folder.config_of(run, record)
+        own_env = run_folder.from_python(record["segments"][-1]).environment
         table = to_table(config)
         if self.greedy and self.other_settings.get("epsilon"):
             raise PalaError("'epsilon' is the probability of a random action, and greedy actions never are; give one.")

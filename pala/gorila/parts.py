@@ -30,7 +30,6 @@ from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork
 from pala.networks.tape import Tape
 from pala.run import checkpoint
-from pala.run.checkpoint import RankState
 from pala.run.loop import Progress
 from pala.run.parts import Parts, Saved, device_and_precision
 from pala.system.errors import PalaError, reason
@@ -39,7 +38,7 @@ from pala.system.output import say
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import stream, torch_weights
 from pala.system.text import counted
-from pala.transport.agreement import collectively, from_first
+from pala.transport.agreement import collectively, from_first, sum_on_host
 from pala.transport.base import Communicator
 
 _SAVE_REPLAY_S = 3600.0
@@ -75,7 +74,7 @@ class GorilaParts(Parts[GorilaExchange]):
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    def restore(self, comm: Communicator, saved: Saved) -> RankState:
+    def restore(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
         """Shards and counters; a rank's own only if the job has its old ranks. Collective."""
         if saved.own is None:
             saved.say_ranks_changed(comm, "the shards' parameters are shared out anew")
@@ -84,18 +83,18 @@ class GorilaParts(Parts[GorilaExchange]):
             limits = {"deviations": self.filter.deviations, "horizon": self.filter.horizon}  # they may have changed
             self.filter = LossFilter(**saved.own.counters["gorila"]["filter"] | limits)
         has_replay = self._restore_replay(comm, saved)
-        gorila, left = self.config.gorila, self.config.total_steps - joint.counters["base_steps"]
+        gorila, left = self.config.gorila, self.config.total_steps - joint["base_steps"]
         if comm.rank == 0 and not has_replay and 0 < left < gorila.min_replay_steps + gorila.update_period_steps:
             say(
                 f"{left:,} steps are left, and learning begins again after 'gorila.min_replay_steps' "
                 f"({gorila.min_replay_steps:,}): nothing more will be learned. Raise 'total_steps' to go on learning."
             )
-        return saved.own or joint
+        return saved.own.counters if saved.own is not None else joint
 
-    def _restore_shards(self, comm: Communicator, saved: Saved) -> RankState:
-        """Rank 0 reads them for all. Returns a state with the counters for another number of ranks. Collective."""
+    def _restore_shards(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
+        """Rank 0 reads them for all. Returns the counters for another number of ranks. Collective."""
 
-        def read() -> tuple[RankState, int]:
+        def read() -> tuple[dict[str, Any], int]:
             states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
             begin = assemble(states, len(self.flat.data))
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
@@ -104,8 +103,7 @@ class GorilaParts(Parts[GorilaExchange]):
             if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
                 self.squares.zero_()
                 say(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
-            counters = states[0].counters | checkpoint.joint_counters(states)
-            return RankState(0, 1, self.flat.signature, {}, {}, counters), begin.version
+            return states[0].counters | checkpoint.joint_counters(states), begin.version
 
         joint, self.version = from_first(comm, read)
         self.share(comm)
@@ -315,6 +313,5 @@ def _make_store(
 
 def _check_memory(comm: Communicator, config: Config, store: ReplayStore | None) -> None:
     """Raise PalaError if the stores on this host together need more memory than it has. Collective."""
-    stores = comm.allgather((comm.host, store.memory_bytes if store is not None else 0))
-    here = sum(size for host, size in stores if host == comm.host)
+    here = sum_on_host(comm, store.memory_bytes if store is not None else 0)
     collectively(comm, lambda: check_memory(here, available_memory_bytes(), config.gorila.replay_capacity_steps))

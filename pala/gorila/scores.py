@@ -85,9 +85,9 @@ def read(folder: Path) -> Run | str:
     if config.algorithm != "gorila":
         return f"trains '{config.algorithm}'"
     last, rom = record["segments"][-1], rom_of(config.env.id)
-    if rom not in score_table(PUBLISHED) or last.get("python_environment"):
+    if rom not in score_table(PUBLISHED) or run_folder.from_python(last).environment:
         return "plays none of the 49 games"
-    if last.get("python_network") or config.network.custom:
+    if run_folder.from_python(last).network or config.network.custom:
         return "has a network of its own"
     if not record["completed"]:
         return "has not completed"

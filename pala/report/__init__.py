@@ -1,1 +1,1 @@
-"""What the programs that report have in common: numbers and tables as text, curves, pictures, settings compared."""
+"""What the programs that report have in common: learning curves, marks in pictures, pictures, and a run's files."""

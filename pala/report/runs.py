@@ -73,7 +73,7 @@ def read(folder: Path) -> tuple[RunData, list[list[Record]]]:
     episodes = [(r["global_steps"], r["time_s"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"]
     steps, time_s, returns = np.array(episodes, np.float64).reshape(-1, 3).T
     training_s = max((rank[-1]["time_s"] for rank in ranks if rank), default=0.0)
-    is_atari = config.env.is_atari and not record["segments"][-1].get("python_environment")
+    is_atari = config.env.is_atari and not run_folder.from_python(record["segments"][-1]).environment
     data = RunData(
         folder, config, record, final_evaluation(folder, record), is_atari,
         reference_of(config.env.id) if is_atari else None, training_s, steps, time_s, returns,

@@ -97,10 +97,10 @@ def initial_progress(comm: Communicator, seed: int, parts: Parts[Any], segment: 
         parts.share(comm)
         return Progress(Counters(), generator, ExchangeState([0] * (comm.size + spares)))
     saved = Saved.find(comm, segment.previous, parts.flat, parts.coupling)
-    state = parts.restore(comm, saved)
+    restored = parts.restore(comm, saved)
     if saved.own is not None:
         _restore_generator(comm.rank, generator, saved.own)
-    counters, start = _restore_counters(comm, state, same_ranks=saved.own is not None)
+    counters, start = _restore_counters(comm, restored, same_ranks=saved.own is not None)
     return Progress(counters, generator, start._replace(local_steps=[*start.local_steps, *[0] * spares]))
 
 
@@ -136,9 +136,9 @@ def _restore_generator(rank: int, generator: torch.Generator, own: RankState) ->
         say(f"[rank {rank}] The checkpoint's random stream cannot be used ({reason(error)}): that of actions is new.")
 
 
-def _restore_counters(comm: Communicator, state: RankState, same_ranks: bool) -> tuple[Counters, ExchangeState]:
-    """Push-sum weights are scaled so that their sum is the number of ranks again. Collective."""
-    c = state.counters
+def _restore_counters(comm: Communicator, c: dict[str, Any], same_ranks: bool) -> tuple[Counters, ExchangeState]:
+    """From what `Parts.restore` gives. Push-sum weights are scaled so that their sum is the number of ranks again.
+    Collective."""
     own_steps, applied = c["own_steps"] if same_ranks else 0, c["applied"]
     counters = Counters(c["updates"], own_steps, c["time_s"], applied)
     weight = c["weight"] if same_ranks else 1.0

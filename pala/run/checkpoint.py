@@ -50,10 +50,12 @@ class RankState:
     signature: int  # of the network's layout
     tensors: dict[str, Tensor]  # flat float32, all of one length; which: `_CONTENTS`
     random_states: dict[str, Tensor]  # generator name -> uint8
-    counters: dict[str, Any]  # JSON: updates, time, the exchange's state
+    counters: dict[str, Any]
+    """JSON: the rank's `Counters`, whose `local_steps` are called `own_steps`; the fields of `ExchangeState`, whose
+    `local_steps` are those of every rank; `spares`; and what the algorithm adds (`warms_up_from`, or `gorila`)."""
 
     @property
-    def trainers(self) -> int:
+    def num_trainers(self) -> int:
         """Ranks that are not spares: they begin, and all of them have saved."""
         return self.ranks - int(self.counters["spares"])
 
@@ -121,7 +123,7 @@ def _check_owner(path: Path, state: RankState, rank: int, ranks: int | None) -> 
 
 def has_spares(folder: Path, first: RankState) -> bool:
     """Whether a spare of the job has saved there: it took a place. `first`: of one of its ranks."""
-    spares = range(first.trainers, first.ranks)
+    spares = range(first.num_trainers, first.ranks)
     return any(path.exists() for rank in spares for path in _generations(folder, rank))
 
 
@@ -137,7 +139,7 @@ def load_all(folder: Path, signature: int, parameters: int | None = None, whole:
     first = load(0, None)
     states, faults = {0: first}, {}
     for rank in range(1, first.ranks):
-        if rank >= first.trainers and not any(path.exists() for path in _generations(folder, rank)):
+        if rank >= first.num_trainers and not any(path.exists() for path in _generations(folder, rank)):
             continue  # a spare that nobody needed
         try:
             states[rank] = load(rank, first.ranks)
@@ -197,7 +199,7 @@ def _ranks_of(segment: Path) -> int:
     files = _generations(segment, 0)
     for file in files:
         with contextlib.suppress(PalaError):
-            return _read_head(file).trainers
+            return _read_head(file).num_trainers
     return int(any(file.exists() for file in files))
 
 

@@ -15,7 +15,6 @@ from pala.config import Config
 from pala.envs import Envs, MakeEnv, make_envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState
-from pala.exchange.kinds import kind_of
 from pala.networks.network import FlatParameters
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
@@ -51,8 +50,8 @@ class Saved:
             return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
 
         first = collectively(comm, lambda: load(0))
-        if first.trainers != comm.size or coupling > kind_of(config.exchange).coupling:
-            return cls(segment, None, first.trainers, 0, config)
+        if first.num_trainers != comm.size or coupling > config.exchange_kind.coupling:
+            return cls(segment, None, first.num_trainers, 0, config)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
         # A spare that trains is in the place of somebody who may have died before the next checkpoint of any other.
         replaced = from_first(comm, lambda: checkpoint.has_spares(segment, first))
@@ -60,7 +59,7 @@ class Saved:
         updates = comm.allgather(own.counters["updates"])
         # Killed between the ranks' first checkpoints: some have weights that nobody learned.
         untrained = coupling == 1 and any(updates) and not all(updates)
-        return cls(segment, None if num_lost or untrained else own, first.trainers, num_lost, config)
+        return cls(segment, None if num_lost or untrained else own, first.num_trainers, num_lost, config)
 
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
         """Rank 0 says what the ranks begin with when they are not those of before."""
@@ -109,9 +108,9 @@ class Parts(abc.ABC, Generic[ExchangeT]):
             )
 
     @abc.abstractmethod
-    def restore(self, comm: Communicator, saved: Saved) -> RankState:
-        """Go on from checkpoints. Returns a state whose counters this rank goes on from, its own if there is one.
-        Collective."""
+    def restore(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
+        """Go on from checkpoints. Returns the counters (`RankState.counters`) that this rank goes on from, its own if
+        there are some. Collective."""
 
     @abc.abstractmethod
     def state(self, exchange: ExchangeT | None) -> tuple[dict[str, Tensor], dict[str, Any]]:

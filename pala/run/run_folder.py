@@ -6,10 +6,10 @@ import contextlib
 import os
 import reprlib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pala.config import Config, from_table, to_table
 from pala.run.hooks import UserCode
@@ -24,6 +24,18 @@ CODE_ENDINGS = ("txt", "pkl")  # of a factory's name, and of a pickled one (`use
 CODE_FILES = (*(f"{what}.{ending}" for what in UserCode._fields for ending in CODE_ENDINGS), SIGNATURE)
 _BEFORE_RECORD = (LOCK, *CODE_FILES)  # what is made before run.json, beside the folders
 _FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
+
+
+class FromPython(NamedTuple):
+    """What a segment had from the user's own factories (`UserCode`)."""
+
+    environment: bool
+    network: bool
+
+
+def from_python(segment: Mapping[str, Any]) -> FromPython:
+    """Read from a segment of run.json. Those of early runs do not say: they had nothing."""
+    return FromPython(bool(segment.get("python_environment")), bool(segment.get("python_network")))
 
 
 def check_place(config: Config) -> None:
@@ -226,20 +238,17 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _nothing() -> None:
-    """What is checked of a folder that nobody else can have made anew."""
-
-
 class RunRecord:
     """Writes `run.json`; one segment for each start. Only the lowest rank that lives has one."""
 
     def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None]) -> None:
-        """`check` is called before each writing, and may raise."""
+        """`check` is called before each writing, and may raise; it does nothing for a folder that nobody else can have
+        made anew."""
         self._file, self._record, self._check = path / "run.json", record, check
 
     @classmethod
     def begin(
-        cls, path: Path, config: Config, segment: dict[str, Any], check: Callable[[], None] = _nothing
+        cls, path: Path, config: Config, segment: dict[str, Any], check: Callable[[], None] = lambda: None
     ) -> RunRecord:
         """The record with a segment that starts. One before it that never said how it ended was lost."""
         earlier = read(path)["segments"] if (path / "run.json").exists() else []
@@ -255,7 +264,7 @@ class RunRecord:
         return record
 
     @classmethod
-    def take_over(cls, path: Path, check: Callable[[], None] = _nothing) -> RunRecord:
+    def take_over(cls, path: Path, check: Callable[[], None] = lambda: None) -> RunRecord:
         """The record of a segment that goes on after the rank that kept it was lost."""
         return cls(path, read(path), check)
 

@@ -92,8 +92,7 @@ def _check_whole(run: Path, given: UserCode) -> None:
     if not (run / "run.json").exists():
         return
     last = run_folder.read(run)["segments"][-1]
-    made = UserCode(last.get("python_environment"), last.get("python_network"))
-    for what, is_made in made._asdict().items():
+    for what, is_made in zip(UserCode._fields, run_folder.from_python(last), strict=True):
         if is_made and getattr(given, what) is None and _kept(run, what) is None:
             files = " or ".join(f"'{what}.{ending}'" for ending in CODE_ENDINGS)
             raise PalaError(
@@ -101,7 +100,7 @@ def _check_whole(run: Path, given: UserCode) -> None:
                 "copy it from where the run was made. (`pala.fit` can go on with the run if it is given anew.)"
             )
     made_by, here = last.get("versions", {}).get("python"), platform.python_version()
-    pickles = [f"{what}.pkl" for what in made._fields if getattr(given, what) is None and _is_pickled(run, what)]
+    pickles = [f"{what}.pkl" for what in UserCode._fields if getattr(given, what) is None and _is_pickled(run, what)]
     if pickles and made_by is not None and _minor(made_by) != _minor(here):
         _say_once(
             f"Run '{run}' keeps '{pickles[0]}', which Python {made_by} has written, and this is {here}. A pickle with "

@@ -37,6 +37,11 @@ def from_first(comm: Communicator, action: Callable[[], T]) -> T:
     return comm.bcast(collectively(comm, lambda: action() if comm.rank == 0 else None))  # type: ignore[return-value]
 
 
+def sum_on_host(comm: Communicator, mine: int) -> int:
+    """The sum over the ranks on this rank's host. Collective."""
+    return sum(value for host, value in comm.allgather((comm.host, mine)) if host == comm.host)
+
+
 def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
     """Threads that this rank may use. Of `spares`, the last ranks, each takes the others' cores for free: it will train
     when one of the ranks that do is gone. Collective."""

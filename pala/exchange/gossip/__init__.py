@@ -1,1 +1,2 @@
-"""Gossip in layers: topology, process lock, protocol, mixing, codecs, driver."""
+"""Gossip in layers: topology, process lock, protocol and mixing decide, in messages and actions;
+codecs and models hold what goes over the wire; the driver runs all, for a rank (`exchange`), a spare (`sleeping`)."""
