@@ -355,6 +355,7 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     done = header(load_preset("pong"), Path("runs/r"), hosts, 2, "cpu", 866_439, steps_made=40_000_160)
     assert "and 40,000,160 were made before: none is left to train (a larger `--total-steps` goes on)" in done
     assert "learning begins after 50,000" in header(load_preset("gorila/pong"), Path("r"), hosts, 1, "cpu", 9, 0)
+    assert "learning begins" not in header(load_preset("gorila/pong"), Path("r"), hosts, 1, "cpu", 9, 60_000)
 
 
 def test_settings_that_nothing_reads_are_told():

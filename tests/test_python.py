@@ -850,6 +850,19 @@ def test_gorilas_two_networks_must_be_two(tmp_path: Path) -> None:
     assert isinstance(error, CollectiveError) and "each call must make a new one" in str(error)
 
 
+def test_gorilas_two_networks_must_be_alike(tmp_path: Path) -> None:
+    """Else what learns would have the targets of a network with other features: parameters alone are copied."""
+    generator = np.random.default_rng(0)
+
+    def by_numpy(space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
+        made = Masked(space, num_outputs)
+        made.mask.copy_(torch.from_numpy(generator.random(4)))
+        return made
+
+    error, _ = train(2, gorila(tmp_path), make_network=by_numpy)
+    assert isinstance(error, CollectiveError) and "not alike each time" in str(error)
+
+
 class NoGradient(torch.autograd.Function):
     """Passes values on as they are; its gradient is NaN."""
 

@@ -214,6 +214,7 @@ def build(
 
     network, target_network = collectively(comm, lambda: _two_of(make_one))
     flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
+    collectively(comm, lambda: _check_alike(flat, target))
     frame_stack = config.env.frame_stack if isinstance(envs, AtariEnvs) else 1
 
     def make_rules() -> Rules:
@@ -246,6 +247,15 @@ def _two_of(make_one: Callable[[], Network]) -> tuple[Network, Network]:
     if first & second:
         raise PalaError("Your own network shares parameters with another that was made: each call must make a new one.")
     return made
+
+
+def _check_alike(flat: FlatParameters, target: FlatParameters) -> None:
+    """Raise PalaError if they differ in more than their parameters: the target network gets only these."""
+    if flat.signature != target.signature:
+        raise PalaError(
+            "Your own network is not alike each time that it is made, and Gorila needs two: give each call's the same "
+            "layers and buffers, with torch's random numbers or a generator that the call itself seeds."
+        )
 
 
 def _find_place(comm: Communicator, config: Config, sleeping: SleepingGorila | None) -> tuple[int, int, Roles]:

@@ -31,7 +31,7 @@ def header(
     shown = ", ".join(names[:_MOST_HOSTS]) + ", …" * (len(names) > _MOST_HOSTS)
     where = f"on {shown}" if len(names) == 1 else f"on {len(names)} hosts ({shown})"
     learns = ""
-    if config.algorithm == "gorila":
+    if config.algorithm == "gorila" and steps_made == 0:  # later it depends on what is left of the replay
         learns = f"; learning begins after {config.gorila.min_replay_steps:,}"
     made = f", {steps_made:,} of them made before" * (steps_made > 0)
     if steps_made >= config.total_steps:

@@ -127,7 +127,8 @@ METRICS = (
         "the rest: logging, checkpoints. The six sum to 1",
     ),
     Metric("updates", "interval", "gorila", "learner", "one rank", "",
-        "minibatches whose gradient was computed since the run began, the filtered ones included",
+        "minibatches whose gradient was computed since the run began, the filtered ones included; in another number of "
+        "ranks counted on from the first rank's",
     ),
     Metric("loss", "interval", "gorila", "learner", "one rank", "reward²",
         "Huber loss of the temporal-difference error",

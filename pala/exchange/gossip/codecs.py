@@ -51,14 +51,14 @@ class Held(NamedTuple):
 
 
 Part = Tensor | None
-"""Indices of parameters, rising; None: all of them."""
+"""Indices of parameters, integers [K], rising; None: all P of them."""
 
 
 class Change(NamedTuple):
     """By how much some parameters differ; on the host."""
 
     part: Part
-    values: Tensor
+    values: Tensor  # [K], or [P]
 
 
 class Codec(abc.ABC):
@@ -66,6 +66,9 @@ class Codec(abc.ABC):
 
     Memory does not grow with the number of ranks: what comes is staged, checked and added to one sum. The transport's
     thread stages while the learner's packs or mixes; whoever adds, mixes, heals or clears holds the driver's lock.
+
+    `parameters`: float32 [P], flat, on the learner's device, changed in place. `received` and `Held.data`: uint8, the
+    bytes behind the header, on the host. Weights: push-sum's, above 0; 1 with any other mixing.
     """
 
     sizes: dict[Format, range]  # bytes behind the header of each format that may come
