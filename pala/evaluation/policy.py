@@ -179,7 +179,7 @@ def load_policy(
         if header.get("signature") != flat.signature:
             raise PalaError(
                 f"Policy '{file}' is of a network with other buffers than those that are made now; draw "
-                "them from torch, or with a seed of your own."
+                "them from torch, or with a generator that the call itself seeds."
             )
         network.load_state_dict(named)
         steps, source = header["global_steps"], "best" if best else "final"

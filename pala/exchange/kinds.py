@@ -28,8 +28,8 @@ class ExchangeKind:
     """What the topology `auto` stands for."""
     independent: bool = False
     """The ranks tell each other nothing while they train: the upper bound of the others' speed. The run's policy is
-    then the model of the first rank that trained; of kinds that mix, the mean of all ranks' models; of the others there
-    is one model."""
+    then the model of the first rank that lives and has trained; of kinds that mix, the mean of all ranks' models; of
+    the others there is one model."""
     one_host: bool = False
     """All ranks must be on one host."""
     outlives_ranks: bool = False

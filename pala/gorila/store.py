@@ -140,7 +140,7 @@ def check_memory(reserved_bytes: int, available_bytes: int, capacity_steps: int)
         raise PalaError(
             f"When full, the replay of the ranks on {platform.node()} takes {reserved_bytes / 2**30:.1f} GiB, but "
             f"{available_bytes / 2**30:.1f} GiB of memory are available, and a tenth must stay free: lower "
-            f"'gorila.replay_capacity_steps' from {capacity_steps:,} to {fitting:,}, or use more hosts."
+            f"'gorila.replay_capacity_steps' from {capacity_steps:,} to about {fitting:,}, or use more hosts."
         )
 
 
