@@ -8,6 +8,8 @@ editable=(constraints.txt pyproject.toml)
 copied=(constraints.txt pala configs pyproject.toml setup.cfg README.md LICENSE)
 half='being changed' # the record of a folder that pip may have left with a part of what was asked for
 
+export PIP_USER=0 # pip refuses that setting, where a site has it, in an environment of its own
+
 fail() {
     echo "pala: error: $*" >&2
     exit 2
@@ -26,7 +28,7 @@ record_of() {
 # $1: folder, then files and folders of the checkout. Their state, and that of the folder's Python.
 state_of() {
     (version_of "$1/bin/python" && cd "$repository" &&
-        find "${@:2}" -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum) | sha256sum
+        find "${@:2}" -type f ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum) | sha256sum
 }
 
 # $1: folder, $2: extras. True if they are installed there, and nothing has changed that would have to be installed anew.
@@ -54,7 +56,7 @@ make_venv() {
         fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
     mkdir -p "$venv" && touch "$mark" && find "$venv" -mindepth 1 -maxdepth 1 ! -name .pala-made -exec rm -rf {} + ||
         fail "The folder $venv cannot be made anew. Set PALA_VENV to another one."
-    "${PYTHON:-python3}" -m venv "$venv" ||
+    end_together "${PYTHON:-python3}" -m venv "$venv" ||
         fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
 }
 
@@ -84,12 +86,13 @@ pip_install() {
     local source=(--editable "$repository[$2]") copy='' status=0
     if [ ! -w "$repository" ]; then
         copy=$(mktemp -d) || return
+        trap "rm -rf '$copy'" EXIT # also if this is broken off
         (cd "$repository" && cp -R "${copied[@]}" "$copy") && chmod -R u+w "$copy" || status=$?
         source=("$copy[$2]")
     fi
     [ $status != 0 ] || end_together "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
         -c "$repository/constraints.txt" "${source[@]}" || status=$?
-    [ -z "$copy" ] || rm -rf "$copy"
+    if [ -n "$copy" ]; then rm -rf "$copy" && trap - EXIT; fi
     return $status
 }
 

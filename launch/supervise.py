@@ -55,6 +55,7 @@ from pala.train import Command, parse
 _LONGEST_PAUSE_S = 300.0
 _PROBE_S = 60.0  # for a host to start one process
 _LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
+_ARRIVAL_S = 1.0  # between two looks at a job whose ranks are coming up
 _DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
 _ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
@@ -297,16 +298,27 @@ class Supervisor:
                 return
 
     def _end_if_it_does_not_start(self, job: subprocess.Popen[bytes], arrivals: Arrivals, segments: int) -> None:
-        """Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before. A job that has made
-        its entry in the run's record has started, whatever became of the announcements."""
-        if arrivals.over.wait(self.start_timeout_s) or run_folder.num_segments(self.run) > segments:
+        """Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before; and mpirun loses a
+        signal that comes before it has started them. A job that has made its entry in the run's record has started,
+        whatever became of the announcements."""
+        latest_s = time.monotonic() + self.start_timeout_s
+        while not arrivals.over.wait(_ARRIVAL_S):
+            is_late = time.monotonic() > latest_s
+            if self._signal is None and not is_late:
+                continue
+            if run_folder.num_segments(self.run) > segments:
+                break
+            if self._signal is None:
+                arrivals.late = True
+                self._say(
+                    f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {arrivals.missing()}; the job is ended. "
+                    "Look above for what these ranks or their hosts said, or run `python -m pala.doctor` in the same "
+                    "way."
+                )
+            self._end(job)
             return
-        arrivals.late = True
-        self._say(
-            f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {arrivals.missing()}; the job is ended. Look "
-            "above for what these ranks or their hosts said, or run `python -m pala.doctor` in the same way."
-        )
-        self._end(job)
+        if self._signal is not None:  # it may have come before the last of them
+            job.send_signal(_GENTLY)
 
     @staticmethod
     def _end(job: subprocess.Popen[bytes]) -> None:

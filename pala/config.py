@@ -263,8 +263,8 @@ class GorilaConfig:
     averaged, so 0.01 / 32²]."""
     max_staleness_updates: int = 100
     """A shard discards gradients computed with parameters more than so many of its updates old [Gorila]. The number is
-    ours; up to twice the learners, times `parameters_period_updates`, times the minibatches that one step of all
-    environments pays for, is usual."""
+    ours; usual are, for each learner, up to twice `parameters_period_updates` and the minibatches that a step of its
+    environments pays for."""
     loss_filter_deviations: float = 5.0
     """A learner discards gradients whose mean absolute error is more than so many standard deviations above the running
     mean ("several" [Gorila]); 0 discards none. 5 is ours."""

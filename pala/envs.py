@@ -227,8 +227,11 @@ class _Outermost(gymnasium.Wrapper):
         self._episode_info = episode_info
 
     def reset(self, **arguments: Any) -> Any:
-        """Without info."""
-        return self.env.reset(**arguments)[0], {}
+        """Without info. Raises PalaError where the environment is made for Gym before 0.26."""
+        result = self.env.reset(**arguments)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise PalaError("The environment's 'reset' must return (observation, info), as Gymnasium's do.")
+        return result[0], {}
 
     def step(self, action: Any) -> Any:
         """With a last observation that outlives the reset, though the environment writes all into one array. Raises

@@ -448,6 +448,13 @@ def test_a_folder_that_is_no_run_does_not_stop_the_others(
     assert "FAILED" in capsys.readouterr().out and (plan.runs[0].folder / "notes.txt").exists()
 
 
+def test_results_that_cannot_be_written_are_told_before_training(there: Path) -> None:
+    Path("notes.md").write_text("mine")
+    with pytest.raises(PalaError, match=r"'notes.md/runs' cannot be made: .*Give another '--output'"):
+        compare(Command(Path("preset.toml"), output=Path("notes.md")))
+    assert not Path("runs").exists()
+
+
 def test_a_run_of_the_wrong_number_of_ranks_is_not_called_complete(
     there: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -412,6 +412,19 @@ def test_an_environment_without_spaces_is_told(key, vectorization, wrap):
         make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=make)
 
 
+def test_an_environment_of_old_gym_is_told():
+    class Old(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Box(0, 1, (2,)), gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(2, np.float32)
+
+    envs = make_envs(EnvConfig(num_envs=2), make_env=Old)
+    with pytest.raises(PalaError, match=r"'reset' must return \(observation, info\)"):
+        envs.reset(np.zeros(2, np.int32))
+    envs.close()
+
+
 def test_an_id_may_have_arguments():
     envs = make_envs(EnvConfig("FrozenLake-v1(is_slippery=False, map_name='8x8')", num_envs=1))
     envs.reset(np.zeros(1, np.int32))

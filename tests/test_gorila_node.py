@@ -92,7 +92,7 @@ GLOBAL = SEPARATE | {"replay": "global", "num_replays": 1}
 class Rank:
     """All that a rank has of a real one, but for MPI: its bytes arrive at once at the rank that they are sent to."""
 
-    def __init__(self, rank: int, config: Config, cluster: list[Rank], num_ranks: int) -> None:
+    def __init__(self, rank: int, config: Config, cluster: list[Rank], num_ranks: int, base_steps: int = 0) -> None:
         self.rank, self.cluster, self.sent = rank, cluster, Counter[Kind]()
         self.last: dict[Kind, tuple[int, bytes]] = {}  # of each kind, its receiver and the bytes
         gorila, roles = config.gorila, assign(config.gorila, num_ranks)
@@ -113,7 +113,7 @@ class Rank:
                 update_period_steps=gorila.update_period_steps, minibatch_size=gorila.minibatch_size,
                 rng=np.random.default_rng(SEED),
             )  # fmt: skip
-        budget = StepBudget(rank, num_ranks, config.total_steps)
+        budget = StepBudget(rank, num_ranks, config.total_steps, base_steps=base_steps)
         comm: Any = SimpleNamespace(rank=rank, open_transport=lambda: AtOnce(self.send))
         self.exchange = GorilaExchange(comm, rules, budget, 0, self.shard, self.store, Interrupt())
         self.node = self.exchange._node
@@ -159,9 +159,9 @@ def without_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def make_ranks(num_ranks: int, config: Config) -> list[Rank]:
+def make_ranks(num_ranks: int, config: Config, base_steps: int = 0) -> list[Rank]:
     cluster: list[Rank] = []
-    cluster += [Rank(rank, config, cluster, num_ranks) for rank in range(num_ranks)]
+    cluster += [Rank(rank, config, cluster, num_ranks, base_steps) for rank in range(num_ranks)]
     return cluster
 
 
@@ -319,6 +319,16 @@ def test_every_gradient_may_fetch_and_then_the_actor_beside_it_need_not() -> Non
     later = cluster[1].sent - before
     assert later[Kind.GRADIENT_AND_FETCH] == 30
     assert later[Kind.FETCH] == 0
+
+
+@pytest.mark.parametrize("base_steps", [0, 1000])
+def test_nobody_fetches_what_cannot_have_changed_before_learners_can_learn(base_steps: int) -> None:
+    """A resumed run's replay is empty again."""
+    cluster = make_ranks(2, make_config(num_envs=3, update_period_steps=2, min_replay_steps=60), base_steps)
+    lockstep = play(cluster)
+    while cluster[0].exchange.global_steps - base_steps < 50:
+        next(lockstep)
+    assert cluster[1].sent[Kind.FETCH] == 0 == cluster[1].worker.counters.updates
 
 
 def test_a_learner_asks_for_parameters_with_every_third_gradient() -> None:

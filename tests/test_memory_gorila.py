@@ -22,8 +22,9 @@ from memory_jobs import (
     train,
 )
 
-from pala.config import EnvConfig, GorilaConfig
+from pala.config import Config, EnvConfig, GorilaConfig
 from pala.envs import Envs
+from pala.gorila import parts
 from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
@@ -189,6 +190,42 @@ def test_ranks_that_do_not_act_keep_no_environments(tmp_path: Path, monkeypatch:
 def test_a_staleness_that_discards_many_gradients_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(2, gorila(tmp_path, replace(GORILA, max_staleness_updates=1), 100)).ended_well()
     assert "many will be discarded (`gradients_stale`)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "is_said"),
+    [
+        (4, replace(GORILA, parameters_period_updates=4), False),  # 4 (2 x 4 + 4) is 48
+        (9, replace(GORILA, parameters_period_updates=4), True),
+        (17, replace(SEPARATE, num_learners=13), False),  # who does not act has one minibatch
+    ],
+)
+def test_a_staleness_that_discards_few_gradients_is_not_told(
+    ranks: int, config: GorilaConfig, is_said: bool, capsys: pytest.CaptureFixture
+) -> None:
+    config = replace(config, update_period_steps=4, max_staleness_updates=100)
+    parts._warn_of_staleness(Config(env=EnvConfig(num_envs=16), gorila=config), assign(config, ranks))
+    assert ("many will be discarded" in capsys.readouterr().err) == is_said
+
+
+def test_a_replay_with_no_room_for_every_environment_is_refused(tmp_path: Path) -> None:
+    config = gorila(tmp_path, replace(GORILA, replay_capacity_steps=7, min_replay_steps=7, minibatch_size=2))
+    for error in train(2, replace(config, env=replace(config.env, num_envs=4))).results:
+        assert isinstance(error, PalaError)
+        assert "'gorila.replay_capacity_steps' is 7, less than a step of each environment of 2 actors" in str(error)
+        assert "raise it to 8 at least" in str(error)
+
+
+@pytest.mark.parametrize("before", [SEPARATE, GORILA])
+def test_a_replay_of_ranks_with_other_roles_is_not_used(
+    before: GorilaConfig, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    now = GORILA if before is SEPARATE else SEPARATE
+    trained = train(6, gorila(tmp_path, replace(before, save_replay=True)))
+    steps = trained.results[0].global_steps + 200
+    config = replace(trained.config, total_steps=steps, gorila=replace(now, save_replay=True))
+    assert train(6, config, resume=trained.run).ended_well()
+    assert "not used, and deleted (its ranks or roles are not this job's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("period", "is_said"), [(10, False), (11, True)])

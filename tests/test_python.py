@@ -210,6 +210,41 @@ def test_what_an_earlier_start_left_is_not_given_back_as_new(tmp_path: Path, fai
     assert (other.learning_curve is None) == (failed == "learning curve")
 
 
+def test_an_evaluation_that_is_left_out_was_not_done(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = replace(configure(tmp_path, steps=200), evaluation=EvaluationConfig(episodes=0))
+    (result,) = run_ranks(1, lambda comm: run_rank(comm, Request(config, conclude=conclude), comm.interrupt))
+    assert result.evaluation is None and result.outcomes == {"learning curve": "done"}
+    assert "evaluation: left out ('evaluation.episodes' is 0)" in capsys.readouterr().out
+
+
+def test_an_evaluation_leaves_as_many_threads_as_there_were(tmp_path: Path) -> None:
+    config = replace(configure(tmp_path, steps=200), evaluation=EvaluationConfig(episodes=1, num_envs=1))
+
+    def conclude_with(*arguments: Any) -> Any:
+        torch.set_num_threads(7)
+        result = conclude(*arguments)
+        left.append(torch.get_num_threads())
+        return result
+
+    left: list[int] = []
+    before = torch.get_num_threads()
+    try:
+        run_ranks(1, lambda comm: run_rank(comm, Request(config, conclude=conclude_with), comm.interrupt))
+        assert left == [7]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_fit_leaves_a_scripts_random_numbers_as_they_were() -> None:
+    """Or each training of a random search would be followed by the same numbers."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with pala._with_random_numbers_of_its_own():
+        torch.manual_seed(1)
+    assert torch.rand(3).equal(expected)
+
+
 def test_the_cores_of_a_host_are_those_that_its_ranks_may_use() -> None:
     found = run_ranks(2, lambda comm: agreement.cores_of_hosts(comm)[comm.host])
     assert found == [os.sched_getaffinity(0)] * 2

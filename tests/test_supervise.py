@@ -236,6 +236,26 @@ def test_a_job_that_trains_is_not_ended_for_want_of_announcements(there: Path, t
         job.kill()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_signal_that_mpirun_lost_before_it_started_ranks_ends_the_job(there: Path, trains: bool) -> None:
+    """Or is sent again, if the ranks have come up meanwhile: they are to write a checkpoint."""
+    supervisor, arrivals = Scripted(["--run.name", "r"], []), Arrivals(2)
+    supervisor._signal = signal.SIGTERM
+    if trains:
+        attempt(100, 0)(supervisor)
+    hears = (
+        "import pathlib, signal, time; signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path('told').touch()); "
+        "pathlib.Path('begun').touch(); time.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hears], start_new_session=True) as job:
+        wait_for(Path("begun").exists, what="the job")
+        supervisor._end_if_it_does_not_start(job, arrivals, segments=0)
+        if trains:
+            wait_for(Path("told").exists, what="the signal")
+        assert (job.poll() is None, Path("told").exists(), arrivals.late) == (trains, trains, False)
+        job.kill()
+
+
 @pytest.mark.parametrize(
     ("status", "concluded", "over"),
     [("running", False, False), ("completed", False, False), ("completed", True, True), ("failed", False, True)],

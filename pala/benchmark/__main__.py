@@ -39,7 +39,7 @@ from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.interrupt import hangup
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.output import say, tell
-from pala.system.resources import physical_cores
+from pala.system.resources import physical_cores, usable_cores
 from pala.system.text import counted
 
 _PROGRAM = "pala.benchmark"
@@ -114,7 +114,7 @@ def parse(arguments: list[str]) -> Command:
 
 def _completed(command: Command) -> Command:
     """The command with a value for each option that was not given."""
-    cores = physical_cores(os.sched_getaffinity(0))  # of which Open MPI starts no more ranks
+    cores = min(physical_cores(os.sched_getaffinity(0)), usable_cores())  # Open MPI starts no more ranks than the first
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
     usual = (BASELINE, "gossip") if command.quick else exchange_kinds()

@@ -12,6 +12,7 @@ ends the present job with a checkpoint, and the next call goes on. docs/compare.
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -32,7 +33,7 @@ from pala.presets import read
 from pala.run import run_folder
 from pala.run.run_folder import runs_in
 from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.interrupt import hangup
 from pala.system.output import say, tell
@@ -91,6 +92,7 @@ def compare(command: Command) -> list[Planned]:
         if command.dry_run:
             _preview(submission.commands(), submission.unfit, results)
             return []
+        _check_place(results)
         failures = submission.submit()
         if submission.jobs:
             return failures
@@ -104,6 +106,7 @@ def compare(command: Command) -> list[Planned]:
         if executor.is_published and not added:
             tell(nothing_missing(results))
             return []
+        _check_place(results)
         failures = executor.run()
     _report(plan, added, results)
     return failures
@@ -130,6 +133,17 @@ def _check_conditions(plan: Plan, results: Path) -> None:
     raise PalaError(
         f"{plan.source}: by '{file}' {fault}. Put that back, or give the comparison another 'name' for runs of its own."
     )
+
+
+def _check_place(results: Path) -> None:
+    """Make the folder that copies of runs go to: not being able to should show now. Raises PalaError."""
+    copies = results / "runs"
+    try:
+        copies.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PalaError(f"The folder '{copies}' cannot be made: {reason(error)}. Give another '--output'.") from None
+    if not os.access(copies, os.W_OK):
+        raise PalaError(f"The folder '{copies}' may not be written to. Give another '--output'.")
 
 
 def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], results: Path) -> None:

@@ -103,6 +103,16 @@ def task_of(planned: Planned, results: Path) -> Task | None:
     return None
 
 
+def why_unfinished(task: Task) -> str:
+    """A sentence on what a run still lacks."""
+    if task.what == "train":
+        return "It has not begun."
+    if task.what == "evaluate":
+        return "It is trained, but not evaluated."
+    last = run_folder.read(task.run.folder)["segments"][-1]
+    return f"It is not complete; its last start is '{last['status']}' in its record."
+
+
 def _may_be(planned: Planned, copy: Path) -> bool:
     """Whether a folder of the results is of the game and seed that is planned. It may have another name there, but not
     one that the comparison gives to another variant."""
@@ -249,11 +259,14 @@ class Executor:
             run_folder.set_aside(folder)
             watch = EndWatch(folder, run_folder.num_segments(folder))  # an evaluation makes no entry, so it is not over
             run_job(task.command, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S, is_over=watch.is_over)
-            fault = f"The job ended, but the run is not complete; its output is in '{log}'."
+            fault = ""
         except PalaError as error:
             fault = str(error)
         try:
-            return fault if task_of(task.run, self._results) is not None else None
+            lacks = task_of(task.run, self._results)
+            if lacks is None:
+                return None
+            return fault or f"The job ended, but: {why_unfinished(lacks)} Its output is in '{log}'."
         except PalaError as error:  # it is not what was asked for: a launcher that starts another number of ranks
             return str(error)
 

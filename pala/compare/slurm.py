@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pala.compare.execute import Task, locked, task_of, tasks_of
+from pala.compare.execute import Task, locked, task_of, tasks_of, why_unfinished
 from pala.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -173,18 +173,9 @@ def unfinished(runs: Sequence[Planned], results: Path) -> list[tuple[Planned, st
     for run in runs:
         try:
             task = task_of(run, results)
-            why = _why(task) if task is not None else ""
+            why = why_unfinished(task) if task is not None else ""
         except PalaError as error:
             why = str(error)
         if why:
             found.append((run, f"{why} Its output: '{run.log}'." if run.log.exists() else why))
     return found
-
-
-def _why(task: Task) -> str:
-    if task.what == "train":
-        return "It has not begun."
-    if task.what == "evaluate":
-        return "It is trained, but not evaluated."
-    last = run_folder.read(task.run.folder)["segments"][-1]
-    return f"It is not complete; its last start is '{last['status']}' in its record."

@@ -107,6 +107,9 @@ class Node:
         self._arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
         self._arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
         self._open: dict[tuple[int, Kind], int] = {}  # (rank, what it owes) -> the period in which it was asked
+        # Steps of all ranks before which no replay that begins empty is sampled. A spare's peers have learned.
+        begins_empty = members is None and not (store is not None and len(store))
+        self._learns_after = budget.global_steps + self._config.min_replay_steps if begins_empty else 0
         self._periods = 0  # each as long as the patience, as `look` last counted them
         self._samples, self._sampled = False, tuple[int, ...]()  # ranks whose replay this learner samples, once it does
         self._num_gradients = self._steps_since_fetch = self._num_steps = 0
@@ -132,7 +135,7 @@ class Node:
         self.budget.add_steps(steps)
         period = self._config.parameters_period_updates * self._config.update_period_steps
         # Before learners can learn, parameters are what all begin with. Others hear too late how far learners are.
-        knows_better = self._rank in self.roles.learners and self.budget.global_steps < self._config.min_replay_steps
+        knows_better = self._rank in self.roles.learners and self.budget.global_steps < self._learns_after
         if self._steps_since_fetch >= period and not knows_better:
             self.ask_for_parameters()
         self._steps_since_fetch += steps  # those just made: a learner on this rank may still fetch after them

@@ -114,7 +114,9 @@ class GorilaParts(Parts[GorilaExchange]):
         prefix = self._replay_prefix(saved.segment)
         found = self.store is None or self.store.is_saved(prefix)
         changed, is_wanted = _changed(saved.config.env, self.config.env), self.config.gorila.save_replay
-        if all(comm.allgather(found)) and saved.own is not None and is_wanted and not changed:
+        same_ranks = saved.own is not None
+        same_ranks = same_ranks and self._shares_replay_as(assign(saved.config.gorila, comm.size))
+        if all(comm.allgather(found)) and same_ranks and is_wanted and not changed:
             collectively(comm, lambda: self.store.load(prefix) if self.store is not None else None)
             return True
         if self.rank == 0:
@@ -126,6 +128,10 @@ class GorilaParts(Parts[GorilaExchange]):
                 what = f"The replay that was saved is not used, and deleted ({why})"
             say(f"{what}: it is filled anew before learning goes on.")
         return False
+
+    def _shares_replay_as(self, before: Roles) -> bool:
+        now = self.rules.roles
+        return (before.replays, before.actors) == (now.replays, now.actors)
 
     def state(self, exchange: GorilaExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         index = self._shard_index
@@ -283,8 +289,8 @@ def _warn_of_staleness(config: Config, roles: Roles) -> None:
     """A learner computes a gradient while its last one is under way, and environments that step together pay for
     several minibatches at once: in so many updates most gradients come. Say it if they will be discarded."""
     gorila, num_learners = config.gorila, len(roles.learners)
-    at_once = max(1, config.env.num_envs // gorila.update_period_steps)
-    usual = 2 * num_learners * gorila.parameters_period_updates * at_once
+    at_once = config.env.num_envs // gorila.update_period_steps if roles.learners == roles.actors else 0
+    usual = num_learners * (2 * gorila.parameters_period_updates + at_once)
     if roles.learners != roles.shards[:1] and gorila.max_staleness_updates < usual:  # else nothing is under way
         say(
             f"'gorila.max_staleness_updates' is {gorila.max_staleness_updates}, but with "
@@ -312,6 +318,12 @@ def _make_store(
     if place not in roles.replays:
         return None
     gorila, num_actors = config.gorila, len(roles.actors)
+    least = num_actors * envs.num_envs
+    if gorila.replay_capacity_steps < least:
+        raise PalaError(
+            f"'gorila.replay_capacity_steps' is {gorila.replay_capacity_steps:,}, less than a step of each environment "
+            f"of {counted(num_actors, 'actor')} ('env.num_envs' is {envs.num_envs:,}): raise it to {least:,} at least."
+        )
     actors = [actor for actor in roles.actors if roles.replay_of(actor) == place]
     return ReplayStore(
         actors, gorila.replay_capacity_steps // num_actors, envs.num_envs, envs.observation_space, frame_stack,

@@ -142,7 +142,7 @@ class Replay:
         except (MemoryError, ValueError):
             raise PalaError(
                 f"The system does not grant the memory for {capacity:,} transitions of {dtype} {list(shape)}: "
-                "lower the replay memory's capacity."
+                "lower 'gorila.replay_capacity_steps'."
             ) from None
 
     def __len__(self) -> int:

@@ -100,5 +100,5 @@ def write_picture(figure: Figure, output: Path) -> None:
     try:
         figure.savefig(picture, format=output.suffix.lstrip(".") or "png")
         write_atomically(output, picture.getvalue())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last: a format for LaTeX without that
         raise PalaError(f"The picture cannot be written to '{output}': {reason(error)}.") from None

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from pala.config import Config
 from pala.evaluation.acting import Acting
 from pala.evaluation.record import Evaluation, save
@@ -39,6 +41,9 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         ("evaluation", final_tasks.evaluate),
         ("learning curve", final_tasks.draw),
     ]
+    if config.evaluation.episodes == 0:
+        tell("      evaluation: left out ('evaluation.episodes' is 0)")
+        del tasks[0]
     outcomes, status = {}, result.exit_status
     for what, task in tasks:
         try:
@@ -88,12 +93,13 @@ class _FinalTasks:
 
     def evaluate(self) -> str:
         """Score the policy, on all cores that this thread may use; returns words for it."""
-        settings = self._config.evaluation
-        if settings.episodes == 0:
-            return "left out ('evaluation.episodes' is 0)"
+        settings, threads = self._config.evaluation, torch.get_num_threads()
         tell(f"      evaluation: plays {settings.episodes:,} episode{'s' * (settings.episodes > 1)}")
         acting = Acting(settings.greedy, self._config.seed, usable_cores(), trust_run=True)  # this job has written it
-        evaluation = evaluate(self._run, settings.episodes, settings.num_envs, acting, settings.timeout_s)
+        try:
+            evaluation = evaluate(self._run, settings.episodes, settings.num_envs, acting, settings.timeout_s)
+        finally:
+            torch.set_num_threads(threads)
         self.evaluation = evaluation
         try:
             save(self._run, evaluation)
