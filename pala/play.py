@@ -4,7 +4,7 @@
     one episode as a file               python -m pala.play RUN --video pong.mp4
     the most probable actions, faster   python -m pala.play RUN --greedy --speed 4
 
-A window needs pygame (`pip install pygame`) and a display. Escape closes it.
+A window needs pygame (`pip install pygame-ce`) and a display. Escape closes it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Window:
             self._pygame: Any = importlib.import_module("pygame")
         except ImportError:
             raise PalaError(
-                "A window needs pygame, `pip install pygame`; `--video FILE.mp4` does without a window."
+                "A window needs pygame, `pip install pygame-ce`; `--video FILE.mp4` does without a window."
             ) from None
         try:
             self._pygame.display.init()
