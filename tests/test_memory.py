@@ -61,7 +61,7 @@ from pala.exchange.kinds import KINDS
 from pala.exchange.make import make_exchange
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory
-from pala.run import checkpoint
+from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment, UserCode
 from pala.run.keeper import BestPolicy, Keeper
@@ -908,6 +908,45 @@ def test_environments_are_closed_if_those_of_another_rank_cannot_be_made(tmp_pat
     config, closed = configure(tmp_path), []
     assert all(isinstance(error, CollectiveError) and "no licence" in str(error) for error in run_ranks(2, main))
     assert len(set(closed)) == config.env.num_envs
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "network", "callback"])
+def test_a_users_code_that_changes_the_working_directory_later_loses_nothing(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(at: str) -> None:
+        if at == where:
+            os.chdir(assets)
+
+    class Leaving(gymnasium.Wrapper):
+        def reset(self, **arguments: Any) -> Any:
+            leave("reset")
+            return super().reset(**arguments)
+
+        def step(self, action: Any) -> Any:
+            leave("step")
+            return super().step(action)
+
+    class Network(torch.nn.Module):
+        def __init__(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
+            leave("network")
+            super().__init__()
+            self.trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
+            self.heads = torch.nn.ModuleList(torch.nn.Linear(8, outputs) for outputs in num_outputs)
+
+    def main(comm: MemoryCommunicator) -> Result:
+        code = UserCode(lambda: Leaving(gymnasium.make("CartPole-v1")), Network if where == "network" else None)
+        callbacks = Callbacks(on_update=lambda moment: leave("callback"))
+        return run_rank(comm, Request(config, code, callbacks), comm.interrupt)
+
+    assets = str(tmp_path / "assets")
+    (tmp_path / "assets").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = configure(Path("runs"))
+    (result,) = run_ranks(1, main)
+    assert result.status == "completed" and Path.cwd() == Path(assets)
+    assert (tmp_path / "runs/r/policy.safetensors").exists() and not list(Path(assets).iterdir())
+    assert list((tmp_path / "runs/r/metrics").iterdir()) and run_folder.read(result.run)["completed"]
 
 
 def test_environments_that_change_the_working_directory_do_not_move_the_run(

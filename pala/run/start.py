@@ -57,7 +57,7 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
         code = request.code
         envs = build_envs(comm, request.config, job.threads, code.make_env)
         interrupt.catch_again()
-        if any(comm.allgather(_working_directory() != here)) and here is not None:  # changed by the user's code
+        if any(comm.allgather(_may_leave(here, request))) and here is not None:
             request = _as_seen_from(here, request)
         if comm.rank == 0 and code.make_env is not given.make_env:
             _say_of_env(request)
@@ -100,6 +100,14 @@ def _working_directory() -> Path | None:
         return Path.cwd()
     except OSError:
         return None
+
+
+def _may_leave(here: Path | None, request: Request) -> bool:
+    """Whether the working directory is no longer this one, or code of the user's will run, which may change it."""
+    code, callbacks, config = request.code, request.callbacks, request.config
+    is_named = ":" in config.env.id or config.env.wrappers or config.network.custom
+    is_given = code.make_env is not None or code.make_network is not None or callbacks.may_stop
+    return bool(is_named or is_given) or _working_directory() != here
 
 
 def _as_seen_from(here: Path, request: Request) -> Request:
