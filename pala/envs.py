@@ -30,6 +30,7 @@ from pala.config import EnvConfig
 from pala.env_processes import EnvProcesses
 from pala.spaces import Inputs, Layout, inputs_of
 from pala.system.errors import PalaError, nearest, reason
+from pala.system.interrupt import keeping_signals
 from pala.system.names import import_module, parse_call
 from pala.system.output import say
 from pala.wrappers import wrapped
@@ -83,6 +84,7 @@ class Envs:
         self._returns = np.zeros(self.num_envs, np.float64)
         self._lengths = np.zeros(self.num_envs, np.int64)
 
+    @keeping_signals()
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """First observations [B, *obs]; `seeds` int32 [B], one an environment."""
         observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
@@ -308,6 +310,7 @@ class _Factory:
                 env.close()
 
 
+@keeping_signals()
 def make_envs(
     config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None, max_episode_steps: int | None = None
 ) -> Envs:

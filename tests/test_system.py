@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -12,12 +13,16 @@ import threading
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from conftest import wait_for
 
+from pala.config import EnvConfig
+from pala.envs import make_envs
 from pala.system import output, waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
@@ -140,14 +145,37 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-def test_a_signal_that_an_environments_code_has_taken_is_caught_again(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("when", ["make", "reset"])
+def test_a_signal_that_an_environments_code_has_taken_is_caught_again(
+    when: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def take(at: str) -> None:
+        if at == when:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+
+    class Taking(gymnasium.Wrapper):
+        def reset(self, **arguments: Any) -> Any:
+            take("reset")
+            return super().reset(**arguments)
+
+    def make() -> gymnasium.Env:
+        take("make")
+        return Taking(gymnasium.make("CartPole-v1"))
+
+    def play() -> None:
+        with contextlib.closing(make_envs(EnvConfig(num_envs=2), make_env=make)) as envs:
+            envs.reset(np.zeros(2, np.int32))
+
     with Interrupt().installed() as interrupt:
-        interrupt.catch_again()
-        assert capsys.readouterr().err == ""
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-        interrupt.catch_again()
+        play()
         signal.raise_signal(signal.SIGTERM)
         assert interrupt.signal is signal.SIGTERM and "had caught SIGTERM, by which" in capsys.readouterr().err
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        play()  # a script's own environments may
+        assert signal.getsignal(signal.SIGTERM) != before and capsys.readouterr().err == ""
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class SignalledAsItBegins(Interrupt):

@@ -56,7 +56,6 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
             request = replace(request, code=_load_code(comm, request.resume, given, request.trust_run))
         code = request.code
         envs = build_envs(comm, request.config, job.threads, code.make_env)
-        interrupt.catch_again()
         if any(comm.allgather(_may_leave(here, request))) and here is not None:
             request = _as_seen_from(here, request)
         if comm.rank == 0 and code.make_env is not given.make_env:
@@ -146,7 +145,6 @@ def take_place(
             # This job has kept it, or judged it.
             request = replace(request, code=user_code.load(segment.run, request.code))
             envs = stack.enter_context(build_envs(alone, request.config, job.threads, request.code.make_env))
-            interrupt.catch_again()
             request = _as_played(request, envs)
             config = request.config
             alike = replace(config, network=replace(config.network, precision=briefing.precision))

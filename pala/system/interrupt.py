@@ -33,7 +33,6 @@ class Interrupt:
         self.leave_requested = False
         self._raises = False
         self._since_s = 0.0
-        self._caught: tuple[signal.Signals, ...] = ()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -65,18 +64,25 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():  # which alone may catch signals
             yield self
             return
-        self._caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
-        previous = [signal.signal(number, self._on_signal) for number in self._caught]
+        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
+        previous = [signal.signal(number, self._on_signal) for number in caught]
         try:
             yield self
         finally:
-            for number, handler in zip(self._caught, previous, strict=True):
+            for number, handler in zip(caught, previous, strict=True):
                 signal.signal(number, handler)
-            self._caught = ()
 
-    def catch_again(self) -> None:
-        """Inside the block: take back signals that an environment's code has taken for itself meanwhile."""
-        for number in self._caught:
-            if signal.getsignal(number) != self._on_signal:
-                signal.signal(number, self._on_signal)
+
+@contextmanager
+def keeping_signals() -> Iterator[None]:
+    """Around an environment's code: what an `Interrupt` catches, and that code has caught for itself, is taken back."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, LEAVE)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            is_ours = isinstance(getattr(handler, "__self__", None), Interrupt)
+            if is_ours and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
                 say(f"The environment's code had caught {number.name}, by which training is told to end: taken back.")
