@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-_ABOVE_ZERO = 1e-30  # far below epsilon squared; the vectorised root takes 2 to 5 times as long at exact zeros
-
 
 def rmsprop_(
     parameters: Tensor, gradient: Tensor, mean_square: Tensor, learning_rate: float,
@@ -17,13 +15,18 @@ def rmsprop_(
 ) -> None:  # fmt: skip
     """One RMSprop step in place: v <- alpha v + (1 - alpha) g^2, then x <- x - lr g / denominator.
 
-    The denominator is sqrt(v) + epsilon as in PyTorch (and GALA), or sqrt(v + epsilon) as in TensorFlow.
+    The denominator is sqrt(v) + epsilon as in PyTorch (and GALA), or sqrt(v + epsilon) as in TensorFlow. The former is
+    AdaGrad's step for s = v / (1 - alpha), whose sum alpha s + g^2 forgets; on a CPU it takes half the time.
     """
-    mean_square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
-    if epsilon_inside_root:
-        denominator = (mean_square + epsilon).sqrt_()
-    else:
-        denominator = (mean_square + _ABOVE_ZERO).sqrt_().add_(epsilon)
+    rest = 1 - alpha
+    if parameters.device.type == "cpu" and not epsilon_inside_root:
+        root = math.sqrt(rest)
+        mean_square.mul_(alpha / rest)
+        adagrad_(parameters, gradient, mean_square, learning_rate / root, epsilon / root)
+        mean_square.mul_(rest)
+        return
+    mean_square.mul_(alpha).addcmul_(gradient, gradient, value=rest)
+    denominator = (mean_square + epsilon).sqrt_() if epsilon_inside_root else mean_square.sqrt().add_(epsilon)
     parameters.addcdiv_(gradient, denominator, value=-learning_rate)
 
 

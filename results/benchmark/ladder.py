@@ -30,13 +30,11 @@ VARIANTS: dict[str, tuple[list[str], str, dict[str, str]]] = {
     "float32, autograd, torch.compile": (FLOAT32 + AUTOGRAD, "compile", {}),
     "float32, without malloc keeping memory": (FLOAT32, "malloc", {}),
     "float32, frames turned by to(channels_last)": (FLOAT32, "turn", {}),
-    "float32, root of exact zeros in RMSprop": (FLOAT32, "root", {}),
     "float32, ranks bound to cores": (FLOAT32, "", {"PRTE_MCA_hwloc_default_binding_policy": "core"}),
     "float32, 32 environments a rank": ([*FLOAT32, "--env.num-envs", "32"], "", {}),
     "float32, 20-step rollouts": ([*FLOAT32, "--a2c.rollout-steps", "20"], "", {}),
     "bfloat16": (BFLOAT16, "", {}),
     "bfloat16, autograd instead of hand-written passes": (BFLOAT16 + AUTOGRAD, "", {}),
-    "bfloat16, root of exact zeros in RMSprop": (BFLOAT16, "root", {}),
     "bfloat16, 32 environments a rank": ([*BFLOAT16, "--env.num-envs", "32"], "", {}),
 }
 
@@ -53,12 +51,10 @@ def train_patched(patch: str, arguments: list[str]) -> None:
         resources.prepare(max(1, (os.cpu_count() or 1) // RANKS))
         import torch
 
-        from pala.networks import conv_tape, make, optimisers, tape
+        from pala.networks import conv_tape, make, tape
 
         if patch == "turn":
             conv_tape.channels_last = lambda images: images.contiguous(memory_format=torch.channels_last)
-        elif patch == "root":
-            optimisers._ABOVE_ZERO = 0.0
         elif patch == "compile":
             autograd = tape.AutogradTape
 
