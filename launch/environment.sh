@@ -56,7 +56,7 @@ make_venv() {
         fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
     mkdir -p "$venv" && touch "$mark" && find "$venv" -mindepth 1 -maxdepth 1 ! -name .pala-made -exec rm -rf {} + ||
         fail "The folder $venv cannot be made anew. Set PALA_VENV to another one."
-    end_together "${PYTHON:-python3}" -m venv "$venv" ||
+    "${PYTHON:-python3}" -m venv "$venv" ||
         fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
 }
 

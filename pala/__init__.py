@@ -124,6 +124,8 @@ def _with_random_numbers_of_its_own() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         yield
+    if not devices and torch.cuda.is_initialized():  # by training
+        torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 def _as_played(config: Config, make_env: Callable[..., Any] | None) -> Config:

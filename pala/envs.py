@@ -30,7 +30,7 @@ from pala.config import EnvConfig
 from pala.env_processes import EnvProcesses
 from pala.spaces import Inputs, Layout, inputs_of
 from pala.system.errors import PalaError, nearest, reason
-from pala.system.interrupt import keeping_signals
+from pala.system.interrupt import take_back_signals
 from pala.system.names import import_module, parse_call
 from pala.system.output import say
 from pala.wrappers import wrapped
@@ -84,10 +84,10 @@ class Envs:
         self._returns = np.zeros(self.num_envs, np.float64)
         self._lengths = np.zeros(self.num_envs, np.int64)
 
-    @keeping_signals()
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """First observations [B, *obs]; `seeds` int32 [B], one an environment."""
         observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
+        take_back_signals()
         self._returns[:] = 0
         self._lengths[:] = 0
         self._begin(info)
@@ -106,6 +106,8 @@ class Envs:
         ]
         self._returns[ended] = 0
         self._lengths[ended] = 0
+        if episodes:  # those environments were reset
+            take_back_signals()
         rewards = np.sign(rewards) if self._clip else rewards
         final = self._final_observations(truncated, info)
         return Step(observations, rewards.astype(np.float32), terminated, truncated, final, episodes)
@@ -310,7 +312,6 @@ class _Factory:
                 env.close()
 
 
-@keeping_signals()
 def make_envs(
     config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None, max_episode_steps: int | None = None
 ) -> Envs:
@@ -343,6 +344,7 @@ def make_envs(
             if config.vectorization == "sync":  # else gymnasium has closed the only one that is in this process
                 factory.close()
             raise
+    take_back_signals()
     return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs, config.episode_info)
 
 

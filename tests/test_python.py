@@ -235,13 +235,12 @@ def test_an_evaluation_leaves_as_many_threads_as_there_were(tmp_path: Path) -> N
         torch.set_num_threads(before)
 
 
-def test_fit_leaves_a_scripts_random_numbers_as_they_were() -> None:
+def test_fit_leaves_a_scripts_random_numbers_as_they_were(one_rank, tmp_path: Path) -> None:
     """Or each training of a random search would be followed by the same numbers."""
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    with pala._with_random_numbers_of_its_own():
-        torch.manual_seed(1)
+    one_rank(lambda: pala.fit(configure(tmp_path, steps=50)))
     assert torch.rand(3).equal(expected)
 
 

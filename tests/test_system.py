@@ -145,7 +145,7 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-@pytest.mark.parametrize("when", ["make", "reset"])
+@pytest.mark.parametrize("when", ["make", "reset", "step"])
 def test_a_signal_that_an_environments_code_has_taken_is_caught_again(
     when: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,8 +154,11 @@ def test_a_signal_that_an_environments_code_has_taken_is_caught_again(
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 
     class Taking(gymnasium.Wrapper):
+        was_reset = False
+
         def reset(self, **arguments: Any) -> Any:
-            take("reset")
+            take("step" if self.was_reset else "reset")
+            self.was_reset = True
             return super().reset(**arguments)
 
     def make() -> gymnasium.Env:
@@ -163,9 +166,13 @@ def test_a_signal_that_an_environments_code_has_taken_is_caught_again(
         return Taking(gymnasium.make("CartPole-v1"))
 
     def play() -> None:
-        with contextlib.closing(make_envs(EnvConfig(num_envs=2), make_env=make)) as envs:
+        env = EnvConfig(num_envs=2, max_episode_steps=5)
+        with contextlib.closing(make_envs(env, make_env=make)) as envs:
             envs.reset(np.zeros(2, np.int32))
+            if when == "step":  # after an episode's end
+                steps.extend(envs.step(np.zeros(2, np.int64)) for _ in range(5))
 
+    steps: list[Any] = []
     with Interrupt().installed() as interrupt:
         play()
         signal.raise_signal(signal.SIGTERM)

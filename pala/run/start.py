@@ -7,6 +7,7 @@ An error that one rank meets while all ranks start is raised on all of them, so 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -94,9 +95,10 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
 
 
 def _working_directory() -> Path | None:
-    """None if it has been deleted."""
+    """As the shell names it, which may be a link that leads elsewhere on another host. None if it has been deleted."""
+    named = Path(os.environ.get("PWD", ""))
     try:
-        return Path.cwd()
+        return named if named.is_absolute() and named.samefile(".") else Path.cwd()
     except OSError:
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -66,23 +66,23 @@ class Interrupt:
             return
         caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
         previous = [signal.signal(number, self._on_signal) for number in caught]
+        _caught.update(dict.fromkeys(caught, self._on_signal))
         try:
             yield self
         finally:
+            _caught.clear()
             for number, handler in zip(caught, previous, strict=True):
                 signal.signal(number, handler)
 
 
-@contextmanager
-def keeping_signals() -> Iterator[None]:
-    """Around an environment's code: what an `Interrupt` catches, and that code has caught for itself, is taken back."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, LEAVE)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            is_ours = isinstance(getattr(handler, "__self__", None), Interrupt)
-            if is_ours and signal.getsignal(number) != handler:
-                signal.signal(number, handler)
-                say(f"The environment's code had caught {number.name}, by which training is told to end: taken back.")
+_caught: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {}  # while an `Interrupt` is installed
+
+
+def take_back_signals() -> None:
+    """Of those that an `Interrupt` catches, what an environment's code has caught for itself since."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number, handler in _caught.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+            say(f"The environment's code had caught {number.name}, by which training is told to end: taken back.")
