@@ -934,8 +934,10 @@ def test_a_users_code_that_changes_the_working_directory_later_loses_nothing(
             self.heads = torch.nn.ModuleList(torch.nn.Linear(8, outputs) for outputs in num_outputs)
 
     def main(comm: MemoryCommunicator) -> Result:
-        code = UserCode(lambda: Leaving(gymnasium.make("CartPole-v1")), Network if where == "network" else None)
-        callbacks = Callbacks(on_update=lambda moment: leave("callback"))
+        # One at a time: any of them alone has to be known for code that may leave.
+        make_env = (lambda: Leaving(gymnasium.make("CartPole-v1"))) if where in ("reset", "step") else None
+        code = UserCode(make_env, Network if where == "network" else None)
+        callbacks = Callbacks(on_update=lambda moment: leave("callback")) if where == "callback" else Callbacks()
         return run_rank(comm, Request(config, code, callbacks), comm.interrupt)
 
     assets = str(tmp_path / "assets")
