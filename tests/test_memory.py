@@ -61,7 +61,7 @@ from pala.exchange.kinds import KINDS
 from pala.exchange.make import make_exchange
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint, run_folder, start
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment, UserCode
 from pala.run.keeper import BestPolicy, Keeper
@@ -948,6 +948,17 @@ def test_a_users_code_that_changes_the_working_directory_later_loses_nothing(
     assert result.status == "completed" and Path.cwd() == Path(assets)
     assert (tmp_path / "runs/r/policy.safetensors").exists() and not list(Path(assets).iterdir())
     assert list((tmp_path / "runs/r/metrics").iterdir()) and run_folder.read(result.run)["completed"]
+
+
+def test_the_working_directory_is_known_by_the_shells_name_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "real")
+    for named, known in (("link", "link"), ("gone", "real"), ("", "real")):
+        monkeypatch.setenv("PWD", str(tmp_path / named))
+        assert start._working_directory() == tmp_path / known
 
 
 def test_environments_that_change_the_working_directory_do_not_move_the_run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,15 @@ def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) 
 
 def _working_directory() -> Path | None:
     """As the shell names it, which may be a link that leads elsewhere on another host. None if it has been deleted."""
-    named = Path(os.environ.get("PWD", ""))
     try:
-        return named if named.is_absolute() and named.samefile(".") else Path.cwd()
+        here = Path.cwd()
     except OSError:
         return None
+    named = Path(os.environ.get("PWD", ""))
+    with suppress(OSError):  # it may name a folder that is gone
+        if named.is_absolute() and named.samefile(here):
+            return named
+    return here
 
 
 def _may_leave(here: Path | None, request: Request) -> bool:
