@@ -238,7 +238,7 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(
     job, run = standing.start_train(2, *trainer_of(kind), *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     wait_for(lambda: all_train(run, 2), what="training")
     os.kill(job.pids[1], signal.SIGUSR1)
-    done = job.wait(60)
+    done = job.wait()
     assert done.values == [128 + signal.SIGTERM, 128 + signal.SIGUSR1], done.output
     assert "checkpoint written to" in done.output, done.output
     stopped = states_of(run, 2)
@@ -262,7 +262,7 @@ def test_the_death_of_a_rank_ends_the_job_with_a_sentence(
     run = tmp_path / "runs/r"
     wait_for(lambda: all_train(run, 3), what="training")
     os.kill(pids_of_ranks(tmp_path)[1], signal.SIGKILL)
-    job.wait(60)
+    job.wait()
     assert job.status != 0 and "Rank 1 has died, and this 'exchange.kind' cannot go on" in job.output, job.output
     assert not record_of(run)["completed"]
     assert_all_end(tmp_path)

@@ -188,7 +188,7 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
     job, run = standing.start_train(2, *TRAIN, *options, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     wait_for(lambda: all_learn(run, 2), what="learning")
     os.kill(job.pids[1], signal.SIGUSR1)
-    done = job.wait(60)
+    done = job.wait()
     assert "checkpoint written to" in done.output, done.output
     stopped = states_of(run, 2)
     begin, held = assemble(stopped), [intervals(run, rank)[-1]["replay_transitions"] for rank in range(2)]
@@ -256,7 +256,7 @@ def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoin
     wait_for(lambda: all_learn(run, 3), what="learning")
     wait_for(lambda: all(state.counters["gorila"]["version"] > 0 for state in states_of(run, 2)), what="a checkpoint")
     os.kill(pids_of_ranks(tmp_path)[0], signal.SIGKILL)
-    job.wait(60)
+    job.wait()
     assert job.status != 0 and "Traceback" not in job.output, job.output
     assert "Rank 0 has died, which served shard 0 of the parameters; nothing can be" in job.output
     assert not record_of(run)["completed"]
@@ -275,7 +275,7 @@ def test_a_spare_takes_the_place_of_a_killed_actor_and_learner(any_mpi: Launcher
     os.kill(pids[1], signal.SIGKILL)
     wait_for(lambda: len(read_run(run)) == 3 and total(run, "gradients_sent", 2) > 20, what="learning of the spare")
     os.kill(job.process.pid, signal.SIGUSR1)
-    job.wait(60)
+    job.wait()
     (segment,) = record_of(run)["segments"]
     assert segment["status"] == "stopped" and "Traceback" not in job.output, job.output
     assert [lost["rank"] for lost in segment["lost_ranks"]] == [1] and total(run, "messages_refused") == 0
@@ -292,7 +292,7 @@ def test_a_stopped_shard_ends_the_job_with_a_sentence(any_mpi: Launcher, tmp_pat
     run = tmp_path / "runs/r"
     wait_for(lambda: all_learn(run, 3), what="learning")
     os.kill(pids_of_ranks(tmp_path)[0], signal.SIGSTOP)
-    job.wait(60)
+    job.wait()
     assert job.status != 0 and "Traceback" not in job.output, job.output
     assert "Rank 0 has not answered for 5 s ('gorila.patience_s'), which serves shard 0; nothing can be" in job.output
     assert not record_of(run)["completed"]

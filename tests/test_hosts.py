@@ -124,7 +124,7 @@ def test_a_killed_host_leaves_nothing(possible: Launcher, tmp_path: Path) -> Non
         assert len(hosts.pids(1)) >= 2  # Open MPI's daemon and a rank
         hosts.kill(1)
         assert not virtual_hosts.processes_in(network) and hosts.pids(1) == []
-        job.wait(60)  # Open MPI ends the job; its exit status is then 0 all the same
+        job.wait()  # Open MPI ends the job; its exit status is then 0 all the same
     assert not record_of(tmp_path / "runs/r")["completed"]
     assert not processes_in(tmp_path)
 
@@ -204,7 +204,7 @@ def test_the_command_passes_signals_on_and_ends_its_hosts(
     job = possible.start_command(command, cwd=tmp_path, env={"PATH": path})
     wait_for(lambda: (tmp_path / "begun").exists() or job.process.poll() is not None, what="the fake mpirun")
     job.process.send_signal(number)
-    job.wait(60)
+    job.wait()
     assert job.status == 7 and (tmp_path / "told").read_text() == f"{told.name[3:]}\n", job.output
     assert_all_end(tmp_path, "all processes")  # what is left of the job, holders
 
@@ -229,7 +229,7 @@ virtual_hosts.main()
 """
     env = {"PATH": f"{tmp_path}:{possible.environment()['PATH']}", "PYTHONPATH": str(SCRIPT.parent)}
     job = possible.start_command([str(possible.folder / "python"), "-c", source], cwd=tmp_path, env=env)
-    job.wait(60)
+    job.wait()
     assert job.status == 7 and (tmp_path / "told").read_text() == "TERM\n", job.output
     assert_all_end(tmp_path, "all processes")
 

@@ -95,7 +95,7 @@ def test_a_signal_ends_a_job_of_which_a_rank_hangs_in_its_start(any_mpi: Launche
     job = any_mpi.start("-np", "2", str(any_mpi.folder / "python"), "hangs.py", cwd=tmp_path)
     wait_for(lambda: all((tmp_path / f"making-{rank}").exists() for rank in range(2)), what="the environments")
     job.process.send_signal(signal.SIGUSR1)
-    job.wait(60)
+    job.wait()
     assert job.status != 0 and "did not end within 10 s of the signal" in job.output, job.output
     assert_all_end(tmp_path)
 
@@ -167,7 +167,7 @@ def test_a_signal_ends_cleanly(mpi: Launcher, number: int, tmp_path: Path) -> No
     wait_for(lambda: all_train(run, 2), what="training")
     assert len(processes_in(tmp_path)) >= 2
     job.process.send_signal(number)
-    job.wait(60)
+    job.wait()
     assert_all_end(tmp_path)
     # Open MPI kills its ranks 0.2 s after these signals: on a slow disk they do not get to say so.
     expected = {"stopped", "running"} if mpi.name == "openmpi" else {"stopped"}
@@ -216,7 +216,7 @@ def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(
     fill(small_disk)
     job.wait_for_output("no checkpoint could be written")
     job.process.send_signal(signal.SIGTERM)
-    job.wait(60)
+    job.wait()
     assert job.status != 0 and "Traceback" not in job.output, job.output
     assert "no checkpoint could be written" in job.output and "No space left on device" in job.output
     assert_all_end(tmp_path)

@@ -311,7 +311,7 @@ def test_two_jobs_in_one_folder(mpi: Launcher, standing: StandingRanks, tmp_path
     wait_for(lambda: who_trains(run) is None, what="the end of their locks")
     third = standing.train(2, "--resume", str(run), "--total-steps", "1", cwd=tmp_path)
     assert third.status == 0 and record_of(run)["completed"] and len(record_of(run)["segments"]) == 2, third.output
-    job.wait(60)
+    job.wait()
 
 
 def test_a_run_is_supervised_from_inside_its_folder(tmp_path, monkeypatch):

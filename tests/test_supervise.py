@@ -832,7 +832,7 @@ def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, numbe
     job = start(any_mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "100000000", cwd=tmp_path)
     wait_for_checkpoints(job, run)
     job.process.send_signal(number)
-    job.wait(60)
+    job.wait()
     assert job.status != 0 and "checkpoint written to" in job.output, job.output
     assert f"after {signal.Signals(number).name}" in job.output and "restart" not in job.output
     assert [segment["status"] for segment in record_of(run)["segments"]] == ["stopped"]
@@ -852,7 +852,7 @@ def test_a_scheduler_signals_every_process(any_mpi: Launcher, tmp_path: Path) ->
             with suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
-    job.wait(60)
+    job.wait()
     assert job.status != 0 and "checkpoint written to" in job.output and "restart" not in job.output, job.output
     assert [segment["status"] for segment in record_of(run)["segments"]] == ["stopped"]
 
