@@ -59,6 +59,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # at the end of all workers
     atexit.register(lambda: _remove_shared_memory(_shared_memory() - _before))
 
 
+def _is_mpirun(pid: int) -> bool:
+    """Also where what was started has become it: nsenter, taskset."""
+    return Path(f"/proc/{pid}/comm").read_text().strip() in ("mpirun", "prterun", "mpiexec")
+
+
 def _lives_below(pid: int) -> bool:
     """Whether a child of this process lives; one that only waits to be asked for its status does not."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -87,18 +92,24 @@ class Job:
     def status(self) -> int:
         return self.process.returncode
 
-    def wait(self, timeout_s: float = 240) -> Job:
+    def wait(self, timeout_s: float = 420) -> Job:
         """Until it has ended. An mpirun that hangs when all its ranks have ended (docs/reliability.md: Open MPI 5.0.11)
-        is killed, with a warning: its status is then that of no rank."""
-        try:
-            self.output += self.process.communicate(timeout=timeout_s)[0]
-        except subprocess.TimeoutExpired:
-            if Path(str(self.process.args[0])).name != "mpirun" or _lives_below(self.process.pid):
-                raise
-            self.process.kill()
-            self.output += self.process.communicate(timeout=30)[0]
-            warnings.warn(f"mpirun outlived its ranks; it had written:\n{self.output[-3000:]}", stacklevel=2)
-        return self
+        is killed, with a warning: its status is then that of no rank. Supervisors end one after `LINGER_S`."""
+        deadline, was_alone = time.monotonic() + timeout_s, False
+        while True:
+            try:
+                self.output += self.process.communicate(timeout=min(30.0, timeout_s))[0]
+                return self
+            except subprocess.TimeoutExpired:
+                is_alone = _is_mpirun(self.process.pid) and not _lives_below(self.process.pid)
+                if is_alone and was_alone:
+                    self.process.kill()
+                    self.output += self.process.communicate(timeout=30)[0]
+                    warnings.warn(f"mpirun outlived its ranks:\n{self.output[-3000:]}", stacklevel=2)
+                    return self
+                if time.monotonic() > deadline:
+                    raise
+                was_alone = is_alone
 
     def wait_for_output(self, words: str, timeout_s: float = 180) -> None:
         """Until the job has written these words."""

@@ -352,8 +352,12 @@ def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_before_its_first_step_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
+    """They step already: all have left what comes before training."""
     disturbance = """
+        open(f"steps-{rank}", "w").close()
         if rank == 1:
+            while not (os.path.exists("steps-0") and os.path.exists("steps-2")):
+                time.sleep(0.01)
             open("dies", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         while steps == 100 and not os.path.exists("dies"):

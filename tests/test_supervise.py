@@ -142,7 +142,7 @@ def test_a_supervisor_that_was_started_several_times_says_so(there: Path) -> Non
     for rank, says in ((0, True), (1, False)):
         environment = os.environ | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": str(rank)}
         command = [sys.executable, str(SCRIPT), "--mpirun", "true", "--restarts", "0", "quickstart"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         assert ("this was started 4 times at once" in done.stderr) == says, done.stderr
 
 
@@ -759,7 +759,8 @@ def start(launcher: Launcher, *arguments: str, cwd: Path, env: dict[str, str] | 
 def wait_for_checkpoints(job: Job, run: Path, segment: int = 0) -> None:
     """Until the ranks have saved while they trained."""
     later = run / f"checkpoints/segment-{segment:03d}/rank-0000.previous.safetensors"
-    wait_for(lambda: later.exists() or job.process.poll() is not None, what="a second checkpoint")
+    patience_s = 420  # of the segment before, mpirun may outlive the ranks until the supervisor ends it
+    wait_for(lambda: later.exists() or job.process.poll() is not None, patience_s, "a second checkpoint")
     assert job.process.poll() is None, job.wait().output
 
 
@@ -780,7 +781,7 @@ def tidy(tmp_path: Path) -> Iterator[None]:
 def test_a_job_whose_rank_or_mpirun_is_killed_is_resumed_to_completion(mpi: Launcher, tmp_path: Path) -> None:
     """First ranks, then mpirun, whose ranks may outlive it: they are waited for, so that no job is beside another."""
     run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.002)
-    options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "8000"]
+    options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "100000"]
     job = start(mpi, "-n", "2", *options, cwd=tmp_path, env=paced | {"TMPDIR": str(tmp_path)})
     wait_for_checkpoints(job, run)
     victims = ranks_in(tmp_path)
@@ -791,6 +792,7 @@ def test_a_job_whose_rank_or_mpirun_is_killed_is_resumed_to_completion(mpi: Laun
     left = tmp_path / f"ompi.{mpirun}"
     assert left.exists() == (mpi.name == "openmpi")
     os.kill(mpirun, signal.SIGKILL)
+    (tmp_path / "free").touch()
     job.wait()
     assert not left.exists(), "a later mpirun with this process number would fail"
     assert job.status == 0 and "ended with status 137" in job.output and "Another job" not in job.output, job.output
@@ -815,7 +817,7 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
     environment = {"PYTHONPATH": f"{tmp_path / 'broken'}:{REPOSITORY}"}
     options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "40"]
     job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
-    job.wait(250)
+    job.wait()
     assert job.status == 0 and re.search(r"is complete after \d restart", job.output), job.output
     # Rank 0, too, may be slow.
     said = r"after 40 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
@@ -828,6 +830,8 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
 @pytest.mark.usefixtures("tidy")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGQUIT, signal.SIGHUP])  # TERM: test_faults
 def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("SIGHUP is ignored, as under nohup, and stays so")
     run = tmp_path / "runs" / "r"
     job = start(any_mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "100000000", cwd=tmp_path)
     wait_for_checkpoints(job, run)
@@ -907,7 +911,7 @@ def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:  #
         wait_for_checkpoints(job, run)
         assert record_of(run)["segments"][0]["hosts"] == ["vhost0", "vhost1"]
         hosts.set_link(1, up=False)
-        job.wait(240)
+        job.wait()
     assert job.status == 0, job.output
     assert f"supervise: host {hosts.addresses[1]} does not start a process and is left out." in job.output
     record = record_of(run)
