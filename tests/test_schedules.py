@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import slow_but_for
+from conftest import REPOSITORY, assert_all_end, processes_in, slow_but_for, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -713,3 +715,14 @@ def mixes_beside_stopped_peers(driver: type[GossipDriver]) -> int:
 def test_stopped_peers_that_hold_all_snapshots_hold_up_nobody() -> None:
     assert mixes_beside_stopped_peers(GossipDriver) > 150
     assert mixes_beside_stopped_peers(HasNoSpareSnapshots) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_its_processes_end_with_it(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pala.simulate", "check", "--schedules", "1000000", "--processes", "2"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as check:
+        wait_for(lambda: len(processes_in(tmp_path)) >= 4, what="two workers")  # and multiprocessing's own tracker
+        check.send_signal(number)
+        assert check.wait(60) == -number
+    assert_all_end(tmp_path, "its workers")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import multiprocessing.connection
+import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -83,7 +86,7 @@ def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProt
     sofar = Tried()
     context = multiprocessing.get_context("spawn")
     # Not multiprocessing's Pool: to leave one with tasks in it ends workers by force, which was seen to wait for ever.
-    with ProcessPoolExecutor(processes, context, _leave_interrupts_to_the_parent) as pool:
+    with ProcessPoolExecutor(processes, context, _follow_the_parent) as pool:
         for tried in pool.map(partial(_try, protocol=protocol), batches):
             schedules, events = sofar.schedules + tried.schedules, sofar.events + tried.events
             sofar = Tried(schedules, events, sofar.faults + tried.faults, tried.failure)
@@ -92,8 +95,17 @@ def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProt
                 return
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def _follow_the_parent() -> None:
+    """Leave ^C to it, and end with it, however that ends: a worker that waits for tasks would do so for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=[parent.sentinel], daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 def _faults(scenario: Scenario) -> dict[str, list[float]]:
