@@ -196,14 +196,15 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
     """
     from pala.envs import as_gymnasium
     from pala.evaluation.acting import check_numbers
-    from pala.evaluation.scoring import whole_games
+    from pala.evaluation.scoring import longest_game, whole_games
     from pala.run.user_code import load_trusted
     from pala.system.resources import usable_cores
 
     config = load_config(run)
     check_numbers(num_envs=(num_envs, 1))
     make_env, _ = load_trusted(Path(run), config, trust_run)
-    return as_gymnasium(whole_games(config.env, num_envs), usable_cores(), make_env)
+    games = replace(whole_games(config.env, num_envs), max_episode_steps=longest_game(config))
+    return as_gymnasium(games, usable_cores(), make_env)
 
 
 def evaluate_policy(

@@ -437,6 +437,19 @@ def test_the_environments_of_a_run_give_what_its_policy_takes(
         pala.make_envs(run, num_envs=0)
 
 
+def test_the_environments_of_a_run_cut_games_where_its_evaluation_does(tmp_path: Path) -> None:
+    """Where training never ends an episode, a script that plays one to its end would go on for ever."""
+    env = EnvConfig("Grid-v0")
+    config = replace(CARTPOLE, env=env, evaluation=EvaluationConfig(max_episode_steps=6))
+    run = make_run(tmp_path / "run", config)
+    user_code.keep(run, config, user_code.UserCode(Grid))
+    envs = pala.make_envs(run)
+    envs.reset(seed=1)
+    cut = [bool(envs.step(np.array([1]))[3][0]) for _ in range(6)]
+    envs.close()
+    assert cut == [False] * 5 + [True]
+
+
 def test_a_run_whose_environment_from_python_is_missing_is_not_played_with_another(tmp_path: Path) -> None:
     """As one that was copied without its pickles: its id may be that of an environment that is registered."""
     make_env = partial(gymnasium.make, "CartPole-v1", max_episode_steps=20)

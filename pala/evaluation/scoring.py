@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pala.config import EnvConfig, to_table
+from pala.config import Config, EnvConfig, to_table
 from pala.envs import AtariEnvs, Envs, Episode, make_envs
 from pala.evaluation.acting import OTHER_SETTINGS, Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
@@ -41,8 +41,8 @@ def evaluate(
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
     run = run.absolute()  # an environment may change the working directory
     make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
-    limit = min(steps for steps in (config.evaluation.max_episode_steps, config.env.max_episode_steps) if steps)
-    with make_envs(whole_games(config.env, min(num_envs, episodes)), acting.threads, make_env, limit) as envs:
+    games, limit = whole_games(config.env, min(num_envs, episodes)), longest_game(config)
+    with make_envs(games, acting.threads, make_env, limit) as envs:
         torch.set_num_threads(acting.threads)  # not before: an environment's module may have set it otherwise
         policy = load_policy(run, config, envs, make_network, acting.best)
         act = policy.actor(acting.greedy, int(derive(acting.seed, 0, "evaluation actions")[0]))
@@ -124,6 +124,11 @@ def _game_facts(env: EnvConfig, played: list[Episode], name: str, is_atari: bool
 def whole_games(env: EnvConfig, num_envs: int) -> EnvConfig:
     """The training environment, but a lost life ends nothing and no reward is clipped."""
     return replace(env, num_envs=num_envs, terminal_on_life_loss=False, clip_rewards="none")
+
+
+def longest_game(config: Config) -> int:
+    """After so many steps a game is cut; Atari's have a limit of their own."""
+    return min(steps for steps in (config.evaluation.max_episode_steps, config.env.max_episode_steps) if steps)
 
 
 def play_episodes(
