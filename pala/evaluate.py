@@ -125,14 +125,14 @@ def _follow(run: Path, score: Callable[[], Evaluation]) -> None:
             time.sleep(_LOOK_S)
             continue
         try:
-            is_complete |= score().policy == "final"
+            evaluation = score()
         except PalaError:
             time.sleep(_LOOK_S)
             if is_complete or global_steps(run) == steps:
                 raise  # else newer checkpoints have taken the place of those that were read
         else:
-            scored_steps, has_said = steps, False
-            if is_complete:
+            scored_steps, has_said = max(steps, evaluation.global_steps), False  # others may have saved meanwhile
+            if is_complete or evaluation.policy == "final":
                 return
 
 

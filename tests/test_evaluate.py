@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -330,6 +331,27 @@ def test_a_follower_tries_again_only_if_there_are_newer_checkpoints(
     with pytest.raises(PalaError, match="it is gone"):
         program._follow(run, score)
     assert tried == [307, 707, 1107]
+
+
+def test_a_follower_scores_nothing_twice_that_was_saved_while_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks save some seconds apart: what is read may be newer than what was seen."""
+    run = make_run(tmp_path / "run", CARTPOLE)
+    flat = FlatParameters(network_of(CARTPOLE), torch.device("cpu"))
+    save_both(run, flat)
+    scored = []
+
+    def score() -> Evaluation:
+        if not scored:
+            save_both(run, flat, 500)
+        scored.append(checkpoint.global_steps(run))
+        return mock.Mock(policy="mean of checkpoints", global_steps=scored[-1])
+
+    monkeypatch.setattr(program.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        program._follow(run, score)
+    assert scored == [707]
 
 
 def test_of_independent_learners_the_first_that_has_learned_is_taken_and_named(tmp_path: Path) -> None:
