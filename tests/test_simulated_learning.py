@@ -192,3 +192,8 @@ def test_mistakes_in_progress_are_one_sentence(arguments: str, sentence: str) ->
 @pytest.mark.parametrize("words", [["gala/pong"], ["--exchange.kind", "allreduce"]])
 def test_a_preset_of_another_exchange_is_simulated_with_the_methods(words: list[str]) -> None:
     assert {"uniform", "paired"} <= set(parse([*words, "--total-steps", "1000"]).methods)
+
+
+def test_of_two_options_the_one_that_there_is_not_is_named() -> None:
+    with pytest.raises(PalaError, match="there is no option '--total-step'; did you mean `--total-steps`"):
+        parse(["--ranks", "16", "--total-step", "1000"])

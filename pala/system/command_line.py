@@ -76,7 +76,8 @@ def _options(command: Any, kind: type = object, section: str = "") -> list[str]:
     for field in dataclasses.fields(command):
         value, name = getattr(command, field.name, None), field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
-            names += _options(value, kind, "" if name == "config" else f"{section}{name}.")
+            flattened = name in ("config", "conditions")  # tyro.conf.arg(name="")
+            names += _options(value, kind, "" if flattened else f"{section}{name}.")
         elif isinstance(value, kind) and (kind in (object, bool) or not isinstance(value, bool)):
             names.append(section + name)
     return names
