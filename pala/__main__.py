@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import signal
 import sys
@@ -46,9 +47,10 @@ def main() -> None:
 
         say(f"pala: error: '{name}' is none of: {', '.join(_MODULES)}{nearest(name, _MODULES) or '.'}")
         sys.exit(2)
-    here = str(Path.cwd())
-    if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
-        sys.path.append(here)  # modules of the user's own are found, and take the place of none that is installed
+    with contextlib.suppress(OSError):  # a folder that is gone
+        here = str(Path.cwd())
+        if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
+            sys.path.append(here)  # modules of the user's own are found, and take the place of none that is installed
     program = importlib.import_module(_MODULES[name])
     signal.signal(signal.SIGINT, handler)
     sys.argv[:2] = [f"pala {name}"]
