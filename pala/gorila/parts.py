@@ -114,8 +114,7 @@ class GorilaParts(Parts[GorilaExchange]):
         prefix = self._replay_prefix(saved.segment)
         found = self.store is None or self.store.is_saved(prefix)
         changed, is_wanted = _changed(saved.config.env, self.config.env), self.config.gorila.save_replay
-        same_ranks = saved.own is not None
-        same_ranks = same_ranks and self._shares_replay_as(assign(saved.config.gorila, comm.size))
+        same_ranks = saved.own is not None and self._shares_replay_as(assign(saved.config.gorila, comm.size))
         if all(comm.allgather(found)) and same_ranks and is_wanted and not changed:
             collectively(comm, lambda: self.store.load(prefix) if self.store is not None else None)
             return True
