@@ -188,8 +188,8 @@ def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: b
 
 
 def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> VectorEnv:
-    """The environment of a run, so many times beside each other, as `evaluate_policy` plays it: whole games, rewards
-    unclipped. What `load_policy(run)` takes are its observations.
+    """The environment of a run, so many times beside each other, as `evaluate_policy` plays it: whole games, cut where
+    it cuts them, rewards unclipped. What `load_policy(run)` takes are its observations.
 
     They are gymnasium's, in this process: an environment begins anew in the step in which its episode ends
     (`AutoresetMode.SAME_STEP`). `trust_run`: as of `load_policy`. Raises PalaError.

@@ -41,7 +41,7 @@ class EnvConfig:
     `is_success`: in metrics, TensorBoard and evaluations."""
     vectorization: Literal["sync", "async"] = "sync"
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own. With `async`
-    a script must call `pala.fit` and `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
+    a script calls `pala.fit` or `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
     imports the script."""
     clip_rewards: Literal["auto", "sign", "none"] = "auto"
     """What the learner sees: the sign of each reward [DQN] or the reward itself. `auto`: sign for Atari, none for

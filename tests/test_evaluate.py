@@ -33,7 +33,7 @@ from pala.evaluation.policy import load_policy, policy_of
 from pala.evaluation.record import Evaluation, action_words, read_evaluation, save
 from pala.evaluation.references import human_normalised, reference_scores
 from pala.evaluation.scoring import _statistics, evaluate, play_episodes
-from pala.evaluation.video import _atari_screen, _write_video, record_video
+from pala.evaluation.video import _atari_screen, _write_video, filmed, record_video
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.run import checkpoint, conclusion, run_folder, user_code
 from pala.run.checkpoint import RankState
@@ -641,6 +641,16 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
         assert reader.get_meta_data()["size"] == size
         assert reader.get_meta_data()["fps"] == frames_per_s
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".mp4"] == ["video.mp4"]
+
+
+def test_a_film_is_cut_where_an_evaluation_is(tmp_path: Path) -> None:
+    """A game without an end would be shown for ever."""
+    config = replace(CARTPOLE, evaluation=EvaluationConfig(max_episode_steps=3))
+    network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
+    run = make_run(tmp_path / "run", config, network)
+    user_code.keep(run, config, UserCode(lambda: Sparkle("rgb_array")))
+    with filmed(run, 1, Acting()) as film:
+        assert len(list(film.pictures)) == 3 and [episode.length_steps for episode in film.ended] == [3]
 
 
 def test_an_environment_that_does_not_draw_is_told(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ import gymnasium
 import numpy as np
 import torch
 
-from pala.config import EnvConfig
+from pala.config import Config, EnvConfig
 from pala.envs import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
 from pala.evaluation.acting import Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
-from pala.evaluation.scoring import whole_games
+from pala.evaluation.scoring import longest_game, whole_games
 from pala.run import user_code
 from pala.system.errors import PalaError, reason
 from pala.system.seeding import derive
@@ -73,7 +73,7 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
     run = run.absolute()  # an environment may change the working directory
     seeds = derive(acting.seed, 0, "video environment")
     make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
-    envs, screen, frames_per_s = _stage(whole_games(config.env, 1), make_env, seeds, acting.threads)
+    envs, screen, frames_per_s = _stage(config, make_env, seeds, acting.threads)
     try:
         torch.set_num_threads(acting.threads)  # not before: an environment's module may have set it otherwise
         policy = load_policy(run, config, envs, make_network, acting.best)
@@ -100,12 +100,13 @@ def _film(
         yield screen(actions)
 
 
-def _stage(env: EnvConfig, make_env: MakeEnv | None, seeds: np.ndarray, threads: int) -> tuple[Envs, Screen, float]:
+def _stage(config: Config, make_env: MakeEnv | None, seeds: np.ndarray, threads: int) -> tuple[Envs, Screen, float]:
     """One environment for the policy, what it is seen with, and pictures a second."""
+    env = whole_games(config.env, 1)
     if make_env is None and env.is_atari:
         return make_envs(env, threads), _atari_screen(env, seeds), _ATARI_FRAMES_PER_S / env.frame_skip
     rendered = _rendered_env(env, make_env)
-    envs = make_envs(replace(env, vectorization="sync"), threads, lambda: rendered)
+    envs = make_envs(replace(env, vectorization="sync"), threads, lambda: rendered, longest_game(config))
     return envs, _screen_of(rendered), float(rendered.metadata.get("render_fps") or 30)
 
 
