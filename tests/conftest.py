@@ -60,8 +60,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # at the end of all workers
 
 
 def _is_mpirun(pid: int) -> bool:
-    """Also where what was started has become it: nsenter, taskset."""
-    return Path(f"/proc/{pid}/comm").read_text().strip() in ("mpirun", "prterun", "mpiexec")
+    """Whether one lives, also where what was started has become it: nsenter, taskset."""
+    with suppress(OSError):
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        return name in ("mpirun", "prterun", "mpiexec") and rest.split()[0] != "Z"
+    return False
 
 
 def _lives_below(pid: int) -> bool:
@@ -86,15 +89,18 @@ class Job:
     """A finished or running mpirun."""
 
     process: subprocess.Popen[str]
+    cwd: Path
     output: str = ""
+    outlived: int | None = None  # status of a job whose mpirun outlived its ranks
 
     @property
     def status(self) -> int:
-        return self.process.returncode
+        return self.process.returncode if self.outlived is None else self.outlived
 
     def wait(self, timeout_s: float = 420) -> Job:
         """Until it has ended. An mpirun that hangs when all its ranks have ended (docs/reliability.md: Open MPI 5.0.11)
-        is killed, with a warning: its status is then that of no rank. Supervisors end one after `LINGER_S`."""
+        is killed, with a warning. What its runs' records say decides its status, as by a supervisor, which ends such an
+        mpirun after `LINGER_S`."""
         deadline, was_alone = time.monotonic() + timeout_s, False
         while True:
             try:
@@ -105,6 +111,8 @@ class Job:
                 if is_alone and was_alone:
                     self.process.kill()
                     self.output += self.process.communicate(timeout=30)[0]
+                    records = [json.loads(path.read_text()) for path in self.cwd.rglob("run.json")]
+                    self.outlived = 0 if records and all(record["completed"] for record in records) else 1
                     warnings.warn(f"mpirun outlived its ranks:\n{self.output[-3000:]}", stacklevel=2)
                     return self
                 if time.monotonic() > deadline:
@@ -150,7 +158,7 @@ class Launcher:
             command, cwd=cwd, env=self.environment() | (env or {}), text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        job = Job(process)
+        job = Job(process, cwd)
         self.jobs.append(job)
         return job
 

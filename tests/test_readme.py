@@ -33,7 +33,7 @@ def run(command: str, launcher: Launcher, **extra: str) -> str:
     if not command.startswith("./launch"):
         environment = launcher.environment()
     done = subprocess.run(
-        command, shell=True, cwd=REPOSITORY, env=environment | extra, text=True, timeout=240,
+        command, shell=True, cwd=REPOSITORY, env=environment | extra, text=True, timeout=420,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -717,12 +718,16 @@ def test_stopped_peers_that_hold_all_snapshots_hold_up_nobody() -> None:
     assert mixes_beside_stopped_peers(HasNoSpareSnapshots) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_its_processes_end_with_it(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "draw_s"), [(signal.SIGTERM, 0.0), (signal.SIGKILL, 5.0)])
+def test_its_processes_end_with_it(number: signal.Signals, draw_s: float, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pala.simulate", "check", "--schedules", "1000000", "--processes", "2"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as check:
-        wait_for(lambda: len(processes_in(tmp_path)) >= 4, what="two workers")  # and multiprocessing's own tracker
-        check.send_signal(number)
-        assert check.wait(60) == -number
+        try:
+            wait_for(lambda: len(processes_in(tmp_path)) >= 4, what="two workers")  # and multiprocessing's own tracker
+            time.sleep(draw_s)  # they begin, or try schedules
+            check.send_signal(number)
+            assert check.wait(60) == -number
+        finally:
+            check.kill()
     assert_all_end(tmp_path, "its workers")

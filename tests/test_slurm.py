@@ -69,12 +69,12 @@ class Submitted:
         return not {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"} & set(self.slurm.states(self.id))
 
     def wait(self) -> None:
-        wait_for(self.has_ended, 300, "the end of the job", _LOOK_S)
+        wait_for(self.has_ended, 420, "the end of the job", _LOOK_S)
 
     def wait_for_checkpoints(self, run: str, segment: int = 0) -> None:
         """Until the ranks have saved while they trained."""
         later = self.runs / run / f"checkpoints/segment-{segment:03d}/rank-0000.previous.safetensors"
-        wait_for(lambda: later.exists() or self.has_ended(), 300, "a second checkpoint", _LOOK_S)
+        wait_for(lambda: later.exists() or self.has_ended(), 420, "a second checkpoint", _LOOK_S)
         assert not self.has_ended(), self.log()
 
 
@@ -105,7 +105,7 @@ def test_a_preemptible_job_goes_on_to_the_end(slurm: Slurm, any_mpi: Launcher, t
     job.wait_for_checkpoints(run, segment=2)
     urgent = ["--partition=high", "--ntasks=4", "--output=/dev/null", "--wrap=true"]
     assert slurm.run("sbatch", *urgent).status == 0
-    wait_for(lambda: record_of(job.runs / run)["segments"][2]["status"] == "stopped", 300, "the preemption", _LOOK_S)
+    wait_for(lambda: record_of(job.runs / run)["segments"][2]["status"] == "stopped", 420, "the preemption", _LOOK_S)
     (tmp_path / "free").touch()
     job.wait()
     assert slurm.states(job.id) == ["COMPLETED"], job.log()
@@ -152,7 +152,7 @@ train = {{run = {{dir = "{tmp_path}/runs", tensorboard = false}}, evaluation = {
             what="the queue",
         )
     slurm.run("scontrol", "release", "JobName=pala-tiny-gossip-Pole-1-1")
-    wait_for(lambda: not slurm.run("squeue", "--noheader").output, 300, "the end of the jobs")
+    wait_for(lambda: not slurm.run("squeue", "--noheader").output, 420, "the end of the jobs")
     log = (tmp_path / "runs/tiny/report.log").read_text()
     assert "FAILED" not in log and f"{tmp_path}/results/compare.md" in log
     assert record_of(tmp_path / "runs/tiny/gossip-Pole-1-1")["completed"]
