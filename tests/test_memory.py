@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -590,6 +591,13 @@ def test_who_needs_all_ranks_ends_with_a_sentence_and_goes_on_later(kind: str, t
     assert not trained.record["completed"]
     resumed = trained.resume(3, 300)
     assert resumed.ended_well() and resumed.results[0].global_steps >= 300
+
+
+def test_a_copy_of_a_run_without_its_metrics_writes_those_of_a_resume(tmp_path: Path) -> None:
+    job = train(1, configure(tmp_path, steps=200))
+    shutil.rmtree(job.run / "metrics")
+    assert job.resume(1, steps=400).ended_well()
+    assert sum(record["type"] == "interval" for record in read_run(job.run)[0]) > 0
 
 
 def test_a_resumed_rank_goes_on_with_its_warm_up(tmp_path: Path) -> None:

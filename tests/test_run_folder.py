@@ -210,6 +210,19 @@ def test_a_host_that_does_not_see_the_folder_is_told(tmp_path: Path) -> None:
         join_lock(tmp_path / "elsewhere")
 
 
+def test_names_of_files_are_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the folder's path, an old home in Latin-1, say, and of what was changed."""
+    home = tmp_path / os.fsdecode("été".encode("latin-1"))
+    home.mkdir()
+    (home / "file").write_text("committed\n")
+    commit_all(home)
+    monkeypatch.chdir(home)
+    facts = provenance.provenance()
+    assert len(facts["project_git_commit"]) == 40 and facts["project_git_dirty"] is False
+    run_folder.RunRecord.begin(home, Config(), facts | {"ranks": 1})
+    assert run_folder.read(home)["segments"][0]["project_git_commit"] == facts["project_git_commit"]
+
+
 def test_a_changed_tree_is_recorded_but_not_for_new_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / "pala" / "provenance.py", tmp_path / "results" / "table.md"]
     for file in files:

@@ -145,6 +145,23 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
+def test_a_handler_that_a_library_had_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that was preloaded Python knows the handler as None, which it cannot give back."""
+    own = signal.signal
+
+    def signal_(number: int, handler: Any) -> Any:
+        before = own(number, handler)
+        return None if number == signal.SIGUSR2 else before
+
+    before = signal.getsignal(signal.SIGUSR2)
+    monkeypatch.setattr(signal, "signal", signal_)
+    try:
+        with Interrupt().installed():
+            pass
+    finally:
+        own(signal.SIGUSR2, before)
+
+
 @pytest.mark.parametrize("when", ["make", "reset", "step"])
 def test_a_signal_that_an_environments_code_has_taken_is_caught_again(
     when: str, capsys: pytest.CaptureFixture[str]

@@ -48,6 +48,8 @@ def open_segment(comm: Communicator, config: Config, resume: Path | None, preset
         lock = lock_folder(run)  # before anything in it is changed
         if lock is not None:
             run_folder.remove_unfinished(run)
+        if resume is not None:
+            (run / "metrics").mkdir(exist_ok=True)  # a copy of a run may lack it
         if resume is not None and (packed := packed_alone(run, comm.size + config.run.spares)) is not None:
             raise PalaError(
                 f"The metrics '{packed}' are packed, and training would begin a new file beside them, which would hide "

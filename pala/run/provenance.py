@@ -71,7 +71,8 @@ def installed_versions() -> dict[str, str]:
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a lock would outlive a git that is killed
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        # Names of files are bytes: any will do, so long as git and the system get the same ones back.
+        done = subprocess.run(command, capture_output=True, text=True, errors="surrogateescape", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -72,7 +72,8 @@ class Interrupt:
         finally:
             _caught.clear()
             for number, handler in zip(caught, previous, strict=True):
-                signal.signal(number, handler)
+                if handler is not None:  # of a library, say a preloaded one: Python cannot give it back
+                    signal.signal(number, handler)
 
 
 _caught: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {}  # while an `Interrupt` is installed

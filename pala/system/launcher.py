@@ -125,7 +125,7 @@ def terminal_size(stream: int = 1) -> tuple[int, int] | None:
 
 def process_age_s() -> float:
     """Seconds since this process was started."""
-    with open("/proc/self/stat", encoding="utf-8") as file:
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:  # a name that was cut within a letter
         start_ticks = int(file.read().rsplit(")", 1)[1].split()[19])
     # Not /proc/uptime: in a container that may be the container's, and these ticks are the host's.
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
