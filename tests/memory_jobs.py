@@ -27,7 +27,7 @@ from pala.config import (
     NetworkConfig,
     RunConfig,
 )
-from pala.exchange.kinds import KINDS
+from pala.config.kinds import KINDS
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
 from pala.run.loop import Loop
@@ -36,8 +36,8 @@ from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.system.errors import EndError
-from pala.transport.faults import AtUpdate, Fault
-from pala.transport.memory import MemoryCommunicator, run_ranks
+from pala.testing.faults import AtUpdate, Fault
+from pala.testing.memory import MemoryCommunicator, run_ranks
 
 ENVS, ROLLOUT = 5, 2  # in this form a batch of ten costs least
 BATCH = ENVS * ROLLOUT

@@ -25,7 +25,7 @@ from unittest import mock
 import cloudpickle
 
 if TYPE_CHECKING:  # a rank starts MPI before it loads the rest
-    from pala.transport.base import Communicator
+    from pala.comm.base import Communicator
 
 _START_S = 120.0
 _MEET_S = 5.0
@@ -196,6 +196,7 @@ def train(
 
     No rank begins before all are there: one that begins late on a busy machine would find the steps made by others.
     """
+    from pala.comm.agreement import collectively
     from pala.run.hooks import NO_CALLBACKS, UserCode
     from pala.run.loop import Loop
     from pala.run.rank import run_rank
@@ -203,7 +204,6 @@ def train(
     from pala.system.errors import CollectiveError
     from pala.system.output import say
     from pala.train import parse
-    from pala.transport.agreement import collectively
 
     try:
         command = collectively(comm, lambda: parse(list(arguments)))
@@ -258,7 +258,7 @@ def _in_folder(folder: str, log: str) -> Iterator[None]:
 
 def _serve(world: Any, connection: Connection) -> None:
     """Run cases until the tests have ended; after one that raises, this rank ends."""
-    from pala.transport.mpi import MpiCommunicator
+    from pala.comm.mpi import MpiCommunicator
 
     while True:
         try:
@@ -279,9 +279,9 @@ def _serve(world: Any, connection: Connection) -> None:
 
 def main() -> None:
     """What each rank runs."""
+    from pala.comm.mpi_process import start_mpi
     from pala.system.launcher import die_with_launcher
     from pala.system.resources import loading, prepare
-    from pala.transport.mpi_process import start_mpi
 
     die_with_launcher()
     world = start_mpi().mpi

@@ -17,8 +17,8 @@ from conftest import CARTPOLE, Launcher, assert_all_end, pids_of_ranks, record_o
 from runs import all_train, states_of, total
 from standing_ranks import StandingRanks
 
-from pala.config import ExchangeConfig
-from pala.exchange import kinds
+from pala.comm.base import Communicator
+from pala.config import ExchangeConfig, kinds
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.topology import out_peers
@@ -26,8 +26,7 @@ from pala.exchange.shared_memory import SharedMemory
 from pala.run.checkpoint import load_policy
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Communicator
-from pala.transport.memory import run_ranks
+from pala.testing.memory import run_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pala.config
-from pala import presets
 from pala.config import (
     A2CConfig,
     Config,
@@ -28,9 +27,10 @@ from pala.config import (
     from_table,
     load_preset,
     load_with_ranks,
+    presets,
     to_table,
 )
-from pala.config_checks import _RANGES
+from pala.config.checks import _RANGES
 from pala.system.errors import PalaError
 from pala.system.tables import flatten
 from pala.train import parse

@@ -33,8 +33,9 @@ from memory_jobs import (
 )
 
 from pala.a2c.learner import Learner
+from pala.comm.base import Received
 from pala.config import Config, EvaluationConfig
-from pala.envs import MakeEnv
+from pala.envs.vector import MakeEnv
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.run import checkpoint, conclusion
@@ -46,8 +47,7 @@ from pala.run.result import Result
 from pala.system import launcher, waiting
 from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Received
-from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
 
 Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Result]
 

@@ -15,11 +15,11 @@ from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.topology import OFFSETS
-from pala.simulate import explore, explore_tables
-from pala.simulate.explore import Explored, Explorer
-from pala.simulate.explore_alike import NotAlikeError
-from pala.simulate.explore_states import Case, Frozen
-from pala.simulate.explore_world import State, World
+from pala.lab.simulate import explore, explore_tables
+from pala.lab.simulate.explore import Explored, Explorer
+from pala.lab.simulate.explore_alike import NotAlikeError
+from pala.lab.simulate.explore_states import Case, Frozen
+from pala.lab.simulate.explore_world import State, World
 from pala.system.errors import PalaError
 
 

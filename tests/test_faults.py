@@ -286,7 +286,7 @@ def test_a_death_in_the_last_moment_needs_no_spare(any_mpi: Launcher, tmp_path: 
     arguments = [*CARTPOLE, "--run.name", "r", "--run.spares", "1", "--total-steps", "4000"]
     (tmp_path / "dies.py").write_text(f"""
 import os, sys
-from pala.transport.threaded import ThreadedTransport
+from pala.comm.threaded import ThreadedTransport
 close = ThreadedTransport.close
 def dies(*arguments):
     if (rank := os.environ["OMPI_COMM_WORLD_RANK"]) in ("0", "3"):

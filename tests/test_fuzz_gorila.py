@@ -14,7 +14,8 @@ from test_gorila_node import CPU, GLOBAL, Rank, make_config, make_network, make_
 from test_gorila_node import without_patience as without_patience
 from test_replay import Game, Row, told
 
-from pala.envs import Step
+from pala.comm.base import Bytes
+from pala.envs.vector import Step
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message, Refusal
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
@@ -23,7 +24,6 @@ from pala.gorila.replay import Batch, experience_of, reset_frames
 from pala.gorila.roles import assign
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
-from pala.transport.base import Bytes
 
 # ---- what is joined --------------------------------------------------------------------------------------------------
 

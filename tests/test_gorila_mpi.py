@@ -25,11 +25,11 @@ from conftest import (
 from runs import intervals, local_steps, states_of, total
 from standing_ranks import Ended, StandingRanks, train
 
+from pala.comm.base import Communicator
 from pala.gorila.shard import assemble
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from pala.system.resources import available_memory_bytes
-from pala.transport.base import Communicator
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

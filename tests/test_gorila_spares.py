@@ -26,8 +26,9 @@ from memory_jobs import (
 )
 from runs import intervals
 
+from pala.comm.base import Communicator
 from pala.config import Config, GorilaConfig
-from pala.envs import Envs
+from pala.envs.vector import Envs
 from pala.exchange.budget import Stop
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.members import Members
@@ -36,9 +37,8 @@ from pala.gorila.shard import assemble
 from pala.gorila.sleeping import SleepingGorila
 from pala.run import start
 from pala.system.errors import EndError
-from pala.transport.base import Communicator
-from pala.transport.faults import Fault, fail_at, fail_at_message
-from pala.transport.memory import Killed, MemoryCommunicator
+from pala.testing.faults import Fault, fail_at, fail_at_message
+from pala.testing.memory import Killed, MemoryCommunicator
 
 BUNDLED = replace(GORILA, num_shards=1)
 FEW = replace(SEPARATE, num_shards=1, num_learners=1, num_actors=2)  # ranks: shard, learner, 2 actors

@@ -14,7 +14,7 @@ from runs import all_intervals, intervals, states_of, total
 from pala.a2c.parts import make_parts
 from pala.a2c.update import Rollout
 from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.networks.graphed_tape import GraphedTape
 from pala.run.checkpoint import load_policy
 

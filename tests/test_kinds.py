@@ -9,8 +9,8 @@ import pytest
 
 from pala.a2c.learning_rate import kept_by_mixing, learning_rate_factor
 from pala.config import ExchangeConfig
-from pala.exchange.kinds import KINDS, kind_of
-from pala.simulate.progress import measure
+from pala.config.kinds import KINDS, kind_of
+from pala.lab.simulate.progress import measure
 
 
 def test_every_kind_of_the_configuration_has_a_row() -> None:

@@ -46,10 +46,11 @@ from test_evaluate import Sparkle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pala import config_checks
-from pala import evaluate as evaluate_program
 from pala.a2c.learner import Learner
 from pala.config import Config, ExchangeConfig
+from pala.config import checks as config_checks
+from pala.config.kinds import KINDS
+from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation.acting import Acting
 from pala.evaluation.policy import policy_of
 from pala.evaluation.scoring import evaluate
@@ -58,7 +59,6 @@ from pala.exchange.base import Exchange, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
-from pala.exchange.kinds import KINDS
 from pala.exchange.make import make_exchange
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory
@@ -77,7 +77,7 @@ from pala.run.session import Session
 from pala.run.setup import Setup
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
-from pala.transport.faults import (
+from pala.testing.faults import (
     corrupt,
     drop,
     fail_at,
@@ -85,7 +85,7 @@ from pala.transport.faults import (
     signal_at,
     stop_at,
 )
-from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 

@@ -25,14 +25,14 @@ from pala.config import (
     Config,
 )
 from pala.exchange.gossip.messages import Kind
-from pala.transport.faults import (
+from pala.testing.faults import (
     Fault,
     OnTheWay,
     fail_at,
     fail_at_message,
     stop_at,
 )
-from pala.transport.memory import Killed, MemoryCommunicator
+from pala.testing.memory import Killed, MemoryCommunicator
 
 slow = pytest.mark.slow
 _KIND_AT = 6  # where a message says of which kind it is

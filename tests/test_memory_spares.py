@@ -24,9 +24,10 @@ from memory_jobs import (
     with_spares,
 )
 
+from pala.comm.base import Communicator
 from pala.config import Config, EnvConfig, ExchangeConfig
-from pala.config_checks import check
-from pala.envs import Envs
+from pala.config.checks import check
+from pala.envs.vector import Envs
 from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver
 from pala.run import start
@@ -37,13 +38,12 @@ from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.transport.base import Communicator
-from pala.transport.faults import (
+from pala.testing.faults import (
     fail_at,
     fail_at_message,
     stop_at_message,
 )
-from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
 
 
 def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:

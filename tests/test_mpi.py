@@ -55,7 +55,7 @@ def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["raise RuntimeError('the planted fault')", "sys.exit('the planted fault')"])
 def test_an_exception_on_one_rank_ends_the_job(fault: str, mpi: Launcher, tmp_path: Path) -> None:
     source = (
-        "import sys, pala.train as cli, pala.envs, gymnasium\n"
+        "import sys, pala.train as cli, pala.envs.vector, gymnasium\n"
         "from mpi4py import MPI\n"
         "class Env(gymnasium.Wrapper):\n"
         "    steps = 0\n"

@@ -32,14 +32,16 @@ from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 from torch import nn
 
 import pala
-from pala import play
+from pala.comm import agreement, mpi_process
 from pala.config import Config, EnvConfig, EvaluationConfig, GorilaConfig, NetworkConfig, checked
-from pala.config_influence import differences, set_in_vain
-from pala.envs import make_envs
+from pala.config.influence import differences, set_in_vain
+from pala.config.kinds import KINDS
+from pala.envs.spaces import inputs_of
+from pala.envs.vector import make_envs
+from pala.evaluation import play
 from pala.evaluation.policy import policy_of
 from pala.evaluation.video import _rendered_env
 from pala.evaluation.window import Window
-from pala.exchange.kinds import KINDS
 from pala.networks.network import ActorCritic
 from pala.networks.own import OwnNetwork, actor_critic
 from pala.run import provenance, user_code
@@ -52,11 +54,9 @@ from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.segment import Segment
 from pala.run.user_code import keep
-from pala.spaces import inputs_of
 from pala.system import resources
 from pala.system.errors import CollectiveError, PalaError
-from pala.transport import agreement, mpi_process
-from pala.transport.memory import MemoryCommunicator, run_ranks
+from pala.testing.memory import MemoryCommunicator, run_ranks
 
 PAGE = REPOSITORY / "docs" / "python.md"
 EXAMPLES = REPOSITORY / "examples"

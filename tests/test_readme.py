@@ -91,7 +91,7 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     for command, folder, episodes in ((fast, "fast", 0), (gorila, "games", 2)):
         few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes {episodes} --run.dir {tmp_path / folder}"
         assert "PALA  completed after" in run(f"{command} {few}", any_mpi)
-    scores = commands("python -m pala.gorila.scores")[0]
+    scores = commands("python -m pala.lab.scores")[0]
     run(scores.replace(" runs", f" {tmp_path / 'games'} --output {tmp_path / 'scores'}"), any_mpi)
     assert "1 completed run of 1 of the 49 games" in (tmp_path / "scores" / "scores.md").read_text()
 

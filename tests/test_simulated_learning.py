@@ -15,9 +15,9 @@ from conftest import slow_but_for
 
 from pala.a2c.update import A2C, Loss, UpdateResult
 from pala.config import Config, EnvConfig, ExchangeConfig, NetworkConfig
-from pala.simulate import learn as program
-from pala.simulate import progress
-from pala.simulate.learn import METHODS, Conditions, Learned, learn, parse
+from pala.lab.simulate import learn as program
+from pala.lab.simulate import progress
+from pala.lab.simulate.learn import METHODS, Conditions, Learned, learn, parse
 from pala.system.errors import PalaError
 
 CONFIG = Config(

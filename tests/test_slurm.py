@@ -14,8 +14,8 @@ from conftest import CARTPOLE, LAUNCHERS, REPOSITORY, Launcher, record_of, wait_
 from slurm_cluster import Node, Slurm, SlurmError, SlurmStartError
 from virtual_hosts import VirtualHosts, VirtualHostsError
 
-from pala.compare.plan import Cell, Plan
-from pala.transport.mpi_process import check_slurm_tasks
+from pala.comm.mpi_process import check_slurm_tasks
+from pala.lab.compare.plan import Cell, Plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
 OFTEN = ["--run.checkpoint-interval-s", "0.5"]

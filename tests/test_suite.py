@@ -15,9 +15,10 @@ import pytest
 from conftest import REPOSITORY, wait_for
 
 from pala.config import Config, EnvConfig, GorilaConfig, load_preset
-from pala.envs import atari_rom
+from pala.envs.vector import atari_rom
 from pala.evaluation.references import reference_scores, score_table
-from pala.gorila import presets, scores
+from pala.gorila import presets
+from pala.lab import scores
 from pala.run import run_folder
 from pala.system.errors import PalaError
 

@@ -22,7 +22,7 @@ import torch
 from conftest import wait_for
 
 from pala.config import EnvConfig
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.system import output, waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError

@@ -18,7 +18,7 @@ from pala.a2c.learning_rate import learning_rate_factor
 from pala.a2c.movement import Movement
 from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
 from pala.config import Config
-from pala.envs import Envs, Step
+from pala.envs.vector import Envs, Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
 from pala.run.loop import Loop, Means, Progress

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from pala.config.kinds import kind_of
 from pala.exchange.gossip.mixing import RULES
-from pala.exchange.kinds import kind_of
 
 if TYPE_CHECKING:
     from pala.config import ExchangeConfig

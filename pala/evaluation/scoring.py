@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pala.config import Config, EnvConfig, to_table
-from pala.envs import AtariEnvs, Envs, Episode, make_envs
+from pala.envs.vector import AtariEnvs, Envs, Episode, make_envs
 from pala.evaluation.acting import OTHER_SETTINGS, Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import Evaluation

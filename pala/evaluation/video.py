@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pala.config import Config, EnvConfig
-from pala.envs import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
+from pala.envs.vector import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
 from pala.evaluation.acting import Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.scoring import longest_game, whole_games

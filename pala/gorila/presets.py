@@ -10,7 +10,7 @@ import ale_py
 import gymnasium
 
 from pala.evaluation.references import score_table
-from pala.gorila.scores import PUBLISHED
+from pala.lab.scores import PUBLISHED
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically

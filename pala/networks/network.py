@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from pala.config import EnvConfig, NetworkConfig
+from pala.envs.spaces import LEAST_SIDE, image_scale
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
-from pala.spaces import LEAST_SIDE, image_scale
 from pala.system.errors import PalaError
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
@@ -84,7 +84,8 @@ class TrunkNetwork(Network):
 
     Images go through convolutions, those of GALA from 36 x 36 pixels on, vectors through an MLP with tanh. Orthogonal
     initial weights. The linear layer takes the last convolution's outputs in the order height, width, channels: as they
-    lie in memory. Raises PalaError for observations that it cannot take; `pala.spaces` makes of others what it can.
+    lie in memory. Raises PalaError for observations that it cannot take; `pala.envs.spaces` makes of others what it
+    can.
     """
 
     def __init__(

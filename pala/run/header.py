@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pala.a2c.learning_rate import learning_rate_factor
 from pala.config import Config, load_with_ranks
-from pala.config_influence import set_in_vain
-from pala.exchange.kinds import kind_of
+from pala.config.influence import set_in_vain
+from pala.config.kinds import kind_of
 from pala.system.text import counted
 
 _MOST_HOSTS = 4  # that are named

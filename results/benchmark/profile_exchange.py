@@ -11,14 +11,14 @@ import time
 from collections import Counter
 
 from pala.a2c.learner import Learner
+from pala.comm import data_proxy
+from pala.comm.data_proxy import DataProxy
+from pala.comm.threaded import ThreadedTransport
 from pala.exchange.gossip.codecs import Float32
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.models import ReceiveBuffer, TensorModels
 from pala.train import main
-from pala.transport import data_proxy
-from pala.transport.data_proxy import DataProxy
-from pala.transport.threaded import ThreadedTransport
 
 CALLS = {
     Learner: ("step", "differentiate"),

@@ -6,8 +6,8 @@ python results/why/step_size.py results/breakout/runs/* results/why/step_size/*
 import sys
 from pathlib import Path
 
-from pala.compare.collect import load
-from pala.compare.plan import Plan
+from pala.lab.compare.collect import load
+from pala.lab.compare.plan import Plan
 
 END, TARGET = 1_000_000, 30.5  # steps; a human's score (dqn_zoo table)
 
