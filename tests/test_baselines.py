@@ -13,9 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, Launcher, assert_all_end, pids_of_ranks, record_of, wait_for
-from runs import all_train, states_of, total
-from standing_ranks import StandingRanks
 
 from pala.comm.base import Communicator
 from pala.config import ExchangeConfig, kinds
@@ -27,6 +24,10 @@ from pala.run.checkpoint import load_policy
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.testing.memory import run_ranks
+from support.helpers import CARTPOLE, record_of, wait_for
+from support.mpi import Launcher, assert_all_end, pids_of_ranks
+from support.run_folders import all_train, states_of, total
+from support.standing_ranks import StandingRanks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

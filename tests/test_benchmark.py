@@ -17,7 +17,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import Launcher, assert_all_end, processes_in, wait_for
 
 from pala.a2c.parts import build
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
@@ -40,6 +39,8 @@ from pala.system.jobs import launcher_of, run_job
 from pala.system.resources import physical_cores
 from pala.system.text import Spread, table
 from pala.testing.memory import MemoryCommunicator, run_ranks
+from support.helpers import wait_for
+from support.mpi import Launcher, assert_all_end, processes_in
 
 SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds
 

@@ -10,7 +10,6 @@ import struct
 import numpy as np
 import pytest
 import torch
-from conftest import slow_but_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.system import blocks
+from support.helpers import slow_but_for
 
 RANKS, PARAMETERS, SIGNATURE = 5, 41, 0xFEDCBA9876543210
 CPU = torch.device("cpu")

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Job, Launcher, processes_in, ranks_in, record_of, slow_among, wait_for, write_paced
 
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
 from pala.config.influence import differences
@@ -35,6 +34,8 @@ from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.system.errors import PalaError
 from pala.train import parse
+from support.helpers import record_of, slow_among, wait_for, write_paced
+from support.mpi import Job, Launcher, processes_in, ranks_in
 
 pytest.importorskip("matplotlib")
 from matplotlib.patches import Rectangle

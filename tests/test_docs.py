@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
-from memory_jobs import configure, train
 
 from pala.config import Config, to_table
 from pala.system.files import read_json
 from pala.system.tables import flatten
+from support import REPOSITORY
+from support.memory_jobs import configure, train
 
 GUIDES = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
 PAGES = [*REPOSITORY.glob("*.md"), *GUIDES[1:], *(REPOSITORY / "results").rglob("README.md")]

@@ -19,18 +19,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from conftest import record_of, slow_but_for, wait_for
-from memory_jobs import (
-    ENDLESS,
-    KINDS,
-    OUTLIVING,
-    asking_as_abort_does,
-    configure,
-    gorila,
-    slow_until_joined,
-    train,
-    with_spares,
-)
 
 from pala.a2c.learner import Learner
 from pala.comm.base import Received
@@ -48,6 +36,18 @@ from pala.system import launcher, waiting
 from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import record_of, slow_but_for, wait_for
+from support.memory_jobs import (
+    ENDLESS,
+    KINDS,
+    OUTLIVING,
+    asking_as_abort_does,
+    configure,
+    gorila,
+    slow_until_joined,
+    train,
+    with_spares,
+)
 
 Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Result]
 

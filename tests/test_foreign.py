@@ -18,11 +18,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from conftest import memory_growth_below
-from memory_jobs import configure, gorila, train
-from test_checkpoint import SIGNATURE, file_of, make_state
-from test_compare import GAME, PRESET
-from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 
 import pala
 from pala.config import EnvConfig
@@ -46,6 +41,11 @@ from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
 from pala.testing.memory import run_ranks
 from pala.train import parse
+from support.helpers import memory_growth_below
+from support.memory_jobs import configure, gorila, train
+from test_checkpoint import SIGNATURE, file_of, make_state
+from test_compare import GAME, PRESET
+from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 
 pytest.importorskip("matplotlib")
 Program = Callable[[Path], object]

@@ -10,9 +10,6 @@ from signal import SIGUSR1
 
 import numpy as np
 import pytest
-from memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, stop_when, stopped_well, train
-from test_gorila_node import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
-from test_gorila_node import without_patience as without_patience
 
 from pala.comm.base import Bytes
 from pala.config import GorilaConfig
@@ -25,6 +22,9 @@ from pala.gorila.watch import Watch
 from pala.system.errors import EndError
 from pala.testing.faults import Fault, fail_at, fail_at_message, stop_at_message
 from pala.testing.memory import Killed, MemoryCommunicator
+from support.memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, stop_when, stopped_well, train
+from test_gorila_node import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
+from test_gorila_node import without_patience as without_patience
 
 SILENT = "has not answered for 1 s ('gorila.patience_s'), which"
 FEW = replace(SEPARATE, replay="global", num_replays=1, num_actors=1, num_learners=1, num_shards=1)

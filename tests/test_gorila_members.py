@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fuzz import fuzz
 
 from pala.comm.base import Bytes
 from pala.config import GorilaConfig
@@ -21,6 +20,7 @@ from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.places import Places, check_spares
 from pala.gorila.roles import assign
 from pala.system.errors import PalaError
+from test_fuzz import fuzz
 
 PATIENCE_S = 60.0
 LOCAL = GorilaConfig(roles="separate", num_shards=1, num_learners=2, num_actors=2)  # shard, 2 learners, 2 actors

@@ -8,23 +8,6 @@ from pathlib import Path
 from signal import SIGUSR1
 
 import pytest
-from conftest import slow_but_for, wait_for
-from memory_jobs import (
-    ENDLESS,
-    GORILA,
-    SEPARATE,
-    OnCount,
-    both,
-    gorila,
-    leave_at,
-    own_steps,
-    ranks_in,
-    slow_until_joined,
-    stop_when,
-    stopped_well,
-    train,
-)
-from runs import intervals
 
 from pala.comm.base import Communicator
 from pala.config import Config, GorilaConfig
@@ -39,6 +22,23 @@ from pala.run import start
 from pala.system.errors import EndError
 from pala.testing.faults import Fault, fail_at, fail_at_message
 from pala.testing.memory import Killed, MemoryCommunicator
+from support.helpers import slow_but_for, wait_for
+from support.memory_jobs import (
+    ENDLESS,
+    GORILA,
+    SEPARATE,
+    OnCount,
+    both,
+    gorila,
+    leave_at,
+    own_steps,
+    ranks_in,
+    slow_until_joined,
+    stop_when,
+    stopped_well,
+    train,
+)
+from support.run_folders import intervals
 
 BUNDLED = replace(GORILA, num_shards=1)
 FEW = replace(SEPARATE, num_shards=1, num_learners=1, num_actors=2)  # ranks: shard, learner, 2 actors

@@ -10,7 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+
+from support import REPOSITORY
 
 # Rings, from the inside outwards: a package imports those before it, and itself.
 RINGS = (

@@ -23,26 +23,6 @@ from typing import Any, cast
 import gymnasium
 import pytest
 import torch
-from conftest import slow_among, slow_but_for, wait_for
-from memory_jobs import (
-    BATCH,
-    COUPLED,
-    ENDLESS,
-    GORILA,
-    NEEDING_ALL,
-    OUTLIVING,
-    both,
-    configure,
-    gorila,
-    leave_at,
-    own_steps,
-    parameters,
-    ranks_in,
-    stop_when,
-    stopped_well,
-    train,
-)
-from test_evaluate import Sparkle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,6 +66,26 @@ from pala.testing.faults import (
     stop_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import slow_among, slow_but_for, wait_for
+from support.memory_jobs import (
+    BATCH,
+    COUPLED,
+    ENDLESS,
+    GORILA,
+    NEEDING_ALL,
+    OUTLIVING,
+    both,
+    configure,
+    gorila,
+    leave_at,
+    own_steps,
+    parameters,
+    ranks_in,
+    stop_when,
+    stopped_well,
+    train,
+)
+from test_evaluate import Sparkle
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 

@@ -10,17 +10,6 @@ from typing import Any
 
 import gymnasium
 import pytest
-from conftest import slow_among
-from memory_jobs import (
-    ENDLESS,
-    GORILA,
-    SEPARATE,
-    Paced,
-    Trained,
-    gorila,
-    own_steps,
-    train,
-)
 
 from pala.config import Config, EnvConfig, GorilaConfig
 from pala.envs.vector import Envs
@@ -42,6 +31,17 @@ from pala.testing.faults import (
     signal_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import slow_among
+from support.memory_jobs import (
+    ENDLESS,
+    GORILA,
+    SEPARATE,
+    Paced,
+    Trained,
+    gorila,
+    own_steps,
+    train,
+)
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, replace(GORILA, num_shards=1)), (3, GORILA), (6, SEPARATE)])

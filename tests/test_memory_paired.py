@@ -12,14 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import slow_among, slow_but_for
-from memory_jobs import (
-    BATCH,
-    configure,
-    own_steps,
-    parameters,
-    train,
-)
 
 from pala.config import (
     Config,
@@ -33,6 +25,14 @@ from pala.testing.faults import (
     stop_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator
+from support.helpers import slow_among, slow_but_for
+from support.memory_jobs import (
+    BATCH,
+    configure,
+    own_steps,
+    parameters,
+    train,
+)
 
 slow = pytest.mark.slow
 _KIND_AT = 6  # where a message says of which kind it is

@@ -10,19 +10,6 @@ from typing import Any
 
 import gymnasium
 import pytest
-from conftest import slow_but_for, wait_for
-from memory_jobs import (
-    BATCH,
-    NEEDING_ALL,
-    leave_at,
-    own_steps,
-    ranks_in,
-    slow_until_joined,
-    stop_when,
-    stopped_well,
-    train,
-    with_spares,
-)
 
 from pala.comm.base import Communicator
 from pala.config import Config, EnvConfig, ExchangeConfig
@@ -44,6 +31,19 @@ from pala.testing.faults import (
     stop_at_message,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import slow_but_for, wait_for
+from support.memory_jobs import (
+    BATCH,
+    NEEDING_ALL,
+    leave_at,
+    own_steps,
+    ranks_in,
+    slow_until_joined,
+    stop_when,
+    stopped_well,
+    train,
+    with_spares,
+)
 
 
 def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:

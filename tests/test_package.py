@@ -11,10 +11,10 @@ import venv
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 
 import pala
 from pala import __main__ as command
+from support import REPOSITORY
 
 SOURCES = ("pala", "configs", "pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_protocol import protocol, told, update, waits
 
 from pala.comm.base import Received
 from pala.exchange.budget import Stop
@@ -38,6 +37,7 @@ from pala.exchange.wire import Format, Message
 from pala.lab.simulate.scenario import Scenario
 from pala.lab.simulate.schedules import NETWORKS, InvariantError, check, schedule
 from pala.lab.simulate.virtual_cluster import VirtualCluster
+from test_protocol import protocol, told, update, waits
 
 IN_STEP = NETWORKS["in step"]
 NO_FAULTS: dict[str, Any] = {"deaths": {}, "stops": {}, "cut_at": 0, "poison": {}, "patience_s": 1e9}

@@ -25,10 +25,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, record_of
 from gymnasium.spaces import Discrete
-from memory_jobs import configure, gorila
-from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 from torch import nn
 
 import pala
@@ -57,6 +54,10 @@ from pala.run.user_code import keep
 from pala.system import resources
 from pala.system.errors import CollectiveError, PalaError
 from pala.testing.memory import MemoryCommunicator, run_ranks
+from support import REPOSITORY
+from support.helpers import record_of
+from support.memory_jobs import configure, gorila
+from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 
 PAGE = REPOSITORY / "docs" / "python.md"
 EXAMPLES = REPOSITORY / "examples"

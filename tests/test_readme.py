@@ -9,11 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Launcher, record_of
-from supervise import read_options, usual_ranks
 
 from pala.config import load_with_ranks
 from pala.train import parse
+from supervise import read_options, usual_ranks
+from support import REPOSITORY
+from support.helpers import record_of
+from support.mpi import Launcher
 
 README = (REPOSITORY / "README.md").read_text()
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

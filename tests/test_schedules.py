@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, assert_all_end, processes_in, slow_but_for, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +41,9 @@ from pala.lab.simulate.schedules import (
     schedule,
 )
 from pala.lab.simulate.virtual_cluster import VirtualCluster
+from support import REPOSITORY
+from support.helpers import slow_but_for, wait_for
+from support.mpi import assert_all_end, processes_in
 
 SIZES = [1, 2, 3, 5, 8, 13]
 reproducible = settings(derandomize=True, deadline=None, max_examples=30)

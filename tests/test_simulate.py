@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_benchmark import canned, canned_job
 
 from pala.lab.simulate import methods, predict
 from pala.lab.simulate.allreduce import halving_doubling_s, predict_allreduce, ring_s
@@ -22,6 +21,7 @@ from pala.lab.simulate.gossip import GossipCluster, predict_gossip
 from pala.lab.simulate.gossip import measured as played
 from pala.lab.simulate.server import ServerCluster, predict_server
 from pala.system.errors import PalaError
+from test_benchmark import canned, canned_job
 
 MODEL_BYTES = 4_000_000
 COSTS = Costs(

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mkdocs_hooks
 import pytest
-from conftest import REPOSITORY
 
+import mkdocs_hooks
 import pala
 from pala.config import Config, to_table
 from pala.run.metric_table import METRICS
 from pala.system.tables import flatten, keys
+from support import REPOSITORY
 
 UNREACHABLE = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https", "HTTP", "HTTPS")}
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
-from memory_jobs import configure, run_rank, run_ranks
 
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs.spaces import channel_axis, image_scale, inputs_of
@@ -26,6 +25,7 @@ from pala.run import run_folder
 from pala.run.hooks import UserCode
 from pala.run.request import Request
 from pala.system.errors import PalaError
+from support.memory_jobs import configure, run_rank, run_ranks
 
 CPU = torch.device("cpu")
 SMALL = NetworkConfig((4, 8, 4), 8, (8,))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, wait_for
 
 from pala.config import Config, EnvConfig, GorilaConfig, load_preset
 from pala.envs.vector import atari_rom
@@ -21,6 +20,8 @@ from pala.gorila import presets
 from pala.lab import scores
 from pala.run import run_folder
 from pala.system.errors import PalaError
+from support import REPOSITORY
+from support.helpers import wait_for
 
 CONFIGS = REPOSITORY / presets.FOLDER
 PUBLISHED = score_table(scores.PUBLISHED)

@@ -19,7 +19,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import wait_for
 
 from pala.config import EnvConfig
 from pala.envs.vector import make_envs
@@ -31,6 +30,7 @@ from pala.system.launcher import Launch
 from pala.system.output import say, tell
 from pala.system.resources import most_cores, share_of_cores, usable_cores
 from pala.system.seeding import derive, stream
+from support.helpers import wait_for
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from signal import SIGUSR1
 
 import numpy as np
 import pytest
-from conftest import wait_for
 
 from pala.comm.agreement import collectively
 from pala.comm.base import Bytes, Packet, Received, Receiver, Survivors
@@ -19,6 +18,7 @@ from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.testing.faults import corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import wait_for
 
 PATIENCE_S = 5.0
 

@@ -2,7 +2,7 @@
 
 A rank takes one to two CPU seconds to start, nearly all of them to load torch. Tests whose subject is not the start
 share these ranks: a case begins within milliseconds, on a communicator of its own of the first ranks of the job, in a
-folder of its own. A rank that waits for a case sleeps. `python standing_ranks.py SOCKET` is what a rank runs.
+folder of its own. A rank that waits for a case sleeps. Each rank runs `python tests/support/standing_ranks.py SOCKET`.
 """
 
 from __future__ import annotations
@@ -297,4 +297,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # functions of test modules are sent by their names
     main()

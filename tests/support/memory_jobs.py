@@ -14,7 +14,6 @@ from unittest import mock
 
 import gymnasium
 import torch
-from conftest import record_of
 from torch import Tensor
 
 from pala.config import (
@@ -38,6 +37,7 @@ from pala.run.result import Result
 from pala.system.errors import EndError
 from pala.testing.faults import AtUpdate, Fault
 from pala.testing.memory import MemoryCommunicator, run_ranks
+from support.helpers import record_of
 
 ENVS, ROLLOUT = 5, 2  # in this form a batch of ten costs least
 BATCH = ENVS * ROLLOUT
