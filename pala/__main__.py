@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pala
 
-_PROGRAMS = ("train", "doctor", "evaluate", "play", "plot", "compare", "benchmark", "simulate", "scores", "presets")
+PROGRAMS = ("train", "doctor", "evaluate", "play", "plot", "compare", "benchmark", "simulate", "scores", "presets")
 
 
 def main() -> None:
@@ -37,11 +37,11 @@ def main() -> None:
     if name == "--version":
         print(f"pala {pala.__version__}")
         return
-    if name not in _PROGRAMS:
+    if name not in PROGRAMS:
         from pala.system.errors import nearest
         from pala.system.output import say
 
-        say(f"pala: error: '{name}' is none of: {', '.join(_PROGRAMS)}{nearest(name, _PROGRAMS) or '.'}")
+        say(f"pala: error: '{name}' is none of: {', '.join(PROGRAMS)}{nearest(name, PROGRAMS) or '.'}")
         sys.exit(2)
     with contextlib.suppress(OSError):  # a folder that is gone
         here = str(Path.cwd())
