@@ -1,1 +1,1 @@
-"""How ranks reach each other: collectives at the start and the end, messages in between."""
+"""Communication between ranks: collectives at the start and the end, messages in between."""

@@ -1,4 +1,4 @@
-"""What the ranks of a job agree on while they start. No torch and no MPI.
+"""Agreement between the ranks of a job while they start. No torch and no MPI.
 
 An error that one rank meets while all start is raised on all of them, so that none waits for ever.
 """
@@ -32,13 +32,13 @@ def collectively(comm: Communicator, action: Callable[[], T]) -> T:
 
 
 def from_first(comm: Communicator, action: Callable[[], T]) -> T:
-    """What `action` gives on rank 0, which alone runs it, on every rank. If it fails, that is raised on all, as by
+    """Run `action` on rank 0 alone, and return its value on every rank. If it fails, that is raised on all, as by
     `collectively`. Collective."""
     return comm.bcast(collectively(comm, lambda: action() if comm.rank == 0 else None))  # type: ignore[return-value]
 
 
 def sum_on_host(comm: Communicator, mine: int) -> int:
-    """The sum over the ranks on this rank's host. Collective."""
+    """Return the sum over the ranks on this rank's host. Collective."""
     return sum(value for host, value in comm.allgather((comm.host, mine)) if host == comm.host)
 
 
@@ -53,7 +53,7 @@ def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
 
 
 def cores_of_hosts(comm: Communicator) -> dict[str, set[int]]:
-    """The cores that each host's ranks may use between them. Collective."""
+    """Return the number of cores that each host's ranks may use together. Collective."""
     hosts: dict[str, set[int]] = {}
     for host, cores in comm.allgather((comm.host, os.sched_getaffinity(0))):
         hosts.setdefault(host, set()).update(cores)

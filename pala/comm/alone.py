@@ -32,7 +32,7 @@ class Alone(Communicator):
         return value
 
     def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
-        """To nobody."""
+        """Do nothing: there is no other rank."""
 
     def first(self, size: int) -> Alone:
         return self

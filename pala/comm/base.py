@@ -1,4 +1,4 @@
-"""How a rank reaches the others: the seam between PALA and what carries its messages.
+"""The seam between PALA and what carries its messages from rank to rank.
 
 | part | MPI | threads of one process | simulated |
 |---|---|---|---|
@@ -32,7 +32,7 @@ Reduction = Literal["sum", "max"]
 
 
 class Packet(Protocol):
-    """What is sent: bytes, or in a simulated network anything. It may go to several peers."""
+    """A message to be sent, perhaps to several peers: bytes, or in a simulated network any object."""
 
     pending: int
     """Copies that have not left yet: the transport still reads its bytes. The sender may fill it anew when there are
@@ -43,7 +43,7 @@ class Packet(Protocol):
         """uint8 [bytes]; of a simulated network whatever its receivers take."""
 
     def ready(self) -> bool:
-        """False while its bytes are still being copied from a GPU."""
+        """Return False while its bytes are still being copied from a GPU."""
 
 
 class Bytes:
@@ -68,31 +68,31 @@ class Received(NamedTuple):
 
 
 class Receiver(abc.ABC):
-    """What a transport tells its rank. Calls come from whichever thread polls, one at a time."""
+    """The side that a transport reports to. Calls come from whichever thread polls, one at a time."""
 
     @abc.abstractmethod
     def on_message(self, message: Received) -> None:
-        """A message is here, in the order in which its sender sent those of its kind (bulk or not)."""
+        """Take a message, in the order in which its sender sent those of its kind (bulk or not)."""
 
     @abc.abstractmethod
     def on_death(self, rank: int) -> None:
-        """That rank has died; what was under way to or from it is lost."""
+        """Note that a rank has died; what was under way to or from it is lost."""
 
     def on_tick(self) -> None:  # noqa: B027  most need none
         """About ten times a second, however long the learner is busy: this rank is not suspended."""
 
     @property
     def patience_s(self) -> float:
-        """How long a bulk message may take to come before the next one may overtake it."""
+        """Return how long a bulk message may take to come before the next one may overtake it."""
         return float("inf")
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
-        """Where the next bulk message may be received, uint8 [num_bytes]; None: in memory of the transport's own, as is
-        always allowed. Asked once a message; nothing else is written there until `on_message` returns."""
+        """Return memory for the next bulk message, uint8 [num_bytes]; None: the transport uses its own, as is always
+        allowed. Asked once a message; nothing else is written there until `on_message` returns."""
         return None
 
     def give_up_memory(self) -> None:  # noqa: B027
-        """The last of that memory is still being written to by a message that is too late: never use it again."""
+        """Never use the last of that memory again: a message that is too late still writes to it."""
 
 
 class Transport(abc.ABC):
@@ -100,11 +100,11 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def start(self, receiver: Receiver) -> None:
-        """From now on messages and deaths are told to `receiver`."""
+        """Report messages and deaths to `receiver` from now on."""
 
     @abc.abstractmethod
     def now_s(self) -> float:
-        """A clock that only goes forward."""
+        """Return the time of a clock that only goes forward."""
 
     @abc.abstractmethod
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
@@ -115,7 +115,7 @@ class Transport(abc.ABC):
         """Move on what there is to send and to receive, at once. The learner's thread, without any lock held."""
 
     def has_sent(self) -> bool:
-        """True if everything that was to be sent has left. Any thread."""
+        """Return True if everything that was to be sent has left. Any thread."""
         return True
 
     def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:
@@ -140,7 +140,7 @@ class Transport(abc.ABC):
         """
 
     def abandon(self) -> None:  # noqa: B027
-        """This rank has failed: its thread ends, and whatever is on its way is left. Not collective."""
+        """End this failed rank's thread and leave whatever is on its way. Not collective."""
 
     def raise_failure(self) -> None:  # noqa: B027
         """Raise in the caller's thread what ended the transport's own."""
@@ -150,8 +150,8 @@ class Transport(abc.ABC):
 
 
 class Deaths(abc.ABC):
-    """Which ranks have died, as far as this rank has been told. A rank that has ended is not among them, but nobody
-    waits for it any more. Not collective."""
+    """The set of ranks that have died, as far as this rank has been told. A rank that has ended is not among them, but
+    nobody waits for it any more. Not collective."""
 
     ranks: set[int]
 
@@ -160,7 +160,7 @@ class Deaths(abc.ABC):
         """Ranks that died since the last look."""
 
     def end_if_any(self) -> None:
-        """For an exchange that needs every rank: raise EndError if one has died."""
+        """Raise EndError if a rank has died, for an exchange that needs every rank."""
         self.look()
         if self.ranks:
             raise EndError(
@@ -176,11 +176,11 @@ class SharedBlock(abc.ABC):
 
     @abc.abstractmethod
     def fence(self) -> None:
-        """What was written before is seen by others before what is written after."""
+        """Make earlier writes visible to others before later ones."""
 
     @abc.abstractmethod
     def free(self) -> None:
-        """The array must not be used any more. Collective."""
+        """Give the memory back: the array must not be used any more. Collective."""
 
 
 class Survivors(abc.ABC):
@@ -192,7 +192,7 @@ class Survivors(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        """In place: the sum or maximum over all members, element by element; waited for asleep."""
+        """Reduce in place to the sum or maximum over all members, element by element; the wait sleeps."""
 
 
 class Communicator(abc.ABC):
@@ -207,7 +207,7 @@ class Communicator(abc.ABC):
     """Name of the host that this rank is on."""
 
     def watch_signals(self, interrupt: Interrupt) -> None:  # noqa: B027
-        """From now on a signal ends the waits below as well, after a while, by an EndError. Not collective."""
+        """Let a signal end the waits below as well, after a while, by an EndError. Not collective."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
@@ -219,15 +219,15 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def bcast(self, value: T, root: int = 0) -> T:
-        """The root's value. Collective."""
+        """Return the root's value. Collective."""
 
     @abc.abstractmethod
     def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
-        """In place: the root's array. Collective."""
+        """Overwrite the array with the root's. Collective."""
 
     @abc.abstractmethod
     def first(self, size: int) -> Communicator | None:
-        """The first so many ranks, with the same numbers; None on the others. Collective."""
+        """Return a communicator of the first ranks, with the same numbers; None on the others. Collective."""
 
     @abc.abstractmethod
     def ibarrier(self) -> Callable[[], bool]:
@@ -236,7 +236,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        """In place: the sum or maximum over all ranks. It may spin while it waits, so it should follow a `barrier`.
+        """Reduce in place to the sum or maximum over all ranks. The wait may spin, so it should follow a `barrier`.
         Collective. Raises EndError if a rank has died."""
 
     @abc.abstractmethod
@@ -248,11 +248,11 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def deaths(self) -> Deaths:
-        """A watch of its own. Not collective."""
+        """Return a new watch over deaths. Not collective."""
 
     @abc.abstractmethod
     def is_alone(self) -> bool:
-        """True if the job ends when this rank does: no other lives, or none would outlive it. Not collective."""
+        """Return True if the job ends when this rank does: no other lives, or none would outlive it. Not collective."""
 
     @property
     @abc.abstractmethod
@@ -260,12 +260,12 @@ class Communicator(abc.ABC):
         """Whether the others go on when a rank ends before them."""
 
     def depart(self) -> None:  # noqa: B027
-        """This rank ends here, and the others shall notice: its process must end without another call of this. Only if
-        they outlive it. Not collective."""
+        """Detach this rank so that the others notice: its process must end without another call of this communicator.
+        Only if they outlive it. Not collective."""
 
     @abc.abstractmethod
     def open_transport(self) -> Transport:
-        """Collective."""
+        """Open the transport of this communicator. Collective."""
 
     @abc.abstractmethod
     def are_on_one_host(self) -> bool:
@@ -273,8 +273,9 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def share_memory(self, num_bytes: int) -> SharedBlock:
-        """For ranks of one host. Collective. Raises PalaError if there is not as much shared memory."""
+        """Return memory that the ranks of one host share. Collective. Raises PalaError if there is not as much shared
+        memory."""
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What carries the messages, for run.json: `mpi`, `mpi_standard`, `mpi_thread_level`. Not collective."""
+        """Return what carries the messages, for run.json: `mpi`, `mpi_standard`, `mpi_thread_level`. Not collective."""

@@ -141,7 +141,7 @@ class DataProxy(ThreadedTransport):
         return True
 
     def _memory_for(self, tag: int, count: int, coming: _Receive | None) -> np.ndarray:
-        """Where a message goes. One of the wrong size is received all the same, so that it can be refused."""
+        """Return memory for a message. One of the wrong size is received all the same, so that it can be refused."""
         if tag == _BULK_TAG:
             if coming is not None:
                 coming.too_late = True
@@ -185,7 +185,7 @@ class _Fate(enum.Enum):
 
 
 def _test(request: MPI.Request) -> _Fate:
-    """What has become of it; LOST with a peer that died."""
+    """Return what has become of it; LOST with a peer that died."""
     try:
         return _Fate.DONE if request.Test() else _Fate.UNDER_WAY
     except MPI.Exception as error:

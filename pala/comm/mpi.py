@@ -68,7 +68,7 @@ class _Window(SharedBlock):
 
 
 class MpiCommunicator(Communicator):
-    """All ranks of an mpi4py communicator, `mpi`."""
+    """Communication between all ranks of an mpi4py communicator, `mpi`."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.mpi, self.rank, self.size, self.host = comm, comm.rank, comm.size, MPI.Get_processor_name()
@@ -133,7 +133,7 @@ class MpiCommunicator(Communicator):
                 return result
 
     def _shrink(self, timeout_s: float | None, interrupt: Interrupt) -> MPI.Comm:
-        """A communicator of those who live, who all have just come; this one where nobody would outlive another.
+        """Return a communicator of the living ranks, which all have just come; this one where no rank outlives another.
 
         Shrinking blocks, and Open MPI 5.0 has no other way: a thread does it, so that a rank which is stopped in just
         that moment keeps nobody from hearing signals."""

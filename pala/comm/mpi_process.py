@@ -38,7 +38,7 @@ def has_started_mpi() -> bool:
 
 
 def start_mpi_or_exit() -> MpiCommunicator:
-    """As `start_mpi`; a program's first step. What every rank meets one of them says."""
+    """Start MPI, as a program's first step; end the program where that fails. One rank speaks for all."""
     try:
         return start_mpi()
     except PalaError as error:
@@ -78,7 +78,7 @@ def start_mpi() -> MpiCommunicator:
 
 
 def _finalize_at_exit() -> None:
-    """Of a script's own rank; `pala.train` ends by `leave_mpi`, where it says why not always."""
+    """Finalize MPI when a script's own rank ends; `pala.train` ends by `leave_mpi`, where it says why not always."""
     from mpi4py import MPI
 
     from pala.comm.mpi import MpiCommunicator

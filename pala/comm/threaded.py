@@ -1,4 +1,4 @@
-"""What transports have in common that move messages on whichever thread looks after them."""
+"""The common part of transports that move messages on whichever thread looks after them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ThreadedTransport(Transport):
         self._polling, self._counting = threading.Lock(), threading.Lock()
 
     def start(self, receiver: Receiver) -> None:
-        """From now on messages and deaths are told to `receiver`, on whichever thread polls; `on_tick` on this one's
+        """Report messages and deaths to `receiver` from now on, on whichever thread polls; `on_tick` on this one's
         own."""
         self._receiver = receiver
         self._thread.start()
@@ -81,10 +81,10 @@ class ThreadedTransport(Transport):
 
     @abstractmethod
     def _poll_until_closed(self) -> None:
-        """What the thread does: poll and sleep, also until it is abandoned."""
+        """Poll and sleep until the transport is closed or abandoned: what its thread runs."""
 
     def _tick(self) -> None:
-        """For the thread, whenever it looks: `on_tick` when it is due."""
+        """Call `on_tick` when it is due; the thread asks whenever it looks."""
         if (now_s := self.now_s()) > self._ticked_s + 0.9 * TICK_S:
             self._receiver.on_tick()
             self._ticked_s = now_s
@@ -98,7 +98,7 @@ class ThreadedTransport(Transport):
         """Begin to send."""
 
     def _has_left(self, packet: Packet) -> None:
-        """A copy of it needs its bytes no more."""
+        """Return True when no copy of the packet needs its bytes any more."""
         with self._counting:  # another thread may be sending it to somebody else
             packet.pending -= 1
             self._num_pending -= 1

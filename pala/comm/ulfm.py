@@ -1,4 +1,4 @@
-"""What MPI says of ranks that died: fault tolerance by ULFM.
+"""Deaths of ranks as MPI reports them: fault tolerance by ULFM.
 
 Under `mpirun --with-ft ulfm` (Open MPI 5) a rank's death does not end the job: what the others have to do with it fails
 with MPI_ERR_PROC_FAILED, and they can agree without it. Without ULFM the launcher ends the job, and `--resume` goes on.
@@ -17,7 +17,7 @@ from pala.system.launcher import can_survive
 
 
 def is_death(error: BaseException) -> bool:
-    """True if an MPI call failed because a rank that it needed is dead."""
+    """Return True if an MPI call failed because a rank that it needed is dead."""
     return can_survive() and isinstance(error, MPI.Exception) and error.Get_error_class() in (
         MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED,
     )  # fmt: skip
@@ -68,7 +68,7 @@ class Barrier:
         self._request = comm.Iagree(self._flag) if can_survive() else comm.Ibarrier()
 
     def done(self) -> bool:
-        """True when all who live have come."""
+        """Return True when all living ranks have come."""
         try:
             return self._request.Test()
         except MPI.Exception as error:

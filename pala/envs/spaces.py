@@ -1,4 +1,4 @@
-"""What the network gets of an environment's observations: images as channels, height, width; all else as a vector.
+"""Conversion of observations for the network: images to channels, height, width; all else to a vector.
 
 | space of the observations | the network gets |
 |---|---|
@@ -34,7 +34,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Inputs:
-    """From observations of one environment to what the network gets."""
+    """A conversion from observations of one environment to what the network gets."""
 
     original: gymnasium.Space
     space: gymnasium.Space  # a Box, [C, H, W] or [N]
@@ -46,12 +46,13 @@ class Inputs:
         return self._transform is None
 
     def encode(self, observation: Any) -> np.ndarray:
-        """What the network gets, an element of `space`, of one observation as the environment returns it."""
+        """Return what the network gets, an element of `space`, for one observation as the environment returns it."""
         return np.asarray(observation) if self._transform is None else self._transform(observation)
 
 
 def inputs_of(space: gymnasium.Space, layout: Layout = "auto") -> Inputs:
-    """How observations of this space reach the network. `layout`: of images. Raises PalaError for other spaces."""
+    """Return how observations of this space reach the network. `layout`: of images. Raises PalaError for other
+    spaces."""
     if _can_be_flat(space) and gymnasium.spaces.flatdim(space) == 0:
         raise PalaError(f"Observations of {space} are empty; a network needs at least one number.")
     if isinstance(space, Box):
@@ -94,7 +95,7 @@ def _is_bounded(space: Box) -> bool:
 
 
 def channel_axis(shape: tuple[int, ...], layout: Layout = "auto") -> int:
-    """Which axis, 0 or 2, of a three-dimensional image has its channels.
+    """Return which axis, 0 or 2, of a three-dimensional image has its channels.
 
     `auto`: if two neighbouring axes are equal, they are height and width; of a cube the first two. Else the shorter of
     first and last, if at most 32. Raises PalaError where that does not tell.

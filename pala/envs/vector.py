@@ -49,13 +49,13 @@ class Episode(NamedTuple):
     info: dict[str, float] = {}  # noqa: RUF012 - nobody changes it
 
     def record(self) -> dict[str, float]:
-        """As metrics have it."""
+        """Return the episode as metrics have it."""
         told = {f"info_{key}": value for key, value in self.info.items()}
         return {"return": self.episode_return, "length_steps": self.length_steps} | told
 
 
 class Step(NamedTuple):
-    """What one step of all environments gave. B environments."""
+    """The outcome of one step of all B environments."""
 
     observations: np.ndarray  # [B, *obs] after the step (after the reset where an episode ended)
     rewards: np.ndarray  # [B] float32, clipped as configured
@@ -138,7 +138,7 @@ class Envs:
             self.vector_env.closed = True
 
     def abandon(self) -> None:
-        """The same after a failure: nobody waits for a worker that has died in a step, or does not come back."""
+        """Close after a failure, without waiting for a worker that has died in a step or does not come back."""
         if isinstance(self.vector_env, EnvProcesses):
             self.vector_env.end()
         else:
@@ -238,8 +238,8 @@ class _Outermost(gymnasium.Wrapper):
         return result[0], {}
 
     def step(self, action: Any) -> Any:
-        """With a last observation that outlives the reset, though the environment writes all into one array. Raises
-        PalaError if a number that is asked for is not there."""
+        """Step, and keep the last observation through the reset, though the environment writes all into one array.
+        Raises PalaError if a number that is asked for is not there."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         told = {key: _number(key, info) for key in self._episode_info} if terminated or truncated else {}
         return (np.array(observation) if truncated else observation), reward, terminated, truncated, told
@@ -267,7 +267,7 @@ class _Factory:
         self._made: list[gymnasium.Env] = []  # in this process; the user's
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which makes its own."""
+        """Return what another process needs to make its own environments."""
         return self.__dict__ | {"_made": []}
 
     def __call__(self) -> gymnasium.Env:
@@ -306,7 +306,7 @@ class _Factory:
         return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit), self._episode_info)
 
     def close(self) -> None:
-        """What was made in this process, after a failure."""
+        """Close what was made in this process, after a failure."""
         for env in self._made:
             with contextlib.suppress(Exception), _told_if_it_takes_long():  # the failure before is what is to be told
                 env.close()
@@ -315,8 +315,8 @@ class _Factory:
 def make_envs(
     config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None, max_episode_steps: int | None = None
 ) -> Envs:
-    """The environments of one rank. A `make_env` of the user's wins over `config.id`. Other than Atari, episodes are
-    truncated after `max_episode_steps`, if not before. Raises PalaError."""
+    """Make the environments of one rank. A `make_env` of the user's wins over `config.id`. Other than Atari, episodes
+    are truncated after `max_episode_steps`, if not before. Raises PalaError."""
     if make_env is None and config.is_atari:
         if "(" in config.id:
             raise PalaError(
@@ -349,7 +349,7 @@ def make_envs(
 
 
 def as_gymnasium(config: EnvConfig, num_threads: int, make_env: MakeEnv | None = None) -> gymnasium.vector.VectorEnv:
-    """The same in this process as gymnasium has them: with infos, and observations as the environment gives them.
+    """Make the environments in this process as gymnasium has them: with infos and unconverted observations.
     Raises PalaError."""
     if make_env is None and config.is_atari:
         return make_envs(config, num_threads).vector_env
@@ -363,7 +363,7 @@ def as_gymnasium(config: EnvConfig, num_threads: int, make_env: MakeEnv | None =
 
 
 def _single(config: EnvConfig, make_env: MakeEnv | None) -> MakeEnv:
-    """Makes one, with its wrappers."""
+    """Return a function that makes one environment, with its wrappers."""
 
     def by_id() -> gymnasium.Env:
         try:
@@ -394,8 +394,8 @@ def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorE
 
 
 def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
-    """The environment of `id`, `module:id` or `id(key=value, ...)`. Raises PalaError if it is not registered, and what
-    it raises itself."""
+    """Make the environment of `id`, `module:id` or `id(key=value, ...)`. Raises PalaError if it is not registered, and
+    what it raises itself."""
     try:
         name, arguments = parse_call(env_id)
     except ValueError:

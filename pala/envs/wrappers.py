@@ -24,7 +24,7 @@ _FORGETFUL = {"NormalizeObservation": "normalize_observations", "NormalizeReward
 
 
 def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Callable[[], gymnasium.Env]:
-    """A factory of wrapped environments. Raises PalaError for a wrapper that there is not."""
+    """Return a factory of wrapped environments. Raises PalaError for an unknown wrapper."""
     wraps = [(name, _wrap(name)) for name in names]
 
     def make() -> gymnasium.Env:

@@ -1,4 +1,4 @@
-"""With which policy of a run to play, how it acts, and by which settings, for evaluations and pictures."""
+"""The choice of a run's policy, how it acts, and by which settings, for evaluations and pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER_SETTINGS = {
 
 @dataclass(frozen=True)
 class Acting:
-    """With which policy of a run to play, and how it acts. Raises PalaError for numbers that cannot be."""
+    """The choice of a run's policy, and how it acts. Raises PalaError for numbers that cannot be."""
 
     greedy: bool = False
     """The most probable action instead of a sampled one; of Gorila never a random one."""
@@ -37,7 +37,7 @@ class Acting:
         check_numbers(seed=(self.seed, 0), threads=(self.threads, 1))
 
     def config_of(self, run: Path) -> Config:
-        """The run's settings, with those that are others here. Raises PalaError."""
+        """Return the run's settings, with those that are others here. Raises PalaError."""
         record = run_folder.read(run)
         config = run_folder.config_of(run, record)
         own_env = run_folder.from_python(record["segments"][-1]).environment

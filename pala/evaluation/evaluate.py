@@ -80,7 +80,7 @@ class Command:
 
     @property
     def acting(self) -> Acting:
-        """How the policy is to act."""
+        """Return how the policy is to act."""
         given = {name: getattr(self, name) for name in OTHER_SETTINGS}
         other = {name: value for name, value in given.items() if value is not None}
         return Acting(self.greedy, self.seed, self.threads or usable_cores(), self.trust_run, self.best, other)
@@ -138,7 +138,7 @@ def _follow(run: Path, score: Callable[[], Evaluation]) -> None:
 
 @exit_on_mistake()
 def main() -> None:
-    """What `python -m pala.evaluate` runs."""
+    """Run `python -m pala.evaluate`."""
     commands = parse(sys.argv[1:])
     prepare(commands[0][1].acting.threads)
     # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.

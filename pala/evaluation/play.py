@@ -53,7 +53,7 @@ class Command:
 
 @exit_on_mistake()
 def main() -> None:
-    """What `python -m pala.play` runs."""
+    """Run `python -m pala.play`."""
     command = read_command(_PROGRAM, sys.argv[1:], Command(run=tyro.MISSING))
     if not command.speed > 0:
         raise PalaError(f"'--speed' is {command.speed:g} but must be above 0.")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _watch(command: Command, acting: Acting) -> None:
-    """In a window."""
+    """Show the policy in a window."""
     from pala.evaluation.video import filmed, words_of
     from pala.evaluation.window import Window
 

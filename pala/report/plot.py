@@ -85,7 +85,7 @@ class Run(RunData):
 
     @property
     def game(self) -> str:
-        """What was played."""
+        """Return what was played."""
         return str(self.facts["env.id"])
 
 
@@ -114,7 +114,7 @@ def plot(
 
 
 def read(path: Path) -> Run:
-    """The episodes and distances of a run. Raises PalaError if it is no run or has no episode yet."""
+    """Read the episodes and distances of a run. Raises PalaError if it is no run or has no episode yet."""
     run, ranks = run_files.read(path)
     if not len(run.returns):
         raise NothingToDrawError(
@@ -127,7 +127,8 @@ def read(path: Path) -> Run:
 
 
 def _read_all(paths: Sequence[Path]) -> list[Run]:
-    """The runs that have something to draw; of several, those that have not are named. Raises PalaError if none has."""
+    """Read the runs that have something to draw; of several, those that have not are named. Raises PalaError if none
+    has."""
     found: dict[str, Run] = {}  # each once
     faults = []
     for path in map(Path, paths):
@@ -164,7 +165,7 @@ def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
 
 
 def _labels(groups: list[list[Run]]) -> list[str]:
-    """For each group what sets it apart, or the folder's name if that is nothing or too much."""
+    """Return for each group what sets it apart, or the folder's name if that is nothing or too much."""
     several = any(len(group) > 1 for group in groups)
     settings = [settings_that_matter(group[0].facts, without=("seed",) if several else ()) for group in groups]
     keys = dict.fromkeys(key for facts in settings for key in facts)
@@ -232,7 +233,7 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
 
 
 def _panels(mosaic: list[list[str]], runs: Sequence[Run], smooth: int) -> tuple[Figure, dict[str, Axes], float]:
-    """An empty figure, its labelled axes, and the seconds in a unit of the time axis."""
+    """Make an empty figure; return it, its labelled axes, and the seconds in a unit of the time axis."""
     figure = new_figure(11, 4.9 if len(mosaic) == 1 else 6.8)
     axes: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
     skips = {run.frame_skip for run in runs}
@@ -263,7 +264,7 @@ class Command:
 
 @exit_on_mistake()
 def main() -> None:
-    """What `python -m pala.plot` runs."""
+    """Run `python -m pala.plot`."""
     command = read_command("pala.plot", sys.argv[1:], Command())
     tell(str(plot(command.runs, command.output, command.smooth, command.group_by, command.title)))
 

@@ -47,32 +47,32 @@ Fault = AtUpdate | AtMessage | OnTheWay
 
 
 def fail_at(rank: int, update: int) -> Fault:
-    """The rank dies as if killed, between two updates."""
+    """Let the rank die as if killed, between two updates."""
     return AtUpdate(rank, update, lambda comm: comm.die())
 
 
 def fail_at_message(rank: int, n: int) -> Fault:
-    """The rank dies as if killed, instead of sending its n-th message; also ranks that make no updates send some."""
+    """Let the rank die as if killed, instead of sending its n-th message; also ranks that make no updates send some."""
     return AtMessage(rank, n, lambda comm: comm.die())
 
 
 def stop_at(rank: int, update: int, seconds: float) -> Fault:
-    """The rank is suspended for a while, as by SIGSTOP: neither its learner nor its transport does anything."""
+    """Suspend the rank for a while, as by SIGSTOP: neither its learner nor its transport does anything."""
     return AtUpdate(rank, update, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
 
 
 def stop_at_message(rank: int, n: int, seconds: float = 1e6) -> Fault:
-    """The rank is suspended when it is about to send its n-th message; if nothing else is said, until it is alone."""
+    """Suspend the rank when it is about to send its n-th message; if nothing else is said, until it is alone."""
     return AtMessage(rank, n, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
 
 
 def signal_at(rank: int, update: int, signal: Signals = SIGUSR1) -> Fault:
-    """The rank gets a signal that asks it to end."""
+    """Send the rank a signal that asks it to end."""
     return AtUpdate(rank, update, lambda comm: setattr(comm.interrupt, "signal", signal))
 
 
 def drop(sender: int, receiver: int, n: int) -> Fault:
-    """The n-th bulk message between the two is lost."""
+    """Lose the n-th bulk message between the two."""
     return OnTheWay(sender, receiver, n, lambda data: None)
 
 

@@ -76,7 +76,7 @@ class _Round:
 
 
 class _World:
-    """What all ranks see, under one lock."""
+    """State that all ranks see, under one lock."""
 
     def __init__(self, size: int, faults: list[Fault]) -> None:
         self.size, self.faults = size, faults
@@ -146,13 +146,13 @@ class _Group:
         return self._comm.world.join(self._context, self._number, self._comm.rank, value)
 
     def gather(self, value: Any, timeout_s: float | None, interrupt: Interrupt) -> list[Any]:
-        """What each member gave; raises _MemberDiedError if one died before it gave something."""
+        """Return what each member gave; raises _MemberDiedError if one died before it gave something."""
         round_, world = self.join(value), self._comm.world
         world.wait(lambda: world.have_come(round_, self.members), timeout_s, interrupt)
         return [round_.given[rank] for rank in self.members]
 
     def gather_living(self, value: Any, timeout_s: float | None, interrupt: Interrupt) -> dict[int, Any]:
-        """What each member gave who lived when it was complete, by rank: the same for all."""
+        """Return what each member gave that lived when it was complete, by rank: the same for all."""
         round_, world = self.join(value), self._comm.world
         world.wait(lambda: world.living_have_come(round_, self.members), timeout_s, interrupt)
         return {rank: round_.given[rank] for rank in round_.members or ()}
@@ -214,13 +214,13 @@ class MemoryCommunicator(Communicator):
     # ---- faults --------------------------------------------------------------------------------------------------
 
     def on_count(self, updates: int) -> None:
-        """What the script says of a rank that has made so many updates."""
+        """Carry out what the script says of a rank after this many updates."""
         for fault in [fault for fault in self._to_come if updates >= fault.update]:
             self._to_come.remove(fault)
             fault.happens(self)
 
     def die(self) -> NoReturn:
-        """As if killed. Any thread of this rank; its others end when they next communicate."""
+        """Die as if killed. Any thread of this rank; its others end when they next communicate."""
         self.world.say_that(self.rank, self.world.dead)
         raise Killed
 
@@ -230,7 +230,7 @@ class MemoryCommunicator(Communicator):
         self.sleep_while_stopped()
 
     def sleep_while_stopped(self) -> None:
-        """For the transport's thread. Who is alone has nobody left to be missed by, and goes on."""
+        """Sleep while the rank is suspended, for the transport's thread. A rank that is alone continues."""
         while (rest_s := self.world.stopped_until_s[self.rank] - time.monotonic()) > 0 and not self._has_nobody_left():
             time.sleep(min(rest_s, _LOOK_S))
 

@@ -29,7 +29,7 @@ class _Message:
 
 
 class Channel:
-    """What the transports of all ranks share, which were opened together."""
+    """State that the transports of all ranks share, which were opened together."""
 
     def __init__(self, size: int) -> None:
         self.mailboxes: list[deque[_Message]] = [deque() for _ in range(size)]
@@ -137,7 +137,7 @@ class MemoryTransport(ThreadedTransport):
             self._channel.wakes[peer].set()
 
     def _meet_faults(self, message: _Message) -> None:
-        """What the script says of a bulk message."""
+        """Carry out what the script says of a bulk message."""
         moment = (self._rank, message.peer, self._num_bulk[message.peer])
         for fault in self._world.faults:
             if isinstance(fault, OnTheWay) and (fault.sender, fault.receiver, fault.n) == moment:
