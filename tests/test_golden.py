@@ -12,6 +12,7 @@ import memory_jobs
 import numpy as np
 import pytest
 from golden import calls, make
+from safetensors.torch import load_file
 
 Values = dict[str, Any]
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -86,6 +87,10 @@ def test_a_run_is_continued(name: str, ranks: int, tmp_path: Path) -> None:
     before = golden["report"]["end_steps"]
     job = memory_jobs.train(ranks, calls.config_to_resume(run, before + 1000, ranks), resume=run)
     assert job.ended_well()
+    if ranks == 2:
+        for rank in range(ranks):
+            begun, saved = (load_file(path) for path in checkpoints(run, rank))
+            assert {*begun} == {*saved} and all(begun[tensor].equal(saved[tensor]) for tensor in saved)
     report = calls.reported(run)
     assert before + 1000 <= report["end_steps"] < before + 2000
     assert report["completed"] and report["training_s"] > golden["report"]["training_s"]
@@ -97,6 +102,15 @@ def test_a_run_is_continued(name: str, ranks: int, tmp_path: Path) -> None:
     new = [records[-1] for records in calls.records_of(run)[:ranks]]
     assert [record["type"] for record in new] == ["interval"] * ranks
     assert_keys_stay({key for record in new for key in record}, golden["metrics_keys"]["interval"])
+
+
+def checkpoints(run: Path, rank: int) -> tuple[Path, Path]:
+    """Return what a rank of the second segment began with, and its newest file of the first."""
+    folder = run / "checkpoints"
+    return (
+        folder / f"segment-001/rank-{rank:04d}.previous.safetensors",
+        folder / f"segment-000/rank-{rank:04d}.safetensors",
+    )
 
 
 def assert_keys_stay(found: Any, golden: Any) -> None:

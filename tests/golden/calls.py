@@ -229,6 +229,7 @@ def config_to_resume(run: Path, steps: int, ranks: int) -> pala.Config:
     """Return the settings with which a test continues a run on so many ranks, up to a budget of so many steps."""
     config = pala.load_config(run)
     own = replace(config.run, dir=str(run.parent), name=run.name, console="none", log_interval_s=0.1)
+    own = replace(own, checkpoint_interval_s=1e6)  # at the begin and the end alone
     gorila = replace(config.gorila, num_shards=ranks)  # a rank serves one at most
     evaluation = replace(config.evaluation, episodes=0)
     return replace(config, total_steps=steps, run=own, gorila=gorila, evaluation=evaluation)
