@@ -18,10 +18,14 @@ Values = dict[str, Any]
 GOLDEN = Path(__file__).resolve().parent / "golden"
 WIRE, RUNS, WEIGHTS = (json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("wire", "runs", "weights"))
 EXPLORER = json.loads((GOLDEN / "explorer.json").read_text())
+CLOSE_WHEN_MIXED = {"rtol": 1e-6, "atol": 2.0**-148}
+"""Half of a model: processors differ in the halves of the smallest numbers."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 """Outputs of a policy on another processor than the golden one."""
-CLOSE_AFTER_TRAINING = {"rtol": 1e-2, "atol": 1e-3}
-"""Parameters after some 50 updates there: rounding differs in each of them."""
+CLOSE_AFTER_TRAINING = {"rtol": 1e-3, "atol": 1e-4}
+"""Parameters after training there: rounding differs in each update. A thousand times what it came to."""
+CLOSE_AFTER_ANOTHER_ACTION = 0.05
+"""Norms of weights there, if rounding made one of Pong's sampled actions another: 2 % were seen."""
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -33,8 +37,10 @@ def test_a_message_has_the_golden_bytes_and_is_read_from_them(case: Values) -> N
     assert calls.encode(case).hex() == golden.hex()
     decoded = calls.decode(case, golden)
     assert decoded["header"] == case["header"] and decoded["format"] == case["format"]
-    for name in {"mixed", "values", "arrays"} & {*decoded}:
+    for name in {"values", "arrays"} & {*decoded}:
         assert decoded[name] == case[name]
+    if case.get("mixed"):
+        np.testing.assert_allclose(decoded["mixed"], case["mixed"], **CLOSE_WHEN_MIXED)
 
 
 def test_each_kind_of_message_has_a_case() -> None:
@@ -130,15 +136,23 @@ def test_training_gives_the_golden_weights(name: str, tmp_path: Path) -> None:
     found, run = make.weights_of(golden["arguments"], tmp_path)
     if make.machine() == WEIGHTS["machine"]:
         assert found["sha256"] == golden["sha256"], (found, golden)
-    assert {*found["first_values"]} == {*golden["first_values"]}
-    for parameter, values in golden["first_values"].items():
-        np.testing.assert_allclose(found["first_values"][parameter], values, **CLOSE_AFTER_TRAINING)
-        np.testing.assert_allclose(found["norms"][parameter], golden["norms"][parameter], **CLOSE_AFTER_TRAINING)
+    assert_nearly_equal(found, golden, may_act_otherwise=name == "Pong")
     for part, keys in golden["record_keys"].items():
         assert_keys_stay(make.keys_of(calls.record_of(run))[part], keys)
     written = make.metrics_keys(calls.records_of(run))
     for type_, keys in golden["metrics_keys"].items():
         assert_keys_stay(written[type_], keys)
+
+
+def assert_nearly_equal(found: Values, golden: Values, may_act_otherwise: bool) -> None:
+    assert {*found["norms"]} == {*golden["norms"]}
+    for parameter, norm in golden["norms"].items():
+        if not may_act_otherwise:
+            np.testing.assert_allclose(found["norms"][parameter], norm, **CLOSE_AFTER_TRAINING)
+            first, values = found["first_values"][parameter], golden["first_values"][parameter]
+            np.testing.assert_allclose(first, values, **CLOSE_AFTER_TRAINING)
+        elif parameter.endswith(".weight"):
+            assert found["norms"][parameter] == pytest.approx(norm, rel=CLOSE_AFTER_ANOTHER_ACTION)
 
 
 # ---- the explorer ----------------------------------------------------------------------------------------------------

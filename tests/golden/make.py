@@ -291,8 +291,14 @@ def weights_of(arguments: list[str], folder: Path) -> tuple[Values, Path]:
 
 
 def machine() -> Values:
-    """Return what bits depend on."""
-    return {"torch": torch.__version__, "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    """Return what bits depend on: libraries choose their code by maker and instructions of the processor."""
+    said = dict(re.findall(r"(vendor_id|flags)\s*: (.*)", Path("/proc/cpuinfo").read_text()))
+    vectors = [flag for flag in said.get("flags", "").split() if flag.startswith(("avx", "amx", "fma"))]
+    return {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": " ".join([said.get("vendor_id", "unknown"), *sorted(vectors)]),
+    }
 
 
 def make_weights() -> None:
