@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import memory_jobs
 import numpy as np
 import pytest
-from golden import calls, make
 from safetensors.torch import load_file
+
+from golden import calls, make
+from support import memory_jobs
 
 Values = dict[str, Any]
 GOLDEN = Path(__file__).resolve().parent / "golden"

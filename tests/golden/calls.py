@@ -26,11 +26,11 @@ from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.gorila.messages import Kind as GorilaKind
 from pala.gorila.node import Formats, Rules
 from pala.gorila.replay import Batch, Experience
+from pala.lab.simulate.explore import Explorer
+from pala.lab.simulate.explore_states import Case
 from pala.report import runs as report_runs
 from pala.run.metrics import read_run
 from pala.run.run_folder import read as read_record
-from pala.simulate.explore import Explorer
-from pala.simulate.explore_states import Case
 
 Values = dict[str, Any]
 CPU = torch.device("cpu")
