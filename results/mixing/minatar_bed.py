@@ -111,7 +111,7 @@ def make_bed(env_config: Any, game: str) -> Any:
     import numpy as np
     from minatar import Environment
 
-    from pala.envs.vector.vector import Envs
+    from pala.envs.vector import Envs
 
     class MinAtarVector(gymnasium.vector.VectorEnv):
         """Observations are float32 [10 * 10 * channels]; sticky actions with probability 0.1, as is usual."""
