@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pala.comm.base import Communicator
-from pala.config import ExchangeConfig, kinds
+from pala.config import ExchangeConfig, catalogue
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.topology import out_peers
@@ -31,7 +31,7 @@ from support.standing_ranks import StandingRanks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-KINDS = [kind.name for kind in kinds.KINDS.values() if not kind.outlives_ranks]
+KINDS = [kind.name for kind in catalogue.KINDS.values() if not kind.outlives_ranks]
 ENDLESS = ["--total-steps", "100000000"]
 
 

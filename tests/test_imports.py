@@ -32,9 +32,6 @@ RINGS = (
 PROGRAMS = ("__main__", "train", "evaluate", "play", "plot", "compare", "benchmark", "simulate", "scores", "presets")
 # Arrows that point outwards still, each to be mended.
 STILL_OUTWARDS = {
-    ("pala.config.checks", "pala.exchange.gossip.mixing"),
-    ("pala.gorila.presets", "pala.evaluation.references"),
-    ("pala.gorila.presets", "pala.lab.scores"),
     ("pala.run.conclusion", "pala.evaluation.acting"),
     ("pala.run.conclusion", "pala.evaluation.record"),
     ("pala.run.conclusion", "pala.evaluation.scoring"),
@@ -145,7 +142,7 @@ except SystemExit as exit_:
     ("code", "allowed"),
     [
         ("import pala", set()),
-        ("import pala.config, pala.config.kinds", set()),
+        ("import pala.config, pala.config.catalogue", set()),
         ("import pala.exchange.gossip.topology", set()),
         ("import pala.exchange.gossip.process_lock", set()),
         ("import pala.exchange.gossip.mixing", set()),

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pala.a2c.learner import Learner
-from pala.config import Config, ExchangeConfig
-from pala.config import checks as config_checks
-from pala.config.kinds import KINDS
+from pala.config import Config, ExchangeConfig, facts_of
+from pala.config.catalogue import KINDS
+from pala.config.facts import Facts
 from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation.acting import Acting
 from pala.evaluation.policy import policy_of
@@ -367,7 +367,7 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
     monkeypatch.setattr(checkpoint, "save_policy", save)
     monkeypatch.setattr(RunView, "mean_since", property(lambda view: means[min(looks[0], len(means) - 1)]))
     monkeypatch.setattr(BestPolicy, "judge", judged)
-    monkeypatch.setitem(config_checks._RANGES, "run.checkpoint_interval_s", (0, 1))
+    monkeypatch.setitem(facts_of(Config), "run.checkpoint_interval_s", Facts(between=(0, 1)))
     config = configure(tmp_path, steps=600)
     job = train(2, replace(config, run=replace(config.run, checkpoint_interval_s=0.0)))  # after each update
     assert job.ended_well() and looks[0] > len(means)

@@ -31,8 +31,8 @@ from torch import nn
 import pala
 from pala.comm import agreement, mpi_process
 from pala.config import Config, EnvConfig, EvaluationConfig, GorilaConfig, NetworkConfig, checked
-from pala.config.influence import differences, set_in_vain
-from pala.config.kinds import KINDS
+from pala.config.catalogue import KINDS
+from pala.config.influence import differences, unused_overrides
 from pala.envs.spaces import inputs_of
 from pala.envs.vector import make_envs
 from pala.evaluation import play
@@ -822,9 +822,9 @@ def test_what_only_palas_networks_read_is_no_difference_of_a_named_one() -> None
     named = Config(network=NetworkConfig(custom="my_networks:Net"))
     other = replace(named, network=replace(named.network, mlp_hidden=(5,), conv_hidden=7, passes="autograd"))
     assert differences(other, named) == {}
-    assert set_in_vain(other, named) == ["network.conv_hidden", "network.mlp_hidden", "network.passes"]
+    assert unused_overrides(other, named) == ["network.conv_hidden", "network.mlp_hidden", "network.passes"]
     wide = replace(Config(), network=NetworkConfig(conv_hidden=64))
-    assert set_in_vain(wide, Config()) == [] and set_in_vain(wide, Config(), own_network=True) == [
+    assert unused_overrides(wide, Config()) == [] and unused_overrides(wide, Config(), own_network=True) == [
         "network.conv_hidden"
     ]
     assert set(differences(named, Config())) == set(differences(Config(), named)) == {"network.custom"}

@@ -1,8 +1,8 @@
-"""The configuration: its dataclasses, how presets are read, and what is known of each setting."""
+"""The configuration: its dataclasses, what is known of each setting, and how presets are read."""
 
+from pala.config.facts import facts_of
+from pala.config.load import checked, from_table, load_preset, load_with_ranks, to_table
 from pala.config.schema import (
-    ENV_LEARNING,
-    ENV_OPERATION,
     A2CConfig,
     Config,
     EnvConfig,
@@ -12,12 +12,12 @@ from pala.config.schema import (
     NetworkConfig,
     Precision,
     RunConfig,
-    checked,
-    from_table,
-    load_preset,
-    load_with_ranks,
-    to_table,
 )
+
+ENV_OPERATION = tuple(key for key, facts in facts_of(EnvConfig).items() if facts.changes == "nothing")
+"""Settings of `EnvConfig` that change no game: how many are played, and how."""
+ENV_LEARNING = tuple(key for key, facts in facts_of(EnvConfig).items() if facts.changes == "view")
+"""Settings of `EnvConfig` that change only what a learner sees of a game."""
 
 __all__ = [
     "ENV_LEARNING",
@@ -32,6 +32,7 @@ __all__ = [
     "Precision",
     "RunConfig",
     "checked",
+    "facts_of",
     "from_table",
     "load_preset",
     "load_with_ranks",

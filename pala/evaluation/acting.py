@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pala.config import Config, from_table, to_table
+from pala.config import Config, facts_of, from_table, to_table
 from pala.run import run_folder
 from pala.system.errors import PalaError
 
-OTHER_SETTINGS = {
-    "noop_max": "env", "repeat_action_probability": "env", "max_episode_frames": "env", "epsilon": "evaluation",
-}  # fmt: skip
-"""What an evaluation may have otherwise than the run, and its section."""
+_MAY_DIFFER = (key.split(".") for key, facts in facts_of(Config).items() if facts.evaluation_may_differ)
+OTHER_SETTINGS = {name: section for section, name in _MAY_DIFFER}
+"""Settings that an evaluation may have otherwise than the run, and their sections."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pala.comm.base import Communicator
 from pala.config import Config, ExchangeConfig
-from pala.config.kinds import kind_of
+from pala.config.catalogue import kind_of
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState

@@ -26,7 +26,7 @@ from pala.config import (
     NetworkConfig,
     RunConfig,
 )
-from pala.config.kinds import KINDS
+from pala.config.catalogue import KINDS
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
 from pala.run.loop import Loop

@@ -25,8 +25,8 @@ from typing import Annotated, Any
 import tyro
 
 from pala.config import Config, load_preset, to_table
+from pala.config.catalogue import KINDS
 from pala.config.checks import check
-from pala.config.kinds import KINDS
 from pala.lab.benchmark.analysis import BASELINE, far_off
 from pala.lab.benchmark.pictures import draw
 from pala.lab.benchmark.protocol import protocol_cost_us

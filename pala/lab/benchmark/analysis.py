@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pala.config.kinds import KINDS
+from pala.config.catalogue import KINDS
 from pala.run.metrics import progress_kept
 from pala.run.stopwatch import SECTIONS
 from pala.system.text import Spread

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pala.config.kinds import KINDS
+from pala.config.catalogue import KINDS
 from pala.exchange.gossip.mixing import RULES
 from pala.lab.benchmark.analysis import precision_of
 from pala.lab.simulate.cluster import Cluster
