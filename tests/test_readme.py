@@ -100,8 +100,7 @@ def test_the_readmes_python(any_mpi: Launcher, tmp_path: Path) -> None:
 
 
 def test_train_with_options(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Training with options and a preset, and the words where things are. Of restarts only what they are read as:
-    `test_supervise.py`."""
+    """Train with options and a preset. Restarts are only parsed here; `test_supervise.py` makes some."""
     assert "./launch/test.sh" in commands(RUNNING, "./launch/")
     (restarts,) = (line for line in commands(RUNNING, "./launch/train.sh") if "--restarts" in line)
     (more_ranks,) = (line for line in commands(RUNNING, "./launch/train.sh") if " -n 4 paired/" in line)
@@ -143,7 +142,7 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 
 
 def test_gorilas_commands(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Two trainings, and the table of the games."""
+    """Train twice, and make the table of the games."""
     gorila, fast, *_ = (line for line in commands(GORILA, "./launch/train.sh") if "gorila" in line)
     fast, gorila = fast.replace("-n 2", "-n 1"), gorila.replace("-n 4", "-n 2")
     for command, folder, episodes in ((fast, "fast", 0), (gorila, "games", 2)):
@@ -161,7 +160,7 @@ def test_the_schedules(any_mpi: Launcher) -> None:
 
 
 def test_a_script_with_a_factory(any_mpi: Launcher, tmp_path: Path) -> None:
-    """The page of presets has a script with a factory of the user's own, under mpirun."""
+    """Run the script of the page of presets, which has a factory of the user's own, under mpirun."""
     (tmp_path / "my_preset.toml").write_text("total_steps = 3000\n[env]\nnum_envs = 4\n[run]\nname = 'r'\n")
     job = any_mpi.script(2, python_block(PRESETS), tmp_path)
     assert job.status == 0, job.output
