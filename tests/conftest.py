@@ -29,10 +29,6 @@ pytest.register_assert_rewrite("memory_jobs", "runs", "slurm_cluster")  # before
 
 gc.disable()  # until all tests are collected: the modules that they import are there for good
 
-if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' own, on all ranks that they start
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pala-state-")
-    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
-
 _TEMPORARY = tempfile.mkdtemp(prefix="pala-tests-")
 atexit.register(shutil.rmtree, _TEMPORARY, ignore_errors=True)
 
