@@ -423,7 +423,8 @@ def test_the_environments_of_a_run_give_what_its_policy_takes(
     with make_envs(replace(env, num_envs=1), 1, make_env) as one:
         network = ActorCritic(one.observation_space, one.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
-    user_code.keep(run, config, code)
+    user_code.keep(run, code)
+    user_code.trust_own(run)
     policy, envs = pala.load_policy(run), pala.make_envs(run, num_envs=2)
     assert envs.num_envs == 2 and envs.single_observation_space == policy.observation_space
     observations, infos = envs.reset(seed=1)
@@ -442,7 +443,8 @@ def test_the_environments_of_a_run_cut_games_where_its_evaluation_does(tmp_path:
     env = EnvConfig("Grid-v0")
     config = replace(CARTPOLE, env=env, evaluation=EvaluationConfig(max_episode_steps=6))
     run = make_run(tmp_path / "run", config)
-    user_code.keep(run, config, user_code.UserCode(Grid))
+    user_code.keep(run, user_code.UserCode(Grid))
+    user_code.trust_own(run)
     envs = pala.make_envs(run)
     envs.reset(seed=1)
     cut = [bool(envs.step(np.array([1]))[3][0]) for _ in range(6)]
