@@ -53,7 +53,6 @@ from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.segment import Segment
-from pala.run.user_code import keep
 from pala.system import resources
 from pala.system.errors import CollectiveError, PalaError
 from pala.testing.memory import MemoryCommunicator, run_ranks
@@ -1039,14 +1038,10 @@ class Locked(gymnasium.Wrapper):
         self.lock = threading.Lock()
 
 
-def test_a_factory_that_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
     lock = threading.Lock()
     with pytest.raises(PalaError, match=r"'make_env' cannot be kept .*pickle.*: define it in a module"):
-        keep(tmp_path, Config(), UserCode(lambda: lock))  # type: ignore[arg-type]
-    monkeypatch.setattr(user_code, "_MOST_PICKLE_BYTES", 100)
-    large = "x" * 1000
-    with pytest.raises(PalaError, match=r"'make_env' takes [\d,]+ bytes .* define it in a module"):
-        keep(tmp_path, Config(), UserCode(lambda: large))  # type: ignore[arg-type]
+        user_code.keep(tmp_path, UserCode(lambda: lock))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
@@ -1130,7 +1125,8 @@ def drawn(tmp_path: Path) -> Path:
     """A run whose environment draws itself."""
     network = actor_critic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE)
     run = make_run(tmp_path / "run", CARTPOLE, network)  # type: ignore[arg-type]
-    keep(run, CARTPOLE, UserCode(lambda: Sparkle("rgb_array")))
+    user_code.keep(run, UserCode(lambda: Sparkle("rgb_array")))
+    user_code.trust_own(run)
     return run
 
 

@@ -188,7 +188,7 @@ def newest_segment(run: Path) -> Path:
 
 def _segment_number(folder: Path) -> int:
     number = folder.name.removeprefix("segment-")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1
 
 
 def _ranks_of(segment: Path) -> int:
