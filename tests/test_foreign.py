@@ -271,7 +271,7 @@ def test_no_program_finds_a_module_in_the_working_directory(
     """torch looks for `dill`, others for others; the working directory is the run, or holds one of that name."""
     mark = tmp_path / "it ran"
     (whole / "make_env.txt").unlink()
-    names = ("dill", "own", "pyarrow", "IPython", "tensorboard", "torchvision", "pandas")
+    names = ("dill", "own", "pyarrow", "IPython", "tensorboard", "pandas", "pickle", "socket", "numpy")
     for name in names:
         (whole / f"{name}.py").write_text(HARM.format(mark=str(mark)))
         (whole / name).mkdir(exist_ok=True)
@@ -279,7 +279,11 @@ def test_no_program_finds_a_module_in_the_working_directory(
     (named / "__init__.py").write_text(HARM.format(mark=str(mark)))
     words = program.split()
     words = ["pala", *words] if start == "pala" else ["-m", f"pala.{words[0]}", *words[1:]]
-    more = ["--episodes", "1"] if program == "evaluate" else ["--video", "film.mp4"] if program == "play" else []
+    more = {
+        "evaluate": ["--episodes", "1"],
+        "play": ["--video", "film.mp4"],
+        "train --resume": ["--env.vectorization", "async", "--total-steps", "200"],
+    }.get(program, [])
     for folder, cwd in (("dill", named.parent), (".", whole)):
         ended = python(*words, folder, *more, cwd=cwd)
         assert not mark.exists(), ended.stderr
