@@ -3,6 +3,8 @@
 From the command line the same environment is played by its id, since this module registers it:
 
     cd examples && python -m pala.train --env.id own_environment:Corridor-v0 --total-steps 20000
+
+Its run names this module, which later programs import only if told to: `python -m pala.evaluate RUN --trust-run`.
 """
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ class Supervisor:
             return self.arguments
         if self._was_told:
             if self._has_record():
-                trust = ["--trust-run"] * self._began  # where no signature could be written, too
+                trust = ["--trust-run"] * (self._began and "--trust-run" not in self.arguments)  # this job has made it
                 return ["--resume", str(self.run), *without_preset(self.arguments, self._preset), *trust]
             run_folder.set_aside(self.run)  # it failed before it had begun
         self._was_told, self._began = True, not self._has_record()

@@ -16,6 +16,9 @@ From Python ([docs/python.md](../docs/python.md)); each rank runs the same scrip
 
 from __future__ import annotations
 
+import pala.system.search_path  # noqa: F401  first of all: it takes the working directory off the path
+
+# isort: split
 import sys
 import time
 from collections.abc import Callable, Iterator

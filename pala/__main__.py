@@ -16,11 +16,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import signal
 import sys
-from pathlib import Path
 
 import pala
 
@@ -43,10 +41,6 @@ def main() -> None:
 
         say(f"pala: error: '{name}' is none of: {', '.join(PROGRAMS)}{nearest(name, PROGRAMS) or '.'}")
         sys.exit(2)
-    with contextlib.suppress(OSError):  # a folder that is gone
-        here = str(Path.cwd())
-        if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
-            sys.path.append(here)  # modules of the user's own are found, and take the place of none that is installed
     program = importlib.import_module("pala.doctor.__main__" if name == "doctor" else f"pala.{name}")
     signal.signal(signal.SIGINT, handler)
     sys.argv[:2] = [f"pala {name}"]

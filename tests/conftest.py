@@ -8,10 +8,8 @@ import fcntl
 import gc
 import os
 import re
-import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,10 +24,6 @@ from support.mpi import LAUNCHERS, Launcher  # noqa: E402
 from support.standing_ranks import StandingRanks  # noqa: E402
 
 gc.disable()  # until all tests are collected: the modules that they import are there for good
-
-if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' own, on all ranks that they start
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pala-state-")
-    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 def _shared_memory() -> set[Path]:

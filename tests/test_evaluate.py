@@ -425,7 +425,8 @@ def test_an_environment_made_in_python(tmp_path: Path) -> None:
     config = Config(env=EnvConfig(id="ALE/Pong-v5"), network=NetworkConfig(mlp_hidden=(8,)))
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
-    user_code.keep(run, config, UserCode(Sparkle))
+    user_code.keep(run, UserCode(Sparkle))
+    user_code.trust_own(run)
     evaluation = evaluate(run, 3, 2, Acting())
     assert evaluation.returns == [5, 5, 5]
     assert (evaluation.environment, evaluation.noop_max) == ("Sparkle", None)
@@ -445,7 +446,8 @@ def test_environments_that_cannot_be_closed_cost_neither_score_nor_policy(
 ) -> None:
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE.network)
     run = make_run(tmp_path / "run", CARTPOLE, network)
-    user_code.keep(run, CARTPOLE, UserCode(Stuck))
+    user_code.keep(run, UserCode(Stuck))
+    user_code.trust_own(run)
     assert evaluate(run, 3, 2, Acting()).returns == [5, 5, 5]
     assert policy_of(run).source == "final"
     said = capsys.readouterr().err
@@ -632,7 +634,8 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
         network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
     if game == "Sparkle":
-        user_code.keep(run, CARTPOLE, UserCode(lambda: Sparkle("rgb_array")))
+        user_code.keep(run, UserCode(lambda: Sparkle("rgb_array")))
+        user_code.trust_own(run)
     sentence = record_video(run, tmp_path / "video.mp4", Acting())
     steps, size, frames_per_s = (20, (320, 420), 15) if game == "Pong" else (5, (330, 606), 10)
     assert f"an episode of {steps} steps" in sentence
@@ -648,7 +651,8 @@ def test_a_film_is_cut_where_an_evaluation_is(tmp_path: Path) -> None:
     config = replace(CARTPOLE, evaluation=EvaluationConfig(max_episode_steps=3))
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
-    user_code.keep(run, config, UserCode(lambda: Sparkle("rgb_array")))
+    user_code.keep(run, UserCode(lambda: Sparkle("rgb_array")))
+    user_code.trust_own(run)
     with filmed(run, 1, Acting()) as film:
         assert len(list(film.pictures)) == 3 and [episode.length_steps for episode in film.ended] == [3]
 
@@ -660,7 +664,8 @@ def test_an_environment_that_does_not_draw_is_told(tmp_path: Path) -> None:
 
     network = ActorCritic(Blind.observation_space, Blind.action_space, CARTPOLE.network)
     run = make_run(tmp_path / "run", CARTPOLE, network)
-    user_code.keep(run, CARTPOLE, UserCode(lambda: Blind("rgb_array")))
+    user_code.keep(run, UserCode(lambda: Blind("rgb_array")))
+    user_code.trust_own(run)
     with pytest.raises(PalaError, match=r"cannot be drawn for a video: RuntimeError: no display\."):
         record_video(run, tmp_path / "video.mp4", Acting())
 
@@ -680,7 +685,8 @@ def no_memory() -> gymnasium.Env:
 def test_an_environment_that_cannot_be_made_is_told(make_env: Any, sentence: str, tmp_path: Path) -> None:
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE.network)
     run = make_run(tmp_path / "run", CARTPOLE, network)
-    user_code.keep(run, CARTPOLE, UserCode(make_env))
+    user_code.keep(run, UserCode(make_env))
+    user_code.trust_own(run)
     with pytest.raises(PalaError, match=sentence):
         record_video(run, tmp_path / "video.mp4", Acting())
 

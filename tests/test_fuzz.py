@@ -12,8 +12,7 @@ import math
 import os
 import pickle
 import struct
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from gymnasium.spaces import Box
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pala.a2c.averaging import average
 from pala.comm.base import Packet, Received, Receiver, Transport
 from pala.config import ExchangeConfig
 from pala.exchange.budget import StepBudget, Stop
@@ -42,7 +40,7 @@ from pala.lab.compare.collect import load
 from pala.lab.compare.plan import Plan
 from pala.report import plot
 from pala.report.curves import curve_of
-from pala.run import checkpoint, tensor_file
+from pala.run import checkpoint
 from pala.run.metrics import metrics_path
 from pala.run.view import RunView
 from pala.system.errors import PalaError
@@ -539,109 +537,20 @@ def test_a_step_or_a_minibatch_is_taken_as_it_is_or_refused() -> None:
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-BOMBS: dict[str, Callable[[], str]] = {
-    "nested lists": lambda: "[" * 100_000,
-    "nested lists that end": lambda: "[" * 50_000 + "]" * 50_000,
-    "nested objects": lambda: '{"format":' * 50_000 + "1" + "}" * 50_000,
-    "a number of many digits": lambda: '{"format":' + "9" * 100_000 + "}",
-    "a large exponent": lambda: '{"format":1e999999999}',
-    "many lists": lambda: "[" + "[]," * 100_000 + "[]]",
-    "too long": lambda: "[" + "[]," * (2 << 20) + "[]]",
-    "no object": lambda: "[1]",
-    "nothing": lambda: "",
-    "a lone surrogate": lambda: '{"format":"\\ud800"}',
-    "no number": lambda: '{"format":null,"crc32":[]}',
-}
+
 odd_numbers = st.sampled_from([0, 1, -1, 2**31, 2**53, 2**63, 2**64, 2**200, 1.5, 1e308, True, None, "1", [], {}])
-shapes = st.lists(st.sampled_from([0, 1, 2, 3, 6, 8, 24, 2**31, 2**62, 2**63, -1]), max_size=4) | odd_numbers
-DTYPES = "BOOL U8 I8 I16 U16 F16 BF16 I32 U32 F32 F64 I64 U64 F8_E4M3 F8_E5M2 F8_E8M0 F4 C64 X"
-dtypes = st.sampled_from(DTYPES.split(" ")) | st.text(max_size=5)
-header_values = odd_numbers | st.lists(odd_numbers, max_size=3) | st.just({"local_steps": [1, 2]})
 
 
 @st.composite
-def headers(draw: st.DrawFn, whole: dict[str, Any]) -> dict[str, Any]:
-    """safetensors' own header, with other types, shapes, places and names of tensors."""
-    header = json.loads(json.dumps(whole))
-    for _ in range(draw(st.integers(1, 2))):
-        name = draw(st.sampled_from([n for n in header if n != "__metadata__"] or ["x"]))
-        entry = header.get(name, {})
-        how = draw(st.sampled_from(["dtype", "shape", "data_offsets", "rename", "drop", "twice", "free"]))
-        if how in ("dtype", "shape", "data_offsets"):
-            offsets = st.lists(odd_numbers, min_size=2, max_size=2)
-            entry[how] = draw({"dtype": dtypes, "shape": shapes, "data_offsets": offsets}[how])
-        elif how == "free":  # another type and shape of as many bytes
-            begin, end = whole[name]["data_offsets"] if name in whole else (0, 0)
-            size = end - begin
-            dtype, width = draw(
-                st.sampled_from([("U8", 1), ("BOOL", 1), ("I16", 2), ("F32", 4), ("F64", 8), ("C64", 8)])
-            )
-            entry["dtype"] = dtype
-            entry["shape"] = draw(st.sampled_from([[size // width], [1, size // width], [size // width, 1, 1]]))
-        elif how == "twice":
-            header["another"] = dict(entry)
-        else:
-            header.pop(name, None)
-            if how == "rename":
-                header[draw(st.text(max_size=8))] = entry
-    return header
-
-
-def split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    length = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
-
-
-def join(header: dict[str, Any], body: bytes) -> bytes:
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + body
-
-
-def signed(header: dict[str, Any], body: bytes, changes: dict[str, Any]) -> bytes:
-    """With checksums that fit, as nobody's accident would leave them: what else is wrong must be found as well."""
-    inner = json.loads(header["__metadata__"]["pala"]) | changes
-    inner["crc32"] = {}
-    inner["layout"] = {
-        name: [tensor_file._DTYPES.get(entry.get("dtype"), ""), *entry["shape"]]
-        for name, entry in header.items()
-        if name != "__metadata__" and isinstance(entry.get("shape"), list)
-    }
-    for name, entry in header.items():
-        if name != "__metadata__" and isinstance(entry.get("data_offsets"), list):
-            begin, end = (n if isinstance(n, int) and abs(n) < 2**31 else 0 for n in entry["data_offsets"])
-            inner["crc32"][name] = zlib.crc32(body[begin:end])
-    text = json.dumps(inner)
-    return join(header | {"__metadata__": {"pala": text, "crc32": str(zlib.crc32(text.encode()))}}, body)
-
-
-@st.composite
-def files(draw: st.DrawFn, whole: bytes) -> tuple[bytes, bool]:
-    """(bytes, whether the checksums were made to fit what was changed)."""
-    how = draw(
-        st.sampled_from(["noise", "bytes", "bytes", "length", "bomb", "outer bomb", "header", "signed", "signed"])
-    )
-    header, body = split(whole)
+def files(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Noise, a file with other bytes, or one whose header has another length."""
+    how = draw(st.sampled_from(["noise", "bytes", "bytes", "bytes", "length"]))
     if how == "noise":
-        return draw(st.binary(max_size=300)), False
+        return draw(st.binary(max_size=300))
     if how == "bytes":
-        return damaged(whole, draw(damages)), False
-    if how == "length":
-        length = draw(
-            st.sampled_from([2**64 - 1, 2**63, 2**40, 100_000_001, len(whole), len(whole) - 8]) | extremes(64)
-        )
-        return length.to_bytes(8, "little") + whole[8:], False
-    if "bomb" in how:
-        text = BOMBS[draw(st.sampled_from(sorted(BOMBS)))]()
-        if how == "outer bomb":
-            return len(text).to_bytes(8, "little") + text.encode() + body, False
-        return join(header | {"__metadata__": {"pala": text, "crc32": str(zlib.crc32(text.encode()))}}, body), True
-    changed = draw(headers(header)) if how == "header" or draw(st.booleans()) else header
-    if how == "header":
-        return join(changed, body), False
-    names = sorted(json.loads(header["__metadata__"]["pala"]))
-    changes = draw(st.dictionaries(st.sampled_from(names), header_values, max_size=2))
-    return signed(changed, body, changes), True
+        return damaged(whole, draw(damages))
+    length = draw(st.sampled_from([2**64 - 1, 2**63, 2**40, len(whole), len(whole) - 8]) | extremes(64))
+    return length.to_bytes(8, "little") + whole[8:]
 
 
 @pytest.mark.slow
@@ -652,20 +561,14 @@ def test_a_checkpoint_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
 
     @fuzz(400)
     @given(files(whole))
-    def check(of: tuple[bytes, bool]) -> None:
-        data, forged = of
+    def check(data: bytes) -> None:
         file.write_bytes(data)
         try:
             read = checkpoint.load_rank(tmp_path, 0, SIGNATURE)
         except PalaError as error:
             assert str(file) in str(error)
             return
-        assert forged or same(read, state)
-        folder = tmp_path / "again"
-        folder.mkdir(exist_ok=True)
-        checkpoint.save_rank(folder, read)
-        assert same(checkpoint.load_rank(folder, 0, SIGNATURE), read)
-        average([read])
+        assert same(read, state)
 
     check()
 
@@ -677,9 +580,9 @@ def test_a_damaged_checkpoint_never_hides_the_one_before(tmp_path: Path, capsys:
     whole = file.read_bytes()
 
     @fuzz(100)
-    @given(files(whole).filter(lambda of: not of[1]))
-    def check(of: tuple[bytes, bool]) -> None:
-        file.write_bytes(of[0])
+    @given(files(whole))
+    def check(data: bytes) -> None:
+        file.write_bytes(data)
         read = checkpoint.load_rank(tmp_path, 0, SIGNATURE)
         is_new = same(read, make_state(0, 2, fill=2.0))
         assert is_new or same(read, make_state(0, 2, fill=1.0))
@@ -696,18 +599,15 @@ def test_a_policy_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
 
     @fuzz(250)
     @given(files(whole))
-    def check(of: tuple[bytes, bool]) -> None:
-        data, forged = of
+    def check(data: bytes) -> None:
         file.write_bytes(data)
         try:
             read, header = checkpoint.load_policy(file)
         except PalaError as error:
             assert str(file) in str(error)
             return
-        assert isinstance(header["global_steps"], int)
-        if not forged:
-            assert header["global_steps"] == 5 and read.keys() == named.keys()
-            assert all(read[name].equal(tensor) for name, tensor in named.items())
+        assert header["global_steps"] == 5 and read.keys() == named.keys()
+        assert all(read[name].equal(tensor) for name, tensor in named.items())
 
     check()
 

@@ -50,7 +50,6 @@ from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.segment import Segment
-from pala.run.user_code import keep
 from pala.system import resources
 from pala.system.errors import CollectiveError, PalaError
 from pala.testing.memory import MemoryCommunicator, run_ranks
@@ -424,7 +423,8 @@ def test_the_environments_of_a_run_give_what_its_policy_takes(
     with make_envs(replace(env, num_envs=1), 1, make_env) as one:
         network = ActorCritic(one.observation_space, one.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)
-    user_code.keep(run, config, code)
+    user_code.keep(run, code)
+    user_code.trust_own(run)
     policy, envs = pala.load_policy(run), pala.make_envs(run, num_envs=2)
     assert envs.num_envs == 2 and envs.single_observation_space == policy.observation_space
     observations, infos = envs.reset(seed=1)
@@ -443,7 +443,8 @@ def test_the_environments_of_a_run_cut_games_where_its_evaluation_does(tmp_path:
     env = EnvConfig("Grid-v0")
     config = replace(CARTPOLE, env=env, evaluation=EvaluationConfig(max_episode_steps=6))
     run = make_run(tmp_path / "run", config)
-    user_code.keep(run, config, user_code.UserCode(Grid))
+    user_code.keep(run, user_code.UserCode(Grid))
+    user_code.trust_own(run)
     envs = pala.make_envs(run)
     envs.reset(seed=1)
     cut = [bool(envs.step(np.array([1]))[3][0]) for _ in range(6)]
@@ -1038,14 +1039,10 @@ class Locked(gymnasium.Wrapper):
         self.lock = threading.Lock()
 
 
-def test_a_factory_that_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
     lock = threading.Lock()
     with pytest.raises(PalaError, match=r"'make_env' cannot be kept .*pickle.*: define it in a module"):
-        keep(tmp_path, Config(), UserCode(lambda: lock))  # type: ignore[arg-type]
-    monkeypatch.setattr(user_code, "_MOST_PICKLE_BYTES", 100)
-    large = "x" * 1000
-    with pytest.raises(PalaError, match=r"'make_env' takes [\d,]+ bytes .* define it in a module"):
-        keep(tmp_path, Config(), UserCode(lambda: large))  # type: ignore[arg-type]
+        user_code.keep(tmp_path, UserCode(lambda: lock))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
@@ -1129,7 +1126,8 @@ def drawn(tmp_path: Path) -> Path:
     """A run whose environment draws itself."""
     network = actor_critic(Sparkle.observation_space, Sparkle.action_space, CARTPOLE)
     run = make_run(tmp_path / "run", CARTPOLE, network)  # type: ignore[arg-type]
-    keep(run, CARTPOLE, UserCode(lambda: Sparkle("rgb_array")))
+    user_code.keep(run, UserCode(lambda: Sparkle("rgb_array")))
+    user_code.trust_own(run)
     return run
 
 

@@ -19,6 +19,7 @@ from pala.system.errors import PalaError
 from pala.system.output import say
 
 _PATIENCE_S = 3.0  # with all processes that are to end after a failure
+_SAFE_PATH = "PYTHONSAFEPATH"  # environment variable, from Python 3.11 on
 
 
 class _InProcess(gymnasium.Wrapper):
@@ -55,15 +56,37 @@ def _check_can_travel(factory: Callable[[], gymnasium.Env]) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Have Python processes that start inside the block leave the working directory out of their path.
+
+    `multiprocessing` starts them by `python -c`, which puts it first: a module in it, perhaps in a run folder from
+    elsewhere, would take the place of Python's own. The rank's path is theirs once they have begun.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(safe_path: str | None) -> None:
+    os.environ.pop(_SAFE_PATH, None)
+    if safe_path is not None:
+        os.environ[_SAFE_PATH] = safe_path
+
+
 class EnvProcesses(gymnasium.vector.AsyncVectorEnv):
     """Environments in processes of their own, which never outlive this one's wish. Raises PalaError if one cannot be
     made there."""
 
     def __init__(self, factory: Callable[[], gymnasium.Env], num_envs: int) -> None:
-        rank = os.getpid()
+        rank, safe_path = os.getpid(), os.environ.get(_SAFE_PATH)
 
         def in_worker() -> gymnasium.Env:
             if os.getpid() != rank:  # which deals with signals itself and ends its workers
+                _restore(safe_path)  # for programs that the environment starts
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)
             return factory() if os.getpid() == rank else _InProcess(factory())
@@ -71,7 +94,8 @@ class EnvProcesses(gymnasium.vector.AsyncVectorEnv):
         self.parent_pipes, self.processes = [], []
         try:
             # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
-            super().__init__([in_worker] * num_envs, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
+            with _safe_path():
+                super().__init__([in_worker] * num_envs, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
         except (EOFError, ConnectionError):  # of a pipe whose other end has died
             self.end()
             raise PalaError(

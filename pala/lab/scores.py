@@ -29,7 +29,7 @@ from pala.evaluation.references import human_normalised, rom_of, score_table
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, reason
-from pala.system.files import write_atomically
+from pala.system.files import refuse_links, write_atomically
 from pala.system.text import counted, csv_text, short_number, table
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"
@@ -81,6 +81,7 @@ class Run:
 def read(folder: Path) -> Run | str:
     """A run, or why it does not count. Raises PalaError."""
     record = run_folder.read(folder)
+    refuse_links(folder)
     config = run_folder.config_of(folder, record)
     if config.algorithm != "gorila":
         return f"trains '{config.algorithm}'"

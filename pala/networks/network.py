@@ -19,6 +19,7 @@ from pala.envs.spaces import LEAST_SIDE, image_scale
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
 from pala.system.errors import PalaError
+from pala.system.resources import available_memory_bytes
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 
@@ -172,13 +173,24 @@ def _conv_trunk(shape: tuple[int, ...], config: NetworkConfig) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (out, (kernel, stride)) in enumerate(zip(config.conv_channels, kinds, strict=True), 1):
         height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        _check_fits(channels * out * kernel**2, "conv_channels")
         layers[f"conv{i}"] = orthogonal(nn.Conv2d(channels, out, kernel, stride), gain)
         layers[f"relu{i}"] = nn.ReLU()
         channels = out
+    _check_fits(height * width * channels * config.conv_hidden, "conv_hidden")
     layers["flatten"] = _FlattenChannelsLast()
     layers["linear"] = orthogonal(nn.Linear(height * width * channels, config.conv_hidden), gain)
     layers["relu"] = nn.ReLU()
     return nn.Sequential(layers)
+
+
+def _check_fits(weights: int, setting: str) -> None:
+    """Raise PalaError if a layer's float32 weights alone take more memory than there is."""
+    if 4 * weights > (available := available_memory_bytes()):
+        raise PalaError(
+            f"'network.{setting}' asks for a layer of {4 * weights / 2**30:,.1f} GiB, but "
+            f"{available / 2**30:.1f} GiB of memory are available; lower it."
+        )
 
 
 class _FlattenChannelsLast(nn.Module):
@@ -191,6 +203,7 @@ class _FlattenChannelsLast(nn.Module):
 def _mlp_trunk(inputs: int, hidden: Iterable[int]) -> tuple[nn.Sequential, int]:
     layers: list[nn.Module] = []
     for width in hidden:
+        _check_fits(inputs * width, "mlp_hidden")
         layers += [orthogonal(nn.Linear(inputs, width), math.sqrt(2)), nn.Tanh()]
         inputs = width
     return nn.Sequential(*layers), inputs

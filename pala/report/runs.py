@@ -13,6 +13,7 @@ from pala.evaluation.record import final_evaluation
 from pala.evaluation.references import reference_of
 from pala.run import run_folder
 from pala.run.metrics import Record, read_run
+from pala.system.files import refuse_links
 
 Axis = Literal["steps", "time"]
 
@@ -68,7 +69,9 @@ def config_as_computed(folder: Path, record: dict[str, Any]) -> Config:
 
 def read(folder: Path) -> tuple[RunData, list[list[Record]]]:
     """Read a run and every rank's records, which take much memory. Raises PalaError if it is no run, or damaged."""
-    record, ranks = run_folder.read(folder), read_run(folder)
+    record = run_folder.read(folder)
+    refuse_links(folder)
+    ranks = read_run(folder)
     config = config_as_computed(folder, record)
     episodes = [(r["global_steps"], r["time_s"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"]
     steps, time_s, returns = np.array(episodes, np.float64).reshape(-1, 3).T

@@ -20,15 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.run.tensor_file import Layout, opened, pack, unpack
+from pala.run.tensor_file import header_of, pack, unpack
 from pala.system.errors import PalaError
 from pala.system.files import sync_folder, write_atomically
 from pala.system.output import say
 
 OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; its 'run.json' or they were changed."
 _COUNTS = ("updates", "applied", "own_steps", "base_steps", "round", "spares")
-_STREAM, _MOST_STREAMS, _MOST_STREAM_BYTES = "random.", 16, 1 << 20
-
+_STREAM = "random."
 
 ACTOR_CRITIC = (
     {"parameters", "mean_square"},  # of the whole network; RMSprop's mean squares
@@ -94,8 +93,7 @@ def load_rank(
 ) -> RankState:
     """A rank's newest readable checkpoint, which must be of a job of so many `ranks`; None: of any number.
 
-    `parameters`: of the network; a file whose tensors are longer is refused before they are read: a few kilobytes on
-    the disk can say that they are gigabytes. Raises PalaError if neither generation can be read.
+    `parameters`: of the network. Raises PalaError if neither generation can be read.
     """
     faults = []
     for path in _generations(folder, rank):
@@ -190,7 +188,7 @@ def newest_segment(run: Path) -> Path:
 
 def _segment_number(folder: Path) -> int:
     number = folder.name.removeprefix("segment-")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1
 
 
 def _ranks_of(segment: Path) -> int:
@@ -229,30 +227,24 @@ def save_policy(path: Path, named: dict[str, Tensor], header: dict[str, Any]) ->
 def policy_header(path: Path) -> dict[str, Any] | None:
     """The header of an exported policy; None if there is none that can be read."""
     try:
-        with opened(path) as (_, header, _):
-            return header
+        return header_of(path)
     except PalaError:
         return None
 
 
 def load_policy(path: Path, wanted: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(named parameters, header) of an exported policy; before they are read, their shapes must be those `wanted`.
-    Raises PalaError."""
-
-    def check(header: dict[str, Any], layout: Layout) -> None:
-        steps_are_known = isinstance(header.get("global_steps"), int)
-        if not steps_are_known or any(dtype != str(torch.float32) for dtype, *_ in layout.values()):
-            raise PalaError(f"'{path}' is not a policy that PALA exported.")
-        for name in sorted(layout.keys() | wanted.keys()) if wanted is not None else ():
-            assert wanted is not None
-            sides = [list(wanted[name].shape) if name in wanted else "missing", layout.get(name, ["", "missing"])[1:]]
-            if sides[0] != sides[1]:
-                raise PalaError(
-                    f"Policy '{path}' is of another network than its run's settings and environment give: '{name}' "
-                    f"should be {sides[0]} and is {sides[1] if name in layout else 'missing'}."
-                )
-
-    return unpack(path, check)
+    """Return (named parameters, header) of an exported policy; its shapes must be those `wanted`. Raises PalaError."""
+    named, header = unpack(path)
+    if not isinstance(header.get("global_steps"), int) or any(t.dtype != torch.float32 for t in named.values()):
+        raise PalaError(f"'{path}' is not a policy that PALA exported.")
+    for name in sorted(named.keys() | wanted.keys()) if wanted is not None else ():
+        should, found = (list(of[name].shape) if name in of else "missing" for of in (wanted or {}, named))
+        if should != found:
+            raise PalaError(
+                f"Policy '{path}' is of another network than its run's settings and environment give: '{name}' "
+                f"should be {should} and is {found}."
+            )
+    return named, header
 
 
 class _AnotherNetworkError(PalaError):
@@ -260,27 +252,23 @@ class _AnotherNetworkError(PalaError):
 
 
 def _read_rank(path: Path, parameters: int | None = None, signature: int | None = None) -> RankState:
-    """`parameters` and `signature`: of the network, if it is known."""
-
-    def check(header: dict[str, Any], layout: Layout) -> None:
-        state = _state_of(path, header, {}, {})
-        if signature not in (None, state.signature):
-            raise _AnotherNetworkError(
-                f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
-                "that it was made with, and if the network is your own and draws its buffers from torch, with its seed."
-            )
-        if not _are_vectors(layout, parameters):
-            raise PalaError(f"Checkpoint '{path}' cannot be read (its tensors are not those of this run's network).")
-
-    tensors, header = unpack(path, check)
+    """Read a rank's file. `parameters` and `signature`: of the network, if it is known."""
+    tensors, header = unpack(path)
     streams = {k.removeprefix(_STREAM): v for k, v in tensors.items() if k.startswith(_STREAM)}
-    return _state_of(path, header, {k: v for k, v in tensors.items() if not k.startswith(_STREAM)}, streams)
+    state = _state_of(path, header, {k: v for k, v in tensors.items() if not k.startswith(_STREAM)}, streams)
+    if signature not in (None, state.signature):
+        raise _AnotherNetworkError(
+            f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
+            "that it was made with, and if the network is your own and draws its buffers from torch, with its seed."
+        )
+    if not _are_vectors(state, parameters):
+        raise PalaError(f"Checkpoint '{path}' cannot be read (its tensors are not those of this run's network).")
+    return state
 
 
 def _read_head(path: Path) -> RankState:
-    """The same without its tensors, of which nothing is checked."""
-    with opened(path) as (_, header, _):
-        return _state_of(path, header, {}, {})
+    """Read it without its tensors, of which nothing is checked."""
+    return _state_of(path, header_of(path), {}, {})
 
 
 def _state_of(path: Path, header: dict[str, Any], tensors: dict[str, Tensor], streams: dict[str, Tensor]) -> RankState:
@@ -293,19 +281,17 @@ def _state_of(path: Path, header: dict[str, Any], tensors: dict[str, Tensor], st
     return state
 
 
-def _are_vectors(layout: Layout, parameters: int | None) -> bool:
+def _are_vectors(state: RankState, parameters: int | None) -> bool:
     """True if the tensors are what `save_rank` writes: flat, alike, of the right types, no longer than the network."""
-    flat = {name: of for name, of in layout.items() if not name.startswith(_STREAM)}
-    streams = [of for name, of in layout.items() if name.startswith(_STREAM)]
-    lengths = {of[1] for of in flat.values() if len(of) == 2}
+    flat, streams = state.tensors, state.random_states.values()
+    lengths = {len(tensor) for tensor in flat.values() if tensor.dim() == 1}
     return (
         set(flat) in _CONTENTS
-        and all(len(of) == 2 and of[0] == str(torch.float32) for of in flat.values())
+        and all(tensor.dim() == 1 and tensor.dtype == torch.float32 for tensor in flat.values())
+        and all(tensor.dim() == 1 and tensor.dtype == torch.uint8 for tensor in streams)
         and len(lengths) <= 1
         and (parameters is None or all(length <= parameters for length in lengths))
         and (parameters is None or set(flat) not in ACTOR_CRITIC or lengths == {parameters})
-        and len(streams) <= _MOST_STREAMS
-        and all(len(of) == 2 and of[0] == str(torch.uint8) and of[1] <= _MOST_STREAM_BYTES for of in streams)
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,12 +21,6 @@ from pala.system.files import append_lines, is_number, json_text, open_to_read
 from pala.system.output import say
 
 Record = dict[str, Any]
-LIMIT = "PALA_METRICS_LIMIT_MIB"  # environment variable
-_LIMIT_MIB = 512.0  # of a run's metrics, unpacked; as records they take up to ten times that
-_MOST_EXPANSION = 30  # of a packed file: metrics pack to a tenth
-_SMALL_BYTES = 16 << 20  # is read however it was packed
-_MOST_LINE_BYTES = 1 << 20
-
 
 _NO_RETURN = b'"return":null'  # an episode whose return is not finite, which no figure can take in
 
@@ -38,20 +31,18 @@ def metrics_path(run: Path, rank: int) -> Path:
 
 
 def metrics_files(run: Path) -> list[Path]:
-    """The metrics of a run's ranks, in their order. Of a file that is there packed and unpacked, the newer one."""
-    found: dict[str, Path] = {}
-    for path in sorted((run / "metrics").glob("rank-*.jsonl*")):
-        rank, _, ending = path.name.rpartition(".jsonl")
-        if ending in ("", ".gz") and (rank not in found or path.lstat().st_mtime > found[rank].lstat().st_mtime):
-            found[rank] = path
-    return list(found.values())
+    """Return the metrics of a run's ranks, in their order; of a file that is there packed, too, the plain one."""
+    found = {
+        path.name.removesuffix(".gz"): path for path in sorted((run / "metrics").glob("rank-*.jsonl*"), reverse=True)
+    }
+    return [path for name, path in sorted(found.items()) if name.endswith(".jsonl")]
 
 
 def packed_alone(run: Path, ranks: int) -> Path | None:
-    """Metrics of one of so many ranks that are there packed only, if there are any."""
-    missing = (path for rank in range(ranks) if not os.path.lexists(path := metrics_path(run, rank)))
-    packed = (path.with_name(f"{path.name}.gz") for path in missing)
-    return next((path for path in packed if os.path.lexists(path)), None)
+    """Return metrics of one of so many ranks that are there packed only, if there are any."""
+    plain = [metrics_path(run, rank) for rank in range(ranks)]
+    packed = (path.with_name(f"{path.name}.gz") for path in plain if not path.exists())
+    return next((path for path in packed if path.exists()), None)
 
 
 class MetricsWriter:
@@ -81,66 +72,41 @@ class Tail:
     A line that is no record (cut by a full disk, or damaged) is left out, which is said once.
     """
 
-    def __init__(self, path: Path, most_bytes: float = math.inf) -> None:
-        """`most_bytes`: of the whole file, unpacked."""
-        self._path, self._most_bytes, self._offset = path, most_bytes, 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
         self._num_lines = self._left_out = self._first_left_out = 0
-        self._in_long_line = False
 
     def read(self) -> Iterator[Record]:
-        """The new whole records. Raises PalaError if the file is damaged, none, or too large."""
+        """Yield the new whole records. Raises PalaError if the file is damaged, or none."""
         left_out = self._left_out
         try:
-            with open_to_read(self._path) as packed:
-                most_bytes = self._most_bytes
-                if self._path.suffix == ".gz":
-                    size = os.fstat(packed.fileno()).st_size
-                    most_bytes = min(most_bytes, max(_SMALL_BYTES, _MOST_EXPANSION * size))
-                    with gzip.open(packed, "rb") as file:
-                        yield from self._records(cast(BinaryIO, file), most_bytes)
-                else:
-                    yield from self._records(packed, most_bytes)
+            with open_to_read(self._path) as plain, _unpacked(plain, self._path) as file:
+                yield from self._records(file)
         except (FileNotFoundError, NotADirectoryError):
             return
-        except (OSError, EOFError, zlib.error) as error:
+        except (OSError, EOFError, zlib.error, MemoryError) as error:
             raise PalaError(f"Metrics '{self._path}' cannot be read, or are damaged: {reason(error)}.") from None
         if self._left_out > 0 and left_out == 0:
             lines = f"{self._left_out} lines that are" if self._left_out > 1 else "a line that is"
             say(f"Metrics '{self._path}': {lines} no record left out, line {self._first_left_out} first.")
 
-    @property
-    def num_bytes(self) -> int:
-        """That have been read."""
-        return self._offset
-
-    def _records(self, file: BinaryIO, most_bytes: float) -> Iterator[Record]:
+    def _records(self, file: BinaryIO) -> Iterator[Record]:
         file.seek(self._offset)
-        while line := file.readline(_MOST_LINE_BYTES):
-            is_whole = line.endswith(b"\n")
-            if not is_whole and len(line) < _MOST_LINE_BYTES:
+        for line in file:
+            if not line.endswith(b"\n"):
                 return
             self._offset += len(line)
-            if self._offset > most_bytes:
-                raise self._refusal(most_bytes)
-            record = _record_of(line) if is_whole and not self._in_long_line else None
-            self._num_lines += is_whole
+            self._num_lines += 1
+            record = _record_of(line)
             if record is not None:
                 yield record
-            elif is_whole and (self._in_long_line or line.strip()) and _NO_RETURN not in line:
+            elif line.strip() and _NO_RETURN not in line:
                 self._left_out += 1
                 self._first_left_out = self._first_left_out or self._num_lines
-            self._in_long_line = not is_whole
 
-    def _refusal(self, most_bytes: float) -> PalaError:
-        if most_bytes < self._most_bytes:
-            return PalaError(
-                f"Metrics '{self._path}' unpack to more than {_MOST_EXPANSION} times their size, which no run's do. If "
-                "you trust them, unpack them by `gunzip` and try again."
-            )
-        return PalaError(
-            f"The metrics of '{self._path.parent.parent}' are larger than {limit_mib():g} MiB; to read them all the "
-            f"same, set the environment variable {LIMIT} to more."
-        )
+
+def _unpacked(file: BinaryIO, path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(file, "rb")) if path.suffix == ".gz" else file
 
 
 def _record_of(line: bytes) -> Record | None:
@@ -177,16 +143,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def limit_mib() -> float:
-    """The most that the metrics of a run may be, unpacked. Raises PalaError if the environment says something else than
-    a number."""
-    text = os.environ.get(LIMIT, "")
-    try:
-        return float(text) if text else _LIMIT_MIB
-    except ValueError:
-        raise PalaError(f"The environment variable {LIMIT} is '{text}', but must be a number of MiB.") from None
-
-
 def _without_lost(tail: Tail) -> list[Record]:
     """All records of a rank but those that were made after a checkpoint and lost with a crash."""
     kept: list[Record] = []
@@ -199,13 +155,8 @@ def _without_lost(tail: Tail) -> list[Record]:
 
 def read_run(run: Path) -> list[list[Record]]:
     """All records of every rank that count: not those made after a checkpoint and lost with a crash, nor what segments
-    that began without a rank did not go on from. Raises PalaError if a file is damaged, or all are too large together.
-    """
-    ranks, left_bytes = [], limit_mib() * 2**20
-    for path in metrics_files(run):
-        tail = Tail(path, left_bytes)
-        ranks.append(_without_lost(tail))
-        left_bytes -= tail.num_bytes
+    that began without a rank did not go on from. Raises PalaError if a file is damaged."""
+    ranks = [_without_lost(Tail(path)) for path in metrics_files(run)]
     starts = [record for records in ranks for record in records if record["type"] == "start"]
     starts.sort(key=lambda start: start["time_s"], reverse=True)
     begins = {start["segment"]: start["time_s"] for start in starts}  # the earliest, which comes last

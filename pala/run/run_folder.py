@@ -16,12 +16,14 @@ from pala.run.hooks import UserCode
 from pala.run.lock import LOCK, is_locked
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError, reason
-from pala.system.files import dated, read_json, write_json
+from pala.system.files import dated, read_json, refuse_links, write_json
 
 POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
-SIGNATURE = "code.signature"
 CODE_ENDINGS = ("txt", "pkl")  # of a factory's name, and of a pickled one (`user_code.py`)
-CODE_FILES = (*(f"{what}.{ending}" for what in UserCode._fields for ending in CODE_ENDINGS), SIGNATURE)
+CODE_FILES = (
+    *(f"{what}.{ending}" for what in UserCode._fields for ending in CODE_ENDINGS),
+    "code.signature",  # which earlier versions made
+)
 _BEFORE_RECORD = (LOCK, *CODE_FILES)  # what is made before run.json, beside the folders
 _FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
 
@@ -72,6 +74,7 @@ def create(config: Config, preset: str) -> Path:
                     f"Run folder '{path}' cannot be made: '{parent}' is no folder, or a link to none; see 'run.dir'."
                 ) from None
             if config.run.name and _never_began(path):
+                refuse_links(path)
                 (path / "metrics").mkdir(exist_ok=True)
                 return path
             if config.run.name:

@@ -76,7 +76,8 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: keeper.save(exchange=None))
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
-                    from_first(comm, lambda: user_code.keep(segment.run, config, code))
+                    from_first(comm, lambda: user_code.keep(segment.run, code))
+                    user_code.trust_own(segment.run)
                     records = setup.open_records()
                     records.begin(comm, setup.described())
                 if comm.rank == 0 and config.run.console != "none":
@@ -87,8 +88,8 @@ def train(job: Job, request: Request, interrupt: Interrupt) -> Result:
 
 
 def _load_code(comm: Communicator, run: Path, given: UserCode, trust_run: bool) -> UserCode:
-    """What a run was made with from Python, as far as it is not given anew. Rank 0 alone judges whose it is: other
-    hosts may lack the user's home. Collective."""
+    """Return what a run was made with from Python, as far as it is not given anew. Rank 0 alone looks at the folder's
+    links and decides about trust. Collective."""
 
     from_first(comm, lambda: user_code.check_trust(run, run_folder.config_of(run), trust_run, given))
     return collectively(comm, lambda: user_code.load(run, given))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +19,47 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import open_to_read
 
 _FORMAT = 2
-_MOST_HEADER_BYTES = 4 << 20  # counters of 100,000 ranks fit
-_DTYPES = {"F32": str(torch.float32), "U8": str(torch.uint8)}  # safetensors' names of those that are read
-Layout = dict[str, list[Any]]  # name of a tensor -> its type and shape
-Check = Callable[[dict[str, Any], Layout], None]
 
 
 def pack(tensors: dict[str, Tensor], header: dict[str, Any]) -> bytes:
-    """The bytes of such a file."""
-    crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
-    text = json.dumps({"format": _FORMAT, "crc32": crcs, "layout": _layout(tensors)} | header)
+    """Return the bytes of such a file."""
+    text = json.dumps({"format": _FORMAT, "crc32": _crcs(tensors), "layout": _layout(tensors)} | header)
     return safetensors_bytes(tensors, {"pala": text, "crc32": _text_crc(text)})
 
 
-def unpack(path: Path, check: Check) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, header). Raises PalaError, as `check` does for a header and layout that are not wanted, before a tensor
-    is read."""
-    with opened(path) as (file, header, layout):
-        check(header, layout)
-        tensors = {name: file.get_tensor(name) for name in layout}
-    crcs = {name: _crc(tensor) for name, tensor in tensors.items()}
-    # The checksums say nothing of the layout.
-    if header.get("crc32") != crcs or header.get("layout") != _layout(tensors):
-        raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
+def unpack(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (tensors, header). Raises PalaError."""
+    with _opened(path) as (file, header):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        # The checksums say nothing of the layout.
+        if header.get("crc32") != _crcs(tensors) or header.get("layout") != _layout(tensors):
+            raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
     return tensors, header
 
 
+def header_of(path: Path) -> dict[str, Any]:
+    """Return the header alone; nothing of the tensors is read. Raises PalaError."""
+    with _opened(path) as (_, header):
+        return header
+
+
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], Layout]]:
-    """The file, its checked header, and what it says of its tensors, of which none has been read. Raises PalaError."""
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     try:
         open_to_read(path).close()  # a pipe would be waited for
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            header = _header(path, metadata["pala"], metadata.get("crc32"))
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            layout = {name: [_DTYPES.get(of.get_dtype(), ""), *of.get_shape()] for name, of in slices.items()}
-            yield file, header, layout
+            yield file, _header(path, metadata["pala"], metadata.get("crc32"))
     except FileNotFoundError:
         raise PalaError(f"Checkpoint '{path}' does not exist.") from None
-    except (OSError, RuntimeError, SafetensorError, KeyError, ValueError) as error:  # Runtime: renamed meanwhile
-        raise PalaError(f"Checkpoint '{path}' cannot be read ({reason(error)}).") from None
+    except (OSError, RuntimeError, SafetensorError, KeyError, ValueError, TypeError, MemoryError) as error:
+        raise PalaError(f"Checkpoint '{path}' cannot be read ({reason(error)}).") from None  # perhaps renamed meanwhile
 
 
 def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
     """The checked header. Its own checksum stays as it is in every format, so that the format can be believed."""
     if crc != _text_crc(text):
         raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
-    if len(text) > _MOST_HEADER_BYTES:  # before it is parsed: a few bytes of JSON can take a hundred of memory
-        raise PalaError(f"Checkpoint '{path}' cannot be read (a header of {len(text)} bytes).")
     try:
         header = json.loads(text)
     except RecursionError:
@@ -84,11 +76,15 @@ def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
     return header
 
 
-def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
+def _crcs(tensors: dict[str, Tensor]) -> dict[str, int]:
+    return {
+        name: zlib.crc32(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
+        for name, tensor in tensors.items()
+    }
 
 
-def _layout(tensors: dict[str, Tensor]) -> Layout:
+def _layout(tensors: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Return each tensor's type and shape."""
     return {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
 
 

@@ -15,8 +15,6 @@ from typing import Any, BinaryIO
 
 from pala.system.errors import PalaError, reason
 
-_MOST_JSON_BYTES = 16 << 20  # a record of 100,000 ranks fits; a byte of JSON can take twenty of memory
-
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write to a neighbour, flush to the disk, then rename: a reader sees the old file or the new one, whole.
@@ -65,8 +63,8 @@ def open_to_read(path: Path) -> BinaryIO:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """To read and append to, made if it is not there. Never by way of a link, which in a folder that came from
-    elsewhere could lead to any file of the user's. Raises OSError."""
+    """Open a file to read and append to; it is made if it is not there. Raises OSError, also for a symbolic or hard
+    link: in a folder that came from elsewhere it could lead to any file of the user's."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -74,7 +72,46 @@ def open_to_append(path: Path) -> BinaryIO:
         if path.is_symlink():
             raise OSError("it is a link, and links are not written through") from None
         raise
+    if os.fstat(descriptor).st_nlink > 1:
+        os.close(descriptor)
+        raise OSError("it is a hard link, and links are not written through")
     return _regular(descriptor, path, "ab+")
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise PalaError if anything below a folder is a symbolic or hard link, or neither a file nor a folder.
+
+    Every program that works in a run's folder calls this first. A folder that came from elsewhere may hold links to
+    the user's files: what is written or deleted there would change them, and what is read could be published. The
+    folder itself may be reached over a link.
+    """
+    waiting = [folder]
+    try:
+        while waiting:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # a job that is at work here has renamed it
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISDIR(status.st_mode):
+                            waiting.append(Path(entry.path))
+                        else:
+                            _refuse_link(entry.path, status)
+    except OSError as error:
+        raise PalaError(f"'{folder}' cannot be read: {reason(error)}.") from None
+
+
+def _refuse_link(path: str, status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        return
+    if stat.S_ISLNK(status.st_mode):
+        what = "is a link"
+    elif stat.S_ISREG(status.st_mode):
+        what = "is a hard link: the file has another name, perhaps elsewhere"
+    else:
+        what = "is a pipe or a device, not a file"
+    raise PalaError(
+        f"'{path}' {what}. A run's folder may hold none: remove it, or put a copy of the file in its place."
+    )
 
 
 def append_lines(path: Path, lines: str) -> None:
@@ -95,19 +132,16 @@ def _regular(descriptor: int, path: Path, mode: str) -> BinaryIO:
 
 
 def read_json(path: Path, last_line: bool = False) -> Any:
-    """What a JSON file of at most 16 MiB holds, or its last line. Raises FileNotFoundError, and PalaError for any other
-    fault."""
+    """Return what a JSON file holds, or its last line. Raises FileNotFoundError, and PalaError for any other fault."""
     try:
         with open_to_read(path) as file:
-            data = file.read(_MOST_JSON_BYTES + 1)
-        if len(data) > _MOST_JSON_BYTES:
-            raise ValueError(f"it is larger than {_MOST_JSON_BYTES >> 20} MiB, which no such file is")
+            data = file.read()
         return json.loads(data.splitlines()[-1] if last_line else data)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"'{path}' does not exist") from None
     except RecursionError:
         raise PalaError(f"'{path}' cannot be read: it is nested too deeply.") from None
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, IndexError, MemoryError) as error:
         raise PalaError(f"'{path}' cannot be read: {reason(error)}.") from None
 
 

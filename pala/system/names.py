@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.machinery
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
 from pala.system.errors import PalaError
+from pala.system.search_path import find_own_modules
 
 
 def name_of(thing: object) -> str | None:
@@ -40,30 +39,27 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{text!r} is no name with plain arguments") from None
 
 
-def import_named(text: str, source: str, kept_in: Path | None = None) -> Any:
-    """What `module:name` leads to: a function or a class, not of Python's own modules. `source`: the file or key that
-    gives the name. `kept_in`: the folder of a run that brings the name along; it leads neither into that nor to what a
-    module has imported itself. Raises PalaError."""
+def import_named(text: str, source: str) -> Any:
+    """Return what `module:name` leads to: a function or a class, not of Python's own modules. `source`: the file or key
+    that gives the name, which is trusted. Raises PalaError."""
     module, _, name = text.partition(":")
     parts = name.split(".")
     if not all(part.isidentifier() for part in [*module.split("."), *parts]) or not _may_be_named(module):
         raise PalaError(f"{source} names {text[:100]!r}, which is no function or class of a module, 'module:name'.")
-    if kept_in is not None and _lies_in(module, kept_in):
-        raise PalaError(f"{source} names the module '{module}' in the run's own folder, which is not imported.")
     found: Any = import_module(module, source)
     try:
         for part in parts:
             found = getattr(found, part)
     except AttributeError as error:
         raise cannot_be_loaded(f"{source} names '{text}', which", error) from None
-    is_own = (getattr(found, "__module__", None), getattr(found, "__qualname__", None)) == (module, name)
-    if not callable(found) or (kept_in is not None and not is_own):
+    if not callable(found):
         raise PalaError(f"{source} names '{text}', which is no function or class of that module.")
     return found
 
 
 def import_module(module: str, source: str) -> ModuleType:
-    """The module that a file or key, `source`, names. Raises PalaError."""
+    """Import the module that a file or key, `source`, names; it is trusted. Raises PalaError."""
+    find_own_modules()
     try:
         return importlib.import_module(module)
     except Exception as error:  # it is the user's code: anything may happen
@@ -81,16 +77,3 @@ def cannot_be_loaded(what: str, error: Exception) -> PalaError:
 def _may_be_named(module: str) -> bool:
     """Python's own modules have nothing that a run could want, and some of their functions do harm."""
     return module.partition(".")[0] not in (*sys.stdlib_module_names, *sys.builtin_module_names)
-
-
-def _lies_in(module: str, folder: Path) -> bool:
-    """Whether it would be imported from a folder, by way of any of its packages. Imports nothing."""
-    folder, where = folder.resolve(), None
-    for part in module.split("."):
-        spec = importlib.machinery.PathFinder.find_spec(part, where)
-        if spec is None:
-            return False
-        where = list(spec.submodule_search_locations or ())
-        if any(Path(place).resolve().is_relative_to(folder) for place in [spec.origin, *where] if place is not None):
-            return True
-    return False

@@ -41,16 +41,18 @@ def say(message: str) -> None:
 
     Where it cannot be written (a log on a full disk, a launcher that is gone) it is lost: no reason to stop training.
     """
-    if _divert is not None and _divert(message.rstrip("\n")):
+    message = printable(message.rstrip("\n"))
+    if _divert is not None and _divert(message):
         return
     with suppress(OSError):
-        sys.stderr.write(message.rstrip("\n") + "\n")
+        sys.stderr.write(message + "\n")
         sys.stderr.flush()
 
 
 def tell(message: str) -> None:
     """Some lines to standard output, written at once. Where they cannot be written (a full disk, a reader that is gone)
     they are lost, and all after them: no reason to stop training."""
+    message = printable(message)
     try:
         try:
             print(message, flush=True)
@@ -59,6 +61,15 @@ def tell(message: str) -> None:
             print(message.encode(encoding, "replace").decode(encoding), flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer would fail again at the end
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {10: "\n", 9: "\t", 13: "\\r"}
+
+
+def printable(message: str) -> str:
+    """Return a text with its control characters, except for line ends and tabs, written out: a run from elsewhere could
+    control the terminal by them."""
+    return message.translate(_CONTROLS)
 
 
 def wait_until_read(most_s: float = 2.0) -> None:

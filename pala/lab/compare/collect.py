@@ -21,7 +21,7 @@ from pala.report import runs
 from pala.run import run_folder
 from pala.run.metrics import metrics_files
 from pala.system.errors import PalaError, reason
-from pala.system.files import json_text, open_to_read, write_atomically
+from pala.system.files import json_text, open_to_read, refuse_links, write_atomically
 
 _QUOTED = re.compile(r"""(?<=(["']))/(?:[^"'/]+/)*(?=[^"'/]+\1)""")  # blanks and all
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:(?:[\w.+@~-]|[=,](?!/)|\\u[0-9a-f]{4})+/)*(?=[\w.\\])")
@@ -33,6 +33,7 @@ def keep(run: Path, folder: Path) -> None:
     """Copy of a run what a report needs into `folder`, beside copies of other runs of the same name. An earlier copy of
     the same run is replaced, but not a completed one by one that is not. Raises PalaError."""
     begun = _begun(run)
+    refuse_links(run)  # results are published
     name = Path(os.path.abspath(run)).name  # noqa: PTH100  also of ".", and a link's own
     number, copy = 1, folder / name
     while (copy / "run.json").exists() and _begun(copy) != begun:
@@ -42,8 +43,8 @@ def keep(run: Path, folder: Path) -> None:
         return
     try:
         record = _bytes_of(run / "run.json")  # first: what it calls completed has all its metrics
-        if (run / "metrics").is_symlink():
-            raise OSError("'metrics' is a link, not a folder")
+        if copy.exists():
+            refuse_links(copy)
         (copy / "metrics").mkdir(parents=True, exist_ok=True)
         for file in metrics_files(run):
             data = _bytes_of(file)
@@ -58,8 +59,6 @@ def keep(run: Path, folder: Path) -> None:
 
 
 def _bytes_of(path: Path) -> bytes:
-    if path.is_symlink():  # what it leads to may be no part of the run, and results are published
-        raise OSError(f"'{path}' is a link, not a file")
     with open_to_read(path) as file:
         return file.read()
 

@@ -20,6 +20,7 @@ from pala.report.runs import config_as_computed
 from pala.run import run_folder
 from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder
+from pala.run.user_code import named_code
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
 from pala.system.output import tell
@@ -91,15 +92,16 @@ def task_of(planned: Planned, results: Path) -> Task | None:
             "preset back, give the comparison another 'name', or move the run away."
         )
     needs = _needs(planned, folder)
+    trust = ["--trust-run"] if named_code(planned.config) else []  # the preset names it, too
     if needs == "resume":
         over = run_folder.config_of(folder)
-        return _training(planned, needs, ["--resume", str(folder), *options(planned.config, over)])
+        return _training(planned, needs, ["--resume", str(folder), *trust, *options(planned.config, over)])
     if needs == "evaluate":
         wanted = planned.config.evaluation
         numbers = {"episodes": wanted.episodes, "num-envs": wanted.num_envs, "seed": planned.config.seed}
         words = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
         greedy = "--greedy" if wanted.greedy else "--no-greedy"
-        return Task(planned, needs, ["python", "-m", "pala.evaluate", str(folder), *words, greedy])
+        return Task(planned, needs, ["python", "-m", "pala.evaluate", str(folder), *words, greedy, *trust])
     return None
 
 

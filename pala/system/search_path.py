@@ -1,0 +1,43 @@
+"""Where Python looks for modules: in the working directory only for the user's own code, and only once it is trusted.
+
+The working directory may be a run's folder from elsewhere, or hold one. torch and other libraries look for optional
+modules, as `dill`: whatever has such a name there would be executed. `import pala` loads this module before all else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def _leave_out_working_directory() -> None:
+    """Take away what `python -m pala.PROGRAM` has put first. A script's own folder stays, and so does PYTHONPATH."""
+    words = sys.orig_argv
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    if module.partition(".")[0] != "pala" or _is_safe():
+        return
+    first = sys.path.pop(0)
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+    if os.path.realpath(first or os.curdir) == os.path.realpath(home) and home not in sys.path:
+        sys.path.append(home)  # a checkout that is not installed: processes of environments import PALA from here
+
+
+def find_own_modules() -> None:
+    """Look for modules in the working directory, too: last, so that they take the place of none that is installed.
+
+    To be called before the user's own code is imported: code that the command line names, or a run that is trusted.
+    """
+    try:
+        here = os.getcwd()  # noqa: PTH109
+    except OSError:  # a folder that is gone
+        return
+    if not _is_safe() and here not in sys.path:
+        sys.path.append(here)
+
+
+def _is_safe() -> bool:
+    """Whether Python was told (`-P`, PYTHONSAFEPATH; from 3.11 on) to leave the working directory out altogether."""
+    return bool(getattr(sys.flags, "safe_path", False))
+
+
+_leave_out_working_directory()
