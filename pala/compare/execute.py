@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pala.compare.collect import load
+from pala.compare.collect import copies_in, load
 from pala.compare.plan import Plan, Planned, options
 from pala.config import load_preset
 from pala.config_influence import differences
@@ -68,7 +68,7 @@ def task_of(planned: Planned, results: Path) -> Task | None:
     the plan wants it."""
     folder = planned.folder
     if not (folder / "run.json").exists():
-        copies = [copy for copy in sorted((results / "runs").glob("*/")) if _may_be(planned, copy)]
+        copies = [copy for copy in copies_in(results) if _may_be(planned, copy)]
         if any(not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate") for copy in copies):
             return None
         if longer := [copy for copy in copies if _hides(copy, planned)]:
@@ -116,8 +116,6 @@ def why_unfinished(task: Task) -> str:
 def _may_be(planned: Planned, copy: Path) -> bool:
     """Whether a folder of the results is of the game and seed that is planned. It may have another name there, but not
     one that the comparison gives to another variant."""
-    if not (copy / "run.json").exists():
-        return False
     found, wanted = run_folder.config_of(copy), planned.config
     if (found.env.id, found.seed) != (wanted.env.id, wanted.seed):
         return False

@@ -96,7 +96,7 @@ def markdown(comparison: Comparison, folder: Path, images: Sequence[str], gaps: 
         _section("Scaling", _SCALING, _scaling(comparison)),
         _section("What was exchanged", _EXCHANGE, _exchange(comparison)),
         _section("To bear in mind", "", "\n".join(f"- {note}" for note in limits)),
-        _section("How it was made", _HOW.format(command=_again(preset.name, folder)), _origin(comparison)),
+        _section("How it was made", _how(preset.name, folder), _origin(comparison)),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -113,15 +113,18 @@ that never got there come last."""
 _SCALING = "Efficiency: speed a rank over that with the fewest ranks, of medians over runs."
 _EXCHANGE = """Relative distance: between a rank's model and what it mixes in, over the norm of its model; mean over
 intervals, ranks and runs. Staleness: the most updates since the last mix in an interval, its mean; and in all."""
-_HOW = """`python -m pala.compare` with `preset.toml`; each run's command, commit and versions are in its `run.json`. To
+_HOW = """`python -m pala.compare` with `{preset}`; each run's command, commit and versions are in its `run.json`. To
 make this page again from the copies of the runs:
 
     {command}"""
 
 
-def _again(name: str, folder: Path) -> str:
-    output = [] if folder == Path("results") / name else ["--output", str(folder)]
-    return shlex.join(["python", "-m", "pala.compare", str(folder / "preset.toml"), "--report-only", *output])
+def _how(name: str, folder: Path) -> str:
+    """Return how the page is made again: a preset that comes with PALA has no copy in the results."""
+    own, output = folder / "preset.toml", [] if folder == Path("results") / name else ["--output", str(folder)]
+    preset, given = ("preset.toml", str(own)) if own.exists() else (f"configs/compare/{name}.toml", name)
+    command = shlex.join(["python", "-m", "pala.compare", given, "--report-only", *output])
+    return _HOW.format(preset=preset, command=command)
 
 
 def _section(title: str, text: str, content: str) -> str:
