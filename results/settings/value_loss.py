@@ -1,6 +1,8 @@
-"""Mean value loss between 250,000 and 400,000 steps of the runs on Pong, with warm-up and without:
-`python results/settings/value_loss.py > results/settings/value_loss.md`. A network that was ruined by its first updates stays at 0.06; of those that
-learned, one had as much until then."""
+"""Mean value loss between 250,000 and 400,000 steps of the runs on Pong, with warm-up and without.
+
+`python results/settings/value_loss.py > results/settings/value_loss.md`. A network that was ruined by its first updates
+stays at 0.06; of those that learned, one had as much until then.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Why should gossip learn better than synchronous training? The candidates, measured while ranks learn CrazyClimber.
 
-    mpirun -np 4 python results/why/measure.py OUTPUT.jsonl [--steps 400000] [--segments 8] [--seed 1] [--variants ...]
-    python results/why/report.py OUTPUT.jsonl ...     tables and a picture of them
+    mpirun -np 4 python results/mixing/ranks.py OUTPUT.jsonl [--steps 400000] [--segments 8] [--seed 1] [--variants ...]
+    python results/mixing/ranks_report.py OUTPUT.jsonl ...     tables and a picture of them
 
 What OUTPUT.jsonl has already is left out. Each variant trains from the same first weights. After every segment all
 ranks stop together, and without learning each plays a few rollouts with its own model. Written for each segment (a

@@ -1,6 +1,6 @@
-"""Tables and a picture of what measure.py found: python results/why/report.py OUTPUT.jsonl[.gz] ...
+"""Tables and a picture of what ranks.py found: python results/mixing/ranks_report.py results/mixing/ranks.jsonl.gz
 
-Writes table.md and why.png beside this file.
+Writes ranks_table.md and ranks.png beside this file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     if len(kinds := {(row["ranks"], row["segments"], row["asked_steps"]) for row in rows}) > 1:
         sys.exit(f"The files are not of one experiment: ranks, segments and steps are {sorted(kinds)}.")
     variants = list(dict.fromkeys(row["variant"] for row in rows))
-    (HERE / "table.md").write_text(make_table(rows, variants) + "\n")
+    (HERE / "ranks_table.md").write_text(make_table(rows, variants) + "\n")
     draw(rows, variants)
 
 
@@ -94,7 +94,7 @@ def draw(rows: list[dict[str, Any]], variants: list[str]) -> None:
         tidy(axes)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    write_picture(figure, HERE / "why.png")
+    write_picture(figure, HERE / "ranks.png")
 
 
 if __name__ == "__main__":
