@@ -771,14 +771,14 @@ def write_preset(text: str) -> Path:
     return Path("other.toml")
 
 
-def test_the_area_is_the_mean_height(there: Path, no_pictures: None) -> None:
+def test_auc_is_the_mean_of_the_curve(there: Path, no_pictures: None) -> None:
     plant(plan_of(), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
     _, rows = report()
     means = [np.mean([i / 10 for i in range(max(0, k - 99), k + 1)]) for k in range(250)]
     steps = np.array([3000 * (k + 1) / 250 for k in range(250)]).astype(int)
     heights, places = np.concatenate([means[:1], means]), np.concatenate([[0], steps])
     slow = ((heights[1:] + heights[:-1]) / 2 * np.diff(places)).sum() / 3000
-    assert float(rows[0]["area"]) == pytest.approx(slow, abs=0.05)
+    assert float(rows[0]["auc"]) == pytest.approx(slow, abs=0.05)
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
         "completed": run.completed, "global_steps": run.last.get("global_steps"), "training_s": run.training_s,
         "score": run.score, "score_standard_error": evaluation.get("standard_error"),
         "score_episodes": evaluation.get("episodes"), "human_normalised": run.normalised,
-        "training_score": run.training_score, "area": run.area(end) if end else None, "area_to_steps": end,
+        "training_score": run.training_score, "auc": run.auc(end) if end else None, "auc_to_steps": end,
         "steps_per_s": run.steps_per_s, "target_return": target,
         "steps_to_target": reached[0] if reached else None, "s_to_target": reached[1] if reached else None,
         "consensus_distance_relative": run.mean("consensus_distance_relative"),
@@ -102,8 +102,8 @@ def markdown(comparison: Comparison, folder: Path, images: Sequence[str], gaps: 
 
 
 _SCORES = f"""Interquartile mean over runs [95 % bootstrap interval]. Evaluation: mean unclipped return of the final
-policy. Training: of the last {WINDOW} training episodes of all ranks (of all, if fewer). Area: mean height of the
-learning curve over the steps that all runs of the game and number of ranks have."""
+policy. Training: of the last {WINDOW} training episodes of all ranks (of all, if fewer). AUC: mean of the learning
+curve over the steps that all runs of the game and number of ranks have."""
 _GAMES = """Human-normalised score: interquartile mean over runs and games [95 % interval, bootstrapped within games],
 of variants that have played all games."""
 _SPEED = """Steps of all ranks a second: median (range) over runs; the ratio to `none` is taken seed by seed. Shares of
@@ -164,14 +164,14 @@ def _percent(value: float) -> str:
 
 
 def _scores(comparison: Comparison) -> str:
-    header = ("game", "ranks", "variant", "runs", "steps", "evaluation", "human-normalised", "training", "area")
+    header = ("game", "ranks", "variant", "runs", "steps", "evaluation", "human-normalised", "training", "AUC")
     return _filled(header, [
         (
             *_names(cell), str(len(runs)), f"{statistics.median(run.last['global_steps'] for run in runs):,.0f}",
             _interval([_values(runs, lambda run: run.score)]),
             _interval([_values(runs, lambda run: run.normalised)], _percent),
             _interval([_values(runs, lambda run: run.training_score)]),
-            _interval([_values(runs, lambda run, cell=cell: run.area(comparison.common_steps(cell)))]),  # type: ignore[misc]
+            _interval([_values(runs, lambda run, cell=cell: run.auc(comparison.common_steps(cell)))]),  # type: ignore[misc]
         )
         for cell, runs in comparison.cells.items()
     ])  # fmt: skip
