@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pala
-from pala.config import Config
+from pala.config import Config, facts_of
+from pala.config.facts import Facts
 from pala.run.metric_table import METRICS, Metric
 
 _NO_UNIT = "\N{EN DASH}"
@@ -41,13 +42,16 @@ TABLES = {  # what docs/metrics.md shows where
 
 
 def configuration() -> str:
-    """Every key of a preset and of the command line: type, default, meaning."""
+    """Return the page of all keys of a preset and of the command line: type, default, range, meaning."""
     sections = [
         "# Configuration",
         "Every key of a preset (TOML). On the command line a key is an option, `a2c.learning_rate` is "
         "`--a2c.learning-rate`. Names in brackets are sources: they are explained at the end.",
+        "A preset may have three more keys. `base` is another preset, by name or path, over whose settings it lies. "
+        '`game` is an Atari game, such as `"SpaceInvaders"`, in place of `env.id`. `ranks` is the number of ranks that '
+        "its learning rate is for.",
         *_section(Config, Config(), ""),
-        "## Sources\n\n" + str(inspect.getdoc(importlib.import_module("pala.config"))).partition("Sources: ")[2],
+        "## Sources\n\n" + str(inspect.getdoc(importlib.import_module("pala.config.schema"))).partition("Sources: ")[2],
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -56,15 +60,41 @@ def _section(cls: Any, default: Any, prefix: str) -> Iterator[str]:
     hints, texts = typing.get_type_hints(cls), _texts(cls)
     inner = [field.name for field in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[field.name])]
     rows = [
-        (f"`{prefix}{field.name}`", _type(hints[field.name]), f"`{_toml(getattr(default, field.name))}`",
-         texts[field.name])
-        for field in dataclasses.fields(cls) if field.name not in inner
-    ]  # fmt: skip
+        (
+            f"`{prefix}{name}`",
+            _type(hints[name]),
+            f"`{_toml(getattr(default, name))}`",
+            _range(facts),
+            f"{texts[name]}{_readers(facts)}",
+        )
+        for name, facts in facts_of(cls).items()
+        if name in hints
+    ]
     if prefix:
         yield f"## `[{prefix.rstrip('.')}]`\n\n{' '.join(str(inspect.getdoc(cls)).split())}"
-    yield _table(("key", "type", "default", "meaning"), rows)
+    yield _table(("key", "type", "default", "range", "meaning"), rows)
     for name in inner:
         yield from _section(hints[name], getattr(default, name), f"{prefix}{name}.")
+
+
+def _range(facts: Facts) -> str:
+    """Return a setting's lowest and highest value in words; empty if it is no number."""
+    return "" if facts.between is None else "{:g} to {:g}".format(*facts.between)
+
+
+def _readers(facts: Facts) -> str:
+    """Return sentences that say which runs read a setting, as far as its facts are no whole section's."""
+    sentences = []
+    if facts.kinds is not None:
+        sentences.append(f"Read by `exchange.kind` {_either(facts.kinds)}.")
+    sentences += [f"Not read if `{key}` is {_either(values)}." for key, values in facts.unless.items()]
+    if facts.evaluation_may_differ:
+        sentences.append("An evaluation may set it otherwise.")
+    return "".join(f" {sentence}" for sentence in sentences)
+
+
+def _either(values: Iterable[Any]) -> str:
+    return " or ".join(f"`{_toml(value)}`" for value in values)
 
 
 def _texts(cls: Any) -> dict[str, str]:

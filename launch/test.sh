@@ -46,8 +46,10 @@ exec 9>&-
 # Images of Python set it. Without bytecode each of some hundred ranks would compile PALA anew, for half a second.
 unset PYTHONDONTWRITEBYTECODE
 
-ruff check .
-ruff format --check .
+# Named one by one: other environments, build/ and runs/ may lie about here.
+sources=(docs examples launch pala results tests)
+ruff check "${sources[@]}"
+ruff format --check "${sources[@]}"
 python -m mypy
 # Tests that wait, for a signal or a link, leave their core to others: two workers more than there are cores. Those that
 # are run often wait little, and each worker loads torch: one more (2 cores: 86 s instead of 97).

@@ -68,12 +68,12 @@ def fit(
     go on without a rank, one that was told to leave or a spare that nobody needed, it does not return: the process
     ends.
     """
+    from pala.comm.agreement import collectively, cores_per_rank
+    from pala.comm.mpi_process import abort, check_slurm_tasks, has_started_mpi, leave_job, note_spares, start_mpi
     from pala.run.header import note_on_vain
     from pala.system.errors import CollectiveError
     from pala.system.output import one_sentence_for_mistakes, say
     from pala.system.resources import prepare
-    from pala.transport.agreement import collectively, cores_per_rank
-    from pala.transport.mpi_process import abort, check_slurm_tasks, has_started_mpi, leave_job, note_spares, start_mpi
 
     began_s = time.perf_counter() if has_started_mpi() else None
     facts = _facts()
@@ -136,9 +136,9 @@ def _as_played(config: Config, make_env: Callable[..., Any] | None) -> Config:
 @cache
 def _facts() -> dict[str, Any]:
     """For run.json, of the first rank; found once: a process that has started MPI must start no others."""
+    from pala.comm.mpi_process import has_started_mpi
     from pala.run.provenance import provenance
     from pala.system.launcher import Launch
-    from pala.transport.mpi_process import has_started_mpi
 
     return provenance(may_start_processes=not has_started_mpi()) if Launch.detect().rank == 0 else {}
 
@@ -194,7 +194,7 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
     They are gymnasium's, in this process: an environment begins anew in the step in which its episode ends
     (`AutoresetMode.SAME_STEP`). `trust_run`: as of `load_policy`. Raises PalaError.
     """
-    from pala.envs import as_gymnasium
+    from pala.envs.vector import as_gymnasium
     from pala.evaluation.acting import check_numbers
     from pala.evaluation.scoring import longest_game, whole_games
     from pala.run.user_code import load_trusted

@@ -24,11 +24,7 @@ from pathlib import Path
 
 import pala
 
-_MODULES = {
-    "train": "pala.train", "doctor": "pala.doctor.__main__", "evaluate": "pala.evaluate", "play": "pala.play",
-    "plot": "pala.plot", "compare": "pala.compare.__main__", "benchmark": "pala.benchmark.__main__",
-    "simulate": "pala.simulate.__main__", "scores": "pala.gorila.scores", "presets": "pala.presets",
-}  # fmt: skip
+PROGRAMS = ("train", "doctor", "evaluate", "play", "plot", "compare", "benchmark", "simulate", "scores", "presets")
 
 
 def main() -> None:
@@ -41,17 +37,17 @@ def main() -> None:
     if name == "--version":
         print(f"pala {pala.__version__}")
         return
-    if name not in _MODULES:
+    if name not in PROGRAMS:
         from pala.system.errors import nearest
         from pala.system.output import say
 
-        say(f"pala: error: '{name}' is none of: {', '.join(_MODULES)}{nearest(name, _MODULES) or '.'}")
+        say(f"pala: error: '{name}' is none of: {', '.join(PROGRAMS)}{nearest(name, PROGRAMS) or '.'}")
         sys.exit(2)
     with contextlib.suppress(OSError):  # a folder that is gone
         here = str(Path.cwd())
         if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
             sys.path.append(here)  # modules of the user's own are found, and take the place of none that is installed
-    program = importlib.import_module(_MODULES[name])
+    program = importlib.import_module("pala.doctor.__main__" if name == "doctor" else f"pala.{name}")
     signal.signal(signal.SIGINT, handler)
     sys.argv[:2] = [f"pala {name}"]
     program.main()

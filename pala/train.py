@@ -23,8 +23,10 @@ from typing import Annotated
 
 import tyro
 
+from pala.comm.agreement import collectively, cores_per_rank
+from pala.comm.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi_or_exit
 from pala.config import Config, load_preset
-from pala.config_checks import check
+from pala.config.checks import check
 from pala.run import run_folder
 from pala.run.header import first_line, note_on_ranks, note_on_vain
 from pala.run.provenance import provenance
@@ -33,8 +35,6 @@ from pala.system.errors import CollectiveError, PalaError
 from pala.system.launcher import Launch, die_with_launcher
 from pala.system.output import announce, say, tell
 from pala.system.resources import prepare
-from pala.transport.agreement import collectively, cores_per_rank
-from pala.transport.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi_or_exit
 
 _PROGRAM = "pala.train"
 

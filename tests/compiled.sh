@@ -7,10 +7,10 @@
 set -euo pipefail
 case ${1-} in
 check)
-    modules=(pala/exchange/{budget,wire}.py pala/transport/base.py
+    modules=(pala/exchange/{budget,wire}.py pala/comm/base.py
         pala/exchange/gossip/{actions,driver,messages,mixing,paired,process_lock,protocol,protocols,topology}.py
-        pala/simulate/{costs,scenario,schedules,vector_models,virtual_network,virtual_cluster}.py) ;;
-explore) modules=(pala/simulate/explore_{alike,tables,world}.py) ;;
+        pala/lab/simulate/{costs,scenario,schedules,vector_models,virtual_network,virtual_cluster}.py) ;;
+explore) modules=(pala/lab/simulate/explore_{alike,tables,world}.py) ;;
 *) echo "usage: $0 check|explore [OPTIONS]" >&2 && exit 2 ;;
 esac
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

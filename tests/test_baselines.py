@@ -13,12 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, Launcher, assert_all_end, pids_of_ranks, record_of, wait_for
-from runs import all_train, states_of, total
-from standing_ranks import StandingRanks
 
-from pala.config import ExchangeConfig
-from pala.exchange import kinds
+from pala.comm.base import Communicator
+from pala.config import ExchangeConfig, catalogue
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.topology import out_peers
@@ -26,12 +23,15 @@ from pala.exchange.shared_memory import SharedMemory
 from pala.run.checkpoint import load_policy
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Communicator
-from pala.transport.memory import run_ranks
+from pala.testing.memory import run_ranks
+from support.helpers import CARTPOLE, record_of, wait_for
+from support.mpi import Launcher, assert_all_end, pids_of_ranks
+from support.run_folders import all_train, states_of, total
+from support.standing_ranks import StandingRanks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-KINDS = [kind.name for kind in kinds.KINDS.values() if not kind.outlives_ranks]
+KINDS = [kind.name for kind in catalogue.KINDS.values() if not kind.outlives_ranks]
 ENDLESS = ["--total-steps", "100000000"]
 
 

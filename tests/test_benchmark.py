@@ -17,21 +17,20 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import Launcher, assert_all_end, processes_in, wait_for
 
 from pala.a2c.parts import build
-from pala.benchmark import __main__ as benchmark
-from pala.benchmark.analysis import _median_us, far_off, parts_of, training_of
-from pala.benchmark.gorila import flops_per_step as gorila_flops
-from pala.benchmark.measure import ContinuedEnvs, Trial, figures_of, flops_per_step, model_us
-from pala.benchmark.pictures import _is_beyond_cores, draw
-from pala.benchmark.report import markdown
-from pala.benchmark.request import JobRequest
-from pala.benchmark.rounds import Rounds
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState
 from pala.gorila.worker import minibatches_at_hand
+from pala.lab.benchmark import __main__ as benchmark
+from pala.lab.benchmark.analysis import _median_us, far_off, parts_of, training_of
+from pala.lab.benchmark.gorila import flops_per_step as gorila_flops
+from pala.lab.benchmark.measure import ContinuedEnvs, Trial, figures_of, flops_per_step, model_us
+from pala.lab.benchmark.pictures import _is_beyond_cores, draw
+from pala.lab.benchmark.report import markdown
+from pala.lab.benchmark.request import JobRequest
+from pala.lab.benchmark.rounds import Rounds
 from pala.run.stopwatch import SECTIONS
 from pala.system import jobs
 from pala.system.errors import CollectiveError, PalaError
@@ -39,7 +38,9 @@ from pala.system.interrupt import Interrupt
 from pala.system.jobs import launcher_of, run_job
 from pala.system.resources import physical_cores
 from pala.system.text import Spread, table
-from pala.transport.memory import MemoryCommunicator, run_ranks
+from pala.testing.memory import MemoryCommunicator, run_ranks
+from support.helpers import wait_for
+from support.mpi import Launcher, assert_all_end, processes_in
 
 SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds
 
@@ -211,7 +212,7 @@ def test_ranks_that_made_no_step_are_left_out_of_the_times_a_step() -> None:
 def test_updates_are_timed_by_the_steps_of_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the last step of a rollout to that of the next; also across two calls, but not across measurements."""
     times = iter([0.0, 1.0, 4.0, 5.0, 5.0, 7.0, 30.0, 31.0, 40.0, 42.0])
-    monkeypatch.setattr("pala.benchmark.measure.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("pala.lab.benchmark.measure.time.perf_counter", lambda: next(times))
     envs = ContinuedEnvs(MagicMock(), np.zeros(1, np.uint64))
 
     def durations(steps: int) -> list[float]:

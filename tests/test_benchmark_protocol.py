@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pala.benchmark import protocol
-from pala.benchmark.protocol import _Job, _num_sent, _play, protocol_cost_us
+from pala.lab.benchmark import protocol
+from pala.lab.benchmark.protocol import _Job, _num_sent, _play, protocol_cost_us
 
 
 @pytest.mark.parametrize(("num_jobs", "num_ranks"), [(1, 2), (1, 5), (3, 2)])

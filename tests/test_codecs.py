@@ -10,10 +10,10 @@ import struct
 import numpy as np
 import pytest
 import torch
-from conftest import slow_but_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pala.comm.base import Packet, Received, Receiver, Transport
 from pala.config import ExchangeConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.codecs import BFloat16, Codec, Held, Part, TopK, make_codec
@@ -25,7 +25,7 @@ from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.system import blocks
-from pala.transport.base import Packet, Received, Receiver, Transport
+from support.helpers import slow_but_for
 
 RANKS, PARAMETERS, SIGNATURE = 5, 41, 0xFEDCBA9876543210
 CPU = torch.device("cpu")

@@ -20,23 +20,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Job, Launcher, processes_in, ranks_in, record_of, slow_among, wait_for, write_paced
 
-from pala.compare import __main__ as compare_program
-from pala.compare import measures, pictures, scaling
-from pala.compare.__main__ import Command, compare
-from pala.compare.collect import copies_in, keep, load, without_paths
-from pala.compare.comparison import Comparison
-from pala.compare.execute import chosen, task_of
-from pala.compare.notes import notes
-from pala.compare.plan import Cell, Plan, Planned, options
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
-from pala.config_influence import differences
+from pala.config.influence import differences
+from pala.lab.compare import __main__ as compare_program
+from pala.lab.compare import measures, pictures, scaling
+from pala.lab.compare.__main__ import Command, compare
+from pala.lab.compare.collect import copies_in, keep, load, without_paths
+from pala.lab.compare.comparison import Comparison
+from pala.lab.compare.execute import chosen, task_of
+from pala.lab.compare.notes import notes
+from pala.lab.compare.plan import Cell, Plan, Planned, options
 from pala.report.runs import ARCHIVE, published
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.system.errors import PalaError
 from pala.train import parse
+from support.helpers import record_of, slow_among, wait_for, write_paced
+from support.mpi import Job, Launcher, processes_in, ranks_in
 
 pytest.importorskip("matplotlib")
 from matplotlib.patches import Rectangle

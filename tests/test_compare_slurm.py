@@ -8,14 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_compare import GAME, PRESET, make_run, section
 
-from pala.compare.__main__ import Command, compare
-from pala.compare.execute import chosen
-from pala.compare.plan import Plan
-from pala.compare.slurm import unfinished
+from pala.lab.compare.__main__ import Command, compare
+from pala.lab.compare.execute import chosen
+from pala.lab.compare.plan import Plan
+from pala.lab.compare.slurm import unfinished
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
+from test_compare import GAME, PRESET, make_run, section
 
 pytest.importorskip("matplotlib")
 

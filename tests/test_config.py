@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pala.config
-from pala import presets
+import pala.config.schema
 from pala.config import (
     A2CConfig,
     Config,
@@ -25,27 +24,44 @@ from pala.config import (
     NetworkConfig,
     RunConfig,
     checked,
+    facts_of,
     from_table,
     load_preset,
     load_with_ranks,
+    presets,
     to_table,
 )
-from pala.config_checks import _RANGES
+from pala.config.facts import Facts, setting
 from pala.system.errors import PalaError
 from pala.system.tables import flatten
 from pala.train import parse
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-PRESETS = [path for path in sorted(CONFIGS.glob("**/*.toml")) if path.parent.name != "compare"]
+FAMILIES = ("atari", "gala", "gorila", "pala")
+GOLDEN = json.loads((Path(__file__).parent / "golden/presets.json").read_text())
 
 
-def test_there_are_presets():
-    assert "pong" in [path.stem for path in PRESETS]
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("**/*.toml")), ids=lambda path: path.stem)
+def test_every_file_loads_and_says_something(path):
+    assert path.parent.name == "compare" or load_preset(path) != Config()
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_every_preset_loads_and_says_something(path):
-    assert load_preset(path) != Config()
+def test_the_names_are_those_of_the_files_and_of_what_families_hold():
+    files = {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("**/*.toml")}
+    plain = {name for name in files if not name.startswith("compare/")} - {*FAMILIES}
+    assert plain == {name for name in presets.names() if name in files}
+    assert set(presets.names()) == set(GOLDEN["presets"]) >= plain
+
+
+@pytest.mark.parametrize("name", GOLDEN["presets"])
+def test_every_preset_has_the_settings_that_it_had_as_a_file_of_its_own(name):
+    """By its name, and by the path of that file. Golden: of be9c79b. Settings that came later have their defaults."""
+    for preset in (name, f"configs/{name}.toml", CONFIGS / f"{name}.toml"):
+        config, ranks = load_with_ranks(preset)
+        found, later = json.loads(json.dumps(flatten(to_table(config)))), flatten(to_table(Config()))
+        wanted = {key: value for key, value in later.items() if key not in GOLDEN["defaults"]}
+        assert found == wanted | GOLDEN["defaults"] | GOLDEN["presets"][name]
+        assert ranks == GOLDEN["ranks"].get(name)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +87,7 @@ def test_every_preset_loads_and_says_something(path):
         ("[network]\nconv_channels = [32, 64]", "'network.conv_channels' needs 3 values, not [32, 64]."),
         ("[network]\nconv_channels = 32", "'network.conv_channels' is 32 (int) but must be of type tuple"),
         ("[network]\nmlp_hidden = [64, 'x']", "'network.mlp_hidden' is 'x' (str) but must be of type int."),
-        ("[network]\nmlp_hidden = [0]", "every width must lie between 1 and 1e+06."),
+        ("[network]\nmlp_hidden = [0]", "every number must lie between 1 and 1e+06."),
         ("total_steps = 0", "'total_steps' is 0 but must lie between 1 and 1e+14."),
         ("[a2c]\ngamma = 1.1", "'a2c.gamma' is 1.1 but must lie between 0 and 1."),
         ("[a2c]\nlearning_rate = nan", "'a2c.learning_rate' is nan but must lie between"),
@@ -112,14 +128,15 @@ def test_a_missing_preset_is_named_with_the_nearest(tmp_path):
 def test_presets_go_by_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pong").mkdir()  # of something else
-    assert {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in PRESETS} == set(presets.names())
-    assert load_preset("gorila/pong") == load_preset(CONFIGS / "gorila" / "pong.toml")
+    assert load_preset("gorila/pong") == load_preset(CONFIGS / "gorila" / "pong.toml")  # of earlier versions
     assert load_preset("pong").total_steps == 40_000_000
     assert presets.find("pong", "compare").read_text() == (CONFIGS / "compare" / "pong.toml").read_text()
     with pytest.raises(PalaError, match=r"'gala/pong.toml' does not exist here; .* goes by its name, 'gala/pong'"):
         load_preset("gala/pong.toml")
     with pytest.raises(PalaError, match=r"'pnog' does not exist; did you mean 'pong'\?"):
         load_preset("pnog")
+    with pytest.raises(PalaError, match=r"'gorila/krul' does not exist; did you mean 'gorila/krull'\?"):
+        load_preset("gorila/krul")
 
 
 def test_what_cannot_be_a_preset_is_told(tmp_path, monkeypatch):
@@ -177,13 +194,40 @@ def test_the_default_is_in_range_and_frozen():
 def test_every_range_is_of_a_number_and_every_number_has_one():
     """A new numeric field cannot be forgotten."""
     numbers = {key for key, value in flatten(to_table(Config())).items() if type(value) in (int, float)}
-    assert set(_RANGES) == numbers
-    assert not any(math.isnan(bound) for pair in _RANGES.values() for bound in pair)
+    ranges = {key: facts.between for key, facts in facts_of(Config).items() if facts.between is not None}
+    assert set(ranges) - {"network.conv_channels", "network.mlp_hidden"} == numbers
+    assert not any(math.isnan(bound) for pair in ranges.values() for bound in pair)
+
+
+def test_facts_name_settings_values_and_kinds_that_there_are():
+    """A condition on another setting names one that there is, and values that it may have."""
+    known = flatten(to_table(Config()))
+    assert list(facts_of(Config)) == list(known)
+    for facts in facts_of(Config).values():
+        for other, values in facts.unless.items():
+            assert all(from_table(_nested(other, value), "facts") for value in values)
+    with pytest.raises(TypeError, match="betwene"):
+        setting(1, betwene=(0, 1))
+
+
+def _nested(key, value):
+    section, _, name = key.partition(".")
+    return {section: {name: value}}
+
+
+def test_a_section_says_what_holds_for_all_its_settings_and_a_field_what_does_not():
+    facts = facts_of(Config)
+    assert facts["a2c.gamma"] == Facts(between=(0, 1), algorithm="a2c")
+    assert (facts["run.name"].decides, facts["run.threads"].decides, facts["seed"].decides) == (
+        "nothing",
+        "speed",
+        "learning",
+    )
 
 
 def test_every_field_is_explained():
     """A docstring behind each field: it is what `--help` prints."""
-    classes = [node for node in ast.parse(inspect.getsource(pala.config)).body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.parse(inspect.getsource(pala.config.schema)).body if isinstance(node, ast.ClassDef)]
     assert {"Config", "A2CConfig", "EnvConfig"} <= {node.name for node in classes}
     for node in classes:
         assert ast.get_docstring(node), node.name
@@ -301,4 +345,36 @@ def test_a_base_that_is_none_is_named(text, sentence, tmp_path):
     (tmp_path / "wrong.toml").write_text("speed = 3\n")
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(PalaError, match=sentence):
+        load_preset(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ('game = "UpNDown"', Config(env=EnvConfig(id="ALE/UpNDown-v5"))),
+        ('game = "Krull"\n[env]\nnum_envs = 2', Config(env=EnvConfig(id="ALE/Krull-v5", num_envs=2))),
+        ('base = "gorila/krull"', load_preset("gorila/krull")),
+        ('base = "gorila"\ngame = "Krull"', load_preset("gorila/krull")),
+        ('base = "gala"\ngame = "Pong"', load_preset("gala/pong")),
+        ('base = "gala/pong"\ngame = "Krull"', replace(load_preset("gala/pong"), env=EnvConfig(id="ALE/Krull-v5"))),
+    ],
+)
+def test_a_preset_may_name_a_game(text, config, tmp_path):
+    (tmp_path / "mine.toml").write_text(text)
+    assert load_preset(tmp_path / "mine.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("game = 3", "'game' is 3 but must be an Atari game as its id has it, such as 'SpaceInvaders'"),
+        ("game = 'ALE/Pong-v5'", "'game' is 'ALE/Pong-v5' but must be an Atari game"),
+        ("game = 'Pong'\nenv.id = 'CartPole-v1'", "'game' and 'env.id' both name what is played; leave one out"),
+        ("game = 'Pong'\nenv = 3", "'env' is a section and needs a table, not 3"),
+        ("games = ['Pong']", "unknown key 'games'"),
+    ],
+)
+def test_a_game_that_is_none_is_named(text, sentence, tmp_path):
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(PalaError, match=f"Preset '.*mine.toml': {re.escape(sentence)}"):
         load_preset(tmp_path / "mine.toml")

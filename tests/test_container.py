@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import PurePosixPath
 
-from conftest import REPOSITORY
+from support import REPOSITORY
 
 RECIPES = REPOSITORY / "launch" / "container"
 

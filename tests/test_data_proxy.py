@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pala.transport import data_proxy
-from pala.transport.base import Bytes, Received, Receiver
-from pala.transport.data_proxy import _BULK_TAG, _SMALL_TAG, DataProxy, _Receive, _Send
-from pala.transport.threaded import ThreadedTransport
+from pala.comm import data_proxy
+from pala.comm.base import Bytes, Received, Receiver
+from pala.comm.data_proxy import _BULK_TAG, _SMALL_TAG, DataProxy, _Receive, _Send
+from pala.comm.threaded import ThreadedTransport
 
 
 class Request:

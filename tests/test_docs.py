@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
-from memory_jobs import configure, train
 
 from pala.config import Config, to_table
 from pala.report.runs import published
 from pala.system.files import read_json
 from pala.system.tables import flatten
+from support import REPOSITORY
+from support.memory_jobs import configure, train
 
 GUIDES = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
 WRITTEN = [page for page in (REPOSITORY / "results").rglob("*.md") if page.name not in ("compare.md", "benchmark.md")]
@@ -40,15 +40,17 @@ def test_pages_that_are_named_are_linked(page: Path) -> None:
     assert re.findall(r"docs/\w+\.md", without_links) == []
 
 
-COMMAND = r"python -m (pala[.\w]+(?: (?:check|explore|learn|progress|predict)\b)?)([^\n#`&]*)"
+COMMAND = r"(?:python -m pala\.|(?<=^ {4})pala )([.\w]+(?: (?:check|explore|learn|progress|predict)\b)?)([^\n#`&]*)"
 
 
 def options_by_program() -> dict[str, set[str]]:
     """The options that the pages give to each program, in code and in prose."""
     found: dict[str, set[str]] = {}
     for page in GUIDES:
-        for program, rest in re.findall(COMMAND, page.read_text()):
-            found.setdefault(program, set()).update(re.findall(r"(?<!\S)--[a-z][\w.-]*", rest.partition(" -- ")[0]))
+        for program, rest in re.findall(COMMAND, page.read_text(), re.MULTILINE):
+            found.setdefault(f"pala.{program}", set()).update(
+                re.findall(r"(?<!\S)--[a-z][\w.-]*", rest.partition(" -- ")[0])
+            )
     return {program: options for program, options in found.items() if options}
 
 

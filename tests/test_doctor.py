@@ -15,10 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import virtual_hosts
-from conftest import LAUNCHERS, Launcher, assert_all_end, processes_in
-from virtual_hosts import VirtualHosts
 
+import virtual_hosts
 from pala.doctor import facts, trial
 from pala.doctor.__main__ import _with_runs
 from pala.doctor.advice import Advice, advise
@@ -26,6 +24,8 @@ from pala.doctor.facts import Host, Job, PairPing, Product, Rank, Trial
 from pala.doctor.ping import tournament, turns
 from pala.doctor.report import report
 from pala.system.resources import physical_cores
+from support.mpi import LAUNCHERS, Launcher, assert_all_end, processes_in
+from virtual_hosts import VirtualHosts
 
 OPEN_MPI, MPICH = Product("Open MPI", "5.0.11"), Product("MPICH", "5.0.2")
 GIB = 2**30

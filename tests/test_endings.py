@@ -19,22 +19,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from conftest import record_of, slow_but_for, wait_for
-from memory_jobs import (
-    ENDLESS,
-    KINDS,
-    OUTLIVING,
-    asking_as_abort_does,
-    configure,
-    gorila,
-    slow_until_joined,
-    train,
-    with_spares,
-)
 
 from pala.a2c.learner import Learner
+from pala.comm.base import Received
 from pala.config import Config, EvaluationConfig
-from pala.envs import MakeEnv
+from pala.envs.vector import MakeEnv
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
 from pala.run import checkpoint, conclusion
@@ -46,8 +35,19 @@ from pala.run.result import Result
 from pala.system import launcher, waiting
 from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Received
-from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import record_of, slow_but_for, wait_for
+from support.memory_jobs import (
+    ENDLESS,
+    KINDS,
+    OUTLIVING,
+    asking_as_abort_does,
+    configure,
+    gorila,
+    slow_until_joined,
+    train,
+    with_spares,
+)
 
 Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Result]
 

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import wait_for
+
+from support.helpers import wait_for
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FILES = ("launch/environment.sh", "constraints.txt", "pyproject.toml")

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from ale_py import roms
 
-from pala import env_processes as processes_module
-from pala import envs as envs_module
 from pala.config import EnvConfig
-from pala.envs import Envs, Episode, Step, make_envs
+from pala.envs import processes as processes_module
+from pala.envs import vector as envs_module
+from pala.envs.vector import Envs, Episode, Step, make_envs
 from pala.system.errors import PalaError
 
 

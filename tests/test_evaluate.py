@@ -25,9 +25,9 @@ from gymnasium.vector import AsyncVectorEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pala
-from pala import evaluate as program
 from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
-from pala.envs import Envs, Episode, Step, make_envs
+from pala.envs.vector import Envs, Episode, Step, make_envs
+from pala.evaluation import evaluate as program
 from pala.evaluation.acting import Acting
 from pala.evaluation.policy import load_policy, policy_of
 from pala.evaluation.record import Evaluation, action_words, read_evaluation, save

@@ -6,21 +6,21 @@ import re
 from typing import Any
 
 import pytest
+
 import test_paired as of_paired
 import test_schedules as of_schedules
-from conftest import slow_but_for
-
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.paired import PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.topology import OFFSETS
-from pala.simulate import explore, explore_tables
-from pala.simulate.explore import Explored, Explorer
-from pala.simulate.explore_alike import NotAlikeError
-from pala.simulate.explore_states import Case, Frozen
-from pala.simulate.explore_world import State, World
+from pala.lab.simulate import explore, explore_tables
+from pala.lab.simulate.explore import Explored, Explorer
+from pala.lab.simulate.explore_alike import NotAlikeError
+from pala.lab.simulate.explore_states import Case, Frozen
+from pala.lab.simulate.explore_world import State, World
 from pala.system.errors import PalaError
+from support.helpers import slow_but_for
 
 
 def explored(

@@ -14,25 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import (
-    CARTPOLE,
-    REPOSITORY,
-    SLOW_UNTIL_FREE,
-    Job,
-    Launcher,
-    assert_all_end,
-    pids_of_ranks,
-    processes_in,
-    record_of,
-    wait_for,
-    write_disturbed,
-)
-from runs import all_train, intervals, local_steps, longest_gap_s, total
-from standing_ranks import StandingRanks
-from supervise import survivable
 
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import Tail, metrics_path, read_run
+from supervise import survivable
+from support import REPOSITORY
+from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
+from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks, processes_in
+from support.run_folders import all_train, intervals, local_steps, longest_gap_s, total
+from support.standing_ranks import StandingRanks
 
 pytestmark = pytest.mark.mpi
 
@@ -286,7 +276,7 @@ def test_a_death_in_the_last_moment_needs_no_spare(any_mpi: Launcher, tmp_path: 
     arguments = [*CARTPOLE, "--run.name", "r", "--run.spares", "1", "--total-steps", "4000"]
     (tmp_path / "dies.py").write_text(f"""
 import os, sys
-from pala.transport.threaded import ThreadedTransport
+from pala.comm.threaded import ThreadedTransport
 close = ThreadedTransport.close
 def dies(*arguments):
     if (rank := os.environ["OMPI_COMM_WORLD_RANK"]) in ("0", "3"):

@@ -18,23 +18,18 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from conftest import memory_growth_below
-from memory_jobs import configure, gorila, train
-from test_checkpoint import SIGNATURE, file_of, make_state
-from test_compare import GAME, PRESET
-from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 
 import pala
-from pala import evaluate as evaluate_program
-from pala import plot as plot_program
-from pala.compare import __main__ as compare_program
-from pala.compare import collect
 from pala.config import EnvConfig
+from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation.acting import Acting
 from pala.evaluation.scoring import evaluate
 from pala.evaluation.video import record_video
-from pala.gorila import scores as scores_program
+from pala.lab import scores as scores_program
+from pala.lab.compare import __main__ as compare_program
+from pala.lab.compare import collect
 from pala.networks.network import ActorCritic
+from pala.report import plot as plot_program
 from pala.run import checkpoint, metrics, run_folder, user_code
 from pala.run.hooks import NO_CODE, UserCode
 from pala.run.lock import lock_folder, who_trains
@@ -44,8 +39,13 @@ from pala.run.request import Request
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
+from pala.testing.memory import run_ranks
 from pala.train import parse
-from pala.transport.memory import run_ranks
+from support.helpers import memory_growth_below
+from support.memory_jobs import configure, gorila, train
+from test_checkpoint import SIGNATURE, file_of, make_state
+from test_compare import GAME, PRESET
+from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 
 pytest.importorskip("matplotlib")
 Program = Callable[[Path], object]

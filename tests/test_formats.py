@@ -9,12 +9,12 @@ import pytest
 from gymnasium.spaces import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_replay import FRAMES, VECTORS, Game, told
 
 from pala.exchange.wire import Refusal
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
 from pala.gorila.replay import Batch, Experience, Replay, experience_of, reset_frames
 from pala.system.errors import PalaError
+from test_replay import FRAMES, VECTORS, Game, told
 
 ACTIONS = 5
 reproducible = settings(derandomize=True, deadline=None, max_examples=100)

@@ -20,19 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import memory_growth_below, slow_but_for
 from gymnasium.spaces import Box
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_checkpoint import SIGNATURE, file_of, make_state, same
-from test_codecs import COMPRESSIONS, PARAMETERS, RANKS, Node
-from test_compare import GAME, plan_of
-from test_compare import make_run as make_compared_run
 
-from pala import plot
 from pala.a2c.averaging import average
-from pala.compare.collect import load
-from pala.compare.plan import Plan
+from pala.comm.base import Packet, Received, Receiver, Transport
 from pala.config import ExchangeConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.actions import SendModel
@@ -45,12 +38,19 @@ from pala.exchange.gossip.protocol import Rules
 from pala.exchange.gossip.protocols import PROTOCOLS
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat
+from pala.lab.compare.collect import load
+from pala.lab.compare.plan import Plan
+from pala.report import plot
 from pala.report.curves import curve_of
 from pala.run import checkpoint, tensor_file
 from pala.run.metrics import metrics_path
 from pala.run.view import RunView
 from pala.system.errors import PalaError
-from pala.transport.base import Packet, Received, Receiver, Transport
+from support.helpers import memory_growth_below, slow_but_for
+from test_checkpoint import SIGNATURE, file_of, make_state, same
+from test_codecs import COMPRESSIONS, PARAMETERS, RANKS, Node
+from test_compare import GAME, plan_of
+from test_compare import make_run as make_compared_run
 
 TIMES = int(os.environ.get("PALA_FUZZ_TIMES", "0"))
 MOST_GROWTH_KIB = (3000 if TIMES else 300) << 10  # inputs have a few hundred kilobytes; Hypothesis keeps much of all

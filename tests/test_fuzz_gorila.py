@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fuzz import damaged, damages, fuzz
-from test_gorila_node import CPU, GLOBAL, Rank, make_config, make_network, make_ranks, play
-from test_gorila_node import without_patience as without_patience
-from test_replay import Game, Row, told
 
-from pala.envs import Step
+from pala.comm.base import Bytes
+from pala.envs.vector import Step
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message, Refusal
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
@@ -23,7 +20,10 @@ from pala.gorila.replay import Batch, experience_of, reset_frames
 from pala.gorila.roles import assign
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
-from pala.transport.base import Bytes
+from test_fuzz import damaged, damages, fuzz
+from test_gorila_node import CPU, GLOBAL, Rank, make_config, make_network, make_ranks, play
+from test_gorila_node import without_patience as without_patience
+from test_replay import Game, Row, told
 
 # ---- what is joined --------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,8 @@ from signal import SIGUSR1
 
 import numpy as np
 import pytest
-from memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, stop_when, stopped_well, train
-from test_gorila_node import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
-from test_gorila_node import without_patience as without_patience
 
+from pala.comm.base import Bytes
 from pala.config import GorilaConfig
 from pala.exchange.budget import Stop
 from pala.gorila import exchange as exchange_module
@@ -22,9 +20,11 @@ from pala.gorila.messages import Kind
 from pala.gorila.shard import assemble
 from pala.gorila.watch import Watch
 from pala.system.errors import EndError
-from pala.transport.base import Bytes
-from pala.transport.faults import Fault, fail_at, fail_at_message, stop_at_message
-from pala.transport.memory import Killed, MemoryCommunicator
+from pala.testing.faults import Fault, fail_at, fail_at_message, stop_at_message
+from pala.testing.memory import Killed, MemoryCommunicator
+from support.memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, stop_when, stopped_well, train
+from test_gorila_node import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
+from test_gorila_node import without_patience as without_patience
 
 SILENT = "has not answered for 1 s ('gorila.patience_s'), which"
 FEW = replace(SEPARATE, replay="global", num_replays=1, num_actors=1, num_learners=1, num_shards=1)

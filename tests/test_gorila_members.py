@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fuzz import fuzz
 
+from pala.comm.base import Bytes
 from pala.config import GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message
@@ -20,7 +20,7 @@ from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.places import Places, check_spares
 from pala.gorila.roles import assign
 from pala.system.errors import PalaError
-from pala.transport.base import Bytes
+from test_fuzz import fuzz
 
 PATIENCE_S = 60.0
 LOCAL = GorilaConfig(roles="separate", num_shards=1, num_learners=2, num_actors=2)  # shard, 2 learners, 2 actors

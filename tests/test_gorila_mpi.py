@@ -11,25 +11,16 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    CARTPOLE,
-    SLOW_UNTIL_FREE,
-    Job,
-    Launcher,
-    assert_all_end,
-    pids_of_ranks,
-    record_of,
-    wait_for,
-    write_disturbed,
-)
-from runs import intervals, local_steps, states_of, total
-from standing_ranks import Ended, StandingRanks, train
 
+from pala.comm.base import Communicator
 from pala.gorila.shard import assemble
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from pala.system.resources import available_memory_bytes
-from pala.transport.base import Communicator
+from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
+from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks
+from support.run_folders import intervals, local_steps, states_of, total
+from support.standing_ranks import Ended, StandingRanks, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

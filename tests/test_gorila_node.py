@@ -13,15 +13,14 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import slow_but_for
 from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fuzz import damaged, damages, fuzz
 from torch import Tensor, nn
 
+from pala.comm.base import Bytes, Received
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.exchange.wire import Message
 from pala.gorila import worker as worker_module
@@ -40,7 +39,8 @@ from pala.networks.tape import AutogradTape
 from pala.run.loop import Counters, Progress
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Bytes, Received
+from support.helpers import slow_but_for
+from test_fuzz import damaged, damages, fuzz
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")

@@ -8,8 +8,22 @@ from pathlib import Path
 from signal import SIGUSR1
 
 import pytest
-from conftest import slow_but_for, wait_for
-from memory_jobs import (
+
+from pala.comm.base import Communicator
+from pala.config import Config, GorilaConfig
+from pala.envs.vector import Envs
+from pala.exchange.budget import Stop
+from pala.gorila.exchange import GorilaExchange
+from pala.gorila.members import Members
+from pala.gorila.parts import GorilaParts, build
+from pala.gorila.shard import assemble
+from pala.gorila.sleeping import SleepingGorila
+from pala.run import start
+from pala.system.errors import EndError
+from pala.testing.faults import Fault, fail_at, fail_at_message
+from pala.testing.memory import Killed, MemoryCommunicator
+from support.helpers import slow_but_for, wait_for
+from support.memory_jobs import (
     ENDLESS,
     GORILA,
     SEPARATE,
@@ -24,21 +38,7 @@ from memory_jobs import (
     stopped_well,
     train,
 )
-from runs import intervals
-
-from pala.config import Config, GorilaConfig
-from pala.envs import Envs
-from pala.exchange.budget import Stop
-from pala.gorila.exchange import GorilaExchange
-from pala.gorila.members import Members
-from pala.gorila.parts import GorilaParts, build
-from pala.gorila.shard import assemble
-from pala.gorila.sleeping import SleepingGorila
-from pala.run import start
-from pala.system.errors import EndError
-from pala.transport.base import Communicator
-from pala.transport.faults import Fault, fail_at, fail_at_message
-from pala.transport.memory import Killed, MemoryCommunicator
+from support.run_folders import intervals
 
 BUNDLED = replace(GORILA, num_shards=1)
 FEW = replace(SEPARATE, num_shards=1, num_learners=1, num_actors=2)  # ranks: shard, learner, 2 actors

@@ -12,8 +12,9 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor
 
+from pala.comm.base import Bytes
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.gorila import worker as worker_module
 from pala.gorila.dqn import Loss, LossFilter, Transitions, differentiate
@@ -30,7 +31,6 @@ from pala.networks.network import FlatParameters
 from pala.networks.tape import Tape
 from pala.run.loop import Counters, Progress
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Bytes
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 SPACE, ACTIONS, STEPS = Box(0, 255, (1, 36, 36), np.uint8), Discrete(3), 30

@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, Launcher, record_of
-from runs import all_intervals, intervals, states_of, total
 
 from pala.a2c.parts import make_parts
 from pala.a2c.update import Rollout
 from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.networks.graphed_tape import GraphedTape
 from pala.run.checkpoint import load_policy
+from support.helpers import CARTPOLE, record_of
+from support.mpi import Launcher
+from support.run_folders import all_intervals, intervals, states_of, total
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 BREAKOUT = [

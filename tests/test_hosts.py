@@ -13,24 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import virtual_hosts
-from conftest import (
-    CARTPOLE,
-    REPOSITORY,
-    Job,
-    Launcher,
-    assert_all_end,
-    processes_in,
-    record_of,
-    wait_for,
-    write_disturbed,
-    write_paced,
-)
-from runs import all_train, intervals, local_steps, longest_gap_s
-from virtual_hosts import VirtualHosts, VirtualHostsError
 
+import virtual_hosts
 from pala.run.metrics import read_run
 from pala.system.resources import most_cores, share_of_cores
+from support import REPOSITORY
+from support.helpers import CARTPOLE, record_of, wait_for, write_disturbed, write_paced
+from support.mpi import Job, Launcher, assert_all_end, processes_in
+from support.run_folders import all_train, intervals, local_steps, longest_gap_s
+from virtual_hosts import VirtualHosts, VirtualHostsError
 
 pytestmark = pytest.mark.mpi
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 
 import pytest
 
 from pala.a2c.learning_rate import kept_by_mixing, learning_rate_factor
-from pala.config import ExchangeConfig
-from pala.exchange.kinds import KINDS, kind_of
-from pala.simulate.progress import measure
+from pala.config import Config, ExchangeConfig, facts_of
+from pala.config.catalogue import KINDS, RULES, TOPOLOGIES, kind_of
+from pala.exchange.gossip import mixing, topology
+from pala.lab.simulate.progress import measure
 
 
 def test_every_kind_of_the_configuration_has_a_row() -> None:
@@ -22,8 +22,6 @@ def test_every_kind_of_the_configuration_has_a_row() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_row_names_settings_and_values_that_there_are(name: str) -> None:
     kind, hints = KINDS[name], typing.get_type_hints(ExchangeConfig)
-    fields = {field.name for field in dataclasses.fields(ExchangeConfig)} - {"kind"}
-    assert fields.issuperset(kind.reads)
     for setting, values in kind.allows.items():
         assert set(typing.get_args(hints[setting])).issuperset(values)
     assert kind.default_topology in typing.get_args(hints["topology"])
@@ -31,9 +29,22 @@ def test_a_row_names_settings_and_values_that_there_are(name: str) -> None:
         assert kind.default_topology in kind.allows["topology"]
 
 
-def test_every_setting_is_read_by_some_kind() -> None:
-    read = {setting for kind in KINDS.values() for setting in kind.reads}
-    assert {field.name for field in dataclasses.fields(ExchangeConfig)} == {"kind", *read}
+def test_every_setting_is_read_by_kinds_that_there_are() -> None:
+    read = {key: facts.kinds for key, facts in facts_of(Config).items() if key.startswith("exchange.")}
+    assert read.pop("exchange.kind") is None
+    assert all(kinds and set(kinds) <= set(KINDS) for kinds in read.values())
+    assert "exchange.topology" in read
+
+
+def test_every_rule_and_topology_has_a_row_that_says_what_is_made_of_it() -> None:
+    hints = typing.get_type_hints(ExchangeConfig)
+    assert list(RULES) == list(typing.get_args(hints["mixing"])) == list(mixing.RULES)
+    for name, rule in mixing.RULES.items():
+        assert (rule.of_whole_models, rule.by_pairs) == (RULES[name].of_whole_models, RULES[name].by_pairs)
+    assert ["auto", *TOPOLOGIES] == list(typing.get_args(hints["topology"]))
+    assert list(topology.TOPOLOGIES) == list(TOPOLOGIES)
+    for name, row in TOPOLOGIES.items():
+        assert len(topology.out_peers(name, 0, range(4), 0, 1)) == (3 if row.to_all else 1)
 
 
 @pytest.mark.parametrize(

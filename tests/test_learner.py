@@ -21,8 +21,9 @@ from torch import nn
 
 from pala.a2c.learner import Learner
 from pala.a2c.update import A2C, Rollout
+from pala.comm.alone import Alone
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, RunConfig
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.none import NoExchange
 from pala.networks.distributions import Categorical
@@ -36,7 +37,6 @@ from pala.run.stopwatch import SECTIONS
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
-from pala.transport.alone import Alone
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 ENVS, STEPS = 2, 5

@@ -23,33 +23,14 @@ from typing import Any, cast
 import gymnasium
 import pytest
 import torch
-from conftest import slow_among, slow_but_for, wait_for
-from memory_jobs import (
-    BATCH,
-    COUPLED,
-    ENDLESS,
-    GORILA,
-    NEEDING_ALL,
-    OUTLIVING,
-    both,
-    configure,
-    gorila,
-    leave_at,
-    own_steps,
-    parameters,
-    ranks_in,
-    stop_when,
-    stopped_well,
-    train,
-)
-from test_evaluate import Sparkle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pala import config_checks
-from pala import evaluate as evaluate_program
 from pala.a2c.learner import Learner
-from pala.config import Config, ExchangeConfig
+from pala.config import Config, ExchangeConfig, facts_of
+from pala.config.catalogue import KINDS
+from pala.config.facts import Facts
+from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation.acting import Acting
 from pala.evaluation.policy import policy_of
 from pala.evaluation.scoring import evaluate
@@ -58,7 +39,6 @@ from pala.exchange.base import Exchange, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
-from pala.exchange.kinds import KINDS
 from pala.exchange.make import make_exchange
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory
@@ -77,7 +57,7 @@ from pala.run.session import Session
 from pala.run.setup import Setup
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
-from pala.transport.faults import (
+from pala.testing.faults import (
     corrupt,
     drop,
     fail_at,
@@ -85,7 +65,27 @@ from pala.transport.faults import (
     signal_at,
     stop_at,
 )
-from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import slow_among, slow_but_for, wait_for
+from support.memory_jobs import (
+    BATCH,
+    COUPLED,
+    ENDLESS,
+    GORILA,
+    NEEDING_ALL,
+    OUTLIVING,
+    both,
+    configure,
+    gorila,
+    leave_at,
+    own_steps,
+    parameters,
+    ranks_in,
+    stop_when,
+    stopped_well,
+    train,
+)
+from test_evaluate import Sparkle
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
     monkeypatch.setattr(checkpoint, "save_policy", save)
     monkeypatch.setattr(RunView, "mean_since", property(lambda view: means[min(looks[0], len(means) - 1)]))
     monkeypatch.setattr(BestPolicy, "judge", judged)
-    monkeypatch.setitem(config_checks._RANGES, "run.checkpoint_interval_s", (0, 1))
+    monkeypatch.setitem(facts_of(Config), "run.checkpoint_interval_s", Facts(between=(0, 1)))
     config = configure(tmp_path, steps=600)
     job = train(2, replace(config, run=replace(config.run, checkpoint_interval_s=0.0)))  # after each update
     assert job.ended_well() and looks[0] > len(means)

@@ -10,20 +10,9 @@ from typing import Any
 
 import gymnasium
 import pytest
-from conftest import slow_among
-from memory_jobs import (
-    ENDLESS,
-    GORILA,
-    SEPARATE,
-    Paced,
-    Trained,
-    gorila,
-    own_steps,
-    train,
-)
 
 from pala.config import Config, EnvConfig, GorilaConfig
-from pala.envs import Envs
+from pala.envs.vector import Envs
 from pala.gorila import parts
 from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
@@ -35,13 +24,24 @@ from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.transport.faults import (
+from pala.testing.faults import (
     Fault,
     fail_at,
     fail_at_message,
     signal_at,
 )
-from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import slow_among
+from support.memory_jobs import (
+    ENDLESS,
+    GORILA,
+    SEPARATE,
+    Paced,
+    Trained,
+    gorila,
+    own_steps,
+    train,
+)
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, replace(GORILA, num_shards=1)), (3, GORILA), (6, SEPARATE)])

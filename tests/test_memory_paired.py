@@ -12,27 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import slow_among, slow_but_for
-from memory_jobs import (
-    BATCH,
-    configure,
-    own_steps,
-    parameters,
-    train,
-)
 
 from pala.config import (
     Config,
 )
 from pala.exchange.gossip.messages import Kind
-from pala.transport.faults import (
+from pala.testing.faults import (
     Fault,
     OnTheWay,
     fail_at,
     fail_at_message,
     stop_at,
 )
-from pala.transport.memory import Killed, MemoryCommunicator
+from pala.testing.memory import Killed, MemoryCommunicator
+from support.helpers import slow_among, slow_but_for
+from support.memory_jobs import (
+    BATCH,
+    configure,
+    own_steps,
+    parameters,
+    train,
+)
 
 slow = pytest.mark.slow
 _KIND_AT = 6  # where a message says of which kind it is

@@ -10,8 +10,29 @@ from typing import Any
 
 import gymnasium
 import pytest
-from conftest import slow_but_for, wait_for
-from memory_jobs import (
+
+from pala.comm.base import Communicator
+from pala.config import Config, EnvConfig, ExchangeConfig
+from pala.config.checks import check
+from pala.envs.vector import Envs
+from pala.exchange.budget import StepBudget
+from pala.exchange.gossip.driver import GossipDriver
+from pala.run import start
+from pala.run.hooks import UserCode
+from pala.run.job import Job
+from pala.run.parts import Parts
+from pala.run.rank import run_rank
+from pala.run.request import Request
+from pala.run.result import Result
+from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.testing.faults import (
+    fail_at,
+    fail_at_message,
+    stop_at_message,
+)
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import slow_but_for, wait_for
+from support.memory_jobs import (
     BATCH,
     NEEDING_ALL,
     leave_at,
@@ -23,27 +44,6 @@ from memory_jobs import (
     train,
     with_spares,
 )
-
-from pala.config import Config, EnvConfig, ExchangeConfig
-from pala.config_checks import check
-from pala.envs import Envs
-from pala.exchange.budget import StepBudget
-from pala.exchange.gossip.driver import GossipDriver
-from pala.run import start
-from pala.run.hooks import UserCode
-from pala.run.job import Job
-from pala.run.parts import Parts
-from pala.run.rank import run_rank
-from pala.run.request import Request
-from pala.run.result import Result
-from pala.system.errors import CollectiveError, EndError, PalaError
-from pala.transport.base import Communicator
-from pala.transport.faults import (
-    fail_at,
-    fail_at_message,
-    stop_at_message,
-)
-from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
 
 
 def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:

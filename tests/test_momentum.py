@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_jobs import configure, train
-from test_learner import BATCH, Run, configured
 from torch import Tensor
 
 from pala.a2c.momentum import Momentum
 from pala.config import Config
 from pala.exchange.none import NoExchange
 from pala.system import blocks
+from support.memory_jobs import configure, train
+from test_learner import BATCH, Run, configured
 
 
 def by_formula(own_steps: Tensor, exchanged: Tensor, momentum: float, smoothing: float) -> Tensor:

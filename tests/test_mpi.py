@@ -11,23 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    CARTPOLE,
-    LAUNCHERS,
-    SLOW_UNTIL_FREE,
-    Launcher,
-    assert_all_end,
-    processes_in,
-    record_of,
-    wait_for,
-    write_disturbed,
-)
-from runs import all_train, states_of
-from standing_ranks import StandingRanks
-from test_training import assert_trained_one_policy
 
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
+from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
+from support.mpi import LAUNCHERS, Launcher, assert_all_end, processes_in
+from support.run_folders import all_train, states_of
+from support.standing_ranks import StandingRanks
+from test_training import assert_trained_one_policy
 
 pytestmark = pytest.mark.mpi
 
@@ -55,7 +46,7 @@ def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["raise RuntimeError('the planted fault')", "sys.exit('the planted fault')"])
 def test_an_exception_on_one_rank_ends_the_job(fault: str, mpi: Launcher, tmp_path: Path) -> None:
     source = (
-        "import sys, pala.train as cli, pala.envs, gymnasium\n"
+        "import sys, pala.train as cli, pala.envs.vector, gymnasium\n"
         "from mpi4py import MPI\n"
         "class Env(gymnasium.Wrapper):\n"
         "    steps = 0\n"

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from memory_jobs import ENVS, Trained, configure, run_ranks
 
 from pala.a2c.normalization import Normalization
 from pala.a2c.update import A2C, Rollout
@@ -30,6 +29,7 @@ from pala.run.hooks import UserCode
 from pala.run.rank import run_rank
 from pala.run.request import Request
 from pala.system.errors import PalaError
+from support.memory_jobs import ENVS, Trained, configure, run_ranks
 
 CPU = torch.device("cpu")
 BOTH = EnvConfig(normalize_observations=True, normalize_rewards=True)

@@ -11,10 +11,10 @@ import venv
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 
 import pala
 from pala import __main__ as command
+from support import REPOSITORY
 
 SOURCES = ("pala", "configs", "pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 
@@ -23,7 +23,7 @@ def test_the_command_has_all_programs(
     own_handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each by its own name in its help; a mistyped one is named."""
-    for name in set(command._MODULES) - {"presets", "train", "doctor"}:  # these two begin like ranks
+    for name in set(command.PROGRAMS) - {"presets", "train", "doctor"}:  # these two begin like ranks
         monkeypatch.setattr(sys, "argv", ["pala", name, "--help"])
         try:
             command.main()

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_protocol import protocol, told, update, waits
 
+from pala.comm.base import Received
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.actions import (
     Accept,
@@ -34,10 +34,10 @@ from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.paired import _CROSSED, PairedProtocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Format, Message
-from pala.simulate.scenario import Scenario
-from pala.simulate.schedules import NETWORKS, InvariantError, check, schedule
-from pala.simulate.virtual_cluster import VirtualCluster
-from pala.transport.base import Received
+from pala.lab.simulate.scenario import Scenario
+from pala.lab.simulate.schedules import NETWORKS, InvariantError, check, schedule
+from pala.lab.simulate.virtual_cluster import VirtualCluster
+from test_protocol import protocol, told, update, waits
 
 IN_STEP = NETWORKS["in step"]
 NO_FAULTS: dict[str, Any] = {"deaths": {}, "stops": {}, "cut_at": 0, "poison": {}, "patience_s": 1e9}

@@ -17,7 +17,7 @@ from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.protocol import GossipProtocol, Rules
 from pala.exchange.wire import Format, Message
-from pala.simulate.schedules import MIXINGS, TOPOLOGIES
+from pala.lab.simulate.schedules import MIXINGS, TOPOLOGIES
 
 SIZES = [1, 2, 3, 5, 8, 13]
 

@@ -25,21 +25,20 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, record_of
 from gymnasium.spaces import Discrete
-from memory_jobs import configure, gorila
-from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 from torch import nn
 
 import pala
-from pala import play
+from pala.comm import agreement, mpi_process
 from pala.config import Config, EnvConfig, EvaluationConfig, GorilaConfig, NetworkConfig, checked
-from pala.config_influence import differences, set_in_vain
-from pala.envs import make_envs
+from pala.config.catalogue import KINDS
+from pala.config.influence import differences, unused_overrides
+from pala.envs.spaces import inputs_of
+from pala.envs.vector import make_envs
+from pala.evaluation import play
 from pala.evaluation.policy import policy_of
 from pala.evaluation.video import _rendered_env
 from pala.evaluation.window import Window
-from pala.exchange.kinds import KINDS
 from pala.networks.network import ActorCritic
 from pala.networks.own import OwnNetwork, actor_critic
 from pala.run import provenance, user_code
@@ -52,11 +51,13 @@ from pala.run.request import Request
 from pala.run.result import Result
 from pala.run.segment import Segment
 from pala.run.user_code import keep
-from pala.spaces import inputs_of
 from pala.system import resources
 from pala.system.errors import CollectiveError, PalaError
-from pala.transport import agreement, mpi_process
-from pala.transport.memory import MemoryCommunicator, run_ranks
+from pala.testing.memory import MemoryCommunicator, run_ranks
+from support import REPOSITORY
+from support.helpers import record_of
+from support.memory_jobs import configure, gorila
+from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
 
 PAGE = REPOSITORY / "docs" / "python.md"
 EXAMPLES = REPOSITORY / "examples"
@@ -821,9 +822,9 @@ def test_what_only_palas_networks_read_is_no_difference_of_a_named_one() -> None
     named = Config(network=NetworkConfig(custom="my_networks:Net"))
     other = replace(named, network=replace(named.network, mlp_hidden=(5,), conv_hidden=7, passes="autograd"))
     assert differences(other, named) == {}
-    assert set_in_vain(other, named) == ["network.conv_hidden", "network.mlp_hidden", "network.passes"]
+    assert unused_overrides(other, named) == ["network.conv_hidden", "network.mlp_hidden", "network.passes"]
     wide = replace(Config(), network=NetworkConfig(conv_hidden=64))
-    assert set_in_vain(wide, Config()) == [] and set_in_vain(wide, Config(), own_network=True) == [
+    assert unused_overrides(wide, Config()) == [] and unused_overrides(wide, Config(), own_network=True) == [
         "network.conv_hidden"
     ]
     assert set(differences(named, Config())) == set(differences(Config(), named)) == {"network.custom"}

@@ -1,4 +1,5 @@
-"""The README's commands, as written, but for fewer steps, environments and ranks: each rank loads torch."""
+"""The commands of the README and of the pages that its text moved to, as written, but for fewer steps, environments and
+ranks: each rank loads torch."""
 
 from __future__ import annotations
 
@@ -9,26 +10,38 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Launcher, record_of
-from supervise import read_options, usual_ranks
 
 from pala.config import load_with_ranks
 from pala.train import parse
+from supervise import read_options, usual_ranks
+from support import REPOSITORY
+from support.helpers import record_of
+from support.mpi import Launcher
 
-README = (REPOSITORY / "README.md").read_text()
+README = REPOSITORY / "README.md"
+RUNNING, PRESETS, EXCHANGES, GORILA = (
+    REPOSITORY / "docs" / f"{name}.md" for name in ("running", "presets", "exchanges", "gorila")
+)
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 FEW = "--total-steps 400 --env.num-envs 4 --env.max-episode-frames 120"
 
 
-def commands(begin: str) -> list[str]:
-    """The indented lines of the README that begin so, without their comments."""
-    found = re.findall(rf"^    ({re.escape(begin)}.*?)\s*(?:#.*)?$", README, re.MULTILINE)
-    assert found, f"the README has no command that begins with {begin!r}"
+def commands(page: Path, begin: str) -> list[str]:
+    """Return the indented lines of a page that begin with `begin`, without their comments."""
+    found = re.findall(rf"^    ({re.escape(begin)}.*?)\s*(?:#.*)?$", page.read_text(), re.MULTILINE)
+    assert found, f"{page.name} has no command that begins with {begin!r}"
     return found
 
 
+def python_block(page: Path) -> str:
+    """Return the first block of Python of a page."""
+    found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert found is not None, f"{page.name} has no block of Python"
+    return found[1]
+
+
 def run(command: str, launcher: Launcher, **extra: str) -> str:
-    """Run one in the repository, with a shell; returns its output."""
+    """Run a command in the repository, with a shell, and return its output."""
     environment = {k: v for k, v in launcher.environment().items() if not k.startswith(("OMPI_", "PRTE_"))}
     if not command.startswith("./launch"):
         environment = launcher.environment()
@@ -40,32 +53,69 @@ def run(command: str, launcher: Launcher, **extra: str) -> str:
     return done.stdout
 
 
-def test_the_two_commands(any_mpi: Launcher, tmp_path: Path) -> None:
-    """./launch/train.sh, plain and with options: training, evaluation, curve, and the words where they are. Of restarts
-    only what they are read as: `test_supervise.py`."""
-    assert "./launch/test.sh" in commands("./launch/")
-    presets = re.compile(" (gorila|paired|allreduce)")
-    plain, restarts = (line for line in commands("./launch/train.sh") if not presets.search(line))
-    (more_ranks,) = (line for line in commands("./launch/train.sh") if " -n 4 paired/" in line)
+def test_the_readme_is_a_door() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1400
+
+
+def train_as_written(command: str, folder: Path, ranks: int, episodes: int, launcher: Launcher) -> str:
+    """Run a command that trains, for fewer steps, look at what it leaves, and return its output."""
+    output = run(f"{command} {FEW} --run.dir {folder} --evaluation.episodes {episodes}", launcher)
+    completed = re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)
+    assert completed is not None, output
+    made = Path(completed[1])
+    assert "evaluation: " in output and f"learning curve: {made / 'learning_curve.png'}" in output
+    assert record_of(made)["completed"]
+    assert record_of(made)["segments"][0]["ranks"] == ranks
+    assert (made / "evaluation.json").exists() == (episodes > 0) and (made / "policy.safetensors").exists()
+    assert (made / "learning_curve.png").stat().st_size > 5000
+    return output
+
+
+def test_the_readmes_commands(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Train, evaluate with a video, plot: each prints the lines that the README shows of it."""
+    (train,) = commands(README, "./launch/train.sh")
+    output = train_as_written(train, tmp_path, 2, 2, any_mpi)
+    shown = re.findall(
+        r"^    (?:PALA  |      )(completed|evaluation|learning curve)\b", README.read_text(), re.MULTILINE
+    )
+    assert set(shown) == {"completed", "evaluation", "learning curve"} and all(word in output for word in shown)
+    (evaluate,), (plot,) = commands(README, "pala evaluate"), commands(README, "pala plot")
+
+    def as_written(line: str) -> str:
+        here = line.replace("runs/", f"{tmp_path}/").replace("climber.", f"{tmp_path}/climber.")
+        return here.replace("pala ", "python -m pala ", 1)
+
+    assert "human-normalised" in run(as_written(evaluate.replace("--episodes 4", "--episodes 2")), any_mpi)
+    assert (tmp_path / "climber.mp4").stat().st_size > 2_000
+    run(as_written(plot), any_mpi)
+    assert (tmp_path / "climber.png").stat().st_size > 5000
+
+
+def test_the_readmes_python(any_mpi: Launcher, tmp_path: Path) -> None:
+    job = any_mpi.script(1, python_block(README).replace("200_000", "2_000"), tmp_path)
+    assert job.status == 0, job.output
+    assert "mean return" in job.output
+
+
+def test_train_with_options(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Train with options and a preset. Restarts are only parsed here; `test_supervise.py` makes some."""
+    assert "./launch/test.sh" in commands(RUNNING, "./launch/")
+    (restarts,) = (line for line in commands(RUNNING, "./launch/train.sh") if "--restarts" in line)
+    (more_ranks,) = (line for line in commands(RUNNING, "./launch/train.sh") if " -n 4 paired/" in line)
     options, others = read_options(["--restarts", "0", *shlex.split(restarts)[1:]])  # as train.sh
     assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Pong-v5")
-    for command, ranks, episodes in ((plain, 2, 2), (more_ranks.replace("-n 4", "-n 1"), 1, 0)):
-        output = run(f"{command} {FEW} --run.dir {tmp_path} --evaluation.episodes {episodes}", any_mpi)
-        folder = re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)
-        assert folder is not None, output
-        made = Path(folder[1])
-        assert "evaluation: " in output and f"learning curve: {made / 'learning_curve.png'}" in output
-        assert record_of(made)["completed"]
-        assert record_of(made)["segments"][0]["ranks"] == ranks
-        assert (made / "evaluation.json").exists() == (episodes > 0) and (made / "policy.safetensors").exists()
-        assert (made / "learning_curve.png").stat().st_size > 5000
+    train_as_written(more_ranks.replace("-n 4", "-n 1"), tmp_path, 1, 0, any_mpi)
 
 
 def test_the_presets_of_the_best_settings_are_for_the_ranks_that_the_launcher_starts() -> None:
-    best = [line for line in commands("./launch/train.sh") if re.search(" (paired|allreduce)/", line)]
-    taken = re.findall(r"^\| (?:on|one|liable) [^|]*\| `((?:paired|allreduce)/[^`]*)`", README, re.MULTILINE)
-    assert (len(best), len(taken)) == (7, 4)  # with those of the table of cases
-    for line in (*best, *(f"./launch/train.sh {words}" for words in taken)):
+    written = [line for page in (RUNNING, EXCHANGES) for line in commands(page, "./launch/train.sh")]
+    best = [line for line in written if re.search(" (paired|allreduce)/", line)]
+    taken = re.findall(r"^\| (?:are|may) [^|]*\| `((?:paired|allreduce)/[^`]*)`", EXCHANGES.read_text(), re.MULTILINE)
+    of_readme = re.findall(r"^\| (?:are|may) [^|]*\| `(./launch/train.sh [^`]*)`", README.read_text(), re.MULTILINE)
+    assert (len(best), len(taken), len(of_readme)) == (7, 4, 3)  # with those of the tables of cases
+    for line in (*best, *of_readme, *(f"./launch/train.sh {words}" for words in taken)):
         parsed = parse(read_options(shlex.split(line)[1:])[1])
         assert parsed.preset is not None and load_with_ranks(parsed.preset)[1] == usual_ranks(parsed)
         kind, _, _ = str(parsed.preset).partition("/")
@@ -73,45 +123,52 @@ def test_the_presets_of_the_best_settings_are_for_the_ranks_that_the_launcher_st
 
 
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Train, evaluate with a video, plot, resume; Gorila and its table."""
-    name = "pong-20260101-120000"
-    train, resume = commands("mpirun -np 2 python -m pala.train")
-    train, resume = (command.replace("-np 2", "-np 1") for command in (train, resume))
-    run(f"{train} {FEW} --evaluation.episodes 0 --run.dir {tmp_path} --run.name {name}", any_mpi)
-    evaluate = commands("python -m pala.evaluate")[0].replace("--episodes 100", "--episodes 2")
-    output = run(evaluate.replace("runs/", f"{tmp_path}/").replace("pong.mp4", f"{tmp_path}/pong.mp4"), any_mpi)
+    """Train, evaluate with a video, plot, resume."""
+    made = tmp_path / "pong"
+
+    def as_written(command: str) -> str:
+        return command.replace("RUN", str(made)).replace("pong.", f"{tmp_path}/pong.").replace("-np 2", "-np 1")
+
+    train, resume = commands(RUNNING, "mpirun -np 2 python -m pala.train")
+    run(f"{as_written(train)} {FEW} --evaluation.episodes 0 --run.dir {tmp_path} --run.name {made.name}", any_mpi)
+    (evaluate,) = commands(RUNNING, "python -m pala.evaluate")
+    output = run(as_written(evaluate.replace("--episodes 100", "--episodes 2")), any_mpi)
     assert "human-normalised" in output and (tmp_path / "pong.mp4").stat().st_size > 2_000
-    plot = commands("python -m pala.plot")[0]
-    run(plot.replace("runs/", f"{tmp_path}/").replace("pong.png", f"{tmp_path}/pong.png"), any_mpi)
+    (plot,) = commands(RUNNING, "python -m pala.plot")
+    run(as_written(plot), any_mpi)
     assert (tmp_path / "pong.png").stat().st_size > 5000
-    run(f"{resume.replace('runs/', f'{tmp_path}/')} {FEW.replace('400', '800')} --evaluation.episodes 0", any_mpi)
-    assert len(record_of(tmp_path / name)["segments"]) == 2
-    fast, gorila = (line for line in commands("./launch/train.sh") if "gorila" in line)
+    run(f"{as_written(resume)} {FEW.replace('400', '800')} --evaluation.episodes 0", any_mpi)
+    assert len(record_of(made)["segments"]) == 2
+
+
+def test_gorilas_commands(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Train twice, and make the table of the games."""
+    gorila, fast, *_ = (line for line in commands(GORILA, "./launch/train.sh") if "gorila" in line)
     fast, gorila = fast.replace("-n 2", "-n 1"), gorila.replace("-n 4", "-n 2")
     for command, folder, episodes in ((fast, "fast", 0), (gorila, "games", 2)):
         few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes {episodes} --run.dir {tmp_path / folder}"
         assert "PALA  completed after" in run(f"{command} {few}", any_mpi)
-    scores = commands("python -m pala.gorila.scores")[0]
+    (scores,) = commands(GORILA, "pala scores")
+    scores = scores.replace("pala ", "python -m pala ", 1)
     run(scores.replace(" runs", f" {tmp_path / 'games'} --output {tmp_path / 'scores'}"), any_mpi)
     assert "1 completed run of 1 of the 49 games" in (tmp_path / "scores" / "scores.md").read_text()
 
 
 def test_the_schedules(any_mpi: Launcher) -> None:
-    (command,) = commands("python -m pala.simulate check")
+    (command,) = commands(RUNNING, "python -m pala.simulate check")
     assert "20 schedules held" in run(command.replace("2000", "20"), any_mpi)
 
 
-def test_the_python_example(any_mpi: Launcher, tmp_path: Path) -> None:
-    """The script with a factory of the user's own, under mpirun."""
+def test_a_script_with_a_factory(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Run the script of the page of presets, which has a factory of the user's own, under mpirun."""
     (tmp_path / "my_preset.toml").write_text("total_steps = 3000\n[env]\nnum_envs = 4\n[run]\nname = 'r'\n")
-    source = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert source is not None
-    job = any_mpi.script(2, source[1], tmp_path)
+    job = any_mpi.script(2, python_block(PRESETS), tmp_path)
     assert job.status == 0, job.output
     assert record_of(tmp_path / "runs" / "r")["completed"]
 
 
-def test_every_preset_that_the_readme_names_exists() -> None:
-    for name in re.findall(r"configs/[\w./]+\.toml", README):
-        assert (REPOSITORY / name).exists(), name
+def test_every_preset_that_the_pages_name_exists() -> None:
+    for page in (README, RUNNING, PRESETS, EXCHANGES):
+        for name in re.findall(r"configs/[\w./]+\.toml", page.read_text()):
+            assert (REPOSITORY / name).exists(), name
     assert os.access(REPOSITORY / "launch" / "train.sh", os.X_OK)

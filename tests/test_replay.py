@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pala.config import EnvConfig
-from pala.envs import Episode, Step, make_envs
+from pala.envs.vector import Episode, Step, make_envs
 from pala.gorila.replay import Batch, Replay, experience_of, reset_frames
 from pala.system.errors import PalaError
 

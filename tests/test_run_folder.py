@@ -12,16 +12,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import CARTPOLE, Launcher, ranks_in, record_of, wait_for
-from standing_ranks import StandingRanks
 
+from pala.comm.alone import Alone
 from pala.config import Config, RunConfig
 from pala.run import provenance, run_folder
 from pala.run.lock import join_lock, lock_folder, supervised, who_trains
 from pala.run.records import Records
 from pala.run.segment import Segment
 from pala.system.errors import PalaError
-from pala.transport.alone import Alone
+from support.helpers import CARTPOLE, record_of, wait_for
+from support.mpi import Launcher, ranks_in
+from support.standing_ranks import StandingRanks
 
 
 def test_a_second_job_is_refused_while_any_rank_of_the_first_lives(tmp_path: Path) -> None:

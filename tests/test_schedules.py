@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, assert_all_end, processes_in, slow_but_for, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,10 +28,22 @@ from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.mixing import PushSum
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Format
-from pala.simulate.check import Tried, try_in_batches
-from pala.simulate.scenario import Scenario
-from pala.simulate.schedules import MIXINGS, NETWORKS, STALENESS, TOPOLOGIES, InvariantError, check, pushed, schedule
-from pala.simulate.virtual_cluster import VirtualCluster
+from pala.lab.simulate.check import Tried, try_in_batches
+from pala.lab.simulate.scenario import Scenario
+from pala.lab.simulate.schedules import (
+    MIXINGS,
+    NETWORKS,
+    STALENESS,
+    TOPOLOGIES,
+    InvariantError,
+    check,
+    pushed,
+    schedule,
+)
+from pala.lab.simulate.virtual_cluster import VirtualCluster
+from support import REPOSITORY
+from support.helpers import slow_but_for, wait_for
+from support.mpi import assert_all_end, processes_in
 
 SIZES = [1, 2, 3, 5, 8, 13]
 reproducible = settings(derandomize=True, deadline=None, max_examples=30)
@@ -612,7 +623,7 @@ def test_a_planted_bug_that_needs_bad_luck_is_found(
     nobody may send a whole model by himself; models must be on their way both ways when the only link is cut.
 
     `first`: the seed to begin with, as above."""
-    monkeypatch.setattr("pala.simulate.schedules._END_S", 2000.0)  # long after any of these ends without the bug
+    monkeypatch.setattr("pala.lab.simulate.schedules._END_S", 2000.0)  # long after any of these ends without the bug
     with pytest.raises(InvariantError, match=symptom):
         for seed in range(first, 400):
             network = list(NETWORKS.values())[seed % 5]

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_benchmark import canned, canned_job
 
-from pala.simulate import methods, predict
-from pala.simulate.allreduce import halving_doubling_s, predict_allreduce, ring_s
-from pala.simulate.cluster import Cluster, Link, Prediction
-from pala.simulate.compare import cluster_of, compare
-from pala.simulate.costs import Costs, control_bytes, costs_of
-from pala.simulate.gossip import GossipCluster, predict_gossip
-from pala.simulate.gossip import measured as played
-from pala.simulate.server import ServerCluster, predict_server
+from pala.lab.simulate import methods, predict
+from pala.lab.simulate.allreduce import halving_doubling_s, predict_allreduce, ring_s
+from pala.lab.simulate.cluster import Cluster, Link, Prediction
+from pala.lab.simulate.compare import cluster_of, compare
+from pala.lab.simulate.costs import Costs, control_bytes, costs_of
+from pala.lab.simulate.gossip import GossipCluster, predict_gossip
+from pala.lab.simulate.gossip import measured as played
+from pala.lab.simulate.server import ServerCluster, predict_server
 from pala.system.errors import PalaError
+from test_benchmark import canned, canned_job
 
 MODEL_BYTES = 4_000_000
 COSTS = Costs(
@@ -41,7 +41,7 @@ METHODS: dict[str, Callable[[Cluster, Costs], Prediction]] = {
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pala.simulate.cluster._MOST_UPDATES_A_RANK", 60)
+    monkeypatch.setattr("pala.lab.simulate.cluster._MOST_UPDATES_A_RANK", 60)
 
 
 def efficiency(prediction: Prediction, cluster: Cluster, costs: Costs) -> float:

@@ -11,14 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import slow_but_for
 
 from pala.a2c.update import A2C, Loss, UpdateResult
 from pala.config import Config, EnvConfig, ExchangeConfig, NetworkConfig
-from pala.simulate import learn as program
-from pala.simulate import progress
-from pala.simulate.learn import METHODS, Conditions, Learned, learn, parse
+from pala.lab.simulate import learn as program
+from pala.lab.simulate import progress
+from pala.lab.simulate.learn import METHODS, Conditions, Learned, learn, parse
 from pala.system.errors import PalaError
+from support.helpers import slow_but_for
 
 CONFIG = Config(
     total_steps=1200, seed=3, env=EnvConfig(id="CartPole-v1", num_envs=4), network=NetworkConfig(mlp_hidden=(8,))

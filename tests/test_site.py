@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mkdocs_hooks
 import pytest
-from conftest import REPOSITORY
 
+import mkdocs_hooks
 import pala
 from pala.config import Config, to_table
 from pala.run.metric_table import METRICS
 from pala.system.tables import flatten, keys
+from support import REPOSITORY
 
 UNREACHABLE = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https", "HTTP", "HTTPS")}
 
@@ -23,8 +23,11 @@ def test_every_key_of_the_configuration_is_told_with_its_default_and_meaning() -
     page = mkdocs_hooks.configuration()
     rows = {line.split("`")[1]: line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| `")}
     assert list(rows) and set(rows) == set(keys(Config)) == set(flatten(to_table(Config())))
-    assert all(len(cells) >= 4 and cells[-1].strip() for cells in rows.values())
-    assert rows["a2c.gamma"][1:3] == ["float", "`0.99`"]
+    assert all(len(cells) >= 5 and cells[-1].strip() for cells in rows.values())
+    assert rows["a2c.gamma"][1:4] == ["float", "`0.99`", "0 to 1"]
+    assert rows["a2c.momentum_smoothing"][-1].rstrip().endswith("Not read if `a2c.momentum` is `0`.")
+    assert 'Read by `exchange.kind` `"gossip"`.' in rows["exchange.mixing"][-1]
+    assert "[GALA] Assran et al. 2019" in page
     assert rows["network.conv_channels"][1:3] == ["list of 3 ints", "`[32, 64, 32]`"]
     assert '`"sync"`, `"async"`' in rows["env.vectorization"][1]
 

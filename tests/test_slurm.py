@@ -10,12 +10,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import CARTPOLE, LAUNCHERS, REPOSITORY, Launcher, record_of, wait_for, write_paced
-from slurm_cluster import Node, Slurm, SlurmError, SlurmStartError
-from virtual_hosts import VirtualHosts, VirtualHostsError
 
-from pala.compare.plan import Cell, Plan
-from pala.transport.mpi_process import check_slurm_tasks
+from pala.comm.mpi_process import check_slurm_tasks
+from pala.lab.compare.plan import Cell, Plan
+from support import REPOSITORY
+from support.helpers import CARTPOLE, record_of, wait_for, write_paced
+from support.mpi import LAUNCHERS, Launcher
+from support.slurm_cluster import Node, Slurm, SlurmError, SlurmStartError
+from virtual_hosts import VirtualHosts, VirtualHostsError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
 OFTEN = ["--run.checkpoint-interval-s", "0.5"]

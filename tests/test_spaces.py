@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
-from memory_jobs import configure, run_rank, run_ranks
 
 from pala.config import EnvConfig, NetworkConfig
-from pala.envs import make_envs
+from pala.envs.spaces import channel_axis, image_scale, inputs_of
+from pala.envs.vector import make_envs
 from pala.evaluation.acting import Acting
 from pala.evaluation.scoring import evaluate
 from pala.networks.distributions import distribution_of
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
-from pala.plot import read as read_run
+from pala.report.plot import read as read_run
 from pala.run import run_folder
 from pala.run.hooks import UserCode
 from pala.run.request import Request
-from pala.spaces import channel_axis, image_scale, inputs_of
 from pala.system.errors import PalaError
+from support.memory_jobs import configure, run_rank, run_ranks
 
 CPU = torch.device("cpu")
 SMALL = NetworkConfig((4, 8, 4), 8, (8,))

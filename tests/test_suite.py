@@ -12,54 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, wait_for
 
-from pala.config import Config, EnvConfig, GorilaConfig, load_preset
-from pala.envs import atari_rom
+from pala.config import Config, EnvConfig, GorilaConfig, load_preset, presets
+from pala.envs.vector import atari_rom
 from pala.evaluation.references import reference_scores, score_table
-from pala.gorila import presets, scores
+from pala.lab import scores
 from pala.run import run_folder
 from pala.system.errors import PalaError
+from support import REPOSITORY
+from support.helpers import wait_for
 
-CONFIGS = REPOSITORY / presets.FOLDER
 PUBLISHED = score_table(scores.PUBLISHED)
 
 # ---- the presets -----------------------------------------------------------------------------------------------------
 
 
-def test_the_presets_are_what_the_template_makes() -> None:
-    made = presets.presets((CONFIGS / "template.toml.in").read_text())
-    assert {path.stem: path.read_text() for path in CONFIGS.glob("*.toml")} == made
-    assert len(made) == 49
+def test_there_is_a_preset_for_each_game() -> None:
+    assert [name for name in presets.names() if name.startswith("gorila/")] == [f"gorila/{rom}" for rom in PUBLISHED]
+    assert len(PUBLISHED) == 49
 
 
 @pytest.mark.parametrize("rom", PUBLISHED)
 def test_every_preset_trains_gorila_on_its_game(rom: str) -> None:
-    file = CONFIGS / f"{rom}.toml"
-    config = load_preset(file)
+    config = load_preset(f"gorila/{rom}")
     assert (config.algorithm, atari_rom(config.env.id)) == ("gorila", rom)  # which knows the ROMs that ale-py brings
-    assert f"python -m pala.train configs/gorila/{rom}.toml" in file.read_text()
-
-
-def test_making_presets(tmp_path: Path) -> None:
-    template = tmp_path / "template.toml.in"
-    with pytest.raises(PalaError, match="start this in the repository's folder"):
-        presets.make(tmp_path)
-    template.write_text("seed = 1 # $gmae")
-    with pytest.raises(PalaError, match=r"placeholder other than \$game, \$rom and \$id: 'gmae'"):
-        presets.make(tmp_path)
-    template.write_text("# $game, $rom, $id")
-    assert presets.make(tmp_path) == 49
-    assert (tmp_path / "up_n_down.toml").read_text() == "# UpNDown, up_n_down, ALE/UpNDown-v5"
-
-
-@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--game", 2)])
-def test_asking_for_help_makes_no_presets(option: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["presets", option])
-    monkeypatch.setattr(presets, "make", lambda folder: pytest.fail("presets were made"))
-    with pytest.raises(SystemExit) as ended:
-        presets.main()
-    assert ended.value.code == status
 
 
 def test_the_jobs_are_all_games_of_each_seed(tmp_path: Path) -> None:
@@ -73,7 +49,7 @@ def test_the_jobs_are_all_games_of_each_seed(tmp_path: Path) -> None:
         script = ["bash", REPOSITORY / "launch/slurm/gorila_suite.sbatch", "--total-steps", "9"]
         jobs.append(subprocess.run(script, env=ids, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
     assert jobs == [
-        f"configs/gorila/{game}.toml --seed {seed} --run.name gorila-{game}-seed-{seed}-7 --total-steps 9\n"
+        f"gorila/{game} --seed {seed} --run.name gorila-{game}-seed-{seed}-7 --total-steps 9\n"
         for game, seed in (("alien", 1), ("zaxxon", 1), ("alien", 2), ("zaxxon", 3))
     ]
 
@@ -128,7 +104,7 @@ def make_run(
 ) -> None:  # fmt: skip
     config = Config(**{"algorithm": "gorila", "total_steps": steps} | settings)  # type: ignore[arg-type]
     if rom:
-        config = replace(config, env=replace(load_preset(CONFIGS / f"{rom}.toml").env, **game))
+        config = replace(config, env=replace(load_preset(f"gorila/{rom}").env, **game))
     folder.mkdir(parents=True)
     facts = {"ranks": 4, "git_commit": "a" * 40, "python_environment": from_python}
     record = run_folder.RunRecord.begin(folder, config, facts)

@@ -18,30 +18,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import supervise
-from conftest import (
-    CARTPOLE,
-    REPOSITORY,
-    Job,
-    Launcher,
-    assert_all_end,
-    processes_in,
-    ranks_in,
-    record_of,
-    wait_for,
-    write_paced,
-)
-from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
-from test_checkpoint import make_state
-from test_hosts import possible  # noqa: F401 - a fixture
-from virtual_hosts import VirtualHosts
 
+import supervise
 from pala.config import Config, load_preset
 from pala.run import checkpoint, end_watch, run_folder
 from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder, supervised
 from pala.system.errors import PalaError
 from pala.train import parse
+from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
+from support import REPOSITORY
+from support.helpers import CARTPOLE, record_of, wait_for, write_paced
+from support.mpi import Job, Launcher, assert_all_end, processes_in, ranks_in
+from test_checkpoint import make_state
+from test_hosts import possible  # noqa: F401 - a fixture
+from virtual_hosts import VirtualHosts
 
 SCRIPT = REPOSITORY / "launch" / "supervise.py"
 OFTEN = ["--run.name", "r", "--run.checkpoint-interval-s", "0.3"]

@@ -19,10 +19,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import wait_for
 
 from pala.config import EnvConfig
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.system import output, waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
@@ -31,6 +30,7 @@ from pala.system.launcher import Launch
 from pala.system.output import say, tell
 from pala.system.resources import most_cores, share_of_cores, usable_cores
 from pala.system.seeding import derive, stream
+from support.helpers import wait_for
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, record_of
-from runs import all_intervals, local_steps, parameters_of, states_of, total
-from standing_ranks import StandingRanks, train
 
+from pala.comm.base import Communicator
 from pala.evaluation.acting import Acting
 from pala.evaluation.scoring import evaluate
 from pala.run.checkpoint import load_policy, newest_segment, save_rank
 from pala.run.hooks import Callbacks
 from pala.run.metrics import read_run
-from pala.transport.base import Communicator
+from support.helpers import CARTPOLE, record_of
+from support.run_folders import all_intervals, local_steps, parameters_of, states_of, total
+from support.standing_ranks import StandingRanks, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

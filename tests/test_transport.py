@@ -10,15 +10,15 @@ from signal import SIGUSR1
 
 import numpy as np
 import pytest
-from conftest import wait_for
 
+from pala.comm.agreement import collectively
+from pala.comm.base import Bytes, Packet, Received, Receiver, Survivors
+from pala.comm.threaded import ThreadedTransport
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.interrupt import Interrupt
-from pala.transport.agreement import collectively
-from pala.transport.base import Bytes, Packet, Received, Receiver, Survivors
-from pala.transport.faults import corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
-from pala.transport.memory import Killed, MemoryCommunicator, run_ranks
-from pala.transport.threaded import ThreadedTransport
+from pala.testing.faults import corrupt, drop, fail_at, fail_at_message, signal_at, stop_at
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import wait_for
 
 PATIENCE_S = 5.0
 

@@ -1,4 +1,4 @@
-"""What A2C goes on from when the job is another: one state for all, from those that the ranks have saved."""
+"""One state for all ranks from those that an earlier job's ranks saved, for a resume with another number of ranks."""
 
 from __future__ import annotations
 

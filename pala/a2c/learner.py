@@ -18,7 +18,7 @@ from pala.a2c.learning_rate import learning_rate_factor
 from pala.a2c.movement import Movement
 from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
 from pala.config import Config
-from pala.envs import Envs, Step
+from pala.envs.vector import Envs, Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
 from pala.run.loop import Loop, Means, Progress
@@ -53,7 +53,7 @@ class Learner(Loop):
         self._a2c.normalization.reset()
 
     def _advance(self) -> None:
-        """A rollout and an update."""
+        """Play a rollout and make an update."""
         loss = self.differentiate()
         if loss is None:
             return
@@ -64,7 +64,7 @@ class Learner(Loop):
             self._on_update(self.counters.updates)
 
     def differentiate(self) -> Loss | None:
-        """A rollout, and the gradient of its loss; None if training ends meanwhile."""
+        """Play a rollout and compute the gradient of its loss; return None if training ends meanwhile."""
         rollout, bootstrap_B = self._play()
         if self._is_to_end:
             if self._exchange.stop is not Stop.NONE:
@@ -173,13 +173,13 @@ class Learner(Loop):
 
     @property
     def _learners(self) -> int:
-        """For the clip: the number of learners whose mean gradient is to be clipped; 1: this rank's own gradient is."""
+        """Return the number of learners whose mean gradient is to be clipped; 1: this rank's own gradient is."""
         config = self._config
         mixes = config.exchange_kind.coupling == 1
         return max(1, len(self._exchange.living)) if mixes and config.a2c.gradient_clipping == "mean" else 1
 
     def _learning_rate(self) -> float:
-        """The rate of this update. Ranks that died do not count."""
+        """Return the rate of this update. Ranks that died do not count."""
         config, rate = self._config, self._config.a2c.learning_rate
         if config.a2c.learning_rate_scaling == "ranks":
             factor = learning_rate_factor(config.exchange, max(1, len(self._exchange.living)))  # 0: all are leaving

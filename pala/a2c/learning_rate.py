@@ -1,12 +1,11 @@
-"""How far many learners step, beside one, at the same learning rate. Pure: no torch, no MPI."""
+"""The step length of many learners beside that of one, at the same learning rate. Pure: no torch, no MPI."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from pala.exchange.gossip.mixing import RULES
-from pala.exchange.kinds import kind_of
+from pala.config.catalogue import RULES, TOPOLOGIES, kind_of
 
 if TYPE_CHECKING:
     from pala.config import ExchangeConfig
@@ -15,12 +14,13 @@ _MODEL_AGE_UPDATES = 0.5  # of a model when it is mixed, on one host; on slow li
 
 
 def kept_by_mixing(exchange: ExchangeConfig, ranks: int) -> float:
-    """The share of the ranks' steps that mixing leaves them on one host: 1 / (1 + f d), where a mix takes the fraction
-    f of models that are d updates old. Measured by `python -m pala.simulate progress` and by a run's *progress kept*.
+    """Return the share of the ranks' steps that mixing leaves them on one host: 1 / (1 + f d), where a mix takes the
+    fraction f of models that are d updates old. Measured by `python -m pala.simulate progress` and by a run's *progress
+    kept*.
     """
     if RULES[exchange.mixing].by_pairs:
         return 1.0
-    others = ranks - 1 if exchange.graph == "complete" else min(1, ranks - 1)
+    others = ranks - 1 if TOPOLOGIES[exchange.graph].to_all else min(1, ranks - 1)
     return 1 / (1 + _MODEL_AGE_UPDATES * others / (1 + others))
 
 

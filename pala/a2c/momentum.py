@@ -38,6 +38,6 @@ class Momentum:
         self._has_before = True
 
     def restart(self) -> None:
-        """The model is another one: how it came here is forgotten."""
+        """Forget how the model came here: it is another one."""
         self.movement.zero_()
         self._has_before = False

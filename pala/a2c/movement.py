@@ -1,4 +1,4 @@
-"""How far the exchange lets a rank go along what it learned: a sketch, cheap enough for every update.
+"""Progress that the exchange leaves a rank of what it learned: a sketch, cheap enough for every update.
 
 A rank's model moves by its own steps and by what the exchange does to it. If mixing takes nothing back, the mean of all
 models moves by the mean of the ranks' own steps; *progress kept* is the share of that which it does move. A rank cannot
@@ -16,7 +16,7 @@ _SKETCH = 32  # sums of them, with signs: inner products of sketches are nearly 
 
 
 class Movement:
-    """How far one rank's flat parameters move. All ranks look at the same ones."""
+    """A measure of how far one rank's flat parameters move. All ranks look at the same parameters."""
 
     def __init__(self, parameters: Tensor) -> None:
         """`parameters`: changed in place, by the rank's steps and by the exchange."""
@@ -32,15 +32,15 @@ class Movement:
         self._own = torch.zeros_like(self._last)
 
     def learned(self) -> None:
-        """The rank has made a step of its own."""
+        """Count a step of the rank's own."""
         self._own += self._parameters[self._indices] - self._last
 
     def exchanged(self) -> None:
-        """The exchange is over, whether it has changed the model or not."""
+        """Count what an exchange did, whether it has changed the model or not."""
         self._last = self._parameters[self._indices]
 
     def restart(self) -> None:
-        """The model is another one: what the interval had is forgotten."""
+        """Forget the interval: the model is another one."""
         self._begin = self._last = self._parameters[self._indices]
         self._own = torch.zeros_like(self._own)
 

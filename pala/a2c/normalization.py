@@ -1,4 +1,4 @@
-"""What a rank normalises by, and what its rollouts teach the moments: `networks/moments.py` has the rule."""
+"""Normalisation of observations and rewards, and how rollouts teach its moments (rule: `networks/moments.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Normalization:
         self._returns_B: Tensor | None = None
 
     def reset(self) -> None:
-        """New episodes begin in all environments."""
+        """Begin new episodes in all environments."""
         self._returns_B = None
         for samples in self._samples.values():
             samples.clear()
@@ -35,7 +35,8 @@ class Normalization:
             self._samples[OBSERVATIONS].append(observations_BN)
 
     def rewards(self, rewards_B: Tensor, ended_B: Tensor) -> Tensor:
-        """What the learner sees of a step's rewards; `ended_B` float: 1 where the episode or its return ended."""
+        """Return what the learner sees of a step's rewards; `ended_B` float: 1 where the episode or its return
+        ended."""
         if RETURNS not in self._of:
             return rewards_B
         before = torch.zeros_like(rewards_B) if self._returns_B is None else self._returns_B
@@ -45,7 +46,7 @@ class Normalization:
         return self._of[RETURNS].scaled(rewards_B)
 
     def gather(self) -> None:
-        """What the rollout saw goes behind the flat gradient, where the ranks' may be averaged."""
+        """Put what the rollout saw behind the flat gradient, where the ranks' may be averaged."""
         for what, samples in self._samples.items():
             seen = torch.cat(samples)
             if self._of[what].is_new:  # a model with new moments would spoil those of peers that mix it in
@@ -58,7 +59,7 @@ class Normalization:
         return not self._of or bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
 
     def learn(self, healthy: bool) -> None:
-        """The moments take that in, if it is `healthy`; new ones as far as they can. The next rollout may begin: one
+        """Take that into the moments, if it is `healthy`; new ones as far as they can. The next rollout may begin: one
         reward that was not finite does not stay in the returns."""
         if not healthy and self._returns_B is not None:
             self._returns_B = self._returns_B.nan_to_num(0.0, 0.0, 0.0)

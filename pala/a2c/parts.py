@@ -13,8 +13,10 @@ from torch import Tensor
 from pala.a2c.averaging import average_of, check_actor_critic
 from pala.a2c.learner import Learner
 from pala.a2c.update import A2C
+from pala.comm.agreement import collectively, from_first, sum_on_host
+from pala.comm.base import Communicator
 from pala.config import Config
-from pala.envs import Envs
+from pala.envs.vector import Envs
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.exchange import Gossip
@@ -30,8 +32,6 @@ from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import torch_weights
-from pala.transport.agreement import collectively, from_first, sum_on_host
-from pala.transport.base import Communicator
 
 
 @dataclass(frozen=True)

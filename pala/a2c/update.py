@@ -64,7 +64,7 @@ def a2c_loss(
 
 
 class UpdateResult(NamedTuple):
-    """What one update did. `applied` is False when the gradient was not finite and the step was left out."""
+    """The outcome of one update. `applied` is False when the gradient was not finite and the step was left out."""
 
     loss: Loss
     gradient_norm: float
@@ -89,7 +89,7 @@ class A2C:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint keeps, by its name there."""
+        """Tensors that a checkpoint keeps, by their names there."""
         state = {"parameters": self.flat.data, "mean_square": self.mean_square}
         if self._momentum is not None:
             state["movement"] = self._movement
@@ -107,7 +107,7 @@ class A2C:
         self._usual_square, self._num_norms = None, 0
 
     def restart_momentum(self) -> None:
-        """The exchange has put another model in the place of this one."""
+        """Restart the momentum: the exchange has put another model in the place of this one."""
         if self._momentum is not None:
             self._momentum.restart()
 
@@ -130,7 +130,8 @@ class A2C:
         return UpdateResult(loss, norm, finite)
 
     def _count_norm(self, norm: float, learners: int) -> None:
-        """The mean of the squares so far, later a running one; a large one counts as what it can be clipped to."""
+        """Update the mean of the squared norms, later a running one; a large norm counts as what it can be clipped
+        to."""
         self._num_norms += 1
         square = min(norm, learners * (self._config.max_gradient_norm or math.inf)) ** 2
         before = self._usual_square or 0.0

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pala.comm.agreement import cores_per_rank
+from pala.comm.mpi_process import abort, leave_mpi, start_mpi
 from pala.doctor import facts
 from pala.doctor.advice import advise, before_start, is_mixed
 from pala.doctor.facts import Host, Job, Launcher
@@ -34,11 +36,9 @@ from pala.system.files import write_json
 from pala.system.launcher import Launch, can_survive, die_with_launcher
 from pala.system.output import say, tell
 from pala.system.resources import prepare
-from pala.transport.agreement import cores_per_rank
-from pala.transport.mpi_process import abort, leave_mpi, start_mpi
 
 if TYPE_CHECKING:
-    from pala.transport.mpi import MpiCommunicator
+    from pala.comm.mpi import MpiCommunicator
 
 _PROGRAM = "pala.doctor"
 _LIMIT_S, _LOADING_S = 120.0, 300.0  # a network file system may be slow

@@ -8,7 +8,7 @@ import torch
 
 from pala.config import EnvConfig
 from pala.doctor.facts import Host
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 from pala.system.device import has_bfloat16
 from pala.system.errors import PalaError
 

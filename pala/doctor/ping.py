@@ -12,7 +12,7 @@ import numpy as np
 from pala.doctor.facts import PairPing
 
 if TYPE_CHECKING:
-    from pala.transport.mpi import MpiCommunicator
+    from pala.comm.mpi import MpiCommunicator
 
 Pair = tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""With which policy of a run to play, how it acts, and by which settings, for evaluations and pictures."""
+"""The choice of a run's policy, how it acts, and by which settings, for evaluations and pictures."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pala.config import Config, from_table, to_table
+from pala.config import Config, facts_of, from_table, to_table
 from pala.run import run_folder
 from pala.system.errors import PalaError
 
-OTHER_SETTINGS = {
-    "noop_max": "env", "repeat_action_probability": "env", "max_episode_frames": "env", "epsilon": "evaluation",
-}  # fmt: skip
-"""What an evaluation may have otherwise than the run, and its section."""
+_MAY_DIFFER = (key.split(".") for key, facts in facts_of(Config).items() if facts.evaluation_may_differ)
+OTHER_SETTINGS = {name: section for section, name in _MAY_DIFFER}
+"""Settings that an evaluation may have otherwise than the run, and their sections."""
 
 
 @dataclass(frozen=True)
 class Acting:
-    """With which policy of a run to play, and how it acts. Raises PalaError for numbers that cannot be."""
+    """The choice of a run's policy, and how it acts. Raises PalaError for numbers that cannot be."""
 
     greedy: bool = False
     """The most probable action instead of a sampled one; of Gorila never a random one."""
@@ -37,7 +36,7 @@ class Acting:
         check_numbers(seed=(self.seed, 0), threads=(self.threads, 1))
 
     def config_of(self, run: Path) -> Config:
-        """The run's settings, with those that are others here. Raises PalaError."""
+        """Return the run's settings, with those that are others here. Raises PalaError."""
         record = run_folder.read(run)
         config = run_folder.config_of(run, record)
         own_env = run_folder.from_python(record["segments"][-1]).environment

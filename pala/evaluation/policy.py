@@ -17,7 +17,8 @@ from gymnasium.vector.utils import batch_space, iterate
 
 from pala.a2c.averaging import average_of
 from pala.config import Config
-from pala.envs import Envs, make_envs
+from pala.envs.spaces import Inputs
+from pala.envs.vector import Envs, make_envs
 from pala.gorila.dqn import epsilon_greedy
 from pala.gorila.networks import q_network
 from pala.gorila.shard import assemble
@@ -26,7 +27,6 @@ from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork, actor_critic
 from pala.run import checkpoint, run_folder, user_code
 from pala.run.run_folder import BEST_POLICY, POLICY
-from pala.spaces import Inputs
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.seeding import torch_weights

@@ -1,4 +1,4 @@
-"""What an evaluation found, as `evaluation.json` and `evaluations.jsonl` in a run's folder have it."""
+"""Results of evaluations, as `evaluation.json` and `evaluations.jsonl` in a run's folder have them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found, and what it depends on. A return is the unclipped sum of a whole game's rewards."""
+    """The result of an evaluation, and what it depends on. A return is the unclipped sum of a whole game's rewards."""
 
     finished: str  # UTC, ISO 8601
     environment: str
@@ -50,7 +50,7 @@ class Evaluation:
     alone."""
 
     def __str__(self) -> str:
-        """The one line for people."""
+        """Return the one line for people."""
         error = "" if self.standard_error is None else f" ± {short_number(self.standard_error)} (standard error)"
         episodes = counted(self.episodes, "episode")
         parts = [f"{self.environment}: mean return {short_number(self.mean_return)}{error} over {episodes}"]
@@ -69,7 +69,7 @@ class Evaluation:
 
 
 def action_words(greedy: bool, epsilon: float | None) -> str:
-    """How actions were chosen."""
+    """Return how actions were chosen, in words."""
     if epsilon:
         return f"{100 * epsilon:g}% random actions"
     return "greedy actions" if greedy or epsilon is not None else "sampled actions"
@@ -90,13 +90,13 @@ def save(run: Path, evaluation: Evaluation) -> None:
 
 
 def read_evaluation(run: Path) -> Evaluation | None:
-    """The newest one of a completed run's final policy, if there is one. Raises PalaError."""
+    """Return the newest evaluation of a completed run's final policy, or None. Raises PalaError."""
     table = final_evaluation(run, run_folder.read(run))
     return Evaluation(**table) if table is not None else None
 
 
 def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The newest evaluation, if it is of the final policy of a run that has completed. Raises PalaError."""
+    """Return the newest evaluation, if it is of the final policy of a run that has completed. Raises PalaError."""
     try:
         evaluation = read_json(folder / "evaluation.json")
     except FileNotFoundError:

@@ -17,7 +17,7 @@ SCORE_TABLE = "dqn_zoo random/human scores, 57 games"
 
 
 def score_table(file: str) -> dict[str, dict[str, float]]:
-    """A table that comes with PALA: the ROM's name of each game -> column -> score."""
+    """Read a table that comes with PALA: the ROM's name of each game -> column -> score."""
     text = importlib.resources.files("pala.evaluation").joinpath(file).read_text(encoding="utf-8")
     return {row.pop("game"): {k: float(v) for k, v in row.items()} for row in csv.DictReader(text.splitlines())}
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pala.config import Config, EnvConfig, to_table
-from pala.envs import AtariEnvs, Envs, Episode, make_envs
+from pala.envs.vector import AtariEnvs, Envs, Episode, make_envs
 from pala.evaluation.acting import OTHER_SETTINGS, Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.record import Evaluation
@@ -94,7 +94,7 @@ def _statistics(played: list[Episode]) -> dict[str, Any]:
 
 
 def _game_facts(env: EnvConfig, played: list[Episode], name: str, is_atari: bool) -> dict[str, Any]:
-    """What was played, and the fields that only Atari has; None elsewhere."""
+    """Return what was played, and the fields that only Atari has; None elsewhere."""
     names = (
         "frames_per_step", "noop_max", "repeat_action_probability",
         "random_score", "human_score", "human_normalised_score", "score_table",
@@ -122,12 +122,12 @@ def _game_facts(env: EnvConfig, played: list[Episode], name: str, is_atari: bool
 
 
 def whole_games(env: EnvConfig, num_envs: int) -> EnvConfig:
-    """The training environment, but a lost life ends nothing and no reward is clipped."""
+    """Return the training environment's settings with whole games and unclipped rewards."""
     return replace(env, num_envs=num_envs, terminal_on_life_loss=False, clip_rewards="none")
 
 
 def longest_game(config: Config) -> int:
-    """After so many steps a game is cut; Atari's have a limit of their own."""
+    """Return the number of steps after which a game is cut; Atari's have a limit of their own."""
     return min(steps for steps in (config.evaluation.max_episode_steps, config.env.max_episode_steps) if steps)
 
 

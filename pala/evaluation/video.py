@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pala.config import Config, EnvConfig
-from pala.envs import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
+from pala.envs.vector import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
 from pala.evaluation.acting import Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
 from pala.evaluation.scoring import longest_game, whole_games
@@ -60,13 +60,13 @@ class Film(NamedTuple):
 
 
 def words_of(episode: Episode) -> str:
-    """What was played."""
+    """Return what was played, in words."""
     return f"an episode of {episode.length_steps:,} steps, return {short_number(episode.episode_return)}"
 
 
 @contextmanager
 def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
-    """So many episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
+    """Film episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
     played."""
     check_numbers(episodes=(episodes, 0))
     config = acting.config_of(run)
@@ -87,7 +87,7 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
 def _film(
     envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list[Episode], episodes: int
 ) -> Iterator[np.ndarray]:
-    """The pictures; an episode is put into `ended` when it ends."""
+    """Yield the pictures; an episode is put into `ended` when it ends."""
     observations = envs.reset(seeds)
     yield screen(None)
     while True:
@@ -111,7 +111,7 @@ def _stage(config: Config, make_env: MakeEnv | None, seeds: np.ndarray, threads:
 
 
 def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
-    """A twin in colour of the policy's own Atari, which cannot render: it gets the same seed and the same actions.
+    """Make a twin in colour of the policy's own Atari, which cannot render: it gets the same seed and the same actions.
 
     Unlike `gymnasium.make` with `AtariPreprocessing`, which begins an episode without pressing FIRE and draws its
     no-ops and sticky actions otherwise, it shows just what the policy saw, the last two frames max-pooled.
@@ -126,7 +126,7 @@ def _atari_screen(env: EnvConfig, seeds: np.ndarray) -> Screen:
 
 
 def _rendered_env(env: EnvConfig, make_env: MakeEnv | None) -> Any:
-    """An environment that draws pictures. Raises PalaError if it cannot."""
+    """Make an environment that draws pictures. Raises PalaError if it cannot."""
     name = f"'{env.id}'" if make_env is None else "The run's environment, which was made in Python,"
     try:
         made: Any = make_by_id(env.id, render_mode="rgb_array") if make_env is None else make_env()
@@ -195,7 +195,7 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
 
 
 def enlarged(picture: np.ndarray) -> np.ndarray:
-    """A whole multiple of the picture, at least 320 wide, with even sides as H.264 wants them."""
+    """Return a whole multiple of the picture, at least 320 wide, with even sides as H.264 wants them."""
     factor = -(-_LEAST_VIDEO_WIDTH // picture.shape[1])
     large = picture.repeat(factor, axis=0).repeat(factor, axis=1)
     return large[: large.shape[0] // 2 * 2, : large.shape[1] // 2 * 2]

@@ -1,5 +1,5 @@
 """What the ranks tell each other: the one object in which the variants of training differ.
 
-Nothing in here knows of environments, networks or algorithms; nothing outside knows what a peer is. `kinds.py` says
-what each kind needs and gives, `make.py` makes one.
+Nothing in here knows of environments, networks or algorithms; nothing outside knows what a peer is.
+`pala/config/catalogue.py` says what each kind needs and gives, `make.py` makes one.
 """

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pala.comm.base import Communicator
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
 from pala.system.waiting import LongWait, wait_asleep
-from pala.transport.base import Communicator
 
 _LONGEST_SLEEP_S = 2e-4
 

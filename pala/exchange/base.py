@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pala.comm.base import Communicator, Survivors
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import EndError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import say
-from pala.transport.base import Communicator, Survivors
 
 
 class End(NamedTuple):

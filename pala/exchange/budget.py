@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from pala.comm.base import Communicator
     from pala.config import Config
-    from pala.transport.base import Communicator
 
 
 class Stop(enum.IntEnum):

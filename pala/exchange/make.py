@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pala.comm.base import Communicator
 from pala.config import Config, ExchangeConfig
+from pala.config.catalogue import kind_of
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.exchange import Gossip
-from pala.exchange.kinds import kind_of
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Communicator
 
 _MOST_BYTES = 2**31 - 2**20  # of a model in a message; Open MPI 5.0 has no MPI_Issend_c
 

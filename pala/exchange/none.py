@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 from torch import Tensor
 
+from pala.comm.base import Bytes, Communicator, Received, Receiver
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Bytes, Communicator, Received, Receiver
 
 
 class NoExchange(ModelExchange):

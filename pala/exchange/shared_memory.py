@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pala.comm.base import Communicator
 from pala.config import ExchangeConfig
 from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
@@ -34,7 +35,6 @@ from pala.exchange.gossip.topology import out_peers
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import LongWait, wait_asleep
-from pala.transport.base import Communicator
 
 _LONGEST_SLEEP_S = 5e-4
 _NAP_S = 0.01  # of a rank without a model whose peers have none either

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 from typing import NamedTuple
 
+from pala.comm.base import Transport
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Transport
 
 _LOOK_S = 0.5  # a rank that sleeps looks at signals so often
 

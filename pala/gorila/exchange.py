@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pala.comm.base import Bytes, Communicator, Received, Receiver, Survivors
 from pala.exchange.base import Exchange, agree_on_end
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.gorila.members import NOBODY_ELSE, Members
@@ -26,7 +27,6 @@ from pala.system.errors import EndError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import say
 from pala.system.waiting import LongWait
-from pala.transport.base import Bytes, Communicator, Received, Receiver, Survivors
 
 _NAP_S = 0.005  # what was sent leaves without a word
 _MOST_UNDER_WAY = 4  # steps that an actor may be ahead of what its replay has received

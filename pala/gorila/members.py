@@ -13,12 +13,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+from pala.comm.base import Packet
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message, Refusal
 from pala.gorila.messages import ORDERS, Kind
 from pala.gorila.places import Places, lost_by_deaths, lost_by_silence
 from pala.gorila.watch import Watch
-from pala.transport.base import Packet
 
 NOBODY_ELSE = "no other rank can do what it does"
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pala.comm.base import Bytes
 from pala.config import EnvConfig, GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import NOTHING, Format, Message, Refusal, Sizes, Wire
@@ -34,7 +35,6 @@ from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard, slices, targets_at
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
-from pala.transport.base import Bytes
 
 
 class Formats(NamedTuple):

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pala.comm.agreement import collectively, from_first, sum_on_host
+from pala.comm.base import Communicator
 from pala.config import ENV_OPERATION, Config, EnvConfig
-from pala.envs import AtariEnvs, Envs
+from pala.envs.vector import AtariEnvs, Envs
 from pala.exchange.budget import ExchangeState, budget_of
 from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
@@ -38,8 +40,6 @@ from pala.system.output import say
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import stream, torch_weights
 from pala.system.text import counted
-from pala.transport.agreement import collectively, from_first, sum_on_host
-from pala.transport.base import Communicator
 
 _SAVE_REPLAY_S = 3600.0
 

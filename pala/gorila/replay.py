@@ -23,7 +23,7 @@ from typing import NamedTuple
 import gymnasium
 import numpy as np
 
-from pala.envs import Step
+from pala.envs.vector import Step
 from pala.system.errors import PalaError
 from pala.system.files import open_atomically, open_to_read
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from pala.comm.base import Bytes, Communicator, Received, Receiver
 from pala.config import Config
 from pala.exchange.budget import Stop, budget_of
 from pala.exchange.sleeping import Beginning, Sleeping
@@ -15,7 +16,6 @@ from pala.gorila.roles import assign
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
-from pala.transport.base import Bytes, Communicator, Received, Receiver
 
 
 class SleepingGorila(Sleeping, Receiver):

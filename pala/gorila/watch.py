@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from pala.transport.base import Packet
+from pala.comm.base import Packet
 
 _PARTS = 4  # of the patience: between two pings of a rank, and the most that the time between two looks counts
 

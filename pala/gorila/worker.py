@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.envs import Envs
+from pala.envs.vector import Envs
 from pala.exchange.budget import Stop
 from pala.gorila.dqn import Transitions, differentiate, epsilon_at, epsilon_greedy
 from pala.gorila.exchange import GorilaExchange

@@ -86,11 +86,11 @@ class ConvTape(Tape):
         return outputs
 
     def _arranged(self, observations: Tensor) -> Tensor:
-        """As the first convolution takes them."""
+        """Return the observations as the first convolution takes them."""
         return blocks(observations, self._block) if self._block > 1 else channels_last(observations)
 
     def _buffer_for(self, activation: Tensor) -> Tensor:
-        """An empty buffer of the same layout, for all passes."""
+        """Return an empty buffer of the same layout, for all passes."""
         buffer = activation.new_empty(self._max_passes * self._batch_size, *activation.shape[1:], dtype=self._dtype)
         return buffer.contiguous(memory_format=torch.channels_last) if activation.dim() == 4 else buffer
 
@@ -99,7 +99,7 @@ class ConvTape(Tape):
         return self._compute(self._arranged(observations).to(self._dtype))[1]
 
     def _compute(self, images: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """(the outputs of convolutions and linear layer, each head's outputs [B, O])."""
+        """Return the outputs of convolutions and linear layer, and each head's outputs [B, O]."""
         *convolutions, linear, heads = self._weights
         activations = []
         for (weight, bias), stride in zip(convolutions, self._strides, strict=True):
@@ -132,7 +132,7 @@ class ConvTape(Tape):
             _write(layer, by_weight if i > 0 else self._by_first_weight(by_weight, by_bias), by_bias)
 
     def _by_first_weight(self, by_scaled_weight: Tensor, by_bias: Tensor) -> Tensor:
-        """The gradient by the first layer's own weights."""
+        """Return the gradient by the first layer's own weights."""
         gradient = _weight_of_pixels(by_scaled_weight, self._block).float() * self._pixel_factor
         if self._pixel_low != 0:
             gradient -= self._pixel_factor * self._pixel_low * by_bias.float().view(-1, 1, 1, 1)
@@ -175,7 +175,7 @@ def _weight_of_blocks(weight: Tensor, side: int) -> Tensor:
 
 
 def _weight_of_pixels(weight: Tensor, side: int) -> Tensor:
-    """The inverse of `_weight_of_blocks`."""
+    """Invert `_weight_of_blocks`."""
     if side == 1:
         return weight
     parts = weight.unflatten(1, (-1, side, side))  # [O, C, y, x, Y, X]
@@ -188,7 +188,7 @@ def _rows(images: Tensor) -> Tensor:
 
 
 def fast_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """inputs [M, K] times weight [N, K] transposed, plus bias [N]: [M, N].
+    """Return inputs [M, K] times weight [N, K] transposed, plus bias [N]: [M, N].
 
     In float32 on a CPU by oneDNN, whose operation torch has for its compiler. `functional.linear` takes MKL, which
     needed 2.3 times as long on an AMD EPYC; in bfloat16 it takes oneDNN itself.

@@ -37,7 +37,7 @@ class Categorical:
         return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * finite).sum(-1)
 
     def to_env(self, actions: Tensor) -> Tensor:
-        """As the environment wants them."""
+        """Return the actions as the environment wants them."""
         return (actions + self.first_action if self.first_action else actions).to(self._dtype)
 
 
@@ -99,7 +99,7 @@ class MultiCategorical:
         return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
 
     def to_env(self, actions: Tensor) -> Tensor:
-        """In the space's shape, counted from where it begins."""
+        """Return the actions in the space's shape, counted from where it begins."""
         return (actions + self._starts.to(actions.device)).to(self._dtype).reshape(-1, *self.shape)
 
     def _split(self, logits: Tensor) -> Sequence[Tensor]:
@@ -110,7 +110,7 @@ Distribution = Categorical | MultiCategorical | Gaussian
 
 
 def distribution_of(space: gymnasium.Space) -> Distribution:
-    """The distribution over a space's actions. Raises PalaError for a space that has none."""
+    """Return the distribution over a space's actions. Raises PalaError for a space that has none."""
     if space.shape is not None and 0 in space.shape:
         raise PalaError(f"Actions of {space} are empty; there is nothing to choose.")
     if isinstance(space, gymnasium.spaces.Discrete):

@@ -16,7 +16,8 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 
 def cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
-    """`function`, captured: a call replays its kernels on the same memory and returns the same tensors, filled anew."""
+    """Capture `function` as a CUDA graph: a call replays its kernels on the same memory and returns the same tensors,
+    filled anew."""
     side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # libraries choose their kernels outside of the capture

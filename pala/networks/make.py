@@ -16,7 +16,8 @@ from pala.system.errors import PalaError
 
 
 def make_tape(network: Network, config: NetworkConfig, max_passes: int, observations: Tensor) -> Tape:
-    """The tape that `config.passes` asks for, with room for `max_passes` passes of as many `observations` [B, ...].
+    """Return the tape that `config.passes` asks for, with room for `max_passes` passes of as many `observations` [B,
+    ...].
 
     Raises PalaError for what cannot be: bfloat16 without images.
     """
@@ -37,5 +38,5 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
 
 
 def blank_observations(space: gymnasium.Space, count: int, device: torch.device) -> Tensor:
-    """So many observations of a space, all zeros: an example for `make_tape`."""
+    """Return `count` observations of a space, all zeros: an example for `make_tape`."""
     return torch.from_numpy(np.zeros((count, *(space.shape or ())), space.dtype)).to(device)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from pala.config import EnvConfig, NetworkConfig
+from pala.envs.spaces import LEAST_SIDE, image_scale
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
-from pala.spaces import LEAST_SIDE, image_scale
 from pala.system.errors import PalaError
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
@@ -53,7 +53,7 @@ class Network(nn.Module, abc.ABC):
     @property
     @abc.abstractmethod
     def heads(self) -> list[nn.Linear]:
-        """In the order of their outputs."""
+        """Heads in the order of their outputs."""
 
     def outputs(self, observations: Tensor) -> list[Tensor]:
         """Each head's [B, O] float32, for observations [B, ...]."""
@@ -62,8 +62,8 @@ class Network(nn.Module, abc.ABC):
             return [head(x) for head, x in zip(self.heads, features, strict=True)]
 
     def _inputs(self, observations: Tensor) -> Tensor:
-        """What a trunk takes of observations [B, ...]: float32; images scaled and channels-last. A user's trunk, which
-        may work in place, never gets the observations themselves."""
+        """Return what a trunk takes of observations [B, ...]: float32; images scaled and channels-last. A user's trunk,
+        which may work in place, never gets the observations themselves."""
         if self.is_image:
             images = channels_last(observations).to(torch.float32)  # a copy
             if self.pixel_low != 0:
@@ -76,15 +76,16 @@ class Network(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _features(self, inputs: Tensor) -> list[Tensor]:
-        """What each head takes, float32."""
+        """Return the input of each head, float32."""
 
 
 class TrunkNetwork(Network):
-    """With a trunk of PALA's.
+    """A network with a trunk of PALA's own.
 
     Images go through convolutions, those of GALA from 36 x 36 pixels on, vectors through an MLP with tanh. Orthogonal
     initial weights. The linear layer takes the last convolution's outputs in the order height, width, channels: as they
-    lie in memory. Raises PalaError for observations that it cannot take; `pala.spaces` makes of others what it can.
+    lie in memory. Raises PalaError for observations that it cannot take; `pala.envs.spaces` makes of others what it
+    can.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class ActorCritic(TrunkNetwork):
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """The same images [B, C, H, W] in channels-last memory order. For bytes, a stack of the channels is three times
+    """Return the images [B, C, H, W] in channels-last memory order. For bytes, a stack of the channels is three times
     as fast as `to(memory_format=...)`."""
     return torch.stack(images.unbind(1), -1).permute(0, 3, 1, 2)
 
@@ -145,7 +146,7 @@ def make_trunk(space: gymnasium.Space, config: NetworkConfig) -> tuple[nn.Sequen
 
 
 def orthogonal(layer: Layer, gain: float) -> Layer:
-    """The layer with orthogonal weights of this gain and no bias."""
+    """Give the layer orthogonal weights of this gain and a zero bias; return it."""
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
@@ -196,7 +197,7 @@ def _mlp_trunk(inputs: int, hidden: Iterable[int]) -> tuple[nn.Sequential, int]:
 
 
 class FlatParameters:
-    """All parameters of a network in one contiguous float32 vector, and their gradients in another.
+    """One contiguous float32 vector of all parameters of a network, and another of their gradients.
 
     The network's parameters become views of `data` (convolutions in channels-last order, the layout in which they
     are fastest), so a snapshot is one copy, averaging one operation and an optimiser step a few. The last `num_moments`
@@ -231,7 +232,7 @@ class FlatParameters:
         return len(self.data) - self.num_moments
 
     def _take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """The next views of `data`, filled with this tensor, and of `gradient`."""
+        """Return the next views of `data`, filled with this tensor, and of `gradient`."""
         begin, self._offset = self._offset, self._offset + tensor.numel()
         data, gradient = (_shaped(flat[begin : self._offset], tensor.shape) for flat in (self.data, self.gradient))
         data.copy_(tensor)

@@ -32,8 +32,8 @@ _SOURCE = "'network.custom'"
 
 
 def own_network(config: Config, make_network: MakeNetwork | None) -> MakeNetwork | None:
-    """The user's own, given from Python or named by the configuration; None: PALA's. Raises PalaError if both are
-    given, or the name leads to none."""
+    """Return the user's own network, given from Python or named by the configuration; None: PALA's. Raises PalaError if
+    both are given, or the name leads to none."""
     if not config.network.custom:
         return make_network
     if make_network is not None:
@@ -98,7 +98,7 @@ class OwnNetwork(Network):
         return list(cast(Any, self.own).heads)
 
     def forward(self, observations: Tensor) -> list[Tensor]:
-        """As `outputs`."""
+        """Return the outputs of all heads."""
         return self.outputs(observations)
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
@@ -118,7 +118,7 @@ class OwnNetwork(Network):
 
 
 def _as_own(features: Any) -> Any:
-    """A copy for one head, which may work in place; floats as float32. What is made of no tensors stays."""
+    """Return a copy for one head, which may work in place; floats as float32. What is made of no tensors stays."""
     if isinstance(features, Tensor):
         return features.to(torch.float32 if features.is_floating_point() else features.dtype, copy=True)
     if isinstance(features, dict):

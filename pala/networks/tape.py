@@ -23,7 +23,7 @@ class Tape(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """The parameters may have changed; the kept passes are forgotten."""
+        """Forget the kept passes: the parameters may have changed."""
 
     @abc.abstractmethod
     def forward(self, observations: Tensor) -> list[Tensor]:
@@ -31,11 +31,11 @@ class Tape(abc.ABC):
 
     @abc.abstractmethod
     def peek(self, observations: Tensor) -> list[Tensor]:
-        """The same, but the pass is not kept. B is free."""
+        """Compute the heads' outputs without keeping the pass. B is free."""
 
     @abc.abstractmethod
     def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
-        """From the loss's gradient by each head's outputs of all kept passes, write its gradient by the network's
+        """Take the loss's gradient by each head's outputs of all kept passes, and write its gradient by the network's
         parameters to their `.grad`, which must be zero before if it `adds`. The passes are forgotten."""
 
 

@@ -1,1 +1,1 @@
-"""What the programs that report have in common: learning curves, marks in pictures, pictures, and a run's files."""
+"""The common part of programs that report: learning curves, marks in pictures, pictures, and a run's files."""

@@ -30,8 +30,8 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def curve_of(x: np.ndarray, values: np.ndarray, window: int, least: int = 1) -> Curve:
-    """The running mean of `values` in the order of `x`, with their running quartiles, at 500 places at most; from where
-    it is a mean of `least` values on."""
+    """Return the running mean of `values` in the order of `x`, with running quartiles, at 500 places at most; from
+    where it is a mean of `least` values on."""
     order = np.argsort(x, kind="stable")
     x, values = x[order], values[order]
     at = np.unique(np.linspace(least - 1, len(x) - 1, _POINTS).astype(int))
@@ -41,13 +41,13 @@ def curve_of(x: np.ndarray, values: np.ndarray, window: int, least: int = 1) -> 
 
 
 def learning_curve(x: np.ndarray, returns: np.ndarray, window: int) -> Curve:
-    """A curve as it is drawn. It begins with a mean of `window` episodes; in a run of few, of a tenth of them all. Of
-    the first episodes to end, most are those that went badly, so a mean of fewer begins with a jump."""
+    """Return a curve as it is drawn. It begins with a mean of `window` episodes; in a run of few, of a tenth of them
+    all. Of the first episodes to end, most are those that went badly, so a mean of fewer begins with a jump."""
     return curve_of(x, returns, window, least=max(1, min(window, len(x) // 10)))
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:
-    """The mean of lines and the range between the lowest and the highest, where all of them are."""
+    """Return the mean of lines and the range between the lowest and the highest, where all of them are."""
     begin, end = max(c.x[0] for c in curves), min(c.x[-1] for c in curves)
     grid = np.linspace(begin, end, _POINTS) if begin < end else np.empty(0)
     lines = np.array([np.interp(grid, c.x, c.y) for c in curves])

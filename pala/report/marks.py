@@ -1,4 +1,4 @@
-"""What learning curves are measured by, as marks in their panels: random play, a human, the final policy's evaluation;
+"""Marks that learning curves are measured by, in their panels: random play, a human, the final policy's evaluation;
 and why a mean ends before its runs."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def draw_references(
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a line of one or several runs ends, and what their final policies scored."""
+    """The end of a line of one or several runs, and what their final policies scored."""
 
     x: float
     evaluations: Sequence[dict[str, Any]]
@@ -69,7 +69,7 @@ class Mark:
 
 
 def mark_of(runs: Sequence[RunData], axis: Axis, seconds: float, look: dict[str, Any]) -> Mark:
-    """The mark of a line of these runs; `seconds` are in a unit of the time axis."""
+    """Return the mark of a line of these runs; `seconds` are in a unit of the time axis."""
     evaluations = [run.evaluation for run in runs if run.evaluation is not None]
     return Mark(max(run.end(axis, seconds) for run in runs), evaluations, look)
 

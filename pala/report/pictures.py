@@ -1,4 +1,4 @@
-"""What pictures have in common: colours, empty figures, panels, legends, files.
+"""The common part of pictures: colours, empty figures, panels, legends, files.
 
 matplotlib is imported by the functions that draw: it takes half a second, and training goes on where it is missing.
 """
@@ -24,7 +24,7 @@ MARKERS = "osD^vP*X"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches. Raises PalaError where matplotlib is missing."""
+    """Make an empty figure of this size in inches. Raises PalaError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -57,7 +57,7 @@ def legend(figure: Figure | SubFigure, axes: Axes) -> None:
 
 
 def verbatim(text: str) -> str:
-    """For labels and titles: matplotlib reads `$` as the begin of a formula, and hides labels that begin with `_`."""
+    """Escape a label or title: matplotlib reads `$` as the begin of a formula, and hides labels that begin with `_`."""
     return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 

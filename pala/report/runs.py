@@ -28,7 +28,7 @@ ARCHIVE = "runs.tar.xz"  # of a folder of results: its runs, each as `runs/NAME`
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run's folder holds. E episodes, rank after rank."""
+    """The content of a run's folder. E episodes, rank after rank."""
 
     path: Path
     config: Config
@@ -62,13 +62,13 @@ class RunData:
         return self.steps if axis == "steps" else self.time_s / seconds
 
     def end(self, axis: Axis, seconds: float) -> float:
-        """Where on an axis the run did."""
+        """Return where on an axis the run ended."""
         return self.end_steps if axis == "steps" else self.training_s / seconds
 
 
 def config_as_computed(folder: Path, record: dict[str, Any]) -> Config:
-    """A run's settings, with what `auto` of `network.precision` has meant in its last start. `record`: of the run.
-    Raises PalaError."""
+    """Return a run's settings, with what `auto` of `network.precision` has meant in its last start. `record`: of the
+    run. Raises PalaError."""
     config, last = run_folder.config_of(folder, record), record["segments"][-1]
     if config.network.precision != "auto" or "precision" not in last:
         return config
@@ -76,7 +76,7 @@ def config_as_computed(folder: Path, record: dict[str, Any]) -> Config:
 
 
 def read(folder: Path) -> tuple[RunData, list[list[Record]]]:
-    """A run, and every rank's records, which take much memory. Raises PalaError if it is no run, or damaged."""
+    """Read a run and every rank's records, which take much memory. Raises PalaError if it is no run, or damaged."""
     record, ranks = run_folder.read(folder), read_run(folder)
     config = config_as_computed(folder, record)
     episodes = [(r["global_steps"], r["time_s"], r["return"]) for rank in ranks for r in rank if r["type"] == "episode"]

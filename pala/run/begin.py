@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from pala.comm.agreement import collectively, from_first
+from pala.comm.base import Communicator
 from pala.config import Config
 from pala.exchange.budget import ExchangeState
 from pala.run import checkpoint, run_folder, user_code
@@ -25,8 +27,6 @@ from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, PalaError, reason
 from pala.system.output import say
 from pala.system.seeding import derive
-from pala.transport.agreement import collectively, from_first
-from pala.transport.base import Communicator
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pala.config import Config
 from pala.evaluation.acting import Acting
 from pala.evaluation.record import Evaluation, save
 from pala.evaluation.scoring import evaluate
-from pala.plot import plot
+from pala.report.plot import plot
 from pala.run import checkpoint, run_folder
 from pala.run.keeper import kept_best
 from pala.run.result import Result

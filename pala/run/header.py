@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pala.a2c.learning_rate import learning_rate_factor
 from pala.config import Config, load_with_ranks
-from pala.config_influence import set_in_vain
-from pala.exchange.kinds import kind_of
+from pala.config.catalogue import kind_of
+from pala.config.influence import unused_overrides
 from pala.system.text import counted
 
 _MOST_HOSTS = 4  # that are named
@@ -55,7 +55,7 @@ def _method(config: Config) -> str:
 def note_on_vain(config: Config, before: Config, own_env: bool = False, own_network: bool = False) -> str:
     """A sentence if the command line changes settings of `before` that the run does not read; else empty. `own_env`:
     it plays an environment made in Python; `own_network`: its network is."""
-    if not (vain := set_in_vain(config, before, own_env, own_network)):
+    if not (vain := unused_overrides(config, before, own_env, own_network)):
         return ""
     names = ", ".join(f"'{key}'" for key in vain)
     them, run = "it" if len(vain) == 1 else "them", f"{_method(config)}, {config.env.id}"

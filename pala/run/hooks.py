@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from pala.envs import MakeEnv
+    from pala.envs.vector import MakeEnv
     from pala.networks.own import MakeNetwork
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pala.comm.agreement import collectively, cores_of_hosts, cores_per_rank
+from pala.comm.base import Communicator
 from pala.config import Config, Precision, to_table
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
@@ -15,8 +17,6 @@ from pala.system.errors import CollectiveError, PalaError
 from pala.system.resources import most_cores
 from pala.system.tables import flatten
 from pala.system.text import counted
-from pala.transport.agreement import collectively, cores_of_hosts, cores_per_rank
-from pala.transport.base import Communicator
 
 
 @dataclass(frozen=True)

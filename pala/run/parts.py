@@ -11,8 +11,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pala.comm.agreement import collectively, from_first
+from pala.comm.base import Communicator
 from pala.config import Config
-from pala.envs import Envs, MakeEnv, make_envs
+from pala.envs.vector import Envs, MakeEnv, make_envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState
 from pala.networks.network import FlatParameters
@@ -24,8 +26,6 @@ from pala.system.errors import CollectiveError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
 from pala.system.text import counted
-from pala.transport.agreement import collectively, from_first
-from pala.transport.base import Communicator
 
 ExchangeT = TypeVar("ExchangeT", bound=Exchange)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from pala.comm.base import Communicator
 from pala.config import Config
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.sleeping import Beginning, Sleeping
@@ -23,7 +24,6 @@ from pala.system.errors import CollectiveError, EndError
 from pala.system.interrupt import Interrupt
 from pala.system.output import tell
 from pala.system.resources import loading
-from pala.transport.base import Communicator
 
 _SLEEPING: dict[str, Callable[[Communicator, Config, Beginning, Interrupt], Sleeping]] = {  # collective
     "a2c": SleepingGossip, "gorila": SleepingGorila,

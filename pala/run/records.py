@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pala.comm.agreement import from_first
+from pala.comm.base import Communicator
 from pala.config import Config, to_table
-from pala.config_influence import settings_that_matter
+from pala.config.influence import settings_that_matter
 from pala.run.console import Reporter
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.run.run_folder import RunRecord
@@ -18,8 +20,6 @@ from pala.run.view import RunView
 from pala.system.errors import PalaError, reason
 from pala.system.output import say
 from pala.system.tables import flatten
-from pala.transport.agreement import from_first
-from pala.transport.base import Communicator
 
 if TYPE_CHECKING:
     from pala.exchange.base import Exchange  # torch: a spare that sleeps has not loaded it

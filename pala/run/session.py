@@ -1,7 +1,7 @@
 """A rank that is ready to train, to the end: it trains, averages, exports, and says how the run ended.
 
 Functions that communicate say so. An error that one rank meets ends this rank, and the job if no other can outlive it
-(`pala/transport/mpi_process.py`, `abort`).
+(`pala/comm/mpi_process.py`, `abort`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from signal import SIGTERM, Signals
 import numpy as np
 from torch import Tensor
 
+from pala.comm.agreement import collectively
+from pala.comm.base import Survivors
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
 from pala.exchange.sleeping import Beginning
@@ -32,8 +34,6 @@ from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.launcher import process_age_s
 from pala.system.output import say
 from pala.system.resources import on_cores
-from pala.transport.agreement import collectively
-from pala.transport.base import Survivors
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _CALLBACKS = ("", *Callbacks._fields)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pala.config import Config
-from pala.envs import Envs
+from pala.envs.vector import Envs
 from pala.run.header import header
 from pala.run.job import Job
 from pala.run.loop import Progress

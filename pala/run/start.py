@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from pala.a2c import parts as a2c
+from pala.comm.agreement import collectively, from_first
+from pala.comm.alone import Alone
+from pala.comm.base import Communicator
 from pala.config import Config
-from pala.envs import Envs
+from pala.envs.vector import Envs
 from pala.exchange.sleeping import Sleeping
 from pala.gorila import parts as gorila
 from pala.networks.own import MakeNetwork
@@ -37,9 +40,6 @@ from pala.run.setup import Setup
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say, tell
-from pala.transport.agreement import collectively, from_first
-from pala.transport.alone import Alone
-from pala.transport.base import Communicator
 
 # Collective; last, what a spare has slept by.
 _BUILD: dict[str, Callable[[Communicator, Config, Envs, MakeNetwork | None, Any], Parts[Any]]] = {

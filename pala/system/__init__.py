@@ -1,1 +1,1 @@
-"""What every part of PALA uses: errors for people, files, jobs, the process, random streams."""
+"""Common tools of every part of PALA: errors for people, files, jobs, the process, random streams."""

@@ -1,4 +1,4 @@
-"""What all programs do alike: read the command line into a dataclass, and end with one sentence after a mistake."""
+"""The command line of every program: it is read into a dataclass, and a mistake ends in one error message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST = 200  # names are compared up to here
 
 
 def read_command(program: str, arguments: list[str], default: C) -> C:
-    """The command line over `default`, an instance of the program's `Command`. Raises PalaError.
+    """Return the command line laid over `default`, an instance of the program's `Command`. Raises PalaError.
 
     `program` is its module, as in `python -m pala.plot`. `--help` is printed, on rank 0 only, and ends the program.
     """
@@ -46,7 +46,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
 
 
 def check_choices(option: str, values: Iterable[str], known: Collection[str]) -> None:
-    """Raise PalaError if one of an option's values is none of those that are known."""
+    """Raise PalaError if one of an option's values is not known."""
     for value in values:
         if value not in known:
             raise PalaError(f"'--{option}': '{value}' is none of {', '.join(known)}{nearest(value, known) or '.'}")
@@ -66,12 +66,12 @@ def check_named(command: Any, *options: str) -> None:
 
 
 def _called(program: str) -> str:
-    """As the user called it: by its module, or by the one command for all programs."""
+    """Return how the user called the program: by its module, or by the one command for all programs."""
     return sys.argv[0] if sys.argv[0].startswith("pala ") else f"python -m {program}"
 
 
 def _options(command: Any, kind: type = object, section: str = "") -> list[str]:
-    """Names of all options whose value is of a kind: `total-steps`, `a2c.gamma`."""
+    """Return the names of all options whose value is of a kind: `total-steps`, `a2c.gamma`."""
     names = []
     for field in dataclasses.fields(command):
         value, name = getattr(command, field.name, None), field.name.replace("_", "-")
@@ -84,7 +84,7 @@ def _options(command: Any, kind: type = object, section: str = "") -> list[str]:
 
 
 def _unknown(arguments: list[str], command: Any) -> str:
-    """A sentence on the first option that there is not; empty if that is not what is wrong."""
+    """Return the error message for the first option that does not exist; empty if all exist."""
     known = _options(command)
     for argument in arguments:
         name = argument[2:].partition("=")[0].replace("_", "-")
@@ -97,7 +97,7 @@ def _unknown(arguments: list[str], command: Any) -> str:
 
 
 def _nearest_option(name: str, known: list[str]) -> str:
-    """What is probably meant: `a2c.lr` and `learning-rate` are `a2c.learning-rate`; empty if nothing is alike."""
+    """Return the option that is probably meant, or an empty string: `lr` is `a2c.learning-rate`."""
     section, _, last = name.rpartition(".")
     within = [option for option in known if not section or option.startswith(f"{section}.")] or known
     for candidates in (within, known):
@@ -120,7 +120,7 @@ def _check_switches(arguments: list[str], switches: set[str]) -> None:
 
 
 def _without_exponents(arguments: list[str], integers: set[str]) -> list[str]:
-    """`--total-steps 1e6` -> `--total-steps 1000000`, and so for all integers; a fraction stays as it is."""
+    """Return the arguments with integers written out: `1e6` -> `1000000`. A fraction stays as it is."""
     joined: list[str] = []
     for argument in arguments:
         option, equals, value = argument.partition("=")
@@ -136,8 +136,8 @@ def _without_exponents(arguments: list[str], integers: set[str]) -> list[str]:
 
 @contextlib.contextmanager
 def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
-    """Around a program that uses no MPI: a PalaError, or one of `mistakes`, is printed as its sentence and ends it with
-    status 2; ^C ends it with status 130. Neither leaves a traceback."""
+    """End a program that uses no MPI with status 2 after a PalaError, or one of `mistakes`, and print its message. ^C
+    ends it with status 130. Neither leaves a traceback."""
     expected: tuple[type[Exception], ...] = (PalaError, *mistakes)
     try:
         yield

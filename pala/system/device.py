@@ -12,15 +12,15 @@ from pala.system.output import say
 
 
 def set_torch(threads: int) -> None:
-    """How torch computes in this process. After environments are made: their modules may have set it otherwise."""
+    """Set how torch computes in this process. After environments are made: their modules may have set it otherwise."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     torch.set_default_dtype(torch.float32)
 
 
 def use_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device by `choose_device`, tried and made the current one, on which streams and graphs are made. Where a GPU
-    is seen that cannot be used, as one that torch is not built for, `auto` is the CPU. Raises PalaError."""
+    """Return the device by `choose_device`, tried and made the current one, on which streams and graphs are made. Where
+    a GPU is seen that cannot be used, as one that torch is not built for, `auto` is the CPU. Raises PalaError."""
     device = choose_device(name, local_rank)
     if device.type == "cpu":
         return device

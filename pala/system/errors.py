@@ -23,7 +23,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why something failed, in words: of the system's errors without their number."""
+    """Return why something failed, in words: of the system's errors without their number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.strerror} ('{error.filename}')" if error.filename is not None else error.strerror
@@ -34,7 +34,7 @@ class SaveError(OSError):
 
     @classmethod
     def of(cls, error: OSError) -> SaveError:
-        """The same, of a run's file."""
+        """Make the error for a run's file."""
         return cls(*error.args, *([error.filename] if error.filename is not None else []))
 
 

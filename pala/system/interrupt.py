@@ -80,7 +80,7 @@ _caught: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {}  # w
 
 
 def take_back_signals() -> None:
-    """Of those that an `Interrupt` catches, what an environment's code has caught for itself since."""
+    """Take back the signals of an `Interrupt` that an environment's code has caught for itself since."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number, handler in _caught.items():

@@ -27,7 +27,8 @@ _REFUSAL = "There are not enough slots available"  # of Open MPI
 
 
 def why_refused(environment: Mapping[str, str]) -> str:
-    """Why mpirun refuses ranks, and what to do: a sentence's second half. `environment`: with Slurm's variables."""
+    """Return why mpirun refuses ranks, and what to do: a sentence's second half. `environment`: with Slurm's
+    variables."""
     counted = "it starts no more than it counts cores. For more, "
     if tasks := environment.get("SLURM_NTASKS"):
         counted = f"it starts no more than the tasks that Slurm has allocated, {tasks}. Ask for more by `--ntasks`, or "
@@ -38,7 +39,7 @@ def why_refused(environment: Mapping[str, str]) -> str:
 
 
 def launcher_of(template: str, ranks: int) -> list[str]:
-    """The launcher's words for so many ranks. Raises PalaError if it is malformed or not installed."""
+    """Return the launcher's command line for this many ranks. Raises PalaError if it is malformed or not installed."""
     try:
         words = shlex.split(template.format(ranks=ranks))
     except (ValueError, LookupError, AttributeError, TypeError) as error:
@@ -95,7 +96,7 @@ def run_job(
 
 
 def _status(process: subprocess.Popen[bytes], limit_s: float | None, is_over: Callable[[], bool]) -> int:
-    """When it has ended, or is over. Raises TimeoutExpired."""
+    """Return the status when the job has ended, or is over. Raises TimeoutExpired."""
     deadline = math.inf if limit_s is None else time.monotonic() + limit_s
     while True:
         rest_s = deadline - time.monotonic()
@@ -110,7 +111,7 @@ def _status(process: subprocess.Popen[bytes], limit_s: float | None, is_over: Ca
 
 @contextlib.contextmanager
 def _blocked(number: signal.Signals, if_not: signal.Signals) -> Iterator[None]:
-    """What starts inside does not see this signal, which a scheduler sends to every process of a job, unless it is to
+    """Hide this signal from what starts inside, which a scheduler sends to every process of a job, unless it is to
     be ended by it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [] if number == if_not else [number])
     try:
@@ -128,8 +129,8 @@ def clear_after(mpirun: int) -> None:
 
 
 def _end(process: subprocess.Popen[bytes] | None, token: str, stop_signal: signal.Signals, patience_s: float) -> None:
-    """The launcher gets time to end its ranks; what is left then of those that carry the job's token is killed.
-    `process`: None if the exception came while it was being started."""
+    """End the job: the launcher gets time to end its ranks; what is left then of those that carry the job's token is
+    killed. `process`: None if the exception came while it was being started."""
     try:
         if process is not None and process.poll() is None:
             process.send_signal(stop_signal)
@@ -153,6 +154,6 @@ def _end(process: subprocess.Popen[bytes] | None, token: str, stop_signal: signa
 
 
 def tail(log: Path) -> str:
-    """The last lines of a job's output, to be put behind a sentence."""
+    """Return the last lines of a job's output, to be put behind a sentence."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     return f" The end of its output ('{log}'):\n" + "\n".join(f"    {line}" for line in lines)

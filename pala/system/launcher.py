@@ -1,4 +1,4 @@
-"""What started this process: the launcher of its job, and the terminal that reads it. Loads neither torch nor MPI."""
+"""The launcher of this process's job, and the terminal that reads it. Loads neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _environment_int(*names: str) -> int | None:
 
 
 def _tasks_of_step_here() -> int | None:
-    """How many tasks of srun's step run on this node, by `2(x3),1` and the node's number in the step."""
+    """Return how many tasks of srun's step run on this node, by `2(x3),1` and the node's number in the step."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     of_nodes = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
     node = _environment_int("SLURM_NODEID")
@@ -42,7 +42,8 @@ def _tasks_of_step_here() -> int | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says in the environment, before MPI itself is asked: Open MPI's, one that speaks PMI, or srun.
+    """Facts that the launcher gives in the environment, before MPI itself is asked: Open MPI's, one that speaks PMI, or
+    srun.
 
     An mpirun inside a task of srun is the nearer one. `SLURM_NTASKS` would be the allocation's; only a task of srun has
     `SLURM_STEP_NUM_TASKS`, a batch script and what its mpirun starts on that node have not.
@@ -65,8 +66,8 @@ class Launch:
 
 @cache
 def can_survive() -> bool:
-    """True if the job was started so that it outlives its ranks: `mpirun --with-ft ulfm` of Open MPI 5. Found once:
-    Gymnasium's AsyncVectorEnv takes the launcher's variables away while it starts its processes."""
+    """Return True if the job was started so that it outlives its ranks: `mpirun --with-ft ulfm` of Open MPI 5. Found
+    once: Gymnasium's AsyncVectorEnv takes the launcher's variables away while it starts its processes."""
     value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - that is its name
     return value.lower() in ("1", "true", "yes", "enabled")
 
@@ -82,7 +83,7 @@ def die_with_launcher() -> None:
 
 
 def _ancestors() -> Iterator[tuple[int, str]]:
-    """The processes above this one and their names, the nearest first. Raises OSError."""
+    """Return the processes above this one and their names, the nearest first. Raises OSError."""
     pid = os.getppid()
     while pid > 1:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -92,7 +93,7 @@ def _ancestors() -> Iterator[tuple[int, str]]:
 
 
 def launcher_process() -> int | None:
-    """The nearest process above this one that belongs to a launcher; None if there is none."""
+    """Return the nearest process above this one that belongs to a launcher, or None."""
     with suppress(OSError):
         return next((pid for pid, name in _ancestors() if name in _LAUNCHERS), None)
     return None

@@ -1,4 +1,4 @@
-"""What a process says to who started it: single lines to standard error, results to standard output."""
+"""Output of a process: single lines to standard error, results to standard output."""
 
 from __future__ import annotations
 

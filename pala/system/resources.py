@@ -20,7 +20,7 @@ _CGROUP, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def physical_cores(cpus: set[int]) -> int:
-    """How many cores these processors are, of which one may be two or more."""
+    """Return how many cores these processors are, of which one may be two or more."""
 
     def core(cpu: int) -> str:
         try:
@@ -43,16 +43,16 @@ def share_of_cores(mine: set[int], on_this_host: list[set[int]], most: float = m
 
 
 def most_cores(seen: set[int]) -> float:
-    """How many cores' worth of time a job may use here whose ranks may run on these cores between them: a container's
-    or a job's quota, or what Slurm has allocated where it does not confine jobs to their cores. Infinite if nothing
-    says so."""
+    """Return how many cores' worth of time a job may use here whose ranks may run on these cores between them: a
+    container's or a job's quota, or what Slurm has allocated where it does not confine jobs to their cores. Infinite if
+    nothing says so."""
     allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")
     confined = len(seen) < (os.cpu_count() or 1)
     return min(cpu_quota() or math.inf, int(allocated) if allocated.isdecimal() and not confined else math.inf)
 
 
 def usable_cores() -> int:
-    """As many threads as this process alone can make use of."""
+    """Return as many threads as this process alone can use."""
     return share_of_cores(mine := os.sched_getaffinity(0), [mine], most_cores(mine))
 
 
@@ -76,7 +76,7 @@ def cgroup_numbers(controller: str, *names: str) -> Iterator[list[int]]:
 
 
 def _own_groups(controller: str) -> Iterator[Path]:
-    """From the innermost to the outermost that can be seen, as a container's own."""
+    """Yield control groups from the innermost to the outermost that can be seen, as a container's own."""
     root, path = _CGROUP / controller, ""
     with suppress(OSError, ValueError):
         for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():

@@ -13,7 +13,7 @@ _TORCH = threading.RLock()  # its generator is one for all threads, and ranks ma
 
 
 def stream(seed: int, rank: int, purpose: str) -> np.random.Generator:
-    """A numpy generator of its own for each (seed, rank, purpose). Equal arguments give equal streams."""
+    """Return a numpy generator for each (seed, rank, purpose). Equal arguments give equal streams."""
     return np.random.default_rng([seed, rank, zlib.crc32(purpose.encode())])
 
 

@@ -16,12 +16,12 @@ _short.maxstring = _short.maxother = _MOST_SHOWN
 
 
 def shown(value: Any) -> str:
-    """A value in a sentence: one of a file from elsewhere may have any size."""
+    """Return a value as words of an error message, shortened: a file may hold values of any size."""
     return _short.repr(value)
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a2c": {"gamma": 1}} -> {"a2c.gamma": 1}."""
+    """Return a table with dotted keys: {"a2c": {"gamma": 1}} -> {"a2c.gamma": 1}."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -32,18 +32,18 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """The one table over the other, tables in them alike."""
+    """Return the table `above` laid over the table `below`, and so for the tables in them."""
     both = [key for key in above if isinstance(above[key], dict) and isinstance(below.get(key), dict)]
     return below | above | {key: merged(below[key], above[key]) for key in both}
 
 
 def build(cls: type[T], table: dict[str, Any], source: str) -> T:
-    """A dataclass, with dataclasses in it, from nested dictionaries. Raises PalaError that names the key."""
+    """Return a dataclass, with dataclasses in it, from nested dictionaries. Raises PalaError that names the key."""
     return _build(cls, table, source, "", keys(cls))
 
 
 def keys(cls: Any, prefix: str = "") -> list[str]:
-    """All dotted keys of a dataclass."""
+    """Return all dotted keys of a dataclass."""
     found: list[str] = []
     for name, hint in typing.get_type_hints(cls).items():
         found += keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
@@ -62,7 +62,7 @@ def _build(cls: Any, table: dict[str, Any], source: str, prefix: str, known: lis
 
 
 def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> Any:
-    """`value` as the annotated type. An int is accepted for a float; nothing else is coerced."""
+    """Return `value` as the annotated type. An int is accepted for a float; nothing else is coerced."""
     if dataclasses.is_dataclass(hint):
         if isinstance(value, dict):
             return _build(hint, value, source, key + ".", known)

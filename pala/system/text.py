@@ -39,7 +39,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """The spread of at least one value."""
+        """Return the spread of at least one value."""
         values = list(values)
         return cls(statistics.median(values), min(values), max(values))
 
@@ -49,7 +49,8 @@ class Spread:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up: words to the left, figures to the right. Empty columns are left out."""
+    """Format a Markdown table whose columns line up: words to the left, figures to the right. Empty columns are left
+    out."""
     kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
     columns = [[header[i], *(row[i] for row in rows)] for i in kept]
     widths = [max(map(len, column)) for column in columns]

@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from pala.config import EnvConfig
-from pala.envs import make_envs
+from pala.envs.vector import make_envs
 
 for count in (16, 64):
     for threads in (1, 2, 4, 8, 16):

@@ -125,8 +125,8 @@ def _in_rounds(config: Any, trial: Trial, make: Callable) -> Any:
     """All ranks in step, without a network."""
     import torch
 
+    from pala.lab.simulate.learn import Learned, Learners
     from pala.networks.optimisers import clip_gradient_
-    from pala.simulate.learn import Learned, Learners
 
     learners, steps, rounds = Learners(config, RANKS, make), 0, 0
     flats = [rank.flat for rank in learners.ranks]
@@ -176,8 +176,8 @@ def _on_a_network(config: Any, trial: Trial, make: Callable) -> Any:
     import numpy as np
     import torch
 
-    from pala.simulate.learn import Conditions, Learned, Learners, scenario
-    from pala.simulate.virtual_cluster import VirtualCluster
+    from pala.lab.simulate.learn import Conditions, Learned, Learners, scenario
+    from pala.lab.simulate.virtual_cluster import VirtualCluster
 
     learners = Learners(config, RANKS, make)
     size, tracks = len(learners.beginning), trial.variant.startswith("tracking")

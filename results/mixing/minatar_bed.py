@@ -111,7 +111,7 @@ def make_bed(env_config: Any, game: str) -> Any:
     import numpy as np
     from minatar import Environment
 
-    from pala.envs import Envs
+    from pala.envs.vector import Envs
 
     class MinAtarVector(gymnasium.vector.VectorEnv):
         """Observations are float32 [10 * 10 * channels]; sticky actions with probability 0.1, as is usual."""
@@ -152,7 +152,7 @@ def train(job: Job) -> dict[str, Any]:
     import torch
 
     from pala.config import Config
-    from pala.simulate.learn import Conditions, learn
+    from pala.lab.simulate.learn import Conditions, learn
 
     torch.set_num_threads(1)
     config = Config(total_steps=job.total_steps, seed=job.seed)

@@ -28,13 +28,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pala.comm.agreement import cores_per_rank
+from pala.comm.mpi_process import abort, start_mpi
 from pala.config import Config, load_preset
 from pala.run.provenance import provenance
 from pala.system.interrupt import Interrupt
 from pala.system.resources import prepare
 from pala.system.seeding import derive
-from pala.transport.agreement import cores_per_rank
-from pala.transport.mpi_process import abort, start_mpi
 
 PRESET = Path(__file__).parent.parent.parent / "configs/quickstart.toml"
 ROLLOUTS = 8  # of a probe, a rank
@@ -77,7 +77,7 @@ def main() -> None:
 def run(comm: Any, options: argparse.Namespace, facts: dict[str, Any], threads: int) -> None:
     """All variants, one after the other. Collective."""
     from pala.a2c.parts import build
-    from pala.benchmark.measure import ContinuedEnvs
+    from pala.lab.benchmark.measure import ContinuedEnvs
     from pala.run.parts import build_envs
 
     preset = load_preset(PRESET)

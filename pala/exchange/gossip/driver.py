@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pala.comm.base import Bytes, Packet, Received, Receiver, Transport
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.actions import (
     Accept,
@@ -42,7 +43,6 @@ from pala.exchange.gossip.messages import NEWS, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.wire import Message, Refusal, Wire
 from pala.system.output import say
-from pala.transport.base import Bytes, Packet, Received, Receiver, Transport
 
 _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pala.comm.base import Communicator
 from pala.config import Config
 from pala.exchange.base import ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop, budget_of
@@ -24,7 +25,6 @@ from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import say
 from pala.system.waiting import LongWait
-from pala.transport.base import Communicator
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pala.comm.base import Bytes, Received
 from pala.exchange.gossip.codecs import Change, Codec, Held, Packed, Part
 from pala.exchange.gossip.driver import Models, Opened
 from pala.exchange.gossip.messages import WITH_MODEL, Kind
 from pala.exchange.wire import Format, Message, Refusal, Wire
-from pala.transport.base import Bytes, Received
 
 
 class SendBuffer:

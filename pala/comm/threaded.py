@@ -1,0 +1,121 @@
+"""The common part of transports that move messages on whichever thread looks after them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+
+from pala.comm.base import Packet, Receiver, Transport
+from pala.system.interrupt import Interrupt
+from pala.system.waiting import wait_asleep
+
+TICK_S = 0.1  # the receiver is told the time so often, if the thread looks as often
+_ABANDON_S = 5.0  # a thread ends within its longest sleep, if nothing holds it
+
+
+class ThreadedTransport(Transport):
+    """Outboxes that are emptied between two steps of the learner (`poll`), or by a thread of its own when the learner
+    does not poll. What fails on that thread is raised again in the learner's."""
+
+    def __init__(self, name: str) -> None:
+        self.failure: BaseException | None = None
+        self._receiver: Receiver
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._bulk_outbox: deque[tuple[int, Packet]] = deque()
+        self._small_outbox: deque[tuple[int, Packet]] = deque()
+        self._wake, self._ticked_s = threading.Event(), 0.0
+        self._closing, self._is_abandoned = False, False
+        self._num_pending = 0  # copies of packets that have not left
+        self._polling, self._counting = threading.Lock(), threading.Lock()
+
+    def start(self, receiver: Receiver) -> None:
+        """Report messages and deaths to `receiver` from now on, on whichever thread polls; `on_tick` on this one's
+        own."""
+        self._receiver = receiver
+        self._thread.start()
+
+    def now_s(self) -> float:
+        """Goes on while the host is suspended: who was suspended has been away."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def poll(self) -> None:
+        if self._polling.acquire(blocking=False):
+            try:
+                self._poll()
+            finally:
+                self._polling.release()
+
+    def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
+        """Send with the next poll."""
+        with self._counting:
+            packet.pending += 1
+            self._num_pending += 1
+        (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
+
+    def has_sent(self) -> bool:
+        with self._counting:
+            return self._num_pending == 0
+
+    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
+        self._closing = True
+        self._wake.set()
+
+        def closed() -> bool:
+            self._thread.join(0.01)
+            return not self._thread.is_alive()
+
+        wait_asleep(closed, timeout_s, interrupt)
+        self.raise_failure()
+
+    def abandon(self) -> None:
+        self._is_abandoned = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_ABANDON_S)
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    @abstractmethod
+    def _poll_until_closed(self) -> None:
+        """Poll and sleep until the transport is closed or abandoned: what its thread runs."""
+
+    def _tick(self) -> None:
+        """Call `on_tick` when it is due; the thread asks whenever it looks."""
+        if (now_s := self.now_s()) > self._ticked_s + 0.9 * TICK_S:
+            self._receiver.on_tick()
+            self._ticked_s = now_s
+
+    @abstractmethod
+    def _poll(self) -> bool:
+        """One look at everything, with `_polling` held; True if something moved."""
+
+    @abstractmethod
+    def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
+        """Begin to send."""
+
+    def _has_left(self, packet: Packet) -> None:
+        """Return True when no copy of the packet needs its bytes any more."""
+        with self._counting:  # another thread may be sending it to somebody else
+            packet.pending -= 1
+            self._num_pending -= 1
+
+    def _run(self) -> None:
+        try:
+            self._poll_until_closed()
+        except BaseException as error:  # raised again in the learner's thread
+            self.failure = error
+
+    def _empty_outboxes(self) -> bool:
+        """Begin to send all that may leave; True if anything did."""
+        begun = False
+        while self._small_outbox:
+            self._send_now(*self._small_outbox.popleft(), bulk=False)
+            begun = True
+        while self._bulk_outbox and self._bulk_outbox[0][1].ready():
+            self._send_now(*self._bulk_outbox.popleft(), bulk=True)
+            begun = True
+        return begun

@@ -1,0 +1,6 @@
+"""The program `python -m pala.compare`."""
+
+from pala.lab.compare.__main__ import main
+
+if __name__ == "__main__":
+    main()

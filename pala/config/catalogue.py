@@ -1,0 +1,95 @@
+"""What there is to choose from, one row each: kinds of exchange, rules of mixing, topologies. Pure: no torch, no MPI.
+
+Programs ask a row instead of comparing names. `pala/exchange/` makes what the rows describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pala.config.schema import ExchangeConfig
+
+_WHOLE_MODELS: Mapping[str, tuple[str, ...]] = {"mixing": ("uniform",), "compression": ("none",)}
+
+
+@dataclass(frozen=True)
+class ExchangeKind:
+    """A way of training on several ranks: a value of `exchange.kind`."""
+
+    name: str
+    allows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Field of `ExchangeConfig` -> its only allowed values; any value of a field that is not here."""
+    default_topology: str = "random"
+    """The topology that `auto` stands for."""
+    independent: bool = False
+    """The ranks tell each other nothing while they train: the upper bound of the others' speed. The run's policy is
+    then the model of the first rank that lives and has trained; of kinds that mix, the mean of all ranks' models; of
+    the others there is one model."""
+    one_host: bool = False
+    """All ranks must be on one host."""
+    outlives_ranks: bool = False
+    """The others continue when a rank dies, where MPI is fault-tolerant."""
+    replaces_ranks: bool = False
+    """A spare rank can take the place of one that died, as `run/rank.py` (asleep) and the algorithm's parts make it."""
+    averages_gradients: bool = False
+    """All ranks make each update together, by the mean of their gradients, and hold the same model after it."""
+
+    @property
+    def coupling(self) -> int:
+        """How close the ranks' models are: 0 unrelated, 1 mixed, 2 the same. Ranks continue from models of their own
+        only where those are as close."""
+        return 2 if self.averages_gradients else 0 if self.independent else 1
+
+
+_KINDS = (
+    ExchangeKind("gossip", outlives_ranks=True, replaces_ranks=True),
+    ExchangeKind(
+        "shared_memory",
+        one_host=True,
+        default_topology="ring",
+        allows={"topology": ("auto", "ring", "complete"), **_WHOLE_MODELS},
+    ),
+    ExchangeKind("allreduce", averages_gradients=True, allows=_WHOLE_MODELS),
+    # Allows gossip's settings without reading them: the benchmark measures it beside gossip, with the same ones.
+    ExchangeKind("none", independent=True, outlives_ranks=True),
+)
+KINDS: Mapping[str, ExchangeKind] = {kind.name: kind for kind in _KINDS}
+
+GORILA = ExchangeKind("gorila", outlives_ranks=True, replaces_ranks=True)
+"""The row of an algorithm that has an exchange of its own, and does not read `exchange`."""
+
+
+@dataclass(frozen=True)
+class MixingRule:
+    """What models weigh when they are averaged: a value of `exchange.mixing`."""
+
+    name: str
+    of_whole_models: bool = False
+    """The weights belong to whole models: no codec may send parts."""
+    by_pairs: bool = False
+    """Ranks exchange two at a time: not with a topology that sends to several, but several times an update if asked."""
+
+
+_RULES = (MixingRule("uniform"), MixingRule("push_sum", of_whole_models=True), MixingRule("paired", by_pairs=True))
+RULES: Mapping[str, MixingRule] = {rule.name: rule for rule in _RULES}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who sends to whom: a value of `exchange.topology`."""
+
+    name: str
+    to_all: bool = False
+    """A rank sends to all others in each round, not to one."""
+
+
+_TOPOLOGIES = (Topology("random"), Topology("ring"), Topology("exponential"), Topology("complete", to_all=True))
+TOPOLOGIES: Mapping[str, Topology] = {topology.name: topology for topology in _TOPOLOGIES}
+
+
+def kind_of(exchange: ExchangeConfig) -> ExchangeKind:
+    """Return the row of a configuration's `exchange.kind`."""
+    return KINDS[exchange.kind]

@@ -1,0 +1,56 @@
+"""How a configuration is read: from a preset, from tables, from Python; each is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from pala.config import presets
+from pala.config.checks import check
+from pala.config.schema import Config
+from pala.system.errors import PalaError
+from pala.system.tables import build, merged, shown
+
+
+def load_preset(preset: str | Path) -> Config:
+    """Read a TOML preset, given by path or by name (`pong`), over the preset that its key `base` names, if any, and
+    the defaults. Raises PalaError that names the file and the key."""
+    return load_with_ranks(preset)[0]
+
+
+def load_with_ranks(preset: str | Path) -> tuple[Config, int | None]:
+    """Read a preset and its key `ranks`, the number of ranks that its learning rate was chosen for; None if it has
+    none. Raises PalaError that names the file and the key."""
+    table = dict[str, Any]()
+    config = Config()
+    ranks = None
+    for name, above in presets.chain(preset):
+        source = f"Preset '{name}'"
+        a2c = above.get("a2c")
+        has_rate = isinstance(a2c, dict) and "learning_rate" in a2c  # then the base's ranks are not meant
+        ranks = above.pop("ranks", None if has_rate else ranks)
+        if ranks is not None and (type(ranks) is not int or ranks < 1):
+            raise PalaError(f"{source}: 'ranks' is {shown(ranks)} but must be a number of ranks, 1 or more.")
+        table = merged(table, above)
+        config = from_table(table, source)
+    return config, ranks
+
+
+def from_table(table: dict[str, Any], source: str) -> Config:
+    """Return a checked Config from nested dictionaries (TOML or JSON). Raises PalaError that names `source`."""
+    config = build(Config, table, source)
+    check(config, source)
+    return config
+
+
+def checked(config: Config) -> Config:
+    """Return a Config made in Python, with every value checked and of its type. Raises PalaError."""
+    if not isinstance(config, Config):
+        raise PalaError(f"The configuration is of type '{type(config).__name__}' but must be a pala.Config.")
+    return from_table(to_table(config), source="Config")
+
+
+def to_table(config: Config) -> dict[str, Any]:
+    """Return the configuration as nested dictionaries, ready for JSON."""
+    return dataclasses.asdict(config)

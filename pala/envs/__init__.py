@@ -1,0 +1,1 @@
+"""Environments: vectors of them as training and evaluation step them, their spaces and wrappers."""

@@ -1,0 +1,165 @@
+"""Conversion of observations for the network: images to channels, height, width; all else to a vector.
+
+| space of the observations | the network gets |
+|---|---|
+| Box with three dimensions | an image, turned to channels first (`image_layout`); if a side is under 7, a vector |
+| Box of two dimensions, uint8 or bool | an image of one channel; if a side is under 7, a vector |
+| Box of one dimension, numbers | the vector as it is |
+| other Boxes of at most two dimensions | its numbers one behind the other |
+| Discrete, MultiDiscrete, MultiBinary, Dict, Tuple | Gymnasium's own flattening: one-hot vectors and numbers, joined |
+
+docs/environments.md is this table for users, and names what is refused. An image keeps its bytes; the network scales it
+by the bounds of the space (`image_scale`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+
+from pala.system.errors import PalaError
+
+Layout = Literal["auto", "channels_first", "channels_last"]
+LEAST_SIDE = 7  # pixels: three convolutions of 3x3 leave one
+_MOST_CHANNELS = 32  # that `auto` believes of an image that is not square
+_FLAT = (Box, Discrete, MultiBinary, MultiDiscrete)
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A conversion from observations of one environment to what the network gets."""
+
+    original: gymnasium.Space
+    space: gymnasium.Space  # a Box, [C, H, W] or [N]
+    _transform: Callable[[Any], np.ndarray] | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether observations are taken as they are."""
+        return self._transform is None
+
+    def encode(self, observation: Any) -> np.ndarray:
+        """Return what the network gets, an element of `space`, for one observation as the environment returns it."""
+        return np.asarray(observation) if self._transform is None else self._transform(observation)
+
+
+def inputs_of(space: gymnasium.Space, layout: Layout = "auto") -> Inputs:
+    """Return how observations of this space reach the network. `layout`: of images. Raises PalaError for other
+    spaces."""
+    if _can_be_flat(space) and gymnasium.spaces.flatdim(space) == 0:
+        raise PalaError(f"Observations of {space} are empty; a network needs at least one number.")
+    if isinstance(space, Box):
+        dimensions = len(space.shape)
+        if dimensions == 3 or (dimensions == 2 and space.dtype in (np.uint8, np.bool_)):
+            return _image(space, layout)
+        if dimensions == 1 and space.dtype != np.bool_:
+            return Inputs(space, space)
+        if dimensions > 3:
+            raise PalaError(
+                f"Observations have {dimensions} dimensions {space.shape}; wrap the environment so that stacked frames "
+                "become channels of one image of three dimensions."
+            )
+    if not _can_be_flat(space):
+        raise PalaError(
+            f"Observations of {space} cannot be taken: what PALA knows are Box, Discrete, MultiDiscrete and "
+            "MultiBinary, and Dict and Tuple of these; wrap the environment."
+        )
+    return Inputs(space, _vector(gymnasium.spaces.flatten_space(space)), partial(_flattened, space))
+
+
+def image_scale(space: Box) -> tuple[float, float]:
+    """(low, factor): a pixel x of an image of this space becomes (x - low) * factor, from 0 to 1; without finite bounds
+    it stays as it is."""
+    low, high = float(space.low.min()), float(space.high.max())
+    if not (_is_bounded(space) and high > low):
+        return 0.0, 1.0
+    return low, 1 / (high - low)
+
+
+def _is_bounded(space: Box) -> bool:
+    """Whether the bounds say anything. Some environments write the largest number of the dtype where they have none; of
+    bytes and of 16-bit pixels it is taken for a bound."""
+    most, dtype = _LARGEST, np.dtype(space.dtype)
+    if dtype.kind == "f":
+        most = min(most, float(np.finfo(dtype).max))  # type: ignore[type-var]
+    elif dtype.kind in "iu" and dtype.itemsize >= 4:
+        most = float(np.iinfo(dtype).max)  # type: ignore[type-var]
+    return space.is_bounded() and max(-float(space.low.min()), float(space.high.max())) < most
+
+
+def channel_axis(shape: tuple[int, ...], layout: Layout = "auto") -> int:
+    """Return which axis, 0 or 2, of a three-dimensional image has its channels.
+
+    `auto`: if two neighbouring axes are equal, they are height and width; of a cube the first two. Else the shorter of
+    first and last, if at most 32. Raises PalaError where that does not tell.
+    """
+    if layout != "auto":
+        return 0 if layout == "channels_first" else 2
+    first, middle, last = shape
+    if first == middle:
+        return 2
+    if middle == last:
+        return 0
+    if first != last and min(first, last) <= _MOST_CHANNELS:
+        return 0 if first < last else 2
+    raise PalaError(
+        f"Image observations {shape} do not tell which axis has the channels; set 'env.image_layout' to "
+        "'channels_first' or 'channels_last'."
+    )
+
+
+def _image(space: Box, layout: Layout) -> Inputs:
+    axis = channel_axis(space.shape, layout) if len(space.shape) == 3 else None
+    low, high = (_channels_first(bound, axis) for bound in (space.low, space.high))
+    if min(low.shape[1:]) < LEAST_SIDE:
+        return _tiny_image(space)
+    dtype: Any = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
+    if not _is_bounded(space):
+        low, high = np.full(low.shape, -np.inf), np.full(low.shape, np.inf)
+    wanted = Box(low.astype(dtype), high.astype(dtype), low.shape, dtype)
+    if axis == 0 and space.dtype == dtype:
+        return Inputs(space, wanted)
+    return Inputs(space, wanted, partial(_as_image, axis=axis, dtype=dtype))
+
+
+def _tiny_image(space: Box) -> Inputs:
+    low, factor = image_scale(space)
+    size = int(np.prod(space.shape))
+    wanted = Box(0.0, 1.0, (size,), np.float32) if _is_bounded(space) else Box(-np.inf, np.inf, (size,), np.float32)
+    return Inputs(space, wanted, partial(_scaled, low=low, factor=factor))
+
+
+def _as_image(observation: Any, axis: int | None, dtype: Any) -> np.ndarray:
+    return np.ascontiguousarray(_channels_first(np.asarray(observation), axis), dtype)
+
+
+def _channels_first(image: np.ndarray, axis: int | None) -> np.ndarray:
+    """`axis`: of the channels; None: it has none."""
+    return image[None] if axis is None else np.moveaxis(image, axis, 0)
+
+
+def _scaled(observation: Any, low: float, factor: float) -> np.ndarray:
+    return (np.asarray(observation, np.float32).reshape(-1) - np.float32(low)) * np.float32(factor)
+
+
+def _flattened(space: gymnasium.Space, observation: Any) -> np.ndarray:
+    return np.asarray(gymnasium.spaces.flatten(space, observation), np.float32)
+
+
+def _can_be_flat(space: gymnasium.Space) -> bool:
+    if isinstance(space, (Dict, Tuple)):
+        parts = space.spaces.values() if isinstance(space, Dict) else space.spaces
+        return all(_can_be_flat(part) for part in parts)
+    return isinstance(space, _FLAT)
+
+
+def _vector(flat: gymnasium.Space) -> Box:
+    assert isinstance(flat, Box)
+    return Box(flat.low.astype(np.float32), flat.high.astype(np.float32), flat.shape, np.float32)

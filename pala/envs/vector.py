@@ -1,0 +1,456 @@
+"""Vector environments and episode accounting.
+
+`Envs` steps `num_envs` environments together. Every row it returns is a true transition: environments reset in the
+same step in which an episode ends (autoreset mode SAME_STEP), so there is no row to be masked out of the loss, and
+the last observation of a truncated episode is handed over for bootstrapping.
+
+Three ends are told apart:
+- `terminated`: the return ends here and is not bootstrapped (a game over, or a lost life if so configured);
+- `truncated`: a time limit; the value of the last observation stands for the rest of the return;
+- an *episode* ends with the whole game; only then are its unclipped return and length reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from pala.config import EnvConfig
+from pala.envs.processes import EnvProcesses
+from pala.envs.spaces import Inputs, Layout, inputs_of
+from pala.envs.wrappers import wrapped
+from pala.system.errors import PalaError, nearest, reason
+from pala.system.interrupt import take_back_signals
+from pala.system.names import import_module, parse_call
+from pala.system.output import say
+
+MakeEnv = Callable[[], gymnasium.Env]
+_CLOSE_S = 30.0  # what closing environments may take without a word
+
+
+class Episode(NamedTuple):
+    """A whole episode: unclipped sum of rewards, length in steps, which environment played it, and the numbers in its
+    last info that are asked for (`env.episode_info`)."""
+
+    episode_return: float
+    length_steps: int
+    env_index: int
+    info: dict[str, float] = {}  # noqa: RUF012 - nobody changes it
+
+    def record(self) -> dict[str, float]:
+        """Return the episode as metrics have it."""
+        told = {f"info_{key}": value for key, value in self.info.items()}
+        return {"return": self.episode_return, "length_steps": self.length_steps} | told
+
+
+class Step(NamedTuple):
+    """The outcome of one step of all B environments."""
+
+    observations: np.ndarray  # [B, *obs] after the step (after the reset where an episode ended)
+    rewards: np.ndarray  # [B] float32, clipped as configured
+    terminated: np.ndarray  # [B] bool
+    truncated: np.ndarray  # [B] bool, never together with terminated
+    final_observations: np.ndarray  # [truncated.sum(), *obs] last observations of the truncated ones
+    episodes: list[Episode]
+
+
+class Envs:
+    """`num_envs` environments behind one `reset` and one `step`. As a context manager: closed at the end of the block,
+    or abandoned."""
+
+    def __init__(
+        self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool, name: str = "", inputs: Inputs | None = None,
+        episode_info: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s;
+        `episode_info`: numbers in its final infos."""
+        self.vector_env, self.name, self._episode_info = vector_env, name, episode_info
+        self._clip = clip_rewards
+        self.num_envs = vector_env.num_envs
+        self.observation_space = vector_env.single_observation_space
+        self.action_space = vector_env.single_action_space
+        self.inputs = inputs or Inputs(self.observation_space, self.observation_space)
+        self._returns = np.zeros(self.num_envs, np.float64)
+        self._lengths = np.zeros(self.num_envs, np.int64)
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        """First observations [B, *obs]; `seeds` int32 [B], one an environment."""
+        observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
+        take_back_signals()
+        self._returns[:] = 0
+        self._lengths[:] = 0
+        self._begin(info)
+        return observations
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Step all environments; `actions` [B, ...] as the action space has them."""
+        observations, rewards, terminated, truncated, info = self.vector_env.step(actions)
+        truncated = truncated & ~terminated
+        ended = self._episode_ended(terminated, truncated, info)
+        self._returns += rewards
+        self._lengths += 1
+        episodes = [
+            Episode(float(self._returns[i]), int(self._lengths[i]), int(i), self._info_of(int(i), info))
+            for i in np.flatnonzero(ended)
+        ]
+        self._returns[ended] = 0
+        self._lengths[ended] = 0
+        if episodes:  # those environments were reset
+            take_back_signals()
+        rewards = np.sign(rewards) if self._clip else rewards
+        final = self._final_observations(truncated, info)
+        return Step(observations, rewards.astype(np.float32), terminated, truncated, final, episodes)
+
+    def __enter__(self) -> Envs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def close(self) -> None:
+        """Free the environments and their threads or processes. What they raise is said: nobody needs them any more."""
+        if isinstance(self.vector_env, EnvProcesses):
+            if killed := self.vector_env.end(_CLOSE_S):
+                say(f"{killed} of the environments did not close within {_CLOSE_S:g} s; their processes were killed.")
+            return
+        try:
+            with _told_if_it_takes_long():
+                self.vector_env.close()
+        except Exception as error:  # it is the user's code
+            say(f"The environments cannot be closed ({type(error).__name__}: {error}).")
+        finally:
+            self.vector_env.closed = True
+
+    def abandon(self) -> None:
+        """Close after a failure, without waiting for a worker that has died in a step or does not come back."""
+        if isinstance(self.vector_env, EnvProcesses):
+            self.vector_env.end()
+        else:
+            self.close()
+
+    def _seed_argument(self, seeds: np.ndarray) -> Any:
+        return seeds.tolist()
+
+    def _begin(self, info: dict[str, Any]) -> None:
+        """Look at the reset's info."""
+
+    def _episode_ended(self, terminated: np.ndarray, truncated: np.ndarray, info: dict[str, Any]) -> np.ndarray:
+        del info
+        return terminated | truncated
+
+    def _info_of(self, env_index: int, info: dict[str, Any]) -> dict[str, float]:
+        return {key: float(info["final_info"][key][env_index]) for key in self._episode_info}
+
+    def _final_observations(self, truncated: np.ndarray, info: dict[str, Any]) -> np.ndarray:
+        if not truncated.any():
+            return np.empty((0, *(self.observation_space.shape or ())), self.observation_space.dtype)
+        return np.stack(list(info["final_obs"][truncated]))
+
+
+@contextlib.contextmanager
+def _told_if_it_takes_long() -> Iterator[None]:
+    """Around `close` of the user's environments."""
+    waits = f"'close' of the environments has not returned for {_CLOSE_S:g} s; this process goes on waiting for it."
+    notice = threading.Timer(_CLOSE_S, say, [waits])
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
+
+
+def make_atari(config: EnvConfig, num_threads: int, **look: Any) -> Any:
+    """ale-py's vector environment of a game as it is played by these settings. `look`: what ale-py is told of the
+    observations, which do not change how it goes. Raises PalaError."""
+    from ale_py import AtariVectorEnv  # not installed where only other environments are played
+
+    return AtariVectorEnv(
+        atari_rom(config.id),
+        num_envs=config.num_envs,
+        num_threads=min(num_threads, config.num_envs),
+        max_num_frames_per_episode=config.max_episode_frames,
+        repeat_action_probability=config.repeat_action_probability,
+        full_action_space=config.full_action_space,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+        frameskip=config.frame_skip,
+        noop_max=config.noop_max,
+        use_fire_reset=config.fire_on_reset,
+        reward_clipping=False,  # it would hide the true reward
+        **look,
+    )
+
+
+class AtariEnvs(Envs):
+    """Atari on ale-py's own vector environment (C++ threads)."""
+
+    def __init__(self, config: EnvConfig, num_threads: int) -> None:
+        # `episodic_life` would reset the whole game at a lost life; this only reports it.
+        vector_env = make_atari(
+            config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
+        )
+        super().__init__(vector_env, clip_rewards=config.clip_rewards != "none", name=config.id)
+        self._frames_before_episode = np.zeros(config.num_envs, np.int64)
+
+    def _seed_argument(self, seeds: np.ndarray) -> np.ndarray:
+        return seeds
+
+    def _begin(self, info: dict[str, Any]) -> None:
+        self._frames_before_episode = info["frame_number"] - info["episode_frame_number"]
+
+    def _episode_ended(self, terminated: np.ndarray, truncated: np.ndarray, info: dict[str, Any]) -> np.ndarray:
+        # A lost life is reported as a termination but the emulator goes on; a reset moves the episode's first frame.
+        frames_before = info["frame_number"] - info["episode_frame_number"]
+        ended: np.ndarray = frames_before != self._frames_before_episode
+        self._frames_before_episode = frames_before
+        return ended
+
+
+class _Outermost(gymnasium.Wrapper):
+    """Around each environment: what the vector environment needs. Infos stay here, but for the numbers in the last of
+    an episode that are asked for: of some (None beside a number, arrays of unlike lengths) it can make no arrays."""
+
+    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str]) -> None:
+        super().__init__(env)
+        self._episode_info = episode_info
+
+    def reset(self, **arguments: Any) -> Any:
+        """Without info. Raises PalaError where the environment is made for Gym before 0.26."""
+        result = self.env.reset(**arguments)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise PalaError("The environment's 'reset' must return (observation, info), as Gymnasium's do.")
+        return result[0], {}
+
+    def step(self, action: Any) -> Any:
+        """Step, and keep the last observation through the reset, though the environment writes all into one array.
+        Raises PalaError if a number that is asked for is not there."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        told = {key: _number(key, info) for key in self._episode_info} if terminated or truncated else {}
+        return (np.array(observation) if truncated else observation), reward, terminated, truncated, told
+
+
+def _number(key: str, info: dict[str, Any]) -> float:
+    try:
+        return float(info[key])
+    except (KeyError, TypeError, ValueError):
+        there = f"is {info[key]!r}, no number" if key in info else f"is not there; there are {sorted(map(str, info))}"
+        raise PalaError(f"'env.episode_info': '{key}' of an episode's last info {there}.") from None
+
+
+class _Factory:
+    """Makes environments whose observations are what the network gets; knows what the first one is called."""
+
+    def __init__(
+        self, make_env: MakeEnv, layout: Layout, max_episode_steps: int | None, episode_info: Sequence[str]
+    ) -> None:
+        self._make_env, self._layout, self._max_episode_steps = make_env, layout, max_episode_steps
+        self._episode_info = episode_info
+        self.name = ""
+        self.inputs: Inputs | None = None
+        self._spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None
+        self._made: list[gymnasium.Env] = []  # in this process; the user's
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs to make its own environments."""
+        return self.__dict__ | {"_made": []}
+
+    def __call__(self) -> gymnasium.Env:
+        try:
+            env = self._make_env()
+        except (PalaError, gymnasium.error.Error):
+            raise
+        except Exception as error:  # it is the user's code: anything may happen
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise PalaError(
+                f"The environment cannot be made ({type(error).__name__}: {error}; {at.filename}, line {at.lineno})."
+            ) from error
+        if not isinstance(env, gymnasium.Env):
+            raise PalaError(f"'make_env' returns {env!r}, but must return a gymnasium.Env.")
+        bare = env.unwrapped
+        if any(bare is other.unwrapped for other in self._made):
+            raise PalaError("'make_env' returns the same environment again, but must make a new one each time.")
+        self._made.append(env)
+        self.name = bare.spec.id if bare.spec is not None else type(bare).__name__
+        for key in ("observation_space", "action_space"):  # gymnasium.Env declares both, and sets none
+            if not isinstance(getattr(env, key, None), gymnasium.Space):
+                raise PalaError(
+                    f"The environment '{self.name}' has no '{key}' that is a gymnasium.Space; let it set one."
+                )
+        spaces = env.observation_space, env.action_space
+        self._spaces = self._spaces or spaces
+        if spaces != self._spaces:
+            raise PalaError(
+                f"Environments must have the same spaces, but the first one made has {self._spaces}, and another "
+                f"{spaces}."
+            )
+        self.inputs = inputs = inputs_of(env.observation_space, self._layout)
+        if not inputs.is_identity:
+            env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
+        limit = self._max_episode_steps
+        return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit), self._episode_info)
+
+    def close(self) -> None:
+        """Close what was made in this process, after a failure."""
+        for env in self._made:
+            with contextlib.suppress(Exception), _told_if_it_takes_long():  # the failure before is what is to be told
+                env.close()
+
+
+def make_envs(
+    config: EnvConfig, num_threads: int = 1, make_env: MakeEnv | None = None, max_episode_steps: int | None = None
+) -> Envs:
+    """Make the environments of one rank. A `make_env` of the user's wins over `config.id`. Other than Atari, episodes
+    are truncated after `max_episode_steps`, if not before. Raises PalaError."""
+    if make_env is None and config.is_atari:
+        if "(" in config.id:
+            raise PalaError(
+                f"'env.id' is '{config.id}', but Atari games take no arguments: the section 'env' has their settings."
+            )
+        if config.episode_info:
+            raise PalaError(
+                f"'env.episode_info' is {list(config.episode_info)}, but '{config.id}' is played by ale-py's vector "
+                "environment, whose infos have nothing to tell of an episode."
+            )
+        if config.wrappers:
+            raise PalaError(
+                f"'env.wrappers' is {list(config.wrappers)}, but '{config.id}' is played by ale-py's own vector "
+                "environment, which has no single environments to wrap; from Python, give a `make_env` that makes the "
+                "game with gymnasium.wrappers.AtariPreprocessing."
+            )
+        return AtariEnvs(config, num_threads)
+
+    limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
+    factory = _Factory(_single(config, make_env), config.image_layout, limit, config.episode_info)
+    with _saying_what_cannot_be_made(config, make_env):
+        try:
+            vector_env = _vector_env(factory, config)
+        except BaseException:
+            if config.vectorization == "sync":  # else gymnasium has closed the only one that is in this process
+                factory.close()
+            raise
+    take_back_signals()
+    return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs, config.episode_info)
+
+
+def as_gymnasium(config: EnvConfig, num_threads: int, make_env: MakeEnv | None = None) -> gymnasium.vector.VectorEnv:
+    """Make the environments in this process as gymnasium has them: with infos and unconverted observations.
+    Raises PalaError."""
+    if make_env is None and config.is_atari:
+        return make_envs(config, num_threads).vector_env
+    make, limit = _single(config, make_env), config.max_episode_steps
+
+    def limited() -> gymnasium.Env:
+        return gymnasium.wrappers.TimeLimit(make(), limit) if limit else make()
+
+    with _saying_what_cannot_be_made(config, make_env):
+        return _vector_env(limited, replace(config, vectorization="sync"))
+
+
+def _single(config: EnvConfig, make_env: MakeEnv | None) -> MakeEnv:
+    """Return a function that makes one environment, with its wrappers."""
+
+    def by_id() -> gymnasium.Env:
+        try:
+            return make_by_id(config.id)
+        except ImportError as error:  # registered, but a package that it needs is not there
+            raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
+
+    return wrapped(make_env or by_id, config.wrappers)
+
+
+@contextlib.contextmanager
+def _saying_what_cannot_be_made(config: EnvConfig, make_env: MakeEnv | None) -> Iterator[None]:
+    try:
+        yield
+    except gymnasium.error.Error as error:
+        what, advice = f"'env.id': the environment '{config.id}'", ""
+        if make_env is not None:
+            what = "The environment made in Python"
+            if isinstance(error, gymnasium.error.UnregisteredEnv):  # of a script's own imports a process knows nothing
+                advice = " What registers it has to be imported in the factory, or named in the id: `module:Id-v0`."
+        raise PalaError(f"{what} cannot be made: {error}{advice}") from None
+
+
+def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:
+    if config.vectorization == "async":
+        return EnvProcesses(factory, config.num_envs)
+    return gymnasium.vector.SyncVectorEnv([factory] * config.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
+    """Make the environment of `id`, `module:id` or `id(key=value, ...)`. Raises PalaError if it is not registered, and
+    what it raises itself."""
+    try:
+        name, arguments = parse_call(env_id)
+    except ValueError:
+        raise PalaError(
+            f"'env.id' is '{env_id}': write `Id-v0`, `module:Id-v0` or `Id-v0(key=value)`, with plain values."
+        ) from None
+    return gymnasium.make(checked_id(name), **(arguments | more))
+
+
+def atari_rom(env_id: str) -> str:
+    """`ALE/SpaceInvaders-v5` -> `space_invaders`, checked against the ROMs that ale-py brings."""
+    checked_id(env_id)
+    rom = str(gymnasium.spec(env_id).kwargs["game"])
+    from ale_py import roms
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ale-py warns of a missing ROM; the sentence below says it
+            path = roms.get_rom_path(rom)
+    except OSError as error:  # missing, or not the game
+        why = " ".join(reason(error).split())
+        raise PalaError(
+            f"The ROM of '{env_id}' ('{rom}') cannot be read: {why}; look at ALE_ROMS_DIR, or reinstall ale-py."
+        ) from None
+    if path is None:
+        raise PalaError(f"The ROM of '{env_id}' ('{rom}') does not come with ale-py; reinstall ale-py.")
+    return rom
+
+
+def checked_id(env_id: str) -> str:
+    """The id of an environment that is registered, once the module of a `module:id` has been imported, which runs its
+    code. Raises PalaError for any other."""
+    module, _, name = env_id.rpartition(":")
+    if module:
+        import_module(module, "'env.id'")
+    try:
+        if name.startswith("ALE/") or name not in gymnasium.registry:  # perhaps a game under its former name
+            import ale_py
+
+            gymnasium.register_envs(ale_py)
+        now = _as_now_named(name)  # ale-py has the former names, too, without any preprocessing
+        if now != name or (module and name.startswith("ALE/")):
+            raise PalaError(f"'env.id': no environment '{env_id}' is registered; did you mean '{now}'?")
+        gymnasium.spec(name)
+    except gymnasium.error.Error as error:
+        hint = nearest(name, gymnasium.registry)
+        raise PalaError(f"'env.id': no environment '{env_id}' is registered{hint or f' ({error}).'}") from None
+    except ImportError as error:
+        raise PalaError(f"'env.id' is '{env_id}', but its package cannot be imported: {error}.") from None
+    return env_id
+
+
+def _as_now_named(env_id: str) -> str:
+    """`Pong-v5` and `PongNoFrameskip-v4`, as Atari games were called, with today's name; others as they are."""
+    if env_id in gymnasium.registry and not str(gymnasium.registry[env_id].entry_point).startswith("ale_py"):
+        return env_id
+    game = re.sub(r"(-ram)?((NoFrameskip|Deterministic)?-v\d+)?$", "", env_id.removeprefix("ALE/"))
+    return now if (now := f"ALE/{game}-v5") in gymnasium.registry else env_id

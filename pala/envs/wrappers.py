@@ -1,0 +1,78 @@
+"""Gymnasium wrappers by name, as `env.wrappers` lists them, the innermost first.
+
+| written | is |
+|---|---|
+| `FlattenObservation` | a wrapper of `gymnasium.wrappers` |
+| `RescaleObservation(min_obs=-1, max_obs=1)` | the same with arguments: keywords and plain values |
+| `my_package.wrappers:Mine` | a wrapper of one's own, or a function from an environment to an environment |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+
+from pala.system.errors import PalaError, nearest
+from pala.system.names import import_named, parse_call
+
+Wrap = Callable[[gymnasium.Env], gymnasium.Env]
+_SOURCE = "'env.wrappers'"
+_FORGETFUL = {"NormalizeObservation": "normalize_observations", "NormalizeReward": "normalize_rewards"}
+
+
+def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Callable[[], gymnasium.Env]:
+    """Return a factory of wrapped environments. Raises PalaError for an unknown wrapper."""
+    wraps = [(name, _wrap(name)) for name in names]
+
+    def make() -> gymnasium.Env:
+        env = make_env()
+        for name, wrap in wraps:
+            try:
+                env = wrap(env)
+            except Exception as error:  # it is the user's code: anything may happen
+                raise PalaError(
+                    f"{_SOURCE}: '{name}' fails to wrap {env} ({type(error).__name__}: {error})."
+                ) from error
+            if not isinstance(env, gymnasium.Env):
+                raise PalaError(f"{_SOURCE}: '{name}' gives {env!r}, but must give a gymnasium.Env.")
+        return env
+
+    return make if wraps else make_env
+
+
+def _wrap(text: str) -> Wrap:
+    name, arguments = _parsed(text.strip().removeprefix("gymnasium.wrappers:"))
+    wrapper = import_named(name, _SOURCE) if ":" in name else _of_gymnasium(name)
+    return lambda env: wrapper(env, **arguments)
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments."""
+    try:
+        name, arguments = parse_call(text.strip())
+        if re.fullmatch(r"[\w.:]+", name) is None:
+            raise ValueError
+        return name, arguments
+    except ValueError:
+        raise PalaError(
+            f"{_SOURCE}: '{text}' is no wrapper: write `Name`, `module:Name` or `Name(key=value)`, with plain values."
+        ) from None
+
+
+def _of_gymnasium(name: str) -> Any:
+    known = [known for known in gymnasium.wrappers.__all__ if known[0].isupper()]
+    if name not in known:
+        hint = nearest(name, known) or "; one of your own is written 'module:Name'."
+        raise PalaError(f"{_SOURCE}: gymnasium.wrappers has no '{name}'{hint}")
+    if name in _FORGETFUL:
+        raise PalaError(
+            f"{_SOURCE}: '{name}' keeps its statistics in each environment, and no run saves them: an evaluation would "
+            f"begin with others. Use 'env.{_FORGETFUL[name]}' (A2C), or a fixed scale, as RescaleObservation."
+        )
+    try:
+        return getattr(gymnasium.wrappers, name)
+    except (ImportError, gymnasium.error.Error) as error:
+        raise PalaError(f"{_SOURCE}: '{name}' cannot be loaded ({error}).") from None

@@ -1,0 +1,176 @@
+"""Score a run's policy on whole games with unclipped rewards: `python -m pala.evaluate runs/pong-...`.
+
+    100 episodes, greedy actions      python -m pala.evaluate RUN --episodes 100 --greedy
+    and a video of one more episode   python -m pala.evaluate RUN --video pong.mp4
+    the video alone                   python -m pala.evaluate RUN --video pong.mp4 --episodes 0
+    a curve, while it trains          python -m pala.evaluate RUN --follow
+    several runs                      python -m pala.evaluate runs/pong-*
+    with sticky actions               python -m pala.evaluate RUN --repeat-action-probability 0.25
+
+Prints a line for each run; `RUN/evaluation.json` holds the newest result of the final policy in the run's own
+environment (it says whether by `--greedy`), while the run is not complete that of any policy, and
+`RUN/evaluations.jsonl` every one.
+
+The policy is `RUN/policy.safetensors`, by `--best` `RUN/best_policy.safetensors`; a run that has not completed is
+scored on the mean of its ranks' newest checkpoints. It is computed on the CPU. What a run was trained with that was
+made in Python (environment, network) or named (wrappers) is loaded, which runs code. If the run came from elsewhere,
+that asks for `--trust-run`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from pala.config import EvaluationConfig
+from pala.evaluation.acting import OTHER_SETTINGS, Acting
+from pala.evaluation.record import save
+from pala.run import run_folder
+from pala.system.command_line import exit_on_mistake, read_command
+from pala.system.errors import PalaError
+from pala.system.output import say, tell
+from pala.system.resources import loading, prepare, usable_cores
+
+if TYPE_CHECKING:
+    from pala.evaluation.record import Evaluation
+
+_PROGRAM = "pala.evaluate"
+_LOOK_S = 5.0  # for a newer checkpoint
+
+
+@dataclass(frozen=True)
+class Command:
+    """Score a run's policy on whole games. Defaults come from the run's own `evaluation` settings."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Folders of runs."""
+    episodes: int = EvaluationConfig.episodes
+    """Whole episodes; 0, together with `--video`, makes the video alone."""
+    num_envs: int = EvaluationConfig.num_envs
+    """Episodes played at the same time."""
+    greedy: bool = EvaluationConfig.greedy
+    """The most probable action instead of a sampled one; Gorila: no random actions."""
+    seed: int = 0
+    """Equal seeds give equal episodes."""
+    video: Path | None = None
+    """Also record one more episode into this MP4 file."""
+    best: bool = False
+    """Not the final policy, but the one of the checkpoint after which 100 training episodes had the best mean."""
+    follow: bool = False
+    """Score the newest checkpoints of a run that trains, then the next newer ones, and so on to the final policy."""
+    threads: int = 0
+    """Threads of torch and Atari; 0: all cores."""
+    trust_run: bool = False
+    """Run the code that the run names or holds (environment, network, wrappers, modules), though it came from
+    elsewhere."""
+    noop_max: int | None = None
+    """Atari, other than the run's: up to this many no-ops before an episode."""
+    repeat_action_probability: float | None = None
+    """Atari, other than the run's: sticky actions."""
+    max_episode_frames: int | None = None
+    """Atari, other than the run's: emulator frames after which an episode is cut."""
+    epsilon: float | None = None
+    """Gorila, other than the run's: probability of a random action."""
+
+    @property
+    def acting(self) -> Acting:
+        """Return how the policy is to act."""
+        given = {name: getattr(self, name) for name in OTHER_SETTINGS}
+        other = {name: value for name, value in given.items() if value is not None}
+        return Acting(self.greedy, self.seed, self.threads or usable_cores(), self.trust_run, self.best, other)
+
+
+def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
+    """Each run, and the command line over its own settings. Raises PalaError."""
+    runs = read_command(_PROGRAM, arguments, Command()).runs
+    if not runs:
+        raise PalaError("Name the folder of at least one run to score.")
+    commands = [(run, _over_settings_of(run, arguments)) for run in runs]
+    first = commands[0][1]
+    if len(runs) > 1 and (first.follow or first.video is not None):
+        raise PalaError(f"'{'--follow' if first.follow else '--video'}' is of one run, but {len(runs)} are named.")
+    if first.follow and (first.best or first.video is not None or first.episodes < 1):
+        raise PalaError(
+            "'--follow' scores checkpoints as they come: without '--best' and '--video', and with '--episodes' above 0."
+        )
+    return commands
+
+
+def _over_settings_of(run: Path, arguments: list[str]) -> Command:
+    settings = run_folder.config_of(run).evaluation
+    default = Command((), settings.episodes_by_hand, settings.num_envs, settings.greedy)
+    return read_command(_PROGRAM, arguments, default)
+
+
+def _follow(run: Path, score: Callable[[], Evaluation]) -> None:
+    """Score checkpoints as they come, and at last the final policy."""
+    from pala.run.checkpoint import global_steps  # loads torch
+    from pala.run.lock import is_locked
+
+    scored_steps, has_said = 0, False
+    while True:
+        record, steps = run_folder.read(run), global_steps(run)
+        is_complete = record["completed"]
+        if not is_complete and steps <= scored_steps:
+            if not has_said and is_locked(run) is False:
+                has_said = True
+                status = record["segments"][-1]["status"]
+                say(f"Nobody trains run '{run}' now ({status}): this waits until somebody goes on with it; ^C ends it.")
+            time.sleep(_LOOK_S)
+            continue
+        try:
+            evaluation = score()
+        except PalaError:
+            time.sleep(_LOOK_S)
+            if is_complete or global_steps(run) == steps:
+                raise  # else newer checkpoints have taken the place of those that were read
+        else:
+            scored_steps, has_said = max(steps, evaluation.global_steps), False  # others may have saved meanwhile
+            if is_complete or evaluation.policy == "final":
+                return
+
+
+@exit_on_mistake()
+def main() -> None:
+    """Run `python -m pala.evaluate`."""
+    commands = parse(sys.argv[1:])
+    prepare(commands[0][1].acting.threads)
+    # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
+    with loading():
+        from pala.evaluation.scoring import evaluate
+        from pala.evaluation.video import record_video
+
+    failed = False
+    folders = [run.absolute() for run, _ in commands]  # an environment may change the working directory
+    for (run, command), folder in zip(commands, folders, strict=True):
+        if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
+            tell(record_video(folder, command.video, command.acting))
+
+        def score(run: Path = run, command: Command = command, folder: Path = folder) -> Evaluation:
+            evaluation = evaluate(folder, command.episodes, command.num_envs, command.acting)
+            tell(str(evaluation) if len(commands) == 1 else f"{run}: {evaluation}")
+            save(folder, evaluation)
+            return evaluation
+
+        if command.follow:
+            _follow(folder, score)
+        elif command.episodes != 0 or command.video is None:
+            try:
+                score()
+            except PalaError as error:
+                if len(commands) == 1:
+                    raise
+                failed = True
+                say(f"pala: error: {run}: {error}")
+    if failed:
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

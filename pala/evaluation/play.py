@@ -1,0 +1,92 @@
+"""Watch a run's policy play: `python -m pala.play runs/pong-...`.
+
+    in a window, until it is closed     python -m pala.play RUN
+    one episode as a file               python -m pala.play RUN --video pong.mp4
+    the most probable actions, faster   python -m pala.play RUN --greedy --speed 4
+
+A window needs pygame (`pip install pygame-ce`) and a display. Escape closes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from pala.evaluation.acting import Acting
+from pala.run import run_folder
+from pala.system.command_line import exit_on_mistake, read_command
+from pala.system.errors import PalaError
+from pala.system.output import tell
+from pala.system.resources import prepare
+
+_PROGRAM = "pala.play"
+_THREADS = 1  # one environment, one observation at a time
+
+
+@dataclass(frozen=True)
+class Command:
+    """Watch a run's policy play, in a window or as an MP4 file."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    video: Path | None = None
+    """Write one episode into this MP4 file, without a window."""
+    episodes: int = 0
+    """Episodes that the window shows; 0: until it is closed."""
+    speed: float = 1.0
+    """How many times as fast as people play."""
+    greedy: bool = False
+    """The most probable action instead of a sampled one; Gorila: no random actions."""
+    seed: int = 0
+    """Equal seeds give equal episodes."""
+    best: bool = False
+    """Not the final policy, but the one of the checkpoint after which 100 training episodes had the best mean."""
+    trust_run: bool = False
+    """Run the code that the run names or holds (environment, network, wrappers), though it came from elsewhere."""
+
+
+@exit_on_mistake()
+def main() -> None:
+    """Run `python -m pala.play`."""
+    command = read_command(_PROGRAM, sys.argv[1:], Command(run=tyro.MISSING))
+    if not command.speed > 0:
+        raise PalaError(f"'--speed' is {command.speed:g} but must be above 0.")
+    if command.video is not None and (command.episodes, command.speed) != (0, 1.0):
+        raise PalaError("'--episodes' and '--speed' are of the window; '--video' writes one episode, at usual speed.")
+    run_folder.read(command.run)  # before torch, whose loading takes seconds
+    prepare(_THREADS)
+    from pala.evaluation.video import record_video
+
+    acting = Acting(command.greedy, command.seed, _THREADS, command.trust_run, command.best)
+    if command.video is not None:
+        tell(record_video(command.run, command.video, acting))
+    else:
+        _watch(command, acting)
+
+
+def _watch(command: Command, acting: Acting) -> None:
+    """Show the policy in a window."""
+    from pala.evaluation.video import filmed, words_of
+    from pala.evaluation.window import Window
+
+    told = 0
+    with (
+        contextlib.closing(Window(f"PALA  {command.run}")) as window,
+        filmed(command.run, command.episodes, acting) as film,
+    ):
+        for picture in itertools.chain(film.pictures, [None]):  # the last episode ends without a picture
+            for episode in film.ended[told:]:
+                tell(words_of(episode))
+            told = len(film.ended)
+            if picture is None or not window.show(picture, film.frames_per_s * command.speed):
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""How fast is training on this machine, and how far from its limit? `python -m pala.benchmark`.
+
+    Pong, 1 and 2 ranks              python -m pala.benchmark --ranks 1 2
+    a preset, with other settings    python -m pala.benchmark pala/pong --a2c.rollout-steps 5
+    under a minute                   python -m pala.benchmark --quick
+    another launcher                 python -m pala.benchmark --launcher 'srun -n {ranks}'
+
+Results go to a new folder: benchmark.md, benchmark.json with every round, benchmark.png. docs/benchmark.md tells how to
+read them. This program starts one job of MPI for each number of ranks; it does not use MPI itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from pala.config import Config, load_preset, to_table
+from pala.config.catalogue import KINDS
+from pala.config.checks import check
+from pala.lab.benchmark.analysis import BASELINE, far_off
+from pala.lab.benchmark.pictures import draw
+from pala.lab.benchmark.protocol import protocol_cost_us
+from pala.lab.benchmark.report import markdown
+from pala.lab.benchmark.request import JobRequest
+from pala.run.provenance import cpu_model, now_utc, provenance
+from pala.system.command_line import check_choices, exit_on_mistake, read_command
+from pala.system.errors import PalaError
+from pala.system.files import make_output_folder, write_atomically, write_json
+from pala.system.interrupt import hangup
+from pala.system.jobs import launcher_of, run_job, tail
+from pala.system.output import say, tell
+from pala.system.resources import physical_cores, usable_cores
+from pala.system.text import counted
+
+_PROGRAM = "pala.benchmark"
+_PRECISIONS = ("float32", "bfloat16")
+_LOWEST_RATIO = 0.9  # of training with an exchange to training without, below which --quick fails
+_QUICK_ROUND_S = 5.0  # of training, in all exchanges, at most
+_PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64, 256, 1000)
+
+
+@dataclass(frozen=True)
+class Command:
+    """Measure training, its parts, and the upper bound of its speed on this machine."""
+
+    preset: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file with settings, or the name of one of configs/; the options below win over it. Otherwise the defaults:
+    Pong as GALA."""
+    ranks: tuple[int, ...] = ()
+    """Numbers of ranks, each a job of its own. Default: 1, 2, 4, … up to the cores that may be used, and those."""
+    rounds: int = 5
+    """Times that everything is measured."""
+    seconds: float | None = None
+    """Length of one measurement of training; a part gets a fifth of it. Default 5; quick: at most 1.5."""
+    exchanges: tuple[str, ...] = ()
+    """Kinds of exchange, for A2C. Default: all; quick: none and gossip."""
+    precisions: tuple[str, ...] = ()
+    """float32, bfloat16. Default: both where the processor or GPU has bfloat16's instructions; quick: float32."""
+    launcher: str = "mpirun -np {ranks}"
+    """Command that starts the ranks; `{ranks}` stands for their number."""
+    output: Path | None = None
+    """Folder to make for the results. Default: runs/benchmark-TIME."""
+    slowdown: float = 1.0
+    """How many times slower the last rank is to be: it sleeps after each step, by the processor's time that its threads
+    took. For a look at stragglers."""
+    quick: bool = False
+    """Under a minute, with 2 ranks (1 on one core); ends with status 1 if an exchange costs more than a tenth."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def parse(arguments: list[str]) -> Command:
+    """The command line over the preset over the defaults, checked and complete. Raises PalaError."""
+    first = read_command(_PROGRAM, arguments, Command())
+    config = load_preset(first.preset) if first.preset else Config()
+    command = read_command(_PROGRAM, arguments, replace(first, config=config))
+    check(command.config, source="Command line")
+    if command.config.algorithm == "gorila" and command.exchanges:
+        raise PalaError("'--exchanges' is for A2C: Gorila has one way to exchange, its roles; leave it out.")
+    if command.config.algorithm == "gorila" and command.config.gorila.roles == "separate":
+        raise PalaError(
+            "'gorila.roles' is 'separate', whose steps/s say little: actors play on though learners fall behind. The "
+            "benchmark measures 'bundled'."
+        )
+    command = _completed(command)
+    if command.config.algorithm == "a2c":
+        check_choices("exchanges", command.exchanges, exchange_kinds())
+    if command.quick and command.config.algorithm == "a2c" and BASELINE not in command.exchanges:
+        raise PalaError(f"'--quick' compares exchanges with '{BASELINE}': add it to '--exchanges'.")
+    check_choices("precisions", command.precisions, _PRECISIONS)
+    if not all(ranks >= 1 for ranks in command.ranks):
+        raise PalaError(f"'--ranks' is {shlex.join(map(str, command.ranks))} but every number must be at least 1.")
+    if command.rounds < 1:
+        raise PalaError(f"'--rounds' is {command.rounds} but must be at least 1; medians want 5 or more.")
+    if not 1 <= command.slowdown <= 100:
+        raise PalaError(f"'--slowdown' is {command.slowdown:g} but must lie between 1 and 100.")
+    if command.slowdown > 1 and command.config.env.vectorization == "async":
+        raise PalaError(
+            "'--slowdown' does not see the time of environments with 'env.vectorization' \"async\": use \"sync\"."
+        )
+    if not 0 < (command.seconds or 0) <= 3600:
+        raise PalaError(f"'--seconds' is {command.seconds:g} but must lie above 0 and be at most 3600.")
+    return command
+
+
+def _completed(command: Command) -> Command:
+    """The command with a value for each option that was not given."""
+    cores = min(physical_cores(os.sched_getaffinity(0)), usable_cores())  # Open MPI starts no more ranks than the first
+    powers = tuple(2**i for i in range(cores.bit_length()))
+    ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
+    usual = (BASELINE, "gossip") if command.quick else exchange_kinds()
+    if command.config.algorithm == "gorila":
+        usual = ("gorila",)
+    exchanges = tuple(dict.fromkeys(command.exchanges)) or usual
+    seconds = min(1.5, _QUICK_ROUND_S / len(exchanges)) if command.quick else 5.0
+    return replace(
+        command,
+        ranks=tuple(dict.fromkeys(command.ranks)) or ranks,
+        seconds=seconds if command.seconds is None else command.seconds,
+        exchanges=exchanges,
+        precisions=tuple(dict.fromkeys(command.precisions)) or (("float32",) if command.quick else ()),
+    )
+
+
+def exchange_kinds() -> tuple[str, ...]:
+    """All kinds of exchange, first the one that the others are compared with."""
+    return tuple(sorted(KINDS, key=lambda kind: kind != BASELINE))
+
+
+def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
+    """Measure and write everything; returns the folder and what is in benchmark.json. Raises PalaError."""
+    launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
+    output = make_output_folder(command.output, "benchmark")
+    started = now_utc()
+    jobs, stop = _measure_all(command, output)
+    if stop is not None and not jobs:
+        raise stop
+    if command.quick and stop is None and far_off(jobs, _LOWEST_RATIO):
+        say("An exchange looks slow: measuring once more, to tell it from noise.")
+        again, stop = _measure_all(command, output)
+        more = [job["rounds"] for job in again] + [[]] * (len(jobs) - len(again))
+        jobs = [job | {"rounds": job["rounds"] + rounds} for job, rounds in zip(jobs, more, strict=True)]
+    costs: dict[str, float] = {}
+    costs_in_jobs: dict[str, float] = {}
+    if command.config.algorithm == "a2c" and stop is None:
+        try:
+            for ranks in _PROTOCOL_RANKS:
+                costs[str(ranks)] = round(protocol_cost_us(ranks), 2)
+                if ranks % 8 == 0:
+                    costs_in_jobs[str(ranks)] = round(protocol_cost_us(8, ranks // 8), 2)
+        except (KeyboardInterrupt, SystemExit) as told:
+            stop = told
+    failures, status = _failure(stop)
+    result = provenance() | {
+        "format": 1, "date": started, "jobs": jobs, "failures": failures, "exit_status": status,
+        "config": to_table(command.config),
+        "protocol_us": costs, "protocol_in_jobs_of_8_us": costs_in_jobs,
+        "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
+        "options": {
+            "ranks": command.ranks, "rounds": command.rounds, "seconds": command.seconds, "quick": command.quick,
+            "exchanges": command.exchanges, "precisions": command.precisions, "launcher": command.launcher,
+            "slowdown": command.slowdown,
+        },
+    }  # fmt: skip
+    tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
+    write_json(output / "benchmark.json", result, indent=1)
+    write_atomically(output / "benchmark.md", markdown(result).encode())
+    draw(result, output / "benchmark.png")
+    return output, result
+
+
+# ---- one job of MPI --------------------------------------------------------------------------------------------------
+
+
+_End = PalaError | KeyboardInterrupt | SystemExit
+
+
+def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], _End | None]:
+    """The jobs, which take minutes each, and what ended them before the last, if something did."""
+    jobs: list[dict[str, Any]] = []
+    for ranks in command.ranks:
+        try:
+            jobs.append(_measure(command, ranks, output))
+        except (PalaError, KeyboardInterrupt, SystemExit) as stop:
+            return jobs, stop
+    return jobs, None
+
+
+def _failure(stop: _End | None) -> tuple[list[str], int]:
+    """What to say of it, and the exit status."""
+    if stop is None:
+        return [], 0
+    if isinstance(stop, PalaError):
+        return [str(stop)], 2
+    status = int(stop.code or 0) if isinstance(stop, SystemExit) else 130
+    return ["Stopped; what was measured before is reported."], status
+
+
+def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
+    """The result of one job, whose files are taken away when it has succeeded. Raises PalaError."""
+    assert command.seconds is not None
+    folder = output / f"job-{ranks}-ranks"
+    folder.mkdir()
+    request = JobRequest(
+        ranks, command.exchanges, command.precisions, command.rounds, command.seconds, command.slowdown,
+        to_table(command.config), str(folder.resolve() / "result.json"),
+    )  # fmt: skip
+    request.write(folder / "request.json")
+    variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
+    expected_s = 10 + command.rounds * command.seconds * (variants + 1)
+    tell(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s")
+    worker = [sys.executable, "-m", "pala.lab.benchmark.worker", str(folder.resolve() / "request.json")]
+    run_job(
+        [*launcher_of(command.launcher, ranks), *worker],
+        folder / "output.txt",
+        limit_s=300 + 5 * expected_s * command.slowdown,
+    )
+    try:
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PalaError(
+            f"The job with {ranks} ranks ended without a result ({error}).{tail(folder / 'output.txt')}"
+        ) from None
+    shutil.rmtree(folder)
+    return result
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+@exit_on_mistake(OSError)
+def main() -> None:
+    """What `python -m pala.benchmark` runs."""
+    for number in (signal.SIGTERM, *hangup()):  # so that the job is ended, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    command = parse(sys.argv[1:])
+    output, result = benchmark(command)
+    tell(f"{output}/benchmark.md, benchmark.json, benchmark.png")
+    slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
+    for sentence in slow:
+        say(f"pala: {sentence}")
+    for sentence in result["failures"]:
+        say(f"pala: error: {sentence}")
+    sys.exit(result["exit_status"] or (1 if slow else 0))
+
+
+if __name__ == "__main__":
+    main()

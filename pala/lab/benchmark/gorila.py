@@ -1,0 +1,117 @@
+"""What the benchmark measures of Gorila on one rank: as `measure.py` of A2C, everything for one environment step.
+
+Every `update_period_steps` steps pay for one minibatch: a pass of the target network, one of the network (two with
+double DQN), and one back. Acting is not in the operations, since a random action needs no pass.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import torch
+
+from pala.comm.base import Communicator
+from pala.config import Config
+from pala.exchange.budget import ExchangeState
+from pala.gorila.dqn import Transitions, differentiate
+from pala.gorila.exchange import GorilaExchange
+from pala.gorila.networks import q_network
+from pala.gorila.parts import GorilaParts, build
+from pala.gorila.shard import ServedModel, Shard
+from pala.gorila.worker import Worker, minibatches_at_hand
+from pala.lab.benchmark.measure import ContinuedEnvs, Trial, clock, flops_of
+from pala.run.loop import Counters, Progress
+from pala.run.metrics import Record
+from pala.system.interrupt import Interrupt
+
+_MIN_REPLAY_STEPS, _CAPACITY_STEPS = 2_000, 100_000
+
+
+def with_short_replay(config: Config) -> Config:
+    """The same, but learning begins soon, and no rank sleeps. What is sampled may lie in a cache."""
+    gorila = config.gorila
+    return replace(config, run=replace(config.run, spares=0), gorila=replace(
+        gorila, min_replay_steps=min(gorila.min_replay_steps, _MIN_REPLAY_STEPS), save_replay=False,
+        replay_capacity_steps=min(gorila.replay_capacity_steps, _CAPACITY_STEPS),
+    ))  # fmt: skip
+
+
+def flops_per_step(
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config
+) -> tuple[int, int]:
+    """Floating-point operations of the forward passes and of the backward pass, as `measure.flops_per_step`."""
+    gorila = config.gorila
+    forward, backward = flops_of(q_network(observation_space, action_space, config, None), observation_space)
+    passes, per_step = 3 if gorila.double_dqn else 2, gorila.minibatch_size / gorila.update_period_steps
+    return round(passes * forward * per_step), round(backward * per_step)
+
+
+def network_us(agent: GorilaParts, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
+    """Microseconds a step of `forward` (the target network's pass over all minibatches that training has at hand),
+    `backward` (the gradient with the network's own pass, and the weights taken anew) and `optimiser` (a shard of all
+    parameters)."""
+    gorila, now = config.gorila, clock(agent.device)
+    count = gorila.minibatch_size
+    at_hand = minibatches_at_hand(config) if agent.target_tape.joins else 1
+    images = torch.from_numpy(np.resize(observations, (at_hand * count, *observations.shape[1:]))).to(agent.device)
+    zeros = torch.zeros(count, device=agent.device)
+    batch = Transitions(images[:count], zeros.long(), zeros, images[:count], zeros.bool())
+    shard = Shard(ServedModel.fresh(agent.flat.data), slice(None), gorila)
+    sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
+    agent.target_tape.begin()
+    while turns < 2 or now() < end:
+        begin = now()
+        (values,) = agent.target_tape.peek(images)
+        sums["forward"] += now() - begin
+        for next_values in values.split(count):
+            times = [now()]
+            agent.tape.begin()
+            differentiate(agent.tape, next_values, agent.flat, batch, gorila)
+            times.append(now())
+            shard.apply(agent.flat.gradient.cpu(), shard.version)
+            times.append(now())
+            sums["backward"] += times[1] - times[0]
+            sums["optimiser"] += times[2] - times[1]
+        turns += at_hand
+    return {name: 1e6 * total / (turns * gorila.update_period_steps) for name, total in sums.items()}
+
+
+class GorilaTrial(Trial):
+    """Each run fills a replay of its own first, which does not count, and begins new games, as a replay needs."""
+
+    def __init__(self, comm: Communicator, config: Config, envs: ContinuedEnvs) -> None:
+        self._comm, self._config, self._envs = comm, with_short_replay(config), envs
+        self.message_bytes = 0
+
+    @property
+    def steps_per_update(self) -> int:
+        return self._config.gorila.update_period_steps
+
+    @property
+    def steps_before(self) -> int:
+        return self._config.gorila.min_replay_steps
+
+    @property
+    def steps_per_duration(self) -> int:
+        return 1
+
+    def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Worker, GorilaExchange]:
+        gc.collect()  # the parts of the run before, with its replay, refer to each other
+        parts = build(self._comm, config, self._envs.real)
+        exchange = parts.make_exchange(self._comm, start, interrupt)
+        progress = Progress(Counters(), self._generator(parts.device), start)
+        return parts.make_loop(self._comm.rank, self._envs, exchange, progress, interrupt), exchange
+
+    def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
+        """As a `Trial`'s, from the last record before anything is learned."""
+        self._envs.begin_anew(seeds)
+        records = super().run(global_steps, seconds, seeds)
+        learns = any(record["updates"] for record in records)  # else the budget was met before
+        before = [
+            record for record in records[:-1]
+            if (not record["updates"] if learns else record.get("global_steps", 0) < self.steps_before)
+        ]  # fmt: skip
+        return records[max(len(before) - 1, 0) :]

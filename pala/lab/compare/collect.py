@@ -1,0 +1,146 @@
+"""Runs into results: copies that hold what a report needs, wherever the runs were made, and nothing of the machine's
+paths but for those that say what is played; and reading them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pala.config import Config, ExchangeConfig
+from pala.config.influence import differences, phrase
+from pala.lab.compare.measures import Run
+from pala.lab.compare.plan import Cell, Plan
+from pala.report import runs
+from pala.report.runs import published
+from pala.run import run_folder
+from pala.run.metrics import metrics_files
+from pala.system.errors import PalaError, reason
+from pala.system.files import json_text, open_to_read, write_atomically
+
+_QUOTED = re.compile(r"""(?<=(["']))/(?:[^"'/]+/)*(?=[^"'/]+\1)""")  # blanks and all
+_ABSOLUTE = re.compile(r"(?<![\w./:])/(?:(?:[\w.+@~-]|[=,](?!/)|\\u[0-9a-f]{4})+/)*(?=[\w.\\])")
+
+_EVALUATIONS = ("evaluation.json", "evaluations.jsonl")
+
+
+def keep(run: Path, folder: Path) -> None:
+    """Copy of a run what a report needs into `folder`, beside copies of other runs of the same name. An earlier copy of
+    the same run is replaced, but not a completed one by one that is not. Raises PalaError."""
+    begun = _begun(run)
+    name = Path(os.path.abspath(run)).name  # noqa: PTH100  also of ".", and a link's own
+    number, copy = 1, folder / name
+    earlier = {path.name: path for path in copies_in(folder.parent, folder)}
+    while copy.name in earlier and _begun(earlier[copy.name]) != begun:
+        number += 1
+        copy = folder / f"{name}-{number}"
+    if copy.resolve() == run.resolve() or (copy.name in earlier and _progress(earlier[copy.name]) > _progress(run)):
+        return
+    try:
+        record = _bytes_of(run / "run.json")  # first: what it calls completed has all its metrics
+        if (run / "metrics").is_symlink():
+            raise OSError("'metrics' is a link, not a folder")
+        (copy / "metrics").mkdir(parents=True, exist_ok=True)
+        for file in metrics_files(run):
+            data = _bytes_of(file)
+            packed = data if file.suffix == ".gz" else gzip.compress(data, mtime=0)
+            _write(copy / "metrics" / f"{file.name.removesuffix('.gz')}.gz", packed)
+        for name in _EVALUATIONS:
+            if (run / name).exists():
+                _write(copy / name, without_paths(_bytes_of(run / name).decode(errors="replace")).encode())
+        _write(copy / "run.json", _without_paths_but_settings(record.decode(errors="replace")).encode())
+    except OSError as error:
+        raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {reason(error)}.") from None
+
+
+def copies_in(results: Path, folder: Path | None = None) -> list[Path]:
+    """Return the copies of runs in a folder of results, by name: of its archive, and of `folder` (default: `runs/`).
+    Raises PalaError."""
+    found = (*published(results), *(folder or results / "runs").glob("*"))
+    copies = {run.name: run for run in found if (run / "run.json").exists()}
+    return [copies[name] for name in sorted(copies)]
+
+
+def _bytes_of(path: Path) -> bytes:
+    if path.is_symlink():  # what it leads to may be no part of the run, and results are published
+        raise OSError(f"'{path}' is a link, not a file")
+    with open_to_read(path) as file:
+        return file.read()
+
+
+def _write(path: Path, data: bytes) -> None:
+    if not path.exists() or path.read_bytes() != data:
+        write_atomically(path, data)
+
+
+def without_paths(text: str) -> str:
+    """Absolute paths as their last names: what is published should not tell of a machine's folders."""
+    return _ABSOLUTE.sub("", _QUOTED.sub("", text))
+
+
+def _without_paths_but_settings(record: str) -> str:
+    """run.json: a setting that holds a path, as an argument of an environment, decides what the run is taken for."""
+    clean = json.loads(without_paths(record))
+    settings = json.loads(record)["config"]
+    settings.setdefault("run", {})["dir"] = clean["config"].get("run", {}).get("dir", "")
+    return json_text(clean | {"config": settings}, indent=2) + "\n"  # as `RunRecord` writes it
+
+
+def _begun(run: Path) -> Any:
+    """What tells a run from all others."""
+    first = run_folder.read(run)["segments"][0]
+    # Of a sweep, several runs may begin in the same second. As text, of which paths are left out in copies.
+    command = without_paths(json_text(first.get("command")))
+    return first["started"], first.get("hosts"), run_folder.config_of(run).seed, command
+
+
+def _progress(run: Path) -> tuple[bool, int]:
+    record = run_folder.read(run)
+    return record["completed"], len(record["segments"])
+
+
+def load(folder: Path, plan: Plan) -> Run:
+    """A run and the place in the comparison that its own record gives it. Raises PalaError."""
+    run, ranks = runs.read(folder)
+    if run.record["completed"] and "global_steps" not in run.last:
+        raise PalaError(f"'{folder / 'run.json'}' is of a completed run, but its last segment has no 'global_steps'.")
+    order = np.lexsort((run.returns, run.steps, run.time_s))
+    in_order = {"steps": run.steps[order], "time_s": run.time_s[order], "returns": run.returns[order]}
+    return Run(**vars(run) | in_order, cell=_cell_of(run.config, run.last, plan, folder), ranks=ranks)
+
+
+def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) -> Cell:
+    """The variant: of those with the run's method, the one from which it differs in the fewest settings. Of several
+    such the one that gives its run of this seed the same name (variants may differ in what does not decide how a run
+    learns, as threads), then one that has runs with as many ranks, then one with the same budget. Settings that differ
+    even so become part of the name, so that runs which are not alike are not mixed. `source`: the run's folder."""
+    game, method, ranks = plan.game_of(config, source), config.exchange_kind.name, segment.get("ranks", 1)
+    wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
+    alike = {variant: settings for variant, settings in wanted.items() if settings.exchange_kind.name == method}
+    if not alike:
+        other = next(iter(wanted.values()))
+        exchange = ExchangeConfig(config.exchange.kind)
+        alike = {method: replace(other, algorithm=config.algorithm, exchange=exchange, gorila=config.gorila)}
+    differing = {variant: differences(config, settings) for variant, settings in alike.items()}
+    variant = min(
+        alike,
+        key=lambda v: (
+            len(differing[v]),
+            Cell(v, game, ranks).run_name(config.seed) not in (config.run.name, source.name),
+            ranks not in plan.ranks_of(v),
+            alike[v].total_steps != config.total_steps,
+        ),
+    )
+    phrases = [phrase(key, found) for key, (found, _) in differing[variant].items()]
+    own = run_folder.from_python(segment)
+    if own.network:
+        phrases.append(f"network from Python, {segment.get('parameters', 0):,} parameters")
+    if own.environment:
+        phrases.append("environment from Python")  # it may be another than Gymnasium's or PALA's of that id
+    return Cell(f"{variant} ({', '.join(phrases)})" if phrases else variant, game, ranks)

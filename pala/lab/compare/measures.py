@@ -1,0 +1,202 @@
+"""What is measured of a run and of runs together. docs/compare.md has each measure with its formula. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pala.evaluation.references import human_normalised
+from pala.lab.compare.plan import Cell
+from pala.report.curves import curve_of, running_mean
+from pala.report.runs import RunData
+from pala.run.metrics import Record, is_later, progress_kept
+
+WINDOW = 100  # episodes of a running mean
+_RESAMPLES = 2000
+_GRID = 500
+
+
+@dataclass(frozen=True)
+class Run(RunData):
+    """One that is compared; its episodes are in the order of time."""
+
+    cell: Cell
+    ranks: list[list[Record]]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.path.name
+
+    @property
+    def seed(self) -> int:
+        """The seed that all random streams derive from."""
+        return self.config.seed
+
+    @property
+    def is_independent(self) -> bool:
+        """Its ranks told each other nothing while they trained."""
+        return self.config.exchange_kind.independent
+
+    @property
+    def completed(self) -> bool:
+        """The budget was met and the final policy written."""
+        return bool(self.record["completed"])
+
+    def is_shorter_than(self, other: Run) -> bool:
+        """The other is the same but for its larger budget, and has completed, with more steps."""
+        same = (self.cell, self.seed) == (other.cell, other.seed)
+        is_larger = self.config.total_steps < other.config.total_steps and self.end_steps < other.end_steps
+        return same and other.completed and is_larger
+
+    @property
+    def segments(self) -> list[dict[str, Any]]:
+        """The records of all starts."""
+        return list(self.record["segments"])
+
+    @property
+    def was_resized(self) -> bool:
+        """Its starts had unlike numbers of ranks."""
+        return len({segment.get("ranks") for segment in self.segments}) > 1
+
+    @property
+    def num_lost(self) -> int:
+        """Ranks that died."""
+        return sum(len(segment.get("lost_ranks", [])) for segment in self.segments)
+
+    @property
+    def num_left(self) -> int:
+        """Ranks that were told to leave."""
+        return sum(len(segment.get("left_ranks", [])) for segment in self.segments)
+
+    @property
+    def num_joined(self) -> int:
+        """Spares that took a place."""
+        return sum(len(segment.get("joined_ranks", [])) for segment in self.segments)
+
+    @property
+    def score(self) -> float | None:
+        """Mean return of the final policy's evaluation."""
+        return self.evaluation["mean_return"] if self.evaluation else None
+
+    @property
+    def training_score(self) -> float | None:
+        """Mean return of the last 100 training episodes of all ranks; of all, if there are fewer."""
+        return float(self.returns[-WINDOW:].mean()) if len(self.returns) else None
+
+    @property
+    def normalised(self) -> float | None:
+        """The score in per cent of the way from random play to a human."""
+        if self.score is None or self.reference is None:
+            return None
+        return human_normalised(self.score, *self.reference)
+
+    @property
+    def intervals(self) -> list[Record]:
+        """Interval records of all ranks, without start-up."""
+        return [record for rank in self.ranks for record in settled(rank)]
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Speed of the ranks of the newest start: the sum of their medians over intervals, of that start and those
+        before it with as many ranks. None if one died or left: its speed is not that of the whole time."""
+        if self.num_lost or self.num_left:
+            return None
+        ranks = [since_resized(records, self.segments) for records in self.ranks[: self.last.get("ranks")]]
+        key = "local_steps_per_s"
+        speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in ranks]
+        return sum(map(statistics.median, filter(None, speeds))) or None
+
+    @property
+    def is_beyond_cores(self) -> bool:
+        """Its ranks outnumbered the cores of its hosts; of runs of earlier versions that is not known."""
+        return self.last.get("ranks", 1) > self.last.get("cores", math.inf)
+
+    def mean(self, key: str) -> float | None:
+        """Mean of a key of the metrics over intervals and ranks; None if none has it."""
+        values = [record[key] for record in self.intervals if record.get(key) is not None]
+        return statistics.fmean(values) if values else None
+
+    def most(self, key: str) -> float | None:
+        """The greatest value of a key of the metrics, start-up included."""
+        return max((r[key] for rank in self.ranks for r in rank if r.get(key) is not None), default=None)
+
+    @property
+    def progress_kept(self) -> float | None:
+        """Share of the ranks' own steps that the mean of their models made; None if the metrics do not tell."""
+        records = [record for rank in self.ranks for record in rank if record.get("own_movement")]
+        if len({len(record["own_movement"]) for record in records}) != 1:  # none, or of another version of PALA as well
+            return None
+        return progress_kept((r["own_movement"] for r in records), (r["movement"] for r in records))
+
+    def reaches(self, target: float) -> tuple[float, float] | None:
+        """(steps, seconds) when the mean of 100 episodes first is at least `target`; None if it never is."""
+        index = first_at_least(self.returns, target)
+        return None if index is None else (float(self.steps[index]), float(self.time_s[index]))
+
+    def auc(self, end: float) -> float | None:
+        """Return the mean of the learning curve over steps from 0 to `end`; before the first episode it is level."""
+        if not len(self.returns):
+            return None
+        curve = curve_of(self.steps, self.returns, WINDOW)
+        return float(np.interp(np.linspace(0, end, _GRID), curve.x, curve.y).mean())
+
+
+def settled(records: Sequence[Record]) -> list[Record]:
+    """A rank's intervals without the first of each segment, in which caches fill; with it if there is no other."""
+    intervals = [i for i, record in enumerate(records) if record["type"] == "interval"]
+    starts = [i for i, record in enumerate(records) if record["type"] == "start"]
+    first = {next((i for i in intervals if i > start), -1) for start in starts}
+    return [records[i] for i in intervals if i not in first] or [records[i] for i in intervals]
+
+
+def since_resized(records: Sequence[Record], segments: Sequence[dict[str, Any]]) -> Sequence[Record]:
+    """A rank's records since the number of ranks last changed, which the rank may not have seen: it may not have been
+    there. `segments`: of run.json."""
+    pairs = itertools.pairwise(segments)
+    changes = [now.get("segment", "") for then, now in pairs if then.get("ranks") != now.get("ranks")]
+    if not changes:
+        return records
+    starts = (i for i, r in enumerate(records) if r["type"] == "start" and not is_later(changes[-1], r["segment"]))
+    return records[next(starts, len(records)) :]
+
+
+def first_at_least(returns: np.ndarray, target: float) -> int | None:
+    """Index of the first episode at which the mean of a whole window of episodes is at least `target`."""
+    reached = np.flatnonzero(running_mean(returns, WINDOW)[WINDOW - 1 :] >= target)
+    return int(reached[0]) + WINDOW - 1 if len(reached) else None
+
+
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    """Mean without the lowest and the highest quarter of the values, rounded down: of 1 to 3 values, their mean. Of the
+    last axis."""
+    cut = values.shape[-1] // 4
+    mean: np.ndarray = np.sort(values)[..., cut : values.shape[-1] - cut].mean(-1)
+    return mean
+
+
+def bootstrap_interval(strata: Sequence[np.ndarray]) -> tuple[float, float]:
+    """95 % percentile interval of the interquartile mean of all values, resampled within each stratum (Agarwal et al.
+    2021, arXiv 2108.13264, section 4.1). The random numbers are the same each time."""
+    generator = np.random.default_rng(0)
+    drawn = np.concatenate([generator.choice(values, (_RESAMPLES, len(values))) for values in strata], axis=1)
+    low, high = np.percentile(interquartile_mean(drawn), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def median_reached(values: Sequence[float | None]) -> float | None:
+    """Median where None is later than everything; None if that is where the median lies."""
+    median = statistics.median(float("inf") if value is None else value for value in values)
+    return None if median == float("inf") else median
+
+
+def efficiencies(speeds: dict[int, float]) -> dict[int, float]:
+    """Ranks -> speed a rank over that with the fewest ranks, from ranks -> speed of all."""
+    fewest = min(speeds)
+    return {ranks: (speed / ranks) / (speeds[fewest] / fewest) for ranks, speed in speeds.items()}

@@ -1,0 +1,204 @@
+"""The pictures of a comparison, and the numbers behind its curves. A variant has the same colour and line style in all
+of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pala.lab.compare import scaling
+from pala.lab.compare.comparison import Comparison
+from pala.lab.compare.measures import WINDOW, Run, bootstrap_interval, interquartile_mean
+from pala.lab.compare.plan import Cell
+from pala.report.curves import Curve, curve_of, learning_curve, mean_of
+from pala.report.marks import draw_evaluations, draw_references, explain_ends, mark_of
+from pala.report.pictures import (
+    LINE_STYLES,
+    MARKERS,
+    draw_group,
+    legend,
+    line_look,
+    new_figure,
+    steps_label,
+    tidy,
+    tidy_learning_curve,
+    time_unit,
+    write_picture,
+)
+from pala.report.runs import Axis
+from pala.system.text import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_CSV_POINTS = 100
+
+
+def draw(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write the pictures that the runs allow; returns their paths. Raises PalaError."""
+    figures = {
+        "learning_curves.png": _learning_curves(comparison),
+        "final_scores.png": _final_scores(comparison),
+        "scaling.png": scaling.draw(comparison),
+    }
+    drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
+    for path, figure in drawn.items():
+        write_picture(figure, path)
+    for name in figures:
+        if folder / name not in drawn:
+            (folder / name).unlink(missing_ok=True)  # of an earlier report
+    return list(drawn)
+
+
+# ---- learning curves -------------------------------------------------------------------------------------------------
+
+
+def _learning_curves(comparison: Comparison) -> Figure | None:
+    """A row of panels for each game and number of ranks; over steps and over time.
+
+    A game whose variants never have the same number of ranks gets a single row. Runs that have not completed are thin.
+    What was disturbed is drawn over steps alone, variants that the preset's `drawn` leaves out not at all.
+    """
+    drawn = comparison.preset.drawn or comparison.variants
+    rows = _rows([run for run in comparison.runs if len(run.returns) and run.cell.variant in drawn])
+    if not rows:
+        return None
+    timed = comparison.preset.undisturbed
+    most_lines = max(map(len, rows.values()))
+    figure = new_figure(10, (3.6 + 0.15 * most_lines) * len(rows))
+    for (title, cells), part in zip(rows.items(), figure.subfigures(len(rows), 1, squeeze=False)[:, 0], strict=True):
+        panels = part.subplots(1, 1 + timed, squeeze=False)[0]
+        runs = [run for of_cell in cells.values() for run in of_cell]
+        seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
+        skips = {run.frame_skip for run in runs}
+        lines = _lines(comparison, cells)
+        _draw_row(panels[0], lines, steps_label(skips), "steps", seconds)
+        panels[0].set_title(f"{title} ({comparison.preset.name})", loc="left")
+        if timed:
+            label = f"training time ({unit})"
+            _draw_row(panels[1], lines, label, "time", seconds)
+        legend(part, panels[0])
+    return figure
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    runs: list[Run]
+    look: dict[str, Any]
+
+
+def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[_Line]:
+    """The lines of a row of panels. Those of a variant with several numbers of ranks differ in their markers
+    and styles."""
+    several = len({cell.ranks for cell in cells}) > 1
+    order = sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks))
+    lines = []
+    for place, cell in enumerate(order):
+        look = line_look(comparison.looks[cell.variant]) | {"marker": MARKERS[place % len(MARKERS)]}
+        if several:
+            look["linestyle"] = LINE_STYLES[place % len(LINE_STYLES)]
+        name = f"{cell.variant}, {counted(cell.ranks, 'rank')}" if several else cell.variant
+        lines.append(_Line(name, cells[cell], look))
+    return lines
+
+
+def _draw_row(panel: Axes, lines: list[_Line], x_label: str, axis: Axis, seconds: float) -> None:
+    """Draw a panel; `seconds` are in a unit of the time axis."""
+    tidy_learning_curve(panel, x_label, WINDOW)
+    groups = [_draw_variant(panel, line, axis, seconds) for line in lines]
+    explain_ends(panel, list(filter(None, groups)))
+    draw_evaluations(panel, [mark_of(line.runs, axis, seconds, line.look) for line in lines])
+    draw_references(panel, lines[0].runs[0].reference)
+
+
+def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
+    """Title of a row of panels -> the runs of each of its cells."""
+    cells: dict[Cell, list[Run]] = {}
+    for run in runs:
+        cells.setdefault(run.cell, []).append(run)
+    in_place = Counter((cell.game, cell.ranks) for cell in cells)
+    rows: dict[str, dict[Cell, list[Run]]] = {}
+    for cell, of_cell in cells.items():
+        alone = all(number == 1 for (game, _), number in in_place.items() if game == cell.game)
+        several = sum(game == cell.game for game, _ in in_place) > 1
+        title = cell.game if alone and several else f"{cell.game}, {counted(cell.ranks, 'rank')}"
+        rows.setdefault(title, {})[cell] = of_cell
+    return rows
+
+
+def _draw_variant(panel: Axes, line: _Line, axis: Axis, seconds: float) -> list[Curve]:
+    """Draw the runs of a line; returns the curves of those that its mean is of."""
+    curves = [learning_curve(run.over(axis, seconds), run.returns, WINDOW) for run in line.runs]
+    complete = [curve for run, curve in zip(line.runs, curves, strict=True) if run.completed]
+    label = "" if complete else f"{line.name}, not completed"
+    for run, curve in zip(line.runs, curves, strict=True):
+        if not run.completed:
+            panel.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=label, **line.look | {"marker": ""})
+            label = ""
+    if complete:
+        size = f"mean of {len(complete)} runs" if len(complete) > 1 else "1 run"
+        draw_group(panel, complete, f"{line.name}, {size}", line.look)
+    return complete
+
+
+def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """The mean curves and their ranges, for curves.csv."""
+    rows = []
+    for cell, runs in comparison.cells.items():
+        drawn = [run for run in runs if len(run.returns)]
+        for axis in ("steps", "time_s")[: 1 + comparison.preset.undisturbed]:
+            if not drawn:
+                continue
+            mean = mean_of([curve_of(getattr(run, axis), run.returns, WINDOW) for run in drawn])
+            at = np.unique(np.linspace(0, len(mean.x) - 1, min(_CSV_POINTS, len(mean.x))).astype(int))
+            rows += [_curve_row(cell, len(drawn), axis, mean, i) for i in at]
+    return rows
+
+
+def _curve_row(cell: Cell, num_runs: int, axis: str, curve: Curve, i: int) -> dict[str, Any]:
+    place: dict[str, Any] = {"game": cell.game, "ranks": cell.ranks, "variant": cell.variant, "runs": num_runs}
+    values = {"x": curve.x[i], "mean_return": curve.y[i], "lowest": curve.low[i], "highest": curve.high[i]}
+    return place | {"axis": axis} | {key: round(float(value), 3) for key, value in values.items()}
+
+
+# ---- scores --------------------------------------------------------------------------------------------------------
+
+
+def _final_scores(comparison: Comparison) -> Figure | None:
+    """A panel for each game: every run's evaluation as a dot, the interquartile mean with its interval as a bar."""
+    scored = {cell: [run.score for run in runs if run.score is not None] for cell, runs in comparison.cells.items()}
+    scored = {cell: scores for cell, scores in scored.items() if scores}
+    sizes = Counter(cell.game for cell in scored)
+    if not sizes:
+        return None
+    figure = new_figure(8, 0.9 * len(sizes) + 0.5 * len(scored))
+    panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=list(sizes.values()))[:, 0]
+    for game, panel in zip(sizes, panels, strict=True):
+        _draw_scores(panel, {cell: np.array(of) for cell, of in scored.items() if cell.game == game}, comparison)
+        panel.set_title(game, loc="left")
+    panels[-1].set_xlabel("return of the final policy")
+    return figure
+
+
+def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Comparison) -> None:
+    for y, (cell, values) in enumerate(scores.items()):
+        colour = line_look(comparison.looks[cell.variant])["color"]
+        panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
+        panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
+        panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
+    labels = [f"{cell.variant}, {counted(cell.ranks, 'rank')}" for cell in scores]
+    panel.set_yticks(range(len(scores)), labels)
+    panel.set_ylim(len(scores) - 0.5, -0.5)
+    tidy(panel, grid="x")
+    draw_references(panel, comparison.cells[next(iter(scores))][0].reference, across=True)
+    panel.plot([], [], "o", color="#555555", markersize=5, label="a run")
+    panel.plot([], [], "|", color="#555555", markersize=12, markeredgewidth=2.5, label="interquartile mean")
+    if any(len(values) > 1 for values in scores.values()):
+        panel.plot([], [], color="#555555", linewidth=9, alpha=0.3, label="95 % interval")
+    panel.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)

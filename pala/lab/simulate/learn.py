@@ -1,0 +1,401 @@
+"""`python -m pala.simulate learn`: whole trainings of up to 64 ranks in one process, on a simulated network.
+
+    gossip beside synchronous A2C       python -m pala.simulate learn --ranks 16
+    over a slow network                 ... --delay-updates 3
+    with one rank four times slower     ... --slow-ranks 1 --slowness 4
+
+The learners are real: environments, network, A2C and RMSprop of training. The gossip between them is training's
+protocol on a virtual clock, whose unit is one update of a rank. So it tells what a step teaches, at any number of ranks
+and over any network, but nothing about the speed of a machine. Equal settings and seed give equal results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+
+from pala.a2c.parts import make_parts
+from pala.config import Config, EnvConfig, load_preset
+from pala.config.checks import check
+from pala.envs.vector import Envs, make_envs
+from pala.exchange.budget import ExchangeState
+from pala.exchange.gossip.mixing import RULES
+from pala.lab.simulate.passive import PassiveExchange
+from pala.lab.simulate.scenario import Scenario, timed_in_updates
+from pala.lab.simulate.virtual_cluster import VirtualCluster
+from pala.networks.distributions import Categorical
+from pala.run.loop import Counters, Progress
+from pala.run.provenance import provenance
+from pala.system.command_line import check_choices, check_least, read_command
+from pala.system.errors import PalaError, reason
+from pala.system.files import write_json
+from pala.system.interrupt import Interrupt
+from pala.system.seeding import derive
+from pala.system.text import table
+
+METHODS = (*RULES, "allreduce", "none")
+_PROGRAM = "pala.simulate learn"
+_LOOKS = 50  # at the distance between ranks, over a training
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What ranks and network are like. The unit of time is one update of an ordinary rank."""
+
+    ranks: int = 8
+    """Number of ranks."""
+    delay_updates: float = 0.05
+    """How long a model is on its way."""
+    slow_ranks: int = 0
+    """So many ranks are slower than the others."""
+    slowness: float = 4.0
+    """How many times slower they are."""
+    deaths: int = 0
+    """So many ranks die, at times drawn from the seed. Gossip only."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Train on simulated ranks: gossip by each mixing rule, synchronous A2C, independent learners."""
+
+    preset: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file with settings; the options below win over it. Default: CartPole."""
+    methods: tuple[str, ...] = ("allreduce", "uniform", "paired")
+    """Which to compare: uniform, push_sum, paired (gossip's mixing rules), allreduce (synchronous A2C), none."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Trainings of each method."""
+    conditions: Annotated[Conditions, tyro.conf.arg(name="")] = field(default_factory=Conditions)
+    output: Path | None = None
+    """JSON file for the results, with every episode's return."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: Config(total_steps=200_000, env=EnvConfig(id="CartPole-v1"))
+    )
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of one training."""
+
+    episodes: list[tuple[int, float, float]]  # (global steps, time in updates, return)
+    global_steps: int
+    time_updates: float
+    updates: list[int]  # of each rank
+    models_sent: int
+    progress_kept: float
+    """How far the mean of the ranks' models went along the sum of their own steps over the number of ranks; 1: all."""
+    distances: list[float]
+    """Between ranks: root mean square distance from their mean over its norm, at equal intervals."""
+    divergences: list[float]
+    """Mean KL divergence of the ranks' policies from that of the first, on the first's observations (Discrete)."""
+
+    def curve(self, bins: int, total_steps: int) -> list[float]:
+        """The mean return in equal intervals of the budget; one without an episode has that before, or, at the
+        beginning, the first. Raises PalaError if no episode ended."""
+        if not self.episodes:
+            raise PalaError("No episode ended: raise '--total-steps'.")
+        curve, last = [], self.episodes[0][2]
+        edges = [total_steps * i // bins for i in range(bins + 1)]
+        steps = [episode[0] for episode in self.episodes]
+        for low, high in itertools.pairwise(edges):
+            first, end = np.searchsorted(steps, [low, high], side="right")
+            if end > first:
+                last = statistics.fmean(episode[2] for episode in self.episodes[first:end])
+            curve.append(last)
+        return curve
+
+    def mean_height(self, total_steps: int) -> float:
+        """The area under the curve over its length."""
+        return statistics.fmean(self.curve(50, total_steps))
+
+
+class Learners:
+    """The ranks' actor-learners, with a model each."""
+
+    def __init__(self, config: Config, ranks: int, make: Callable[[EnvConfig], Envs] = make_envs) -> None:
+        self.config, self.ranks = config, list[_Rank]()
+        try:
+            for rank in range(ranks):
+                self.ranks.append(_Rank(config, rank, ranks, make(config.env)))
+        except BaseException:
+            self.close()
+            raise
+        self.episodes: list[tuple[int, float, float]] = []
+        self.distances: list[float] = []
+        self.divergences: list[float] = []
+        self.own_steps = torch.zeros_like(self.ranks[0].flat.data)  # sum over ranks of what they learned
+        self.beginning = self.ranks[0].flat.data.clone()
+        self._num_learned = self.ranks[0].flat.num_learned
+        self._next_look = 0.0
+
+    def close(self) -> None:
+        """End the environments, whose processes would outlive a training."""
+        for rank in self.ranks:
+            rank.envs.close()
+
+    def update(self, number: int, parameters: Tensor, global_steps: int) -> None:
+        """A rollout and an update of a rank, whose model is changed in place, after so many steps of all ranks. Raises
+        PalaError if it is not finite."""
+        rank = self.ranks[number]
+        rank.exchange.global_steps = global_steps
+        rank.flat.data.copy_(parameters)
+        loss = rank.learner.differentiate()
+        assert loss is not None
+        if not rank.learner.step(loss).applied:
+            raise PalaError(f"The gradient of rank {number} is not finite: lower 'a2c.learning_rate'.")
+        self.own_steps += rank.flat.data - parameters
+        parameters.copy_(rank.flat.data)
+
+    def note(self, number: int, global_steps: int, time: float) -> None:
+        """After a rank's update: collect its episodes."""
+        for record in self.ranks[number].learner.take_records():
+            if record["type"] == "episode":
+                self.episodes.append((global_steps, round(time, 3), record["return"]))
+
+    def look(self, models: Sequence[Tensor], global_steps: int) -> None:
+        """Measure how far apart the models are, every now and then."""
+        if global_steps < self._next_look or len(models) == 1:
+            return
+        self._next_look += self.config.total_steps / _LOOKS
+        stacked = torch.stack(list(models))
+        mean = stacked.mean(0)
+        apart = (stacked - mean)[:, : self._num_learned].square().sum(1).mean().sqrt()
+        self.distances.append(float(apart / mean[: self._num_learned].norm()))
+        self.divergences.append(self._divergence(stacked))
+
+    def _divergence(self, models: Tensor) -> float:
+        first = self.ranks[0]
+        if not isinstance(first.network.distribution, Categorical):
+            return math.nan
+        kept, observations = first.flat.data.clone(), first.learner.observations
+        with torch.no_grad():
+            log_probs = []
+            for model in models:
+                first.flat.data.copy_(model)
+                log_probs.append(torch.log_softmax(first.network(observations)[0], -1))
+        first.flat.data.copy_(kept)
+        own, others = log_probs[0], torch.stack(log_probs[1:])
+        return float((own.exp() * (own - others)).sum(-1).mean())
+
+    def progress_kept(self, mean: Tensor) -> float:
+        """As `Learned.progress_kept`; `mean`: of the ranks' models at the end."""
+        went, learned = mean - self.beginning, self.own_steps / len(self.ranks)
+        went, learned = went[: self._num_learned], learned[: self._num_learned]
+        return float(went.dot(learned) / learned.dot(learned))
+
+
+class _Rank:
+    def __init__(self, config: Config, rank: int, ranks: int, envs: Envs) -> None:
+        parts = make_parts(config, envs, torch.device("cpu"))
+        self.envs, self.network, self.flat, self.exchange = envs, parts.network, parts.flat, PassiveExchange(ranks)
+        generator = torch.Generator()
+        generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
+        progress = Progress(Counters(), generator, ExchangeState([0]))
+        self.learner = parts.make_loop(rank, envs, self.exchange, progress, Interrupt())
+        self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
+
+
+def learn(
+    method: str, config: Config, conditions: Conditions, make: Callable[[EnvConfig], Envs] = make_envs
+) -> Learned:
+    """One training; `method` is one of `METHODS`. In float32 unless bfloat16 is asked for: equal settings and seed give
+    equal results on any machine. Raises PalaError."""
+    if config.network.precision == "auto":
+        config = dataclasses.replace(config, network=dataclasses.replace(config.network, precision="float32"))
+    own = {"kind": method} if method in ("allreduce", "none") else {"kind": "gossip", "mixing": method}
+    config = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **own))  # type: ignore[arg-type]
+    learners = Learners(config, conditions.ranks, make)
+    try:
+        if method in ("allreduce", "none"):
+            return _learn_in_rounds(learners, conditions, averaged=method == "allreduce")
+        return _gossip(learners, method, conditions)
+    finally:
+        learners.close()
+
+
+def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
+    """The simulated network and ranks of a training by gossip."""
+    n, draw, delay, exchange = conditions.ranks, random.Random(config.seed), conditions.delay_updates, config.exchange
+    rounds = config.total_steps / (n * config.steps_per_update)
+    made = Scenario(
+        n, exchange.graph, method, exchange.max_staleness, config.total_steps,
+        config.steps_per_update, config.seed, slowness=_slowness(conditions),
+        deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
+        patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
+        exchanges_per_update=exchange.exchanges_per_update if RULES[method].by_pairs else 1,
+        rollout_steps=config.a2c.rollout_steps,
+    )  # fmt: skip
+    return timed_in_updates(made, delay)
+
+
+def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
+    config, n = learners.config, conditions.ranks
+    updates = [0] * n
+
+    def update(number: int, model: np.ndarray) -> None:
+        learners.ranks[number].exchange.living = cluster.ranks[number].protocol.living
+        learners.update(number, torch.from_numpy(model), cluster.global_steps)
+        updates[number] += 1
+        learners.note(number, cluster.global_steps + config.steps_per_update, cluster.now)
+
+    def observe(cluster: VirtualCluster) -> None:
+        learners.look([torch.from_numpy(rank.model) for rank in cluster.living], cluster.global_steps)
+
+    models = np.tile(learners.beginning.numpy(), (n, 1))
+    cluster = VirtualCluster(scenario(config, method, conditions), models, learn=update, observe=observe)
+    cluster.run()
+    if cluster.stuck:
+        raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
+    mean = torch.from_numpy(np.asarray(cluster.mean_model, np.float32))
+    return _learned(learners, mean, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent)
+
+
+def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool) -> Learned:
+    """Synchronous A2C: all hold one model, a round lasts as long as the slowest rank takes, and the sum of gradients is
+    on its way for as long as a model there and back. Or, if gradients are not averaged, independent learners, who wait
+    for nobody."""
+    config, n = learners.config, conditions.ranks
+    flats = [rank.flat for rank in learners.ranks]
+    draw, slowness = random.Random(config.seed), _slowness(conditions) or (1.0,) * n
+    steps, times, rounds = 0, [0.0] * n, 0
+    while steps < config.total_steps:
+        for rank in learners.ranks:
+            rank.exchange.global_steps = steps
+        losses = [rank.learner.differentiate() for rank in learners.ranks]
+        mean = torch.stack([flat.gradient for flat in flats]).mean(0) if averaged else None
+        for rank, loss in zip(learners.ranks, losses, strict=True):
+            assert loss is not None
+            if mean is not None:
+                rank.flat.gradient.copy_(mean)
+            before = rank.flat.data.clone()
+            if not rank.learner.step(loss).applied:
+                raise PalaError("The gradient is not finite: lower 'a2c.learning_rate'.")
+            learners.own_steps += rank.flat.data - before
+        rounds, steps = rounds + 1, steps + n * config.steps_per_update
+        times = [time + draw.uniform(0.95, 1.05) * factor for time, factor in zip(times, slowness, strict=True)]
+        if averaged:
+            times = [max(times) + 2 * conditions.delay_updates] * n
+        learners.look([flat.data for flat in flats], steps)
+        for number, time in enumerate(times):
+            learners.note(number, steps, time)
+    return _learned(learners, torch.stack([flat.data for flat in flats]).mean(0), steps, max(times), [rounds] * n, 0)
+
+
+def _slowness(conditions: Conditions) -> tuple[float, ...]:
+    fast = conditions.ranks - conditions.slow_ranks
+    return (conditions.slowness,) * conditions.slow_ranks + (1.0,) * fast if conditions.slow_ranks else ()
+
+
+def _learned(
+    learners: Learners, mean: Tensor, steps: int, time: float, updates: list[int], models_sent: int
+) -> Learned:
+    return Learned(
+        learners.episodes, steps, round(time, 1), updates, models_sent, learners.progress_kept(mean),
+        learners.distances, learners.divergences,
+    )  # fmt: skip
+
+
+def parse(arguments: list[str]) -> Command:
+    """The checked command line. Raises PalaError."""
+    first = read_command(_PROGRAM, arguments, Command())
+    settings = Command().config if first.preset is None else load_preset(first.preset)
+    command = read_command(_PROGRAM, arguments, dataclasses.replace(first, config=settings))
+    if command.config.seed != settings.seed:
+        raise PalaError(f"'--seed' is {command.config.seed}, but '--seeds' names the seeds of the trainings here.")
+    conditions = command.conditions
+    exchange = command.config.exchange
+    pairwise = [method for method in command.methods if method in RULES and RULES[method].by_pairs]
+    if pairwise and exchange.graph != "complete":  # so its settings may be others than their defaults
+        exchange = dataclasses.replace(exchange, kind="gossip", mixing=pairwise[0])  # type: ignore[arg-type]
+    check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
+    check_choices("methods", command.methods, METHODS)
+    check_least("ranks", conditions.ranks, 1)
+    check_least("slow-ranks", conditions.slow_ranks, 0)
+    check_least("slowness", conditions.slowness, 1)
+    if conditions.slowness != Conditions.slowness and not conditions.slow_ranks:
+        raise PalaError("'--slowness' is of slow ranks, of which there are none: give '--slow-ranks', too.")
+    check_least("delay-updates", conditions.delay_updates, 0)
+    check_least("deaths", conditions.deaths, 0)
+    for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
+        if value >= conditions.ranks:
+            raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
+    if conditions.deaths and (others := {"allreduce", "none"}.intersection(command.methods)):
+        raise PalaError(f"'--deaths' is for gossip, not for '{min(others)}' of '--methods': there ranks do not die.")
+    if min(command.seeds, default=0) < 0:
+        raise PalaError("'--seeds' must be numbers of at least 0.")
+    if exchange.compression != "none":
+        raise PalaError(f"'exchange.compression' is '{exchange.compression}', but simulated models travel as they are.")
+    if command.config.algorithm != "a2c":
+        raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
+    if pairwise and exchange.graph == "complete":
+        raise PalaError(
+            f"'--methods' has '{pairwise[0]}', where a rank has one open offer: not with the complete topology."
+        )
+    if not command.seeds or not command.methods:
+        raise PalaError("Name at least one of '--seeds' and one of '--methods'.")
+    if command.output is not None:
+        folder = command.output.absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):  # trainings may take hours
+            raise PalaError(
+                f"'--output': nothing can be written into '{folder}'; name a file in a folder that is there."
+            )
+        if command.output.is_dir():
+            raise PalaError(f"'--output': '{command.output}' is a folder; name a file.")
+    return command
+
+
+def run(arguments: list[str]) -> None:
+    """What `python -m pala.simulate learn` does. Raises PalaError."""
+    command = parse(arguments)
+    torch.set_num_threads(1)
+    rows, results = [], []
+    for method in command.methods:
+        trainings = []
+        for seed in command.seeds:
+            config = dataclasses.replace(command.config, seed=seed)
+            trainings.append(learn(method, config, command.conditions))
+            height = trainings[-1].mean_height(config.total_steps)
+            print(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}", flush=True)
+            results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
+            _write(command, results)  # what comes next may fail, or be stopped
+        rows.append(_row(method, trainings, command.config.total_steps))
+    header = ["method", "mean height", "range", "last return", "kept", "distance", "KL", "models an update", "time"]
+    print("\n" + table(header, rows))
+
+
+def _write(command: Command, results: list[dict[str, Any]]) -> None:
+    if command.output is None:
+        return
+    options = json.loads(json.dumps(asdict(command), default=str))  # paths as text
+    facts: dict[str, Any] = provenance() | {"options": options, "trainings": results}
+    try:
+        write_json(command.output, facts)
+    except OSError as error:
+        raise PalaError(f"'--output': '{command.output}' cannot be written ({reason(error)}).") from None
+
+
+def _row(method: str, trainings: list[Learned], total_steps: int) -> list[str]:
+    heights = [training.mean_height(total_steps) for training in trainings]
+    mean = statistics.fmean
+    return [
+        method, f"{mean(heights):.1f}", f"{min(heights):.1f}-{max(heights):.1f}",
+        f"{mean(training.curve(50, total_steps)[-1] for training in trainings):.1f}",
+        f"{mean(training.progress_kept for training in trainings):.2f}",
+        f"{mean(mean(training.distances or [0.0]) for training in trainings):.4f}",
+        f"{mean(mean(training.divergences or [0.0]) for training in trainings):.4f}",
+        f"{mean(training.models_sent / sum(training.updates) for training in trainings):.2f}",
+        f"{mean(training.time_updates for training in trainings):,.0f}",
+    ]  # fmt: skip

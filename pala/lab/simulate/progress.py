@@ -1,0 +1,103 @@
+"""`python -m pala.simulate progress`: how much of what the ranks learn their exchange leaves them.
+
+Every update adds 1 to a rank's model, and nothing else happens. If nothing is taken back, the mean of all models ends
+at the mean number of updates. *Kept* is the share of that at which it does end; *apart* is how far the ranks are from
+each other at the end, in updates (standard deviation). Synchronous A2C and independent learners keep 1 by construction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.topology import TOPOLOGIES
+from pala.lab.simulate.scenario import Scenario, timed_in_updates
+from pala.lab.simulate.virtual_cluster import VirtualCluster
+from pala.system.command_line import check_choices, check_named, read_command
+from pala.system.errors import PalaError
+from pala.system.text import table
+
+_PROGRAM = "pala.simulate progress"
+
+
+@dataclass(frozen=True)
+class Command:
+    """Measure how much progress each mixing rule keeps, over ranks, delays and stragglers."""
+
+    mixings: tuple[str, ...] = tuple(RULES)
+    """Mixing rules: uniform, push_sum, paired."""
+    topology: str = "random"
+    """Who sends to whom."""
+    ranks: tuple[int, ...] = (2, 4, 16, 64)
+    """Numbers of ranks."""
+    delays: tuple[float, ...] = (0.05, 1.0, 3.0, 10.0)
+    """How long a model is on its way, in updates."""
+    slowness: tuple[float, ...] = (1.0, 4.0)
+    """How many times slower the first rank is."""
+    updates: int = 200
+    """Updates of a rank, on average."""
+    exchanges_per_update: int = 1
+    """As `exchange.exchanges_per_update`, of paired."""
+    seed: int = 1
+    """Seed of all delays."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is left after all updates."""
+
+    kept: float
+    apart_updates: float
+    models_an_update: float
+
+
+def measure(
+    mixing: str, topology: str, ranks: int, delay: float, slowness: float, updates: int, seed: int, exchanges: int = 1
+) -> Progress:
+    """Play it."""
+    scenario = Scenario(
+        ranks, topology, mixing, budget_steps=ranks * updates, seed=seed, exchanges_per_update=exchanges,
+        slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)),
+    )  # fmt: skip
+    made = np.zeros(ranks)
+
+    def learn(rank: int, model: np.ndarray) -> None:
+        model += 1
+        made[rank] += 1
+
+    cluster = VirtualCluster(timed_in_updates(scenario, delay), np.zeros((ranks, 1)), learn=learn)
+    cluster.run()
+    kept = float(cluster.mean_model[0]) / float(made.mean())
+    models = [float(rank.model[0]) for rank in cluster.ranks]
+    return Progress(kept, float(np.std(models)), cluster.models_sent / float(made.sum()))
+
+
+def run(arguments: list[str]) -> None:
+    """What `python -m pala.simulate progress` does. Raises PalaError."""
+    command = read_command(_PROGRAM, arguments, Command())
+    check_choices("mixings", command.mixings, RULES)
+    check_choices("topology", [command.topology], TOPOLOGIES)
+    pairwise = [mixing for mixing in command.mixings if RULES[mixing].by_pairs]
+    if pairwise and command.topology == "complete":
+        raise PalaError(
+            f"'--mixings' has '{pairwise[0]}', where a rank has one open offer: not with '--topology complete'."
+        )
+    check_named(command, "mixings", "ranks", "delays", "slowness")
+    finite = all(map(math.isfinite, (*command.delays, *command.slowness)))
+    if not finite or min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
+        raise PalaError("'--ranks' must be at least 2, '--delays' 0 and '--slowness' 1; all are finite.")
+    if min(command.updates, command.exchanges_per_update) < 1:
+        raise PalaError("'--updates' and '--exchanges-per-update' must be at least 1.")
+    rows = []
+    for ranks, delay, slowness in itertools.product(command.ranks, command.delays, command.slowness):
+        for mixing in command.mixings:
+            exchanges = command.exchanges_per_update if RULES[mixing].by_pairs else 1
+            found = measure(mixing, command.topology, ranks, delay, slowness, command.updates, command.seed, exchanges)
+            figures = (f"{found.kept:.2f}", f"{found.apart_updates:.2f}", f"{found.models_an_update:.2f}")
+            rows.append((str(ranks), f"{delay:g}", f"{slowness:g}", mixing, *figures))
+    header = ("ranks", "delay, updates", "slowest rank", "mixing", "kept", "apart, updates", "models an update")
+    print(table(header, rows))

@@ -1,0 +1,152 @@
+"""What is made of a simulation: tables and a picture. Pure, but for `draw`, which writes a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pala.lab.simulate.methods import METHODS
+from pala.report.pictures import new_figure, tidy, write_picture
+from pala.system.text import Spread, counted, table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def markdown(simulation: dict[str, Any]) -> str:
+    """All tables, as readable in a terminal or a log as on a page."""
+    options, measured, rows = simulation["options"], simulation["measured"], simulation["predictions"]
+    sections = [
+        f"# Prediction: {measured['environment']} in {measured['precision']}, up to {max(options['ranks']):,} ranks",
+        _inputs(simulation),
+    ]
+    for straggler in sorted({row["straggler"] for row in rows}):
+        title = "All ranks alike" if straggler == 1 else f"One rank {straggler:g} times slower"
+        sections.append(f"## {title}\n\n" + _table([row for row in rows if row["straggler"] == straggler], options))
+    if simulation["comparison"]:
+        sections.append(
+            "## Beside what was measured\n\nSteps of all ranks a second, median (range over rounds); ratios are "
+            "predicted over measured.\n\n" + _comparison_table(simulation["comparison"])
+        )
+    sections += [_notes(rows), f"{simulation['date']}, commit {simulation['git_commit']}"
+                 f"{' (changed)' if simulation['git_dirty'] else ''}: `{simulation['command']}`"]  # fmt: skip
+    return "\n\n".join(sections) + "\n"
+
+
+def _inputs(simulation: dict[str, Any]) -> str:
+    options, costs, measured = simulation["options"], simulation["costs"], simulation["measured"]
+    update_ms = [1e3 * quantile for quantile in costs["update_quantiles_s"]]
+    send_ms, receive_ms, mix_ms = (1e3 * costs[f"{part}_s"] for part in ("send", "receive", "mix"))
+    return (
+        "Not measured but simulated: the protocol's own code on a virtual cluster, with costs measured on "
+        f"{measured['cpu']} (commit {measured['git_commit']}, {measured['date']}).\n"
+        f"Hosts of {options['ranks_per_host']} ranks with {counted(costs['threads'], 'core')} each, "
+        f"one link of {options['bandwidth_gbit']:g} Gbit/s and {options['latency_us']:g} µs; seed {options['seed']}.\n"
+        f"An update takes {min(update_ms):.1f} to {max(update_ms):.1f} ms; one rank without exchange makes "
+        f"{simulation['one_rank_steps_per_s']:,.0f} steps/s. A model has {costs['model_bytes'] / 2**20:.2f} MiB; "
+        f"{send_ms:.2f} ms to copy, {receive_ms:.2f} to receive, {mix_ms:.2f} to mix."
+    )
+
+
+def _table(rows: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    header = (
+        "method", "ranks", "global steps/s", "efficiency", "waiting", "models an update", "distance", "MB/s a rank",
+        "MB/s in all", "busiest link, MB/s", "its load",
+    )  # fmt: skip
+    link_bytes_per_s = options["bandwidth_gbit"] * 1e9 / 8
+    reasons = dict.fromkeys(f"{row['method']}: {row['reason']}." for row in rows if "reason" in row)
+    return "\n\n".join([table(header, [_cells(row, link_bytes_per_s) for row in rows]), *reasons])
+
+
+def _cells(row: dict[str, Any], link_bytes_per_s: float) -> tuple[str, ...]:
+    names = (row["method"], str(row["ranks"]))
+    if "reason" in row:
+        return (*names, *[""] * 9)
+    models, distance, link = row["models_an_update"], row["distance"], row["busiest_link_bytes_per_s"]
+    return (
+        *names, f"{row['steps_per_s']:,.0f}", f"{row['efficiency']:.3f}", f"{row['wait_share']:.1%}",
+        "" if models is None else f"{models:.2f}",
+        "" if distance is None else f"{distance:.2f}{' +' if row['distance_grows'] else ''}",
+        f"{row['bytes_per_s'] / row['ranks'] / 1e6:.1f}", f"{row['bytes_per_s'] / 1e6:,.0f}", f"{link / 1e6:,.0f}",
+        f"{link / link_bytes_per_s:.0%}",
+    )  # fmt: skip
+
+
+def _comparison_table(rows: list[dict[str, Any]]) -> str:
+    header = (
+        "measured in", "ranks", "hosts", "cores a host", "link, Gbit/s", "exchange", "predicted", "measured", "ratio",
+        "predicted of none", "measured of none", "models an update: predicted", "measured models",
+    )  # fmt: skip
+    lines = []
+    for row in rows:
+        link = f"{row['link_gbit']:g}" if row["link_gbit"] else ""
+        job = (row["file"], str(row["ranks"]), str(row["hosts"]), f"{row['cores_per_host']:g}", link)
+        none, gossip, of_none, models = row["none"], row["gossip"], row["of_none"], row["models_an_update"]
+        lines += [
+            (*job, "none", f"{none['predicted']:,.0f}", Spread(**none["measured"]).text(",.0f"),
+             f"{none['predicted'] / none['measured']['median']:.3f}", "", "", "", ""),
+            (*job, "gossip", Spread(**gossip["predicted"]).text(",.0f"), Spread(**gossip["measured"]).text(",.0f"),
+             f"{gossip['predicted']['median'] / gossip['measured']['median']:.3f}", f"{of_none['predicted']:.3f}",
+             Spread(**of_none["measured"]).text(".3f"), f"{models['predicted']:.2f}", f"{models['measured']:.2f}"),
+        ]  # fmt: skip
+    return table(header, lines)
+
+
+def _notes(rows: list[dict[str, Any]]) -> str:
+    simulated = [row for row in rows if "reason" not in row]
+    updates = sorted({row["updates_a_rank"] for row in simulated})
+    longest = max(simulated, key=lambda row: row["seconds_to_simulate"])
+    return (
+        "Efficiency: steps/s over those of as many single ranks without exchange, none of them slow. Waiting: share of "
+        "a rank's time. Distance: of a rank's model to the mean of all, root mean square, in lengths of one update's "
+        "step, if steps are random and independent; + : it was still growing when the simulation ended.\n"
+        f"{', '.join(map(str, updates))} updates a rank, the more ranks the fewer; the first quarter is not counted "
+        "(with `allreduce` it is). "
+        f"It took {sum(row['seconds_to_simulate'] for row in simulated):,.0f} s; the longest was {longest['method']} "
+        f"with {longest['ranks']:,} ranks, {longest['seconds_to_simulate']:,.0f} s."
+    )
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def draw(simulation: dict[str, Any], output: Path) -> None:
+    """Efficiency over the number of ranks, without and with a slow rank. Raises PalaError."""
+    rows = [row for row in simulation["predictions"] if "reason" not in row]
+    stragglers = sorted({row["straggler"] for row in rows})
+    figure = new_figure(6.6 * len(stragglers), 5.2)
+    panels = figure.subplots(1, len(stragglers), sharey=True, squeeze=False)[0]
+    for axes, straggler in zip(panels, stragglers, strict=True):
+        _draw_efficiency(axes, [row for row in rows if row["straggler"] == straggler], simulation["options"])
+    panels[0].set_ylabel("efficiency: steps/s over those of\nas many single ranks, none of them slow")
+    handles, labels = panels[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    options, measured = simulation["options"], simulation["measured"]
+    figure.suptitle(
+        f"Simulated, with costs measured on {measured['cpu']}: {measured['environment']}, {options['ranks_per_host']} "
+        f"ranks a host, {options['bandwidth_gbit']:g} Gbit/s, {options['latency_us']:g} µs", fontsize=11,
+    )  # fmt: skip
+    write_picture(figure, output)
+
+
+def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    """One line a method, and above them what is possible: as fast as if nobody exchanged anything."""
+    ranks, straggler = sorted({row["ranks"] for row in rows}), rows[0]["straggler"]
+    possible = [(count - 1 + 1 / straggler) / count for count in ranks]
+    axes.plot(ranks, possible, color="black", linewidth=0.8, linestyle=(0, (4, 4)), label="no exchange")
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        style = METHODS[method]
+        axes.plot(
+            [row["ranks"] for row in mine], [row["efficiency"] for row in mine], color=style.colour,
+            marker=style.marker, markersize=style.marker_size,
+            markerfacecolor="none" if style.is_hollow else style.colour, linewidth=1.4,
+            label=f"{options['shards']} parameter servers" if method == "servers" else style.label,
+        )  # fmt: skip
+    axes.set_title("all ranks alike" if straggler == 1 else f"one rank {straggler:g} times slower", fontsize=11)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45, ha="right", rotation_mode="anchor")
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.05)
+    tidy(axes)
+    axes.set_xlabel("ranks")

@@ -1,0 +1,6 @@
+"""The program `python -m pala.scores`."""
+
+from pala.lab.scores import main
+
+if __name__ == "__main__":
+    main()

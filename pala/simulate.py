@@ -1,0 +1,6 @@
+"""The program `python -m pala.simulate`."""
+
+from pala.lab.simulate.__main__ import main
+
+if __name__ == "__main__":
+    main()

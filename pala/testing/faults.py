@@ -1,0 +1,81 @@
+"""Faults by script, for ranks that are threads of one process (`memory.run_ranks`). n counts from 1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from signal import SIGUSR1, Signals
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pala.testing.memory import MemoryCommunicator
+
+
+@dataclass(frozen=True)
+class AtUpdate:
+    """Something that happens to a rank when it has made so many updates."""
+
+    rank: int
+    update: int
+    happens: Callable[[MemoryCommunicator], None]
+
+
+@dataclass(frozen=True)
+class AtMessage:
+    """Something that happens to a rank when it is about to send its n-th message, of any kind."""
+
+    rank: int
+    n: int
+    happens: Callable[[MemoryCommunicator], None]
+
+
+@dataclass(frozen=True)
+class OnTheWay:
+    """Something that happens to the n-th bulk message from one rank to another."""
+
+    sender: int
+    receiver: int
+    n: int
+    becomes: Callable[[np.ndarray], np.ndarray | None]
+    """uint8 [bytes] -> the bytes that arrive; None if the message is lost."""
+
+
+Fault = AtUpdate | AtMessage | OnTheWay
+
+
+def fail_at(rank: int, update: int) -> Fault:
+    """Let the rank die as if killed, between two updates."""
+    return AtUpdate(rank, update, lambda comm: comm.die())
+
+
+def fail_at_message(rank: int, n: int) -> Fault:
+    """Let the rank die as if killed, instead of sending its n-th message; also ranks that make no updates send some."""
+    return AtMessage(rank, n, lambda comm: comm.die())
+
+
+def stop_at(rank: int, update: int, seconds: float) -> Fault:
+    """Suspend the rank for a while, as by SIGSTOP: neither its learner nor its transport does anything."""
+    return AtUpdate(rank, update, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
+
+
+def stop_at_message(rank: int, n: int, seconds: float = 1e6) -> Fault:
+    """Suspend the rank when it is about to send its n-th message; if nothing else is said, until it is alone."""
+    return AtMessage(rank, n, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
+
+
+def signal_at(rank: int, update: int, signal: Signals = SIGUSR1) -> Fault:
+    """Send the rank a signal that asks it to end."""
+    return AtUpdate(rank, update, lambda comm: setattr(comm.interrupt, "signal", signal))
+
+
+def drop(sender: int, receiver: int, n: int) -> Fault:
+    """Lose the n-th bulk message between the two."""
+    return OnTheWay(sender, receiver, n, lambda data: None)
+
+
+def corrupt(sender: int, receiver: int, n: int) -> Fault:
+    """Every bit of the n-th bulk message between the two is inverted."""
+    return OnTheWay(sender, receiver, n, np.invert)
