@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +26,12 @@ from pala.config.influence import differences
 from pala.lab.compare import __main__ as compare_program
 from pala.lab.compare import measures, pictures, scaling
 from pala.lab.compare.__main__ import Command, compare
-from pala.lab.compare.collect import keep, load, without_paths
+from pala.lab.compare.collect import copies_in, keep, load, without_paths
 from pala.lab.compare.comparison import Comparison
 from pala.lab.compare.execute import chosen, task_of
 from pala.lab.compare.notes import notes
 from pala.lab.compare.plan import Cell, Plan, Planned, options
+from pala.report.runs import ARCHIVE, published
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.system.errors import PalaError
@@ -294,6 +296,61 @@ def test_a_run_in_the_results_is_not_made_again(
     )  # as in a fresh clone: it says how to make them anew
     assert "`--output results/mine`" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")} == published
+
+
+def archive_runs(results: Path) -> None:
+    """Put the copies of runs into the archive, as published results have them."""
+    with tarfile.open(results / ARCHIVE, "w:xz") as archive:
+        archive.add(results / "runs", "runs")
+    shutil.rmtree(results / "runs")
+
+
+def test_archived_runs_count_as_copies(there: Path, no_pictures: None) -> None:
+    """The page made of them is the same; runs that are new are put beside the archive."""
+    results = Path("results/tiny")
+    plan = plan_of(PRESET.replace("[1, 2]", "[1]"))
+    first, second = plan.runs
+    make_run(first.folder, first.config, 1)
+    before = report()
+    archive_runs(results)
+    assert report() == before and [path.name for path in results.glob("runs/*")] == [first.folder.name]
+    shutil.rmtree("runs")
+    shutil.rmtree(results / "runs")
+    assert report() == before and not (results / "runs").exists()
+    assert task_of(first, results) is None and task_of(second, results) is not None
+    other = make_run(there / "cluster" / first.folder.name, first.config, 1, hosts=["node1"])
+    assert [row["run"] for row in report(other)[1]] == [first.folder.name, f"{first.folder.name}-2"]
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "outside"])
+def test_an_archive_with_links_or_places_outside_is_refused(there: Path, kind: str) -> None:
+    member = tarfile.TarInfo("../run.json" if kind == "outside" else "runs/a/run.json")
+    if kind != "outside":
+        member.type, member.linkname = (tarfile.SYMTYPE if kind == "symbolic" else tarfile.LNKTYPE), "/etc/passwd"
+    with tarfile.open(there / ARCHIVE, "w:xz") as archive:
+        archive.addfile(member)
+    with pytest.raises(PalaError, match=rf"holds '{member.name}', which is no plain file"):
+        published(there)
+    (there / ARCHIVE).write_bytes(b"no archive")
+    with pytest.raises(PalaError, match="cannot be unpacked"):
+        published(there)
+
+
+def test_a_variant_may_have_seeds_of_its_own(there: Path) -> None:
+    plan = plan_of(PRESET.replace("[variants.none]", "[variants.none]\nseeds = [2, 7]"))
+    assert {run.config.seed for run in plan.runs if run.cell.variant == "gossip"} == {1, 2}
+    assert {run.config.seed for run in plan.runs if run.cell.variant == "none"} == {2, 7}
+
+
+def test_variants_that_differ_in_their_budget_take_runs_by_the_names_of_copies(there: Path, no_pictures: None) -> None:
+    """A run that was prolonged keeps the name that it was begun with in its record."""
+    short, long = plan_of(PRESET.replace("[1, 2]", "[1]") + "[variants.long]\ntotal_steps = 9000\n").runs[::2]
+    for folder, config in ((short.folder, short.config), (long.folder.name, long.config)):
+        own = replace(config, run=replace(config.run, name=short.config.run.name))
+        make_run(Path("results/tiny/runs") / Path(folder).name, own, 1)
+    plan = plan_of(PRESET.replace("[1, 2]", "[1]") + "[variants.long]\ntotal_steps = 9000\n")
+    assert [load(run, plan).cell.variant for run in copies_in(Path("results/tiny"))] == ["gossip", "long"]
+    assert task_of(short, Path("results/tiny")) is None and task_of(long, Path("results/tiny")) is None
 
 
 def test_a_run_in_the_results_counts_under_whatever_name(there: Path, no_pictures: None) -> None:
@@ -715,14 +772,14 @@ def write_preset(text: str) -> Path:
     return Path("other.toml")
 
 
-def test_the_area_is_the_mean_height(there: Path, no_pictures: None) -> None:
+def test_auc_is_the_mean_of_the_curve(there: Path, no_pictures: None) -> None:
     plant(plan_of(), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
     _, rows = report()
     means = [np.mean([i / 10 for i in range(max(0, k - 99), k + 1)]) for k in range(250)]
     steps = np.array([3000 * (k + 1) / 250 for k in range(250)]).astype(int)
     heights, places = np.concatenate([means[:1], means]), np.concatenate([[0], steps])
     slow = ((heights[1:] + heights[:-1]) / 2 * np.diff(places)).sum() / 3000
-    assert float(rows[0]["area"]) == pytest.approx(slow, abs=0.05)
+    assert float(rows[0]["auc"]) == pytest.approx(slow, abs=0.05)
 
 
 @pytest.mark.slow

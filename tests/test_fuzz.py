@@ -664,7 +664,7 @@ def measure(run: Path, plan: Plan) -> None:
     assert all(figure is None or isinstance(figure, (int, float)) for figure in figures)
     assert isinstance(loaded.num_lost, int) and loaded.training_score is not None
     loaded.reaches(3.0)
-    loaded.area(100.0)
+    loaded.auc(100.0)
 
 
 def measured(run: Path, plan: Plan) -> bool:

@@ -1,6 +1,7 @@
 """Learning curves from the metrics files: `python -m pala.plot RUN [RUN ...]`.
 
     one run                          python -m pala.plot runs/pong-...        -> runs/pong-.../learning_curve.png
+    published runs                   python -m pala.plot results/precision    -> learning_curves.png
     seeds and settings compared      python -m pala.plot runs/a runs/b runs/c -> learning_curves.png
 
 Two panels: the unclipped return of whole episodes, as a running mean over all ranks, over environment steps and over
@@ -43,7 +44,7 @@ from pala.report.pictures import (
     verbatim,
     write_picture,
 )
-from pala.report.runs import Axis, RunData
+from pala.report.runs import Axis, RunData, published
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.output import say, tell
@@ -105,7 +106,8 @@ def plot(
     figure = _draw_one(loaded[0], smooth) if len(loaded) == 1 else _draw_many(_grouped(loaded, group_by), smooth)
     if title:
         figure.suptitle(verbatim(textwrap.fill(title, int(9 * figure.get_figwidth()))))
-    output = output or (loaded[0].path / "learning_curve.png" if len(loaded) == 1 else Path("learning_curves.png"))
+    beside = loaded[0].path if len(loaded) == 1 and loaded[0].path in map(Path, runs) else Path()
+    output = output or beside / ("learning_curve.png" if len(loaded) == 1 else "learning_curves.png")
     write_picture(figure, output)
     return output
 
@@ -131,7 +133,7 @@ def _read_all(paths: Sequence[Path]) -> list[Run]:
     has."""
     found: dict[str, Run] = {}  # each once
     faults = []
-    for path in map(Path, paths):
+    for path in (run for given in map(Path, paths) for run in published(given) or [given]):
         try:
             run = read(path)  # which refuses what is no path
             found.setdefault(os.path.realpath(path), run)
@@ -251,7 +253,7 @@ class Command:
     """Draw learning curves of one or several runs."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Folders of the runs."""
+    """Folders of the runs, or of results with an archive of runs."""
     output: Path | None = None
     """Picture to write; otherwise RUN/learning_curve.png, for several runs ./learning_curves.png."""
     smooth: int = 100

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import lzma
+import os
+import tarfile
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -13,9 +19,12 @@ from pala.evaluation.record import final_evaluation
 from pala.evaluation.references import reference_of
 from pala.run import run_folder
 from pala.run.metrics import Record, read_run
+from pala.system.errors import PalaError, reason
 from pala.system.files import refuse_links
 
 Axis = Literal["steps", "time"]
+
+ARCHIVE = "runs.tar.xz"  # of a folder of results: its runs, each as `runs/NAME`
 
 
 @dataclass(frozen=True)
@@ -82,3 +91,36 @@ def read(folder: Path) -> tuple[RunData, list[list[Record]]]:
         reference_of(config.env.id) if is_atari else None, training_s, steps, time_s, returns,
     )  # fmt: skip
     return data, ranks
+
+
+def published(results: Path) -> list[Path]:
+    """Return the runs in the archive of a folder of results, unpacked where this process leaves nothing behind.
+
+    There are none without an archive. Raises PalaError.
+    """
+    archive = results / ARCHIVE
+    if not os.path.isfile(archive):  # noqa: PTH113  of any length
+        return []
+    unpacked = _unpacked(archive.resolve(), archive.stat().st_mtime_ns)
+    return sorted(file.parent for file in unpacked.glob("runs/*/run.json"))
+
+
+@functools.cache
+def _unpacked(archive: Path, changed_ns: int) -> Path:
+    """Unpack the plain files of an archive, once for each time `changed_ns` of its last change."""
+    temporary = TemporaryDirectory(prefix="pala-results-")
+    atexit.register(temporary.cleanup)
+    folder = Path(temporary.name)
+    try:
+        with tarfile.open(archive, "r:xz") as members:
+            for member in members:
+                name = PurePosixPath(member.name)
+                content = members.extractfile(member) if member.isfile() else None
+                if name.is_absolute() or ".." in name.parts or not (content or member.isdir()):
+                    raise PalaError(f"'{archive}' holds '{member.name}', which is no plain file in its folder.")
+                if content is not None:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / name).write_bytes(content.read())
+    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError) as error:
+        raise PalaError(f"'{archive}' cannot be unpacked: {reason(error)}.") from None
+    return folder

@@ -14,7 +14,7 @@ interrupted.
     python results/mixing/minatar_bed.py in_step        pairs that go in step, with either clipping
     python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
 
-Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the page of it.
+Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the tables of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The page of `minatar.jsonl`: `python results/mixing/minatar_report.py > results/mixing/minatar.md`."""
+"""The tables of `minatar.jsonl`: `python results/mixing/minatar_report.py > results/mixing/minatar_tables.md`.
+
+AUC, the mean return over all steps of a training, is `mean_height` in that file.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
 
 
 def sweep(results: Results) -> str:
-    """Mean heights by setting; the best of a method is marked."""
+    """AUC by setting; the best of a method is marked."""
     heights: dict[tuple[int, Setting], dict[str, list[float]]] = {}
     for job, line in results.items():
         if job.is_of_the_sweep:
@@ -72,6 +75,37 @@ def held_out(results: Results) -> str:
     return _beside_allreduce({job: line for job, line in results.items() if job.is_held_out}, best_settings(results))
 
 
+def together(results: Results) -> str:
+    """Interquartile means of fresh seeds over those of synchronous A2C: the geometric mean over the games."""
+    best, draw = best_settings(results), np.random.default_rng(1)
+    there: dict[tuple[str, int, Setting], list[float]] = {}
+    for job, line in results.items():
+        is_fresh = job.is_held_out or (job.is_usual and not (job.is_of_the_sweep or job.is_of_stability))
+        if is_fresh and "mean_height" in line and job.game != "asterix":
+            there.setdefault((job.game, job.ranks, job.setting), []).append(line["mean_height"])
+
+    def cell(ranks: int, ours: Setting, theirs: Setting) -> tuple[str, str]:
+        games = sorted({game for game, n, _ in there if n == ranks and (game, n, ours) in there})
+        pairs = [(there[game, ranks, ours], there.get((game, ranks, theirs), [])) for game in games]
+        pairs = [(np.array(a), np.array(b)) for a, b in pairs if b]
+        middle = np.mean([np.log(iqm(a) / iqm(b)) for a, b in pairs])
+        drawn = [[iqm(draw.choice(side, (_RESAMPLES, len(side)))) for side in pair] for pair in pairs]
+        low, high = np.percentile(np.mean([np.log(a / b) for a, b in drawn], axis=0), [2.5, 97.5])
+        return f"{np.exp(middle):.2f} [{np.exp(low):.2f}, {np.exp(high):.2f}]", str(len(pairs))
+
+    rows = []
+    for ranks in (2, 4, 8, 16):
+        paired, uniform, rival = (best[ranks, method] for method in ("paired", "uniform", "allreduce"))
+        ratios, games = zip(
+            *(cell(ranks, *of) for of in ((paired, rival), (uniform, rival), (paired, uniform))), strict=True
+        )
+        rows.append((str(ranks), games[0], *ratios))
+    plain = cell(16, best[16, "paired"], Setting("allreduce", 2.0))
+    rows.append(("16, synchronous A2C at 2 x without momentum", plain[1], plain[0], "", ""))
+    header = ("ranks", "games", "paired of allreduce", "uniform of allreduce", "paired of uniform")
+    return table(header, rows)
+
+
 def _beside_allreduce(results: Results, best: dict[tuple[int, str], Setting]) -> str:
     """A row for each game, number of ranks and setting."""
     cells: dict[tuple[str, int, Setting], list[dict]] = {}
@@ -89,7 +123,7 @@ def _beside_allreduce(results: Results, best: dict[tuple[int, str], Setting]) ->
             game, str(ranks), setting.method, *_texts(setting), str(len(lines)), f"{iqm(np.array(heights)):.2f}",
             ratio(heights, others) if others and setting != rival else "", f"{kept:.2f}", f"{divergence:.4f}",
         ))  # fmt: skip
-    header = ("game", "ranks", "method", *_SETTING, "seeds", "IQM of mean height", "of allreduce", "kept", "KL, nats")
+    header = ("game", "ranks", "method", *_SETTING, "seeds", "IQM of AUC", "of allreduce", "kept", "KL, nats")
     return table(header, rows) if rows else "Not run yet."
 
 
@@ -109,7 +143,7 @@ def disturbed(results: Results) -> str:
                 game, str(ranks), setting.method, *_texts(setting), f"{delay:g}", str(slow), str(len(heights)),
                 f"{iqm(np.array(heights)):.2f}", ratio(heights, still),
             ))  # fmt: skip
-    header = ("game", "ranks", "method", *_SETTING, "delay, updates", "slow ranks", "seeds", "IQM of mean height",
+    header = ("game", "ranks", "method", *_SETTING, "delay, updates", "slow ranks", "seeds", "IQM of AUC",
               "of the same seeds undisturbed")  # fmt: skip
     return table(header, rows) if rows else "Not run yet."
 
@@ -139,7 +173,7 @@ def stability(results: Results) -> str:
             f"{heights[0]:.2f}", f"{statistics.median(heights):.2f}", f"{heights[-1]:.2f}",
             ratio(heights, rivals) if rivals else "",
         ))  # fmt: skip
-    header = ("game", "method", *_SETTING, "seeds", "stood still to the half", "to the end", "fell", "least height",
+    header = ("game", "method", *_SETTING, "seeds", "stood still to the half", "to the end", "fell", "least AUC",
               "median", "greatest", "IQM of allreduce's")  # fmt: skip
     return table(header, rows) if rows else "Not run yet."
 
@@ -153,7 +187,7 @@ def larger(results: Results) -> str:
             rows.append(
                 (job.game, str(job.ranks), str(job.envs), job.method, *_texts(job.setting), str(job.seed), heights)
             )
-    header = ("game", "ranks", "environments of a rank", "method", *_SETTING, "seed", "mean height")
+    header = ("game", "ranks", "environments of a rank", "method", *_SETTING, "seed", "AUC")
     return table(header, rows) if rows else "Not run yet."
 
 
@@ -171,7 +205,7 @@ def longer(results: Results) -> str:
                 shares = [f"{statistics.fmean(a) / statistics.fmean(b):.2f}" for a, b in pairs]
         means = (f"{statistics.fmean(values):.2f}" for values in (curve, late))
         rows.append((job.game, str(job.seed), job.method, *_texts(job.setting), *means, *shares))
-    header = ("game", "seed", "method", *_SETTING, "mean height", "of the last three quarters",
+    header = ("game", "seed", "method", *_SETTING, "AUC", "of the last three quarters",
               "of allreduce", "of allreduce, last three quarters")  # fmt: skip
     return table(header, rows) if rows else "Not run yet."
 
@@ -203,11 +237,22 @@ def main() -> None:
     """Print the page."""
     results = read()
     print(f"# Mixing on MinAtar: {TOTAL_STEPS:,} steps over all ranks\n")
-    print(f"## Choice of settings\n\nMean height of the curve. The rate is that over {BASE_RATE:g}.")
+    print(
+        "## Choice of settings\n\nAUC: the mean return over all steps of a training. The rate is that over "
+        f"{BASE_RATE:g}."
+    )
     print(f"The best setting of each method and number of ranks is marked.\n\n{sweep(results)}")
     print("\n## With fresh seeds\n\nEach method at its best settings, with and without momentum. Ratios with 95 %")
     print("bootstrap intervals over seeds. Settings were chosen on Breakout and Space Invaders only.\n")
     print(fresh(results))
+    print(
+        "\n## All games together\n\nThe geometric mean over Breakout, Space Invaders and Freeway of the ratios, "
+        "each method at"
+    )
+    print(
+        "its best setting; 95 % bootstrap intervals, in which the seeds of each game are resampled among themselves.\n"
+    )
+    print(together(results))
     print("\n## On a game that chose no setting\n")
     budgets = {job.ranks: f"{job.total_steps:,} steps with {job.ranks} ranks" for job in results if job.is_held_out}
     print(f"Each method at its best setting, fresh seeds; {', '.join(budgets[n] for n in sorted(budgets))}.\n")
@@ -215,7 +260,7 @@ def main() -> None:
     print(
         "\n## Stability\n\n4 ranks at an equal step of the mean, with seeds that nobody had seen when this was asked."
     )
-    print("Stood still: at half of the steps (or at the end) below half of the median of all final heights of the")
+    print("Stood still: at half of the steps (or at the end) below half of the median of all final returns of the")
     print(
         "game. Fell: at the end below half of its own best mean over a tenth of the steps. The ratio is to synchronous"
     )

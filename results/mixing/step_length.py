@@ -1,7 +1,6 @@
 """How far models move an update, as a share of what they do in other runs.
 
-    cd results/breakout/runs
-    python ../../mixing/step_length.py paired_momentum_in_step-* -- allreduce_momentum_warmup-*
+    python results/mixing/step_length.py results/breakout 'paired_momentum_in_step-*' -- 'allreduce_momentum_w*-[12]'
 
 The metrics have sketches of a rank's movement in each interval. This joins intervals to some 200 updates each, takes
 the mean of their squared length over updates and runs, by ranges of a rank's updates, and prints the root of the ratio.
@@ -13,10 +12,12 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
 
+from pala.report.runs import published
 from pala.run.metrics import read_run
 
 _RANGES = ((600, 1600), (1600, 3200), (3200, 6400), (6400, 9600), (9600, 12800), (12800, 16000))  # updates
@@ -40,9 +41,13 @@ def squared_step(run: Path, first: int, last: int) -> float:
 def main() -> None:
     """Print a line for each range."""
     middle = sys.argv.index("--")
-    runs, others = ([Path(name) for name in names] for names in (sys.argv[1:middle], sys.argv[middle + 1 :]))
+    there = published(Path(sys.argv[1]))
+    ours, theirs = (
+        [run for run in there if any(fnmatch(run.name, pattern) for pattern in patterns)]
+        for patterns in (sys.argv[2:middle], sys.argv[middle + 1 :])
+    )
     for first, last in _RANGES:
-        ratio = math.sqrt(_mean(runs, first, last) / _mean(others, first, last))
+        ratio = math.sqrt(_mean(ours, first, last) / _mean(theirs, first, last))
         if not math.isnan(ratio):
             print(f"{first:6} to {last:6} updates: {ratio:.2f}")
 

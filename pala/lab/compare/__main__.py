@@ -24,10 +24,10 @@ from typing import Annotated, NoReturn
 import tyro
 
 from pala.config.presets import read
-from pala.lab.compare.collect import keep, load
+from pala.lab.compare.collect import copies_in, keep, load
 from pala.lab.compare.execute import Executor, chosen, nothing_missing
 from pala.lab.compare.notes import left_out
-from pala.lab.compare.plan import Plan, Planned, Preset
+from pala.lab.compare.plan import Plan, Planned, Preset, shipped_preset
 from pala.lab.compare.report import write
 from pala.lab.compare.slurm import Submission, unfinished
 from pala.run import run_folder
@@ -77,7 +77,7 @@ def compare(command: Command) -> list[Planned]:
     results = command.output or Path("results") / plan.preset.name
     added = runs_in(command.add)
     _check_conditions(plan, results)
-    for run in (*added, *_copies(results)):  # now, and not when all has been trained
+    for run in (*added, *copies_in(results)):  # now, and not when all has been trained
         plan.game_of(run_folder.config_of(run), run)
     if not runs and not (added or command.report_only or command.gather):
         for note in left_out(plan):
@@ -115,8 +115,9 @@ def compare(command: Command) -> list[Planned]:
 def _check_conditions(plan: Plan, results: Path) -> None:
     """Of what was beside a run, and how it was launched, its own record says nothing: the preset in the results does.
     Raises PalaError if this one would make other runs of those that are there."""
-    file, preset = results / "preset.toml", plan.preset
-    if not file.exists() or not (results / "runs").exists():
+    preset, own = plan.preset, results / "preset.toml"
+    file = own if own.exists() else shipped_preset(preset.name)
+    if not file.exists() or not copies_in(results):
         return
     before = read(file)
     variants, launcher = before.get("variants", {}), before.get("launcher", Preset.launcher)
@@ -181,16 +182,13 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
         once.setdefault(run.resolve(), run)  # by the first of its names
     for run in once.values():
         keep(run, copies)
-    runs = [load(folder, plan) for folder in _copies(results)]
+    runs = [load(folder, plan) for folder in copies_in(results)]
     if not runs:
         raise PalaError(f"There is no run of '{plan.preset.name}' to report, neither here nor in '{copies}'.")
-    if plan.file.resolve() != (results / "preset.toml").resolve():
+    is_shipped = plan.file.resolve() == shipped_preset(plan.preset.name).resolve()
+    if plan.file.resolve() != (results / "preset.toml").resolve() and not is_shipped:
         write_atomically(results / "preset.toml", plan.text)
     tell("\n".join(f"      {path}" for path in write(plan, runs, results)))
-
-
-def _copies(results: Path) -> list[Path]:
-    return [folder for folder in sorted((results / "runs").glob("*")) if (folder / "run.json").exists()]
 
 
 def _stop(number: int, frame: object) -> NoReturn:

@@ -18,6 +18,7 @@ from pala.config.influence import differences, phrase
 from pala.lab.compare.measures import Run
 from pala.lab.compare.plan import Cell, Plan
 from pala.report import runs
+from pala.report.runs import published
 from pala.run import run_folder
 from pala.run.metrics import metrics_files
 from pala.system.errors import PalaError, reason
@@ -36,10 +37,11 @@ def keep(run: Path, folder: Path) -> None:
     refuse_links(run)  # results are published
     name = Path(os.path.abspath(run)).name  # noqa: PTH100  also of ".", and a link's own
     number, copy = 1, folder / name
-    while (copy / "run.json").exists() and _begun(copy) != begun:
+    earlier = {path.name: path for path in copies_in(folder.parent, folder)}
+    while copy.name in earlier and _begun(earlier[copy.name]) != begun:
         number += 1
         copy = folder / f"{name}-{number}"
-    if copy.resolve() == run.resolve() or ((copy / "run.json").exists() and _progress(copy) > _progress(run)):
+    if copy.resolve() == run.resolve() or (copy.name in earlier and _progress(earlier[copy.name]) > _progress(run)):
         return
     try:
         record = _bytes_of(run / "run.json")  # first: what it calls completed has all its metrics
@@ -56,6 +58,14 @@ def keep(run: Path, folder: Path) -> None:
         _write(copy / "run.json", _without_paths_but_settings(record.decode(errors="replace")).encode())
     except OSError as error:
         raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {reason(error)}.") from None
+
+
+def copies_in(results: Path, folder: Path | None = None) -> list[Path]:
+    """Return the copies of runs in a folder of results, by name: of its archive, and of `folder` (default: `runs/`).
+    Raises PalaError."""
+    found = (*published(results), *(folder or results / "runs").glob("*"))
+    copies = {run.name: run for run in found if (run / "run.json").exists()}
+    return [copies[name] for name in sorted(copies)]
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -108,7 +118,7 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
     """The variant: of those with the run's method, the one from which it differs in the fewest settings. Of several
     such the one that gives its run of this seed the same name (variants may differ in what does not decide how a run
     learns, as threads), then one that has runs with as many ranks, then one with the same budget. Settings that differ
-    even so become part of the name, so that runs which are not alike are not mixed."""
+    even so become part of the name, so that runs which are not alike are not mixed. `source`: the run's folder."""
     game, method, ranks = plan.game_of(config, source), config.exchange_kind.name, segment.get("ranks", 1)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
     alike = {variant: settings for variant, settings in wanted.items() if settings.exchange_kind.name == method}
@@ -121,7 +131,7 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
         alike,
         key=lambda v: (
             len(differing[v]),
-            Cell(v, game, ranks).run_name(config.seed) != config.run.name,
+            Cell(v, game, ranks).run_name(config.seed) not in (config.run.name, source.name),
             ranks not in plan.ranks_of(v),
             alike[v].total_steps != config.total_steps,
         ),

@@ -14,7 +14,7 @@ from pathlib import Path
 from pala.config import load_preset
 from pala.config.influence import differences
 from pala.evaluation.record import final_evaluation
-from pala.lab.compare.collect import load
+from pala.lab.compare.collect import copies_in, load
 from pala.lab.compare.plan import Plan, Planned, options
 from pala.report.runs import config_as_computed
 from pala.run import run_folder
@@ -69,7 +69,7 @@ def task_of(planned: Planned, results: Path) -> Task | None:
     the plan wants it."""
     folder = planned.folder
     if not (folder / "run.json").exists():
-        copies = [copy for copy in sorted((results / "runs").glob("*/")) if _may_be(planned, copy)]
+        copies = [copy for copy in copies_in(results) if _may_be(planned, copy)]
         if any(not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate") for copy in copies):
             return None
         if longer := [copy for copy in copies if _hides(copy, planned)]:
@@ -118,8 +118,6 @@ def why_unfinished(task: Task) -> str:
 def _may_be(planned: Planned, copy: Path) -> bool:
     """Whether a folder of the results is of the game and seed that is planned. It may have another name there, but not
     one that the comparison gives to another variant."""
-    if not (copy / "run.json").exists():
-        return False
     found, wanted = run_folder.config_of(copy), planned.config
     if (found.env.id, found.seed) != (wanted.env.id, wanted.seed):
         return False

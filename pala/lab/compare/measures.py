@@ -140,8 +140,8 @@ class Run(RunData):
         index = first_at_least(self.returns, target)
         return None if index is None else (float(self.steps[index]), float(self.time_s[index]))
 
-    def area(self, end: float) -> float | None:
-        """Mean height of the learning curve over steps from 0 to `end`; before the first episode it is level."""
+    def auc(self, end: float) -> float | None:
+        """Return the mean of the learning curve over steps from 0 to `end`; before the first episode it is level."""
         if not len(self.returns):
             return None
         curve = curve_of(self.steps, self.returns, WINDOW)

@@ -17,7 +17,7 @@ from pala.system.errors import PalaError, nearest
 from pala.system.tables import build, flatten, merged
 from pala.system.text import counted
 
-_VARIANTS_OWN = ("ranks", "launcher", "games")  # keys of a variant that are no settings of a run
+_VARIANTS_OWN = ("ranks", "seeds", "launcher", "games")  # keys of a variant that are no settings of a run
 _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give
 
 
@@ -58,8 +58,8 @@ class Preset:
     slurm: SlurmJobs = SlurmJobs()
     """Jobs on a cluster."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> settings; also `ranks`, `games` and `launcher`, where they differ from the above. `ranks = []`: made
-    elsewhere."""
+    """Name -> settings; also `ranks`, `seeds`, `games` and `launcher`, where they differ from the above. `ranks = []`:
+    made elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,11 @@ class Planned:
         return f"{self.cell}, seed {self.config.seed}"
 
 
+def shipped_preset(name: str) -> Path:
+    """Return where the comparison of this name that comes with PALA is, or would be."""
+    return presets.FOLDER / "compare" / f"{name}.toml"
+
+
 class Plan:
     """A checked preset, and the runs that it asks for."""
 
@@ -125,7 +130,8 @@ class Plan:
         """Cells that no run is made of: their method needs one host, and their ranks span nodes."""
         self.runs = [
             self._planned(cell, seed)
-            for seed in dict.fromkeys(self.preset.seeds) for cell in cells if cell not in self.left_out
+            for seed in self._seeds() for cell in cells
+            if cell not in self.left_out and seed in self.seeds_of(cell.variant)
         ]  # fmt: skip
         by_name: dict[str, Planned] = {}
         for run in self.runs:
@@ -175,6 +181,10 @@ class Plan:
         """Of which numbers of ranks the comparison makes runs; none if those of this variant are made elsewhere."""
         return tuple(self.preset.variants.get(variant, {}).get("ranks", self.preset.ranks))
 
+    def seeds_of(self, variant: str) -> tuple[int, ...]:
+        """Return the seeds that the comparison makes runs of this variant with."""
+        return tuple(self.preset.variants[variant].get("seeds", self.preset.seeds))
+
     def games_of(self, variant: str) -> tuple[str, ...]:
         """Which games the comparison makes runs of this variant on."""
         return tuple(self.preset.variants[variant].get("games", self.preset.games))
@@ -189,6 +199,10 @@ class Plan:
     def _rank_counts(self) -> list[int]:
         own = (table["ranks"] for table in self.preset.variants.values() if "ranks" in table)
         return sorted({ranks for ranks_list in (self.preset.ranks, *own) for ranks in ranks_list})
+
+    def _seeds(self) -> list[int]:
+        own = (table["seeds"] for table in self.preset.variants.values() if "seeds" in table)
+        return list(dict.fromkeys(seed for seeds in (self.preset.seeds, *own) for seed in seeds))
 
     def _planned(self, cell: Cell, seed: int) -> Planned:
         name = cell.run_name(seed)
@@ -226,6 +240,7 @@ class Plan:
 @dataclass(frozen=True)
 class _Own:
     ranks: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()
     launcher: str = ""
     games: tuple[str, ...] = ()
 

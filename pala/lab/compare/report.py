@@ -59,7 +59,7 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
         "completed": run.completed, "global_steps": run.last.get("global_steps"), "training_s": run.training_s,
         "score": run.score, "score_standard_error": evaluation.get("standard_error"),
         "score_episodes": evaluation.get("episodes"), "human_normalised": run.normalised,
-        "training_score": run.training_score, "area": run.area(end) if end else None, "area_to_steps": end,
+        "training_score": run.training_score, "auc": run.auc(end) if end else None, "auc_to_steps": end,
         "steps_per_s": run.steps_per_s, "target_return": target,
         "steps_to_target": reached[0] if reached else None, "s_to_target": reached[1] if reached else None,
         "consensus_distance_relative": run.mean("consensus_distance_relative"),
@@ -96,14 +96,14 @@ def markdown(comparison: Comparison, folder: Path, images: Sequence[str], gaps: 
         _section("Scaling", _SCALING, _scaling(comparison)),
         _section("What was exchanged", _EXCHANGE, _exchange(comparison)),
         _section("To bear in mind", "", "\n".join(f"- {note}" for note in limits)),
-        _section("How it was made", _HOW.format(command=_again(preset.name, folder)), _origin(comparison)),
+        _section("How it was made", _how(preset.name, folder), _origin(comparison)),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
 _SCORES = f"""Interquartile mean over runs [95 % bootstrap interval]. Evaluation: mean unclipped return of the final
-policy. Training: of the last {WINDOW} training episodes of all ranks (of all, if fewer). Area: mean height of the
-learning curve over the steps that all runs of the game and number of ranks have."""
+policy. Training: of the last {WINDOW} training episodes of all ranks (of all, if fewer). AUC: mean of the learning
+curve over the steps that all runs of the game and number of ranks have."""
 _GAMES = """Human-normalised score: interquartile mean over runs and games [95 % interval, bootstrapped within games],
 of variants that have played all games."""
 _SPEED = """Steps of all ranks a second: median (range) over runs; the ratio to `none` is taken seed by seed. Shares of
@@ -113,15 +113,18 @@ that never got there come last."""
 _SCALING = "Efficiency: speed a rank over that with the fewest ranks, of medians over runs."
 _EXCHANGE = """Relative distance: between a rank's model and what it mixes in, over the norm of its model; mean over
 intervals, ranks and runs. Staleness: the most updates since the last mix in an interval, its mean; and in all."""
-_HOW = """`python -m pala.compare` with `preset.toml`; each run's command, commit and versions are in its `run.json`. To
+_HOW = """`python -m pala.compare` with `{preset}`; each run's command, commit and versions are in its `run.json`. To
 make this page again from the copies of the runs:
 
     {command}"""
 
 
-def _again(name: str, folder: Path) -> str:
-    output = [] if folder == Path("results") / name else ["--output", str(folder)]
-    return shlex.join(["python", "-m", "pala.compare", str(folder / "preset.toml"), "--report-only", *output])
+def _how(name: str, folder: Path) -> str:
+    """Return how the page is made again: a preset that comes with PALA has no copy in the results."""
+    own, output = folder / "preset.toml", [] if folder == Path("results") / name else ["--output", str(folder)]
+    preset, given = ("preset.toml", str(own)) if own.exists() else (f"configs/compare/{name}.toml", name)
+    command = shlex.join(["python", "-m", "pala.compare", given, "--report-only", *output])
+    return _HOW.format(preset=preset, command=command)
 
 
 def _section(title: str, text: str, content: str) -> str:
@@ -161,14 +164,14 @@ def _percent(value: float) -> str:
 
 
 def _scores(comparison: Comparison) -> str:
-    header = ("game", "ranks", "variant", "runs", "steps", "evaluation", "human-normalised", "training", "area")
+    header = ("game", "ranks", "variant", "runs", "steps", "evaluation", "human-normalised", "training", "AUC")
     return _filled(header, [
         (
             *_names(cell), str(len(runs)), f"{statistics.median(run.last['global_steps'] for run in runs):,.0f}",
             _interval([_values(runs, lambda run: run.score)]),
             _interval([_values(runs, lambda run: run.normalised)], _percent),
             _interval([_values(runs, lambda run: run.training_score)]),
-            _interval([_values(runs, lambda run, cell=cell: run.area(comparison.common_steps(cell)))]),  # type: ignore[misc]
+            _interval([_values(runs, lambda run, cell=cell: run.auc(comparison.common_steps(cell)))]),  # type: ignore[misc]
         )
         for cell, runs in comparison.cells.items()
     ])  # fmt: skip
