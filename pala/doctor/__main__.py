@@ -1,4 +1,4 @@
-"""What stands in the way of training here, and what to do about it: `python -m pala.doctor`.
+"""`python -m pala.doctor`: what stands in the way of training here, and what to do about it.
 
     this machine, and whether mpirun works    python -m pala.doctor
     a job as it would train                   mpirun -np 4 python -m pala.doctor
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pala.comm.agreement import cores_per_rank
 from pala.comm.mpi_process import abort, leave_mpi, start_mpi
 from pala.doctor import facts
-from pala.doctor.advice import advise, before_start, is_mixed
+from pala.doctor.checks import before_start, examine, is_mixed
 from pala.doctor.facts import Host, Job, Launcher
 from pala.doctor.ping import ping
 from pala.doctor.report import report
@@ -58,7 +58,7 @@ class Command:
 
 
 def main() -> None:
-    """What `python -m pala.doctor` runs on every rank."""
+    """Run `python -m pala.doctor` on a rank."""
     try:
         _advise()
     except KeyboardInterrupt:
@@ -94,13 +94,13 @@ def _advise() -> None:
 
 
 def _leave_to_first(rank: int) -> None:
-    """Every process is alone, and one is enough to say so; the others' statuses must not make mpirun kill it."""
+    """End all processes except the first, which alone speaks; their status must not make mpirun kill it."""
     if rank > 0:
         sys.exit(0)
 
 
 def _alone(launcher: Launcher, command: Command, watchdog: Watchdog) -> Job:
-    """What this process knows before MPI starts."""
+    """Gather what this process knows before MPI starts."""
     library, standard = facts.library_here()
     launcher = replace(launcher, command=facts.launcher_command(launcher))
     trial = None
@@ -110,13 +110,22 @@ def _alone(launcher: Launcher, command: Command, watchdog: Watchdog) -> Job:
         if not launcher.processes:
             trial = try_mpirun(launcher.command)
     return Job(
-        launcher, [facts.host_here(launcher)], [facts.rank_here()], library, standard, trial, facts.slurm_here(),
-        Launch.detect().local_size, can_survive(), runs=str(command.runs), python_in_path=facts.python_in_path(),
-    )  # fmt: skip
+        launcher=launcher,
+        hosts=[facts.host_here(launcher)],
+        ranks=[facts.rank_here()],
+        library=library,
+        standard=standard,
+        trial=trial,
+        slurm=facts.slurm_here(),
+        local_ranks=Launch.detect().local_size,
+        fault_tolerant=can_survive(),
+        runs=str(command.runs),
+        python_in_path=facts.python_in_path(),
+    )
 
 
 def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]:
-    """The world, or why there is none."""
+    """Start MPI. Returns the communicator, if there is one, and the job with why there is none."""
     if job.launcher.processes and is_mixed(job):
         return None, job  # nothing to be had of MPI but a crash
     for advice in before_start(job):
@@ -136,14 +145,14 @@ def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]
 
 
 def _is_alone(processes: int) -> bool:
-    """True if MPI runs, but for this process only."""
+    """Return True if MPI runs, but for this process only."""
     from mpi4py import MPI
 
     return MPI.Is_initialized() and MPI.COMM_WORLD.size == 1 < processes
 
 
 def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
-    """What all ranks know, on every rank. Collective."""
+    """Gather on every rank what all ranks know. Collective."""
 
     def expect(what: str) -> None:
         watchdog.expect(what, (2 if what.startswith("waiting") else 1) * _LIMIT_S, _TOGETHER)
@@ -156,9 +165,7 @@ def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
     if rank.rank == min(other.rank for other in ranks if other.host == rank.host):
         prepare(threads)
         watchdog.expect("loading torch and Atari", _LOADING_S, _ALONE)
-        from pala.doctor.loading import with_torch  # what it loads is tried here, in threads of this number
-
-        host = with_torch(host)
+        host = facts.with_torch(host)  # in threads of this number
     watchdog.expect("waiting for torch and Atari on other hosts", 2 * _LOADING_S, _TOGETHER)
     hosts: dict[str, Host] = {}
     for found in comm.allgather(host):
@@ -172,7 +179,7 @@ def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
 
 
 def _with_runs(comm: MpiCommunicator, job: Job) -> Host:
-    """This host, with whether it sees what rank 0 writes where runs are to be. Collective."""
+    """Find out whether this host sees what rank 0 writes where runs are to be. Collective."""
     file = None
     if comm.rank == 0:
         folder = Path(job.runs)
@@ -193,18 +200,18 @@ def _with_runs(comm: MpiCommunicator, job: Job) -> Host:
 
 
 def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
-    """Print and write everything; the exit status."""
-    advice = advise(job)
-    tell(report(job, advice))
+    """Print the report and write the facts. Returns the exit status."""
+    findings = examine(job)
+    tell(report(job, findings))
     if command.json is not None:
-        table = {"format": 1} | known | {"job": asdict(job), "advice": [asdict(item) for item in advice]}
+        table = {"format": 1} | known | {"job": asdict(job), "advice": [asdict(item) for item in findings.advice]}
         try:
             write_json(command.json, table, indent=1)
         except OSError as error:
             why = error.strerror or error
             say(f"pala: error: '--json': '{command.json}' cannot be written ({why}); name another file.")
             return 2
-    return 1 if any(item.stops for item in advice) else 0
+    return 1 if any(advice.stops for advice in findings.advice) else 0
 
 
 if __name__ == "__main__":

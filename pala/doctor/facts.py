@@ -1,4 +1,6 @@
-"""What is to be known of a job: the launcher, the hosts, the ranks. Gathered here but for the trial and the ping."""
+"""The facts about a job: its launcher, hosts and ranks. All are gathered here, except the trial's and the ping's.
+
+They come in three stages: before MPI starts, once it runs, and by a rank that loads torch."""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from pathlib import Path
 import mpi4py
 
 from pala.run.provenance import installed_versions
+from pala.system.errors import PalaError
 from pala.system.launcher import Launch, launcher_process
 from pala.system.resources import available_memory_bytes, most_cores
 
@@ -29,8 +32,11 @@ _SLURM = (
 )
 # By a variable that only this launcher sets. An mpirun inside an allocation passes Slurm's on: its own come first.
 _SIGNS = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI", "MPI_LOCALNRANKS": "MPICH", "SLURM_STEP_NUM_TASKS": "Slurm", "PMI_SIZE": "",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_SIZE": "Open MPI",
+    "MPI_LOCALNRANKS": "MPICH",
+    "SLURM_STEP_NUM_TASKS": "Slurm",
+    "PMI_SIZE": "",
+}
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,14 @@ class Product:
 
     @property
     def family(self) -> str:
-        """Those of a family start each other's ranks; Slurm and what is unknown are of none."""
+        """The MPIs that can start each other's ranks; empty for Slurm and for what is unknown."""
         if self.name in ("MPICH", "Intel MPI", "MVAPICH"):
             return "MPICH"
         return "Open MPI" if self.name == "Open MPI" else ""
 
     @classmethod
     def read(cls, text: str) -> Product:
-        """From what `mpirun --version`, `srun --version` or MPI_Get_library_version says."""
+        """Read what `mpirun --version`, `srun --version` or MPI_Get_library_version says."""
         for name, pattern in (
             ("Open MPI", r"Open MPI\W+v?([\d.]+)"),
             ("Intel MPI", r"Intel\(R\) MPI Library\D*([\d.]+)"),
@@ -67,7 +73,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Launcher:
-    """What started this program, or, if that was done by hand, the mpirun that would start training."""
+    """The program that started this one, or, after a start by hand, the mpirun that would start training."""
 
     product: Product = field(default_factory=Product)
     command: str = ""  # its path, if there is any
@@ -77,7 +83,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of starting jobs with mpirun. Only where this program was started by hand."""
+    """The outcome of starting jobs with mpirun. Only where this program was started by hand."""
 
     refuses_root: bool = False
     size: int = 0  # that a job of two ranks found; 0: it did not start
@@ -88,7 +94,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Host:
-    """What the ranks of a host have in common."""
+    """Facts that the ranks of a host have in common."""
 
     name: str
     python: str
@@ -107,7 +113,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Rank:
-    """What each rank has of its own."""
+    """Facts that each rank has of its own."""
 
     rank: int
     host: str
@@ -130,7 +136,7 @@ class PairPing:
 
 @dataclass(frozen=True)
 class Job:
-    """All that the doctor knows."""
+    """All facts that the doctor knows."""
 
     launcher: Launcher
     hosts: list[Host]
@@ -148,7 +154,7 @@ class Job:
     pings: list[PairPing] = field(default_factory=list)
 
     def ranks_of(self, host: Host) -> list[Rank]:
-        """In the order of their numbers."""
+        """Return the host's ranks in the order of their numbers."""
         return [rank for rank in self.ranks if rank.host == host.name]
 
 
@@ -156,7 +162,7 @@ class Job:
 
 
 def launcher_here() -> Launcher:
-    """What started this process, from the environment."""
+    """Tell from the environment what started this process."""
     sign = next((sign for sign in _SIGNS if sign in os.environ), None)
     if sign is None:
         return Launcher()
@@ -168,7 +174,7 @@ def launcher_here() -> Launcher:
 
 
 def launcher_command(launcher: Launcher) -> str:
-    """Path of the launcher's program; of the mpirun in PATH if there was none."""
+    """Return the path of the launcher's program; of the mpirun in PATH if there was none."""
     if not launcher.processes or launcher.product.name == "Slurm":
         return shutil.which("srun" if launcher.processes else "mpirun") or ""
     with contextlib.suppress(OSError):
@@ -179,7 +185,7 @@ def launcher_command(launcher: Launcher) -> str:
 
 
 def library_here() -> tuple[Product, str]:
-    """The MPI that mpi4py loads and the version of the standard; nothing if it loads none."""
+    """Return the MPI that mpi4py loads and its version of the standard; nothing if it loads none."""
     mpi4py.rc.initialize = False
     try:
         from mpi4py import MPI
@@ -189,18 +195,18 @@ def library_here() -> tuple[Product, str]:
 
 
 def slurm_here() -> dict[str, str]:
-    """Slurm's variables, if it has given any."""
+    """Return Slurm's variables, if it has given any."""
     return {name: os.environ[name] for name in _SLURM if name in os.environ}
 
 
 def python_in_path() -> str:
-    """The `python` that a launcher would find, if it is not this one."""
+    """Return the `python` that a launcher would find, if it is not this one."""
     found = shutil.which("python") or "missing"
     return "" if Path(found).parent == Path(sys.executable).parent else found
 
 
 def host_here(launcher: Launcher) -> Host:
-    """This host, without what torch and ale-py tell of it."""
+    """Describe this host, without what torch and ale-py tell of it."""
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").exists() else None
     cores = _cores_of_launcher(launcher)
     return Host(
@@ -216,19 +222,21 @@ def host_here(launcher: Launcher) -> Host:
 
 
 def rank_here() -> Rank:
-    """This rank, without what MPI tells of it, as rank 0."""
+    """Describe this process as rank 0, without what MPI tells of it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return Rank(0, platform.node(), sorted(os.sched_getaffinity(0)), visible_gpus=visible)
 
 
 def _cores_of_launcher(launcher: Launcher) -> list[int]:
-    """A launcher binds ranks, not itself. Slurm's runs outside of the job, and may use more than it gives."""
+    """Return the cores that the launcher may give to ranks.
+
+    It binds ranks, not itself. Slurm's runs outside of the job, and may use more than it gives."""
     bound_alike = not launcher.processes or launcher.product.name == "Slurm"
     return sorted(os.sched_getaffinity(0 if bound_alike else launcher_process() or 0))
 
 
 def _checksum_of_sources() -> str:
-    """Checksum of pala's own files: a stale copy on another host has the same version."""
+    """Return a checksum of pala's own files: a stale copy on another host has the same version."""
     digest = hashlib.sha256()
     folder = Path(__file__).resolve().parent.parent
     for file in sorted(folder.rglob("*.py")):
@@ -240,7 +248,7 @@ def _checksum_of_sources() -> str:
 
 
 def with_mpi(rank: Rank, library: Product, threads: int) -> Rank:
-    """The rank, with what MPI tells of it."""
+    """Add what MPI tells of the rank."""
     from mpi4py import MPI  # `library_here` has seen to it that this does not start MPI
 
     levels = {MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED", MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE"}
@@ -250,8 +258,41 @@ def with_mpi(rank: Rank, library: Product, threads: int) -> Rank:
 
 
 def _cuda_aware(mpi: object) -> bool | None:
-    """Whether MPI takes pointers to a GPU's memory; None if the library has no such question."""
+    """Return True if MPI takes pointers to a GPU's memory; None if the library has no such question."""
     try:
         return bool(ctypes.CDLL(mpi.__file__).MPIX_Query_cuda_support())  # type: ignore[attr-defined]
     except (OSError, AttributeError):
         return None
+
+
+# ---- with torch ------------------------------------------------------------------------------------------------------
+
+
+def with_torch(host: Host) -> Host:
+    """Add what torch and ale-py tell of the host. To load them takes seconds, so one rank of a host does, and late."""
+    import torch
+
+    from pala.system.device import has_bfloat16
+
+    return replace(
+        host,
+        torch_cuda=torch.version.cuda,
+        # As training asks: a driver that is too old for torch is counted, but its name raises.
+        gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else [],
+        bfloat16=has_bfloat16(torch.device("cpu")),
+        atari_fault=_atari_fault(),
+    )
+
+
+def _atari_fault() -> str:
+    """Return why no game of Pong can be begun; empty if one was."""
+    from pala.config import EnvConfig
+    from pala.envs.vector import make_envs
+
+    try:
+        make_envs(EnvConfig(num_envs=1)).close()
+    except (PalaError, ImportError, OSError, RuntimeError) as error:
+        return str(error)
+    return ""

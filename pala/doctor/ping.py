@@ -1,4 +1,4 @@
-"""A ping between the ranks: small messages, and messages as long as a model, there and back."""
+"""The ping between ranks: small messages, and messages as long as a model, there and back."""
 
 from __future__ import annotations
 
@@ -21,36 +21,32 @@ MOST_PAIRS = 256
 _SMALL_BYTES, _SMALL_TRIPS, _MODEL_TRIPS = 8, 50, 3
 
 
-def tournament(size: int) -> list[list[Pair]]:
-    """Rounds in which each rank meets one other, and after which each has met all (the circle method)."""
-    seats = [*range(size), *([-1] if size % 2 else [])]  # who meets -1 has a rest
-    half, rounds = len(seats) // 2, []
-    for _ in range(len(seats) - 1):
-        pairs = [(min(pair), max(pair)) for pair in zip(seats[:half], reversed(seats[half:]), strict=True)]
-        rounds.append([pair for pair in pairs if pair[0] >= 0])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
-
-
 def turns(hosts: Sequence[str], most_pairs: int = MOST_PAIRS) -> list[list[Pair]]:
-    """Pairs that ping at the same time: no host is in two of them, so they share neither cores nor links.
+    """Return pairs that ping at the same time: no host is in two of them, so they share neither cores nor links.
 
-    `hosts` are the ranks'. Whole rounds of the tournament are left out, evenly, so that about `most_pairs` are left.
+    `hosts` are the ranks'. Each rank pings the ranks at some distances from it: at all distances, if that makes no more
+    than about `most_pairs`; else at a few, spread evenly up to the longest.
     """
-    rounds = tournament(len(hosts))
-    wanted = max(1, min(len(rounds), most_pairs // max(1, len(hosts) // 2)))
+    size = len(hosts)
+    longest = size // 2
+    num_distances = max(1, min(longest, most_pairs // size))
+    distances = [(number + 1) * longest // num_distances for number in range(num_distances)]
+    pairs = [(rank, (rank + distance) % size) for distance in distances for rank in range(size) if distance]
+    waiting = sorted({(min(pair), max(pair)) for pair in pairs})
     chosen: list[list[Pair]] = []
-    for number in range(wanted):
-        waiting = rounds[number * len(rounds) // wanted]
-        while waiting:
-            busy: set[str] = set()
-            turn: list[Pair] = []
-            for pair in waiting:
-                if busy.isdisjoint(at := {hosts[rank] for rank in pair}):
-                    turn.append(pair)
-                    busy |= at
-            chosen.append(turn)
-            waiting = [pair for pair in waiting if pair not in turn]
+    while waiting:
+        turn: list[Pair] = []
+        later: list[Pair] = []
+        busy: set[str] = set()
+        for pair in waiting:
+            at = {hosts[rank] for rank in pair}
+            if busy.isdisjoint(at):
+                turn.append(pair)
+                busy |= at
+            else:
+                later.append(pair)
+        chosen.append(turn)
+        waiting = later
     return chosen
 
 
@@ -77,7 +73,7 @@ def _measure(comm: MpiCommunicator, pair: Pair) -> PairPing:
 
 
 def _round_trip_s(comm: MpiCommunicator, pair: Pair, num_bytes: int, trips: int) -> float:
-    """Median; the first trip, which makes the connection, does not count."""
+    """Return the median; the first trip, which makes the connection, does not count."""
     first, second = pair
     data, durations_s = np.zeros(num_bytes, np.uint8), []
     for _ in range(1 + trips):

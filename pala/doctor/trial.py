@@ -1,4 +1,4 @@
-"""Trying mpirun, before this process itself has anything to do with MPI."""
+"""The trial of mpirun, before this process itself has anything to do with MPI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROOT = ("env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
 
 
 def identified(launcher: Launcher) -> Launcher:
-    """With what the launcher's `--version` says of it."""
+    """Add what the launcher's `--version` says of it."""
     try:
         done = subprocess.run([launcher.command, "--version"], capture_output=True, text=True, timeout=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -50,7 +50,7 @@ def try_mpirun(mpirun: str) -> Trial:
 
 
 def _attempt(*words: str) -> tuple[str, str]:
-    """What a job said, and why it failed, if it did."""
+    """Run a job. Returns what it said, and why it failed; empty if it did not."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         try:

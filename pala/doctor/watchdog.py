@@ -32,7 +32,7 @@ _STAGGER_S = 0.2  # a rank: the first to speak ends the job, before all have sai
 
 
 class Watchdog:
-    """Kills this process, with a sentence, if what it is about to do takes too long. Begin before MPI starts."""
+    """A process that kills this one, with an error message, if a step takes too long. Begin before MPI starts."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -44,7 +44,7 @@ class Watchdog:
         return self
 
     def expect(self, what: str, limit_s: float, remedy: str) -> None:
-        """From now on this rank does `what`; what it did before is done."""
+        """Set the limit of this rank's next step, `what`, in place of the last one's."""
         assert self._keeper.stdin is not None
         limit_s += _STAGGER_S * self._rank
         sentence = f"pala: error: rank {self._rank}: {what} was not done after {limit_s:.0f} s. {remedy}"
