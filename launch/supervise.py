@@ -46,7 +46,7 @@ from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
 from pala.system.interrupt import LEAVE, hangup
-from pala.system.jobs import LOOK_S, clear_after
+from pala.system.jobs import MpiJob
 from pala.system.launcher import Launch
 from pala.system.output import ANNOUNCEMENT, SUPERVISED, say
 from pala.system.tables import flatten, shown
@@ -90,25 +90,26 @@ class Host(NamedTuple):
 
 
 class Arrivals:
-    """Which ranks of a job have come up, from what they announce on the standard error that all share."""
+    """The ranks of a job that have come up, from what they announce on the standard error that all share."""
 
     def __init__(self, ranks: int) -> None:
-        self.over = threading.Event()  # all are up, or the job has ended
+        self.all_up = False
         self.late = False
         self._ranks = set(range(ranks))
         self._at: dict[str, set[int]] = {"begun": set(), "up": set()}
 
     def read(self, line: bytes) -> bool:
-        """True if the line is nothing but an announcement. Launchers put tags before lines, and join those of ranks."""
+        """Take note of a line. Returns True if it is nothing but an announcement.
+
+        Launchers put tags before lines, and join those of ranks."""
         text = line.decode(errors="replace")
         for stage, rank in _ANNOUNCED.findall(text):
             self._at[stage].add(int(rank))
-        if self._at["up"] >= self._ranks:
-            self.over.set()
+        self.all_up = self._at["up"] >= self._ranks
         return bool(_ANNOUNCED.search(text)) and not _ANNOUNCED.sub("", text).strip()
 
     def missing(self) -> str:
-        """Who is not up, in words."""
+        """Name the ranks that are not up."""
         absent = sorted(self._ranks - self._at["begun"])
         if absent:
             return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not begin"
@@ -160,8 +161,8 @@ class Supervisor:
         self.start_timeout_s = command.config.run.start_timeout_s
         self._was_told = self._goes_on = options.go_on  # a job has been told to make the run
         self._began = False  # by a job of this supervisor
-        self._job: subprocess.Popen[bytes] | None = None
-        self._probes: list[subprocess.Popen[str]] = []  # of hosts
+        self._job: MpiJob | None = None
+        self._probes: list[MpiJob] = []  # of hosts
         self._said_mistake = False
         self._only_notes_signals = False  # if no job runs; else one ends this process
         self._signal: int | None = None
@@ -257,28 +258,20 @@ class Supervisor:
         placed = ["-np", str(ranks), *(["--host", where] if where else [])]
         self._said_mistake = False
         self._only_notes_signals = True
-        # A session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here alone. Nor shall
-        # it see the SIGTERM that a scheduler sends to every process of a job.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        self._job = subprocess.Popen(
+        arrivals, segments = Arrivals(ranks), run_folder.num_segments(self.run)
+        self._job = MpiJob(
             [*self.mpirun, *placed, "env", f"{SUPERVISED}=1", sys.executable, "-m", "pala.train", *arguments],
-            env=_environment(between_hosts=bool(hosts)), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            _environment(between_hosts=bool(hosts)),
+            stderr=subprocess.PIPE,
+        )
         if self._signal is not None:  # it came before there was a job to pass it on to
             self._job.send_signal(_GENTLY)
-        assert self._job.stderr is not None
-        arrivals, segments = Arrivals(ranks), run_folder.num_segments(self.run)
-        relay = threading.Thread(target=self._relay, args=[self._job.stderr, arrivals], daemon=True)
+        relay = threading.Thread(target=self._relay, args=[self._job.launcher.stderr, arrivals], daemon=True)
         relay.start()
-        ended = threading.Event()
-        watch = threading.Thread(target=self._watch, args=[self._job, arrivals, segments, ended], daemon=True)
+        # Not by this thread: a file system that hangs must not keep signals from the job.
+        watch = threading.Thread(target=self._watch, args=[self._job, arrivals, segments], daemon=True)
         watch.start()
-        status = self._job.wait()
-        clear_after(self._job.pid)
-        ended.set()
-        arrivals.over.set()
+        status = self._job.reap()
         watch.join()
         self._job = None
         relay.join(2)  # ranks that outlive mpirun keep the pipe open
@@ -286,23 +279,18 @@ class Supervisor:
             return status if status > 0 else 1
         return status if status >= 0 else 128 - status
 
-    def _watch(self, job: subprocess.Popen[bytes], arrivals: Arrivals, segments: int, ended: threading.Event) -> None:
+    def _watch(self, job: MpiJob, arrivals: Arrivals, segments: int) -> None:
         self._end_if_it_does_not_start(job, arrivals, segments)
-        self._end_if_it_does_not_end(job, EndWatch(self.run, segments), ended)
+        self._end_if_it_does_not_end(job, EndWatch(self.run, segments))
 
-    def _end_if_it_does_not_end(self, job: subprocess.Popen[bytes], watch: EndWatch, ended: threading.Event) -> None:
-        while not ended.wait(LOOK_S):
-            if watch.is_over():
-                self._say(f"no rank has lived for {LINGER_S:g} s, but mpirun has not ended: it is ended.")
-                self._end(job)
-                return
+    def _end_if_it_does_not_start(self, job: MpiJob, arrivals: Arrivals, segments: int) -> None:
+        """Wait until all ranks are up, and end a job that does not get there, or that is told to end before.
 
-    def _end_if_it_does_not_start(self, job: subprocess.Popen[bytes], arrivals: Arrivals, segments: int) -> None:
-        """Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before; and mpirun loses a
+        Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before; and mpirun loses a
         signal that comes before it has started them. A job that has made its entry in the run's record has started,
         whatever became of the announcements."""
         latest_s = time.monotonic() + self.start_timeout_s
-        while not arrivals.over.wait(_ARRIVAL_S):
+        while not arrivals.all_up and job.wait(_ARRIVAL_S) is None:
             is_late = time.monotonic() > latest_s
             if self._signal is None and not is_late:
                 continue
@@ -320,14 +308,16 @@ class Supervisor:
         if self._signal is not None:  # it may have come before the last of them
             job.send_signal(_GENTLY)
 
+    def _end_if_it_does_not_end(self, job: MpiJob, watch: EndWatch) -> None:
+        """Wait for mpirun's end, and end it if it outlives its ranks."""
+        if job.outlives_its_ranks(watch.is_over):
+            self._say(f"no rank has lived for {LINGER_S:g} s, but mpirun has not ended: it is ended.")
+            self._end(job)
+
     @staticmethod
-    def _end(job: subprocess.Popen[bytes]) -> None:
-        job.send_signal(signal.SIGINT)  # SIGTERM is blocked
-        try:
-            job.wait(_DEAF_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+    def _end(job: MpiJob) -> None:
+        if not job.end(signal.SIGINT, _DEAF_S):  # SIGTERM is blocked
+            job.kill()
 
     def _relay(self, stderr: IO[bytes], arrivals: Arrivals) -> None:
         """What ranks say goes on to this process' standard error, and a user's mistake is noticed. What cannot be
@@ -425,7 +415,7 @@ class Supervisor:
                 answers = list(pool.map(self._answers, self.hosts))
             except BaseException:  # a signal: the pool waits for its threads, and they for the probes
                 for probe in self._probes:
-                    _kill(probe)
+                    probe.kill()
                 raise
         for host, answer in zip(self.hosts, answers, strict=True):
             if not answer:
@@ -433,19 +423,17 @@ class Supervisor:
         return [host for host, answer in zip(self.hosts, answers, strict=True) if answer]
 
     def _answers(self, host: Host) -> bool:
-        probe = subprocess.Popen(
-            [*self.mpirun, "-np", "1", "--host", host.name, "echo", "here"], text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        """Return True if mpirun starts a process on this host within a minute."""
+        words = [*self.mpirun, "-np", "1", "--host", host.name, "echo", "here"]
+        probe = MpiJob(words, os.environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self._probes.append(probe)
         try:
-            return "here" in probe.communicate(timeout=_PROBE_S)[0]
+            return b"here" in probe.launcher.communicate(timeout=_PROBE_S)[0]
         except subprocess.TimeoutExpired:
-            _kill(probe)
+            probe.kill()
             return False
         finally:
-            probe.wait()
-            clear_after(probe.pid)
+            probe.reap()
 
     def _give_up(self, why: str) -> int:
         go_on = f"go on with `--resume {shlex.quote(str(self.run))}`"
@@ -457,13 +445,6 @@ class Supervisor:
     @staticmethod
     def _say(text: str) -> None:
         say(f"supervise: {text}")
-
-
-def _kill(probe: subprocess.Popen[str]) -> None:
-    """mpirun and its ssh."""
-    if probe.returncode is None:  # else its number may be another's by now
-        with suppress(ProcessLookupError):
-            os.killpg(probe.pid, signal.SIGKILL)
 
 
 def survivable(mpirun: str) -> list[str]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +24,9 @@ from pala.config import Config, load_preset
 from pala.run import checkpoint, end_watch, run_folder
 from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder, supervised
+from pala.system import jobs
 from pala.system.errors import PalaError
+from pala.system.jobs import MpiJob
 from pala.train import parse
 from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
 from support import REPOSITORY
@@ -70,6 +72,17 @@ def attempt(steps: int, status: int, completes: bool = False) -> Attempt:
 
 def dies_early(_: Scripted) -> int:
     return 137
+
+
+@contextmanager
+def job_of(*words: str) -> Iterator[MpiJob]:
+    """A job that is no mpirun; it is killed at the end."""
+    job = MpiJob(words, os.environ)
+    try:
+        yield job
+    finally:
+        job.kill()
+        job.reap()
 
 
 @pytest.fixture
@@ -220,11 +233,10 @@ def test_a_job_that_trains_is_not_ended_for_want_of_announcements(there: Path, t
     supervisor = Scripted(["--run.name", "r", "--run.start-timeout-s", "1"], [])
     if trains:
         attempt(100, 0)(supervisor)
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
+    with job_of("sleep", "60") as job:
         arrivals = Arrivals(2)
         supervisor._end_if_it_does_not_start(job, arrivals, segments=0)
-        assert (arrivals.late, job.poll() is None) == (not trains, trains)
-        job.kill()
+        assert (arrivals.late, job.wait(0) is None) == (not trains, trains)
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -238,13 +250,12 @@ def test_a_signal_that_mpirun_lost_before_it_started_ranks_ends_the_job(there: P
         "import pathlib, signal, time; signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path('told').touch()); "
         "pathlib.Path('begun').touch(); time.sleep(300)"
     )
-    with subprocess.Popen([sys.executable, "-c", hears], start_new_session=True) as job:
+    with job_of(sys.executable, "-c", hears) as job:
         wait_for(Path("begun").exists, what="the job")
         supervisor._end_if_it_does_not_start(job, arrivals, segments=0)
         if trains:
             wait_for(Path("told").exists, what="the signal")
-        assert (job.poll() is None, Path("told").exists(), arrivals.late) == (trains, trains, False)
-        job.kill()
+        assert (job.wait(0) is None, Path("told").exists(), arrivals.late) == (trains, trains, False)
 
 
 @pytest.mark.parametrize(
@@ -262,26 +273,24 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended(
         record.end(status)
     if concluded:
         record.note(conclusion={})
-    is_over, looks, ended = run_folder.is_over, itertools.count(), threading.Event()
+    is_over, looks = run_folder.is_over, itertools.count()
 
     def look(run: Path, segments: int, was_locked: bool) -> bool:
         if next(looks) == 60:
-            ended.set()
+            job.kill()
         assert not is_over(run, segments + 1, was_locked), "an earlier job's entry says nothing of this one"
         return is_over(run, segments, was_locked)
 
     monkeypatch.setattr(run_folder, "is_over", look)
-    monkeypatch.setattr(supervise, "LOOK_S", 0.01)
+    monkeypatch.setattr(jobs, "LOOK_S", 0.01)
     monkeypatch.setattr(end_watch, "LINGER_S", 20 * end_watch.LOOK_S)
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
-        with lock_folder(supervisor.run) as rank:  # type: ignore[union-attr]
-            supervisor._end_if_it_does_not_end(job, EndWatch(supervisor.run, 0), ended)
-            assert job.poll() is None and rank
-        looks = itertools.count()
-        ended.clear()
-        supervisor._end_if_it_does_not_end(job, EndWatch(supervisor.run, 0), ended)
-        assert (job.poll() is not None) == over
-        job.kill()
+    with lock_folder(supervisor.run) as rank, job_of("sleep", "60") as job:  # type: ignore[union-attr]
+        supervisor._end_if_it_does_not_end(job, EndWatch(supervisor.run, 0))
+        assert job.wait(0) == -signal.SIGKILL and rank  # only by `look`
+    looks = itertools.count()
+    with job_of("sleep", "60") as job:
+        supervisor._end_if_it_does_not_end(job, EndWatch(supervisor.run, 0))
+        assert job.wait(0) == (-signal.SIGINT if over else -signal.SIGKILL)
 
 
 @pytest.mark.parametrize("status", ["running", "completed", "stopped"])
@@ -293,7 +302,7 @@ def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
     attempt(100, 0)(supervisor)
     if status != "running":
         run_folder.RunRecord.take_over(supervisor.run).end(status)
-    monkeypatch.setattr(supervise, "LOOK_S", 0.01)
+    monkeypatch.setattr(jobs, "LOOK_S", 0.01)
     monkeypatch.setattr(end_watch, "LINGER_S", 20 * end_watch.LOOK_S)
     rank, looked = lock_folder(supervisor.run), threading.Event()
     is_over = run_folder.is_over
@@ -303,15 +312,13 @@ def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
         return is_over(run, segments, was_locked)
 
     monkeypatch.setattr(run_folder, "is_over", look)
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as job:
-        arguments = [job, EndWatch(supervisor.run, 0), threading.Event()]
-        watch = threading.Thread(target=supervisor._end_if_it_does_not_end, args=arguments)
+    with job_of("sleep", "60") as job:
+        watch = threading.Thread(target=supervisor._end_if_it_does_not_end, args=[job, EndWatch(supervisor.run, 0)])
         watch.start()
-        assert looked.wait(60) and job.poll() is None and rank is not None
+        assert looked.wait(60) and job.wait(0) is None and rank is not None
         rank.close()
         watch.join(60)
-        assert job.poll() is not None
-        job.kill()
+        assert job.wait(0) == -signal.SIGINT
 
 
 # ---- beside another supervisor, or a job that one has left -----------------------------------------------------------
@@ -395,10 +402,10 @@ def test_ranks_that_do_not_come_up_are_named() -> None:
     assert arrivals.missing() == "rank 1 did not begin"
     assert arrivals.read(b"pala-announcement: begun 1\n") and arrivals.read(b"pala-announcement: up 1\n")
     assert arrivals.missing() == "all ranks had begun, but 0, 2 did not come out of MPI's start"
-    assert not arrivals.over.is_set()
+    assert not arrivals.all_up
     assert not arrivals.read(b"[1,0]<stderr>: pala-announcement: up 0\n")  # a launcher's tag
     assert arrivals.read(b"pala-announcement: up 2pala-announcement: up 2\n")
-    assert arrivals.over.is_set()
+    assert arrivals.all_up
 
 
 def test_a_run_is_resumed_until_its_record_says_that_it_is_complete(there: Path, capsys) -> None:
@@ -657,9 +664,9 @@ def test_a_signal_while_hosts_are_asked_ends_that_at_once(there: Path, monkeypat
     """And all that was started for it, before a host's time is over."""
     fake_mpirun(there, '[ "$1" = --version ] || { sleep 1000; exit 1; }\n')
     supervisor = Scripted(["--mpirun", "./mpirun", "--host", "a:1,b:1", "--run.name", "r"], [dies_early])
-    kill, killed_by = supervise._kill, []
+    kill, killed_by = MpiJob.kill, []
 
-    def note(probe: subprocess.Popen[str]) -> None:
+    def note(probe: MpiJob) -> None:
         killed_by.append(threading.current_thread())
         kill(probe)
 
@@ -667,7 +674,7 @@ def test_a_signal_while_hosts_are_asked_ends_that_at_once(there: Path, monkeypat
         wait_for(lambda: len(supervisor._probes) == 2, what="a process for each host")
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
-    monkeypatch.setattr(supervise, "_kill", note)
+    monkeypatch.setattr(MpiJob, "kill", note)
     teller, before = threading.Thread(target=tell), signal.signal(signal.SIGTERM, supervisor.on_signal)
     try:
         teller.start()

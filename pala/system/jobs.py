@@ -1,4 +1,4 @@
-"""Jobs of MPI, started by programs that do not use MPI themselves: the launcher, and an end that leaves no process."""
+"""MPI jobs, started by programs that do not use MPI themselves: the launcher, and an end that leaves no process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from pala.system.errors import PalaError
 
@@ -61,32 +62,122 @@ def _environment() -> dict[str, str]:
     return unbound | os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
 
 
+class MpiJob:
+    """An MPI job that this process has started: its launcher, in a session of its own, and the ranks below that.
+
+    mpirun, which gives up at once when it gets ^C twice, gets it from here alone in a session of its own."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        hears_sigterm: bool = False,
+    ) -> None:
+        """Start it. Unless `hears_sigterm`, hide that signal from it: schedulers send it to every process of a job.
+
+        Raises OSError."""
+        with _blocked([] if hears_sigterm else [signal.SIGTERM]):
+            self.launcher = subprocess.Popen(
+                words, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+            )
+
+    def send_signal(self, number: int) -> None:
+        """Send the launcher a signal, if it lives."""
+        self.launcher.send_signal(number)
+
+    def wait(self, limit_s: float | None = None) -> int | None:
+        """Wait for the launcher's end. Returns its status, negative if a signal killed it; None after `limit_s`."""
+        try:
+            return self.launcher.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def outlives_its_ranks(self, is_over: Callable[[], bool], limit_s: float | None = None) -> bool:
+        """Wait for the launcher's end. Returns True if it goes on though the job is over.
+
+        Open MPI's mpirun (5.0.11) was seen to wait for itself for ever when all its ranks had ended. `is_over` is asked
+        every `LOOK_S`. Raises TimeoutError after `limit_s`."""
+        deadline = math.inf if limit_s is None else time.monotonic() + limit_s
+        while True:
+            rest_s = deadline - time.monotonic()
+            if self.wait(min(LOOK_S, max(rest_s, 0.0))) is not None:
+                return False
+            if is_over():
+                return True
+            if rest_s <= LOOK_S:
+                raise TimeoutError
+
+    def end(self, number: int, patience_s: float) -> bool:
+        """Tell the launcher by a signal to end its ranks and itself. Returns False if it lives after `patience_s`."""
+        self.send_signal(number)
+        return self.wait(patience_s) is not None
+
+    def kill(self) -> None:
+        """Kill the launcher and the programs that it uses, as ssh. Ranks end with what started them."""
+        if self.launcher.returncode is None:  # else its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.launcher.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Wait for the launcher's end, and remove what a killed mpirun has left in this machine's folder for temporary
+        files. Returns its status, negative if a signal killed it.
+
+        The leftover is named by mpirun's process number. A later mpirun that gets the same number fails: "The PMIx
+        server's listener thread failed to start" (PMIx 5.0.9, `write_rndz_file`)."""
+        status = self.launcher.wait()
+        shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{self.launcher.pid}", ignore_errors=True)
+        return status
+
+
+@contextlib.contextmanager
+def _blocked(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Hide these signals from what starts inside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def run_job(
-    words: list[str], log: Path, limit_s: float | None = None,
-    stop_signal: signal.Signals = signal.SIGTERM, patience_s: float = 10.0,
+    words: list[str],
+    log: Path,
+    limit_s: float | None = None,
+    stop_signal: signal.Signals = signal.SIGTERM,
+    patience_s: float = 10.0,
     is_over: Callable[[], bool] = lambda: False,
-) -> None:  # fmt: skip
+) -> None:
     """Run a job to its end, its output appended to `log`. Raises PalaError with the output's tail if it fails or takes
-    too long. `is_over`, asked every 5 s: whether its work is done though the launcher goes on, which is then ended.
+    too long. `is_over`: says if the job's work is done though the launcher goes on, which is then ended.
 
     Whatever happens, none of its processes on this machine is left: if the job must end early, as when an exception
     comes, the launcher gets `stop_signal` and `patience_s` seconds; then, or at another exception, they are killed.
     """
     token = uuid.uuid4().hex
-    process: subprocess.Popen[bytes] | None = None
+    job: MpiJob | None = None  # still, if the exception comes while it is being started
     with open(log, "ab") as file:
         begin = file.tell()
         try:
-            with _blocked(signal.SIGTERM, if_not=stop_signal):
-                process = subprocess.Popen(
-                    words, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                    env=_environment() | {_VARIABLE: token},
-                )  # fmt: skip
-            status = _status(process, limit_s, is_over)
-        except subprocess.TimeoutExpired:
+            job = MpiJob(
+                words,
+                _environment() | {_VARIABLE: token},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                hears_sigterm=stop_signal == signal.SIGTERM,
+            )
+            status = 0 if job.outlives_its_ranks(is_over, limit_s) else job.wait()
+        except TimeoutError:
             raise PalaError(f"`{shlex.join(words)}` was not done after {limit_s:.0f} s.{tail(log)}") from None
         finally:
-            _end(process, token, stop_signal, patience_s)
+            try:
+                if job is not None:
+                    job.end(stop_signal, patience_s)
+            finally:
+                _kill_marked(token)
+                if job is not None:
+                    job.reap()
     if status != 0:
         with open(log, "rb") as file:
             file.seek(begin)
@@ -95,62 +186,19 @@ def run_job(
         raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
 
 
-def _status(process: subprocess.Popen[bytes], limit_s: float | None, is_over: Callable[[], bool]) -> int:
-    """Return the status when the job has ended, or is over. Raises TimeoutExpired."""
-    deadline = math.inf if limit_s is None else time.monotonic() + limit_s
-    while True:
-        rest_s = deadline - time.monotonic()
-        try:
-            return process.wait(min(LOOK_S, max(rest_s, 0.0)))
-        except subprocess.TimeoutExpired:
-            if is_over():
-                return 0
-            if rest_s <= LOOK_S:
-                raise
-
-
-@contextlib.contextmanager
-def _blocked(number: signal.Signals, if_not: signal.Signals) -> Iterator[None]:
-    """Hide this signal from what starts inside, which a scheduler sends to every process of a job, unless it is to
-    be ended by it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [] if number == if_not else [number])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def clear_after(mpirun: int) -> None:
-    """Remove what a killed mpirun has left in the folder for temporary files, on this machine.
-
-    It is named by mpirun's process number. A later mpirun that gets the same number fails: "The PMIx server's listener
-    thread failed to start" (PMIx 5.0.9, `write_rndz_file`)."""
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{mpirun}", ignore_errors=True)
-
-
-def _end(process: subprocess.Popen[bytes] | None, token: str, stop_signal: signal.Signals, patience_s: float) -> None:
-    """End the job: the launcher gets time to end its ranks; what is left then of those that carry the job's token is
-    killed. `process`: None if the exception came while it was being started."""
-    try:
-        if process is not None and process.poll() is None:
-            process.send_signal(stop_signal)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience_s)
-    finally:
-        shared = set[str]()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    if f"{_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
-                        with contextlib.suppress(OSError):
-                            shared.update(_OF_MPI.findall((entry / "maps").read_text(errors="replace")))
-                        os.kill(int(entry.name), signal.SIGKILL)
-        for path in shared:  # ranks that are killed leave it; /dev/shm is small in a container
+def _kill_marked(token: str) -> None:
+    """Kill the processes that carry the job's token, and remove the shared memory that they leave."""
+    shared = set[str]()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                Path(path).unlink()
-        if process is not None:
-            process.wait()
-            clear_after(process.pid)
+                if f"{_VARIABLE}={token}".encode() in (entry / "environ").read_bytes():
+                    with contextlib.suppress(OSError):
+                        shared.update(_OF_MPI.findall((entry / "maps").read_text(errors="replace")))
+                    os.kill(int(entry.name), signal.SIGKILL)
+    for path in shared:  # ranks that are killed leave it; /dev/shm is small in a container
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
 
 
 def tail(log: Path) -> str:

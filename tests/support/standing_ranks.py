@@ -8,6 +8,7 @@ folder of its own. A rank that waits for a case sleeps. Each rank runs `python t
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import cloudpickle
+
+from pala.system.jobs import MpiJob
 
 if TYPE_CHECKING:  # a rank starts MPI before it loads the rest
     from pala.comm.base import Communicator
@@ -91,7 +94,7 @@ class StandingRanks:
     def __init__(self, mpirun: Sequence[str], python: Path, environment: dict[str, str], size: int) -> None:
         """`mpirun`: the launcher with its options, but for the number of ranks."""
         self._mpirun, self._python, self._environment, self.size = mpirun, python, environment, size
-        self._process: subprocess.Popen[bytes] | None = None
+        self._mpi_job: MpiJob | None = None
         self._connections: list[Connection] = []
         self._is_busy = False  # with a case; one that a test has given up would get in the way of the next
         self.pids: list[int] = []
@@ -99,7 +102,7 @@ class StandingRanks:
     def start(self, ranks: int, case: Callable[..., Any], *arguments: Any, cwd: Path) -> Running:
         """Begin `case(communicator, *arguments)` on each of the first `ranks` ranks, in folder `cwd`."""
         assert 1 <= ranks <= self.size
-        if self._is_busy or self._process is None or self._process.poll() is not None:
+        if self._is_busy or self._mpi_job is None or self._mpi_job.wait(0) is not None:
             self.close()
             self._start_job()
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
@@ -135,18 +138,16 @@ class StandingRanks:
         for connection in self._connections:
             connection.close()
         self._connections.clear()
-        if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_OTHERS_S)  # ranks that wait for a case end by themselves
-            for pid in self.pids if self._process.poll() is None else []:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, 9)
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_OTHERS_S)
-            self._process.kill()  # prterun was once seen to wait for itself in PMIx_server_finalize (Open MPI 5.0.11)
-            self._process.wait()
-            self._process, self.pids = None, []
+        if self._mpi_job is not None:
+            if self._mpi_job.wait(_OTHERS_S) is None:  # ranks that wait for a case end by themselves
+                for pid in self.pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, 9)
+            if not self._mpi_job.end(signal.SIGTERM, _OTHERS_S):
+                # prterun was once seen to wait for itself in PMIx_server_finalize (Open MPI 5.0.11).
+                self._mpi_job.kill()
+            self._mpi_job.reap()
+            self._mpi_job, self.pids = None, []
             self._folder.cleanup()
 
     def _start_job(self) -> None:
@@ -156,11 +157,13 @@ class StandingRanks:
             server.bind(address)
             server.listen(self.size)
             server.settimeout(1.0)
-            self._process = subprocess.Popen(
+            self._mpi_job = MpiJob(
                 [*self._mpirun, "-np", str(self.size), str(self._python), __file__, address],
-                env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
+                self._environment,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                hears_sigterm=True,
+            )
             try:
                 accepted = [self._accept(server, time.monotonic() + _START_S) for _ in range(self.size)]
             except CaseError as error:
@@ -173,14 +176,14 @@ class StandingRanks:
 
     def _accept(self, server: socket.socket, deadline_s: float) -> tuple[int, tuple[Connection, int]]:
         """The next rank that has started: (rank, (connection, process)). Raises CaseError."""
-        assert self._process is not None
+        assert self._mpi_job is not None
         while True:
             try:
                 connection = Connection(server.accept()[0].detach())
                 rank, pid = connection.recv()
                 return rank, (connection, pid)
             except TimeoutError:
-                if self._process.poll() is not None or time.monotonic() > deadline_s:
+                if self._mpi_job.wait(0) is not None or time.monotonic() > deadline_s:
                     raise CaseError("the ranks did not start:") from None
             except (EOFError, ConnectionError):
                 raise CaseError("a rank has ended in its start:") from None
