@@ -72,7 +72,7 @@ _BETWEEN_HOSTS = {
 
 
 def _environment(between_hosts: bool) -> dict[str, str]:
-    """Of mpirun."""
+    """Return mpirun's environment."""
     if not between_hosts:
         return dict(os.environ)
     environment = _BETWEEN_HOSTS | os.environ
@@ -118,10 +118,10 @@ class Arrivals:
 
 
 class Supervisor:
-    """Starts jobs one after the other until the run is complete or there is no hope."""
+    """A program that starts jobs one after the other until the run is complete or there is no hope."""
 
     def __init__(self, options: argparse.Namespace, arguments: list[str]) -> None:
-        """`arguments`: of `pala.train`. Raises PalaError for what is wrong with either."""
+        """Read the options. `arguments`: those of `pala.train`. Raises PalaError for what is wrong with either."""
         self.mpirun, self.restarts, self.pause_s = survivable(options.mpirun), options.restarts, options.pause_s
         self.hosts = read_hosts(options.host, options.hostfile)
         slots = sum(host.slots for host in self.hosts)
@@ -168,7 +168,7 @@ class Supervisor:
         self._signal: int | None = None
 
     def supervise(self) -> int:
-        """Returns what this process' exit status should be. Raises PalaError if another supervises this run."""
+        """Supervise the run to its end. Returns the exit status. Raises PalaError if another supervises it."""
         first, number = self.run, 1
         while True:
             try:
@@ -233,7 +233,7 @@ class Supervisor:
         return self._give_up(f"{self.restarts} restarts were not enough" if self.restarts else "the job failed")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass it on to the job; without one, end. Schedulers send theirs more than once, people mean a second ^C."""
+        """Pass a signal on to the job; without one, end. Schedulers repeat theirs; people mean a second ^C."""
         del frame
         if number == LEAVE:
             self._say(f"{LEAVE.name} is for one rank, which then leaves; this process only supervises, and goes on.")
@@ -247,7 +247,7 @@ class Supervisor:
     # ---- one job -------------------------------------------------------------------------------------------------
 
     def _run_job(self, start: int, hosts: Sequence[Host], steps: int) -> int:
-        """Start one and wait for its end; returns mpirun's status, or 128 + the signal that killed it."""
+        """Start a job and wait for its end. Returns mpirun's status, or 128 + the signal that killed it."""
         ranks, spares = self._sizes(hosts)
         where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         arguments = self._train_arguments(spares)
@@ -320,8 +320,10 @@ class Supervisor:
             job.kill()
 
     def _relay(self, stderr: IO[bytes], arrivals: Arrivals) -> None:
-        """What ranks say goes on to this process' standard error, and a user's mistake is noticed. What cannot be
-        written (a log on a full disk) is lost, but still read: ranks and mpirun would hang on a full pipe."""
+        """Pass on to this process' standard error what ranks say, and notice a user's mistake.
+
+        What cannot be written (a log on a full disk) is lost, but still read: ranks and mpirun would hang on a full
+        pipe."""
         for line in stderr:
             if arrivals.read(line):
                 continue
@@ -330,16 +332,18 @@ class Supervisor:
                 os.write(sys.stderr.fileno(), line)
 
     def _sizes(self, hosts: Sequence[Host]) -> tuple[int, int]:
-        """(ranks, spares among them). Of hosts that are lost the spares go first, so that as many train as before."""
+        """Return (ranks, spares among them). Lost hosts cost spares first, so that as many ranks train as before."""
         ranks = min(self.ranks, sum(host.slots for host in hosts)) if hosts else self.ranks
         return ranks, max(0, min(self._spares, ranks - (self.ranks - self._spares)))
 
     def _train_arguments(self, spares: int) -> list[str]:
-        """With the number of spares, if there were any: a restart may have fewer."""
+        """Return the arguments with the number of spares, if there were any: a restart may have fewer."""
         return [*self._run_arguments(), *(["--run.spares", str(spares)] if self._spares else [])]
 
     def _run_arguments(self) -> list[str]:
-        """A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
+        """Return the arguments that begin the run, or resume it.
+
+        A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
         if self.resumes:
             return self.arguments
         if self._was_told:
@@ -356,11 +360,12 @@ class Supervisor:
         return os.path.exists(self.run / "run.json")  # noqa: PTH110  Path's may raise
 
     def _is_complete(self, segments_before: int) -> bool:
-        """By the run's own record, if the job got as far as to make an entry: an earlier one may have completed it."""
+        """Return True if the run's record says so and has an entry of the last job: an earlier one may have completed
+        it."""
         return run_folder.num_segments(self.run) > segments_before and bool(run_folder.read(self.run)["completed"])
 
     def _is_done(self) -> bool:
-        """Whether an earlier job has left nothing to do: neither steps, nor an evaluation or a learning curve that was
+        """Return True if an earlier job has left nothing to do: no steps, and no evaluation or learning curve that was
         interrupted. One that failed, which may fail again, is named instead."""
         if not self._has_record():
             return False
@@ -371,13 +376,13 @@ class Supervisor:
         return self._is_trained()
 
     def _is_trained(self) -> bool:
-        """Whether an earlier job has made all steps that are asked for."""
+        """Return True if an earlier job has made all steps that are asked for."""
         if not self._has_record() or not run_folder.read(self.run)["completed"]:
             return False
         return run_folder.config_of(self.run).total_steps >= self._total_steps
 
     def _what_failed(self) -> str:
-        """Of what followed training, in words; empty if nothing."""
+        """Name what failed after training; empty if nothing did."""
         last = run_folder.read(self.run)["segments"][-1] if self._has_record() else {}
         conclusion = last.get("conclusion", {})
         failed = [what for what, outcome in conclusion.items() if what != "rank" and outcome != "done"]
@@ -391,7 +396,7 @@ class Supervisor:
         return global_steps(self.run)
 
     def _left_over(self) -> str | None:
-        """Wait for ranks that outlive their mpirun; what to say if they do not end."""
+        """Wait for ranks that outlive their mpirun. Returns an error message if they do not end."""
         deadline, said = time.monotonic() + _LEFT_OVER_S, False
         while (who := who_trains(self.run)) is not None:
             if not said:
@@ -406,7 +411,7 @@ class Supervisor:
         return None
 
     def _answering(self) -> list[Host]:
-        """The hosts that still start a process."""
+        """Return the hosts that still start a process."""
         if not self.hosts:
             return []
         self._probes.clear()
@@ -448,7 +453,7 @@ class Supervisor:
 
 
 def survivable(mpirun: str) -> list[str]:
-    """The command, with the option by which the job outlives its ranks (ULFM) where there is one."""
+    """Return the command, with the option by which the job outlives its ranks (ULFM) where there is one."""
     try:
         command = shlex.split(mpirun)
     except ValueError as error:
@@ -462,7 +467,7 @@ def survivable(mpirun: str) -> list[str]:
 
 
 def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
-    """From `name:slots,name:slots`, or a file in Open MPI's or MPICH's form: `name slots=4` or `name:4`, one a line."""
+    """Read `name:slots,name:slots`, or a file in Open MPI's or MPICH's form: `name slots=4` or `name:4`, one a line."""
     if host is not None and hostfile is not None:
         raise PalaError("Give '--host' or '--hostfile', not both.")
     source = f"host file '{hostfile}'" if hostfile else "'--host'"
@@ -484,7 +489,7 @@ def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
 
 
 def with_default(preset: str | None, arguments: list[str]) -> tuple[list[str], Command]:
-    """The arguments of `pala.train`, with a preset if they name nothing that brings settings, and what they mean.
+    """Return the arguments of `pala.train`, with a preset if they bring no settings, and what they mean.
 
     Raises PalaError, of what was typed alone."""
     command = parse(arguments)
@@ -496,7 +501,7 @@ def with_default(preset: str | None, arguments: list[str]) -> tuple[list[str], C
 
 
 def _begun(command: Command) -> Path | None:
-    """The run that this would begin, if it is there."""
+    """Return the run that this would begin, if it is there."""
     name = command.config.run.name
     run = Path(command.config.run.dir) / name
     is_there = command.resume is None and name and os.path.exists(run / "run.json")  # noqa: PTH110  Path's may raise
@@ -516,14 +521,14 @@ def _tell_of_other_settings(asked: Command, command: Command) -> None:
 
 
 def usual_ranks(command: Command) -> int:
-    """How many train if nothing is said of it: 2, or as many as of late in a run that is resumed. Raises PalaError."""
+    """Return the usual number of ranks: 2, or a resumed run's last number. Raises PalaError."""
     if command.resume is None:
         return 2
     return int(run_folder.read(command.resume)["segments"][-1].get("ranks", 2))
 
 
 def without_preset(arguments: list[str], preset: Path | None) -> list[str]:
-    """The arguments of `pala.train` but for the preset, whose name an option may have as its value, too."""
+    """Return the arguments of `pala.train` without the preset, whose name may be an option's value, too."""
     for place, argument in enumerate(arguments):
         if preset is not None and Path(argument) == preset:
             rest = [*arguments[:place], *arguments[place + 1 :]]
@@ -534,7 +539,7 @@ def without_preset(arguments: list[str], preset: Path | None) -> list[str]:
 
 
 def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(this program's options, those of `pala.train`)."""
+    """Return (this program's options, those of `pala.train`)."""
     parser = argparse.ArgumentParser(
         prog="supervise", allow_abbrev=False, add_help=False,
         usage="%(prog)s [options] [PRESET | --resume RUN] [options of pala.train]",

@@ -75,9 +75,9 @@ def dies_early(_: Scripted) -> int:
 
 
 @contextmanager
-def job_of(*words: str) -> Iterator[MpiJob]:
-    """A job that is no mpirun; it is killed at the end."""
-    job = MpiJob(words, os.environ)
+def job_of(*words: str, hears_sigterm: bool = False) -> Iterator[MpiJob]:
+    """Start a job that is no mpirun; it is killed at the end."""
+    job = MpiJob(words, os.environ, hears_sigterm=hears_sigterm)
     try:
         yield job
     finally:
@@ -319,6 +319,21 @@ def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
         rank.close()
         watch.join(60)
         assert job.wait(0) == -signal.SIGINT
+
+
+def test_a_launcher_that_ignores_signals_is_killed_with_the_programs_that_it_uses(there: Path) -> None:
+    with job_of("sh", "-c", "trap '' INT TERM; sleep 1000 & touch begun; wait; sleep 1000") as job:
+        wait_for(Path("begun").exists, what="the job")
+        assert not job.end(signal.SIGINT, patience_s=0.2) and len(processes_in(there)) == 3
+        job.kill()
+        assert job.reap() == job.wait(0) == -signal.SIGKILL
+        wait_for(lambda: processes_in(there) == [os.getpid()], what="the end of what it had started")
+
+
+@pytest.mark.parametrize("hears", [False, True])
+def test_a_job_hears_a_schedulers_signal_only_if_it_is_to(there: Path, hears: bool) -> None:
+    with job_of("sleep", "60", hears_sigterm=hears) as job:
+        assert job.end(signal.SIGTERM, patience_s=0.3) == hears
 
 
 # ---- beside another supervisor, or a job that one has left -----------------------------------------------------------

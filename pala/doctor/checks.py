@@ -14,7 +14,7 @@ from pala.doctor.ping import MODEL_BYTES
 from pala.system.jobs import why_refused
 from pala.system.text import counted
 
-RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (docs/benchmark.md)
+_RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (docs/benchmark.md)
 _RANK_MEMORY_WITH_GPU_BYTES = 1_900_000_000  # on an H200's host (docs/clusters.md)
 _OPEN_MPI_SHM_BYTES = 16 << 20  # that Open MPI 5.0.11 wants to be free; else it does without shared memory
 _MPICH_SHM_BYTES = 6 << 20  # a rank of MPICH 5.0.2 took 5.1 MiB; a rank that gets less is killed by a signal
@@ -342,7 +342,7 @@ def _memory(job: Job, host: Host) -> Iterator[Finding]:
     """Check that memory is enough for all ranks of the host."""
     yield Row("memory", f"{host.memory_bytes / 2**30:.1f} GiB")
     ranks = len(job.ranks_of(host))
-    needed = ranks * (_RANK_MEMORY_WITH_GPU_BYTES if host.gpus else RANK_MEMORY_BYTES)
+    needed = ranks * (_RANK_MEMORY_WITH_GPU_BYTES if host.gpus else _RANK_MEMORY_BYTES)
     if host.memory_bytes < needed:
         yield Advice(
             f"{_mib(host.memory_bytes)} of memory are available on {_HOST}, but {counted(ranks, 'rank')} of Pong take "

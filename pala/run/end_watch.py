@@ -1,5 +1,4 @@
-"""Whether the job of a run is over, though its launcher has not ended: Open MPI's mpirun (5.0.11) was seen to wait for
-itself for ever when all its ranks had ended."""
+"""The sign that the job of a run is over, though its launcher has not ended (`MpiJob.outlives_its_ranks`)."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ LINGER_S = 180.0  # without a rank: they may need two minutes to leave MPI
 
 
 class EndWatch:
-    """Of a job that makes a run, or goes on with it."""
+    """A watch on the folder of the run that a job makes or resumes."""
 
     def __init__(self, run: Path, earlier_segments: int) -> None:
-        """`earlier_segments`: of jobs before it."""
+        """Watch from now on. `earlier_segments`: those of jobs before this one."""
         self._run, self._segments = run, earlier_segments
         self._over_s, self._was_locked, self._written_s = 0.0, False, 0.0
 
     def is_over(self) -> bool:
-        """Whether no rank has lived for `LINGER_S`, if it is asked every `LOOK_S`."""
+        """Return True if no rank has lived for `LINGER_S`. Must be asked every `LOOK_S`."""
         if run_folder.num_segments(self._run) > self._segments:  # before, who looks at a lock that nobody has, has it
             self._was_locked = self._was_locked or is_locked(self._run) is True
         before_s, self._written_s = self._written_s, run_folder.last_written_s(self._run)  # a lock may be of one host

@@ -63,9 +63,10 @@ def _environment() -> dict[str, str]:
 
 
 class MpiJob:
-    """An MPI job that this process has started: its launcher, in a session of its own, and the ranks below that.
+    """An MPI job that this process has started: its launcher, and the ranks below that.
 
-    mpirun, which gives up at once when it gets ^C twice, gets it from here alone in a session of its own."""
+    The launcher has a session of its own: mpirun, which gives up at once when it gets ^C twice, gets it from here
+    alone."""
 
     def __init__(
         self,
