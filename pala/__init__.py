@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 
     from pala.evaluation.policy import Policy
     from pala.evaluation.record import Evaluation
+    from pala.job.request import Request, Result
     from pala.networks.own import MakeNetwork
-    from pala.run.result import Result
 
 __version__ = "0.1.0"
 __all__ = [
@@ -71,49 +70,27 @@ def fit(
     go on without a rank, one that was told to leave or a spare that nobody needed, it does not return: the process
     ends.
     """
-    from pala.comm.agreement import collectively, cores_per_rank
-    from pala.comm.mpi_process import abort, check_slurm_tasks, has_started_mpi, leave_job, note_spares, start_mpi
-    from pala.run.header import note_on_vain
-    from pala.system.errors import CollectiveError
-    from pala.system.output import one_sentence_for_mistakes, say
-    from pala.system.resources import prepare
+    from pala.comm.agreement import collectively
+    from pala.comm.mpi_process import has_started_mpi, leave_job, note_spares
+    from pala.job import entry
+    from pala.job.request import Request
 
     began_s = time.perf_counter() if has_started_mpi() else None
-    facts = _facts()
-    one_sentence_for_mistakes()
-    comm = start_mpi()
-    callbacks = Callbacks(on_update, on_interval)
-    try:
+    with entry.script() as comm:
+        callbacks = Callbacks(on_update, on_interval)
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
-        if comm.rank == 0:
-            check_slurm_tasks(comm.size, config.run.spares)
-            played, own = _as_played(config, make_env), (make_env is not None, make_network is not None)
-            if resume is None and (note := note_on_vain(played, Config(), *own)):
-                say(note)  # also of what a preset set
         if config.run.spares and comm.outlives_ranks:  # else they are refused
             note_spares()
-        cores = cores_per_rank(comm, config.run.spares)
-        prepare(config.run.threads or cores)
-        from pala.run.rank import evaluate_and_draw, run_rank
-        from pala.run.request import Request
-
-        folder = Path(resume) if resume is not None else None
         request = Request(
-            config, UserCode(make_env, make_network), callbacks, folder, facts=facts, trust_run=trust_run,
-            began_s=began_s, conclude=evaluate_and_draw,
+            config, UserCode(make_env, make_network), callbacks, Path(resume) if resume is not None else None,
+            facts=entry.facts(), trust_run=trust_run, began_s=began_s, conclude=entry.evaluate_and_draw,
         )  # fmt: skip
         with _with_random_numbers_of_its_own():
-            result = run_rank(comm, request)
+            result = entry.train(comm, request, lambda job: _note_on_vain(request))
         if result.departs:
             leave_job()
         return _with_evaluation(result)
-    except CollectiveError:
-        raise  # on every rank
-    except BaseException as error:
-        if comm.size > 1:
-            abort(comm, error)  # the other ranks would wait for ever
-        raise
 
 
 @contextmanager
@@ -131,19 +108,17 @@ def _with_random_numbers_of_its_own() -> Iterator[None]:
         torch.cuda.manual_seed_all(torch.initial_seed())
 
 
-def _as_played(config: Config, make_env: Callable[..., Any] | None) -> Config:
-    """A `make_env` wins over the id."""
-    return config if make_env is None else replace(config, env=replace(config.env, id="environment made in Python"))
+def _note_on_vain(request: Request) -> None:
+    """Say which settings a new run does not read, also of those that a preset set."""
+    from pala.job.header import note_on_vain
+    from pala.system.output import say
 
-
-@cache
-def _facts() -> dict[str, Any]:
-    """For run.json, of the first rank; found once: a process that has started MPI must start no others."""
-    from pala.comm.mpi_process import has_started_mpi
-    from pala.run.provenance import provenance
-    from pala.system.launcher import Launch
-
-    return provenance(may_start_processes=not has_started_mpi()) if Launch.detect().rank == 0 else {}
+    config, code = request.config, request.code
+    if code.make_env is not None:  # which wins over the id
+        config = replace(config, env=replace(config.env, id="environment made in Python"))
+    note = note_on_vain(config, Config(), code.make_env is not None, code.make_network is not None)
+    if request.resume is None and note:
+        say(note)
 
 
 def _check_callable(**given: Any) -> None:

@@ -19,22 +19,22 @@ if __name__ == "__main__":
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 
-from pala.comm.agreement import collectively, cores_per_rank
-from pala.comm.mpi_process import abort, check_slurm_tasks, leave_job, leave_mpi, start_mpi_or_exit
-from pala.config import Config, load_preset
+from pala.comm.agreement import collectively
+from pala.comm.mpi_process import leave_job, leave_mpi
+from pala.config import Config, load_with_ranks
 from pala.config.checks import check
+from pala.job import entry
+from pala.job.header import first_line, note_on_ranks, note_on_vain
+from pala.job.job import Job
+from pala.job.request import Request
 from pala.run import run_folder
-from pala.run.header import first_line, note_on_ranks, note_on_vain
-from pala.run.provenance import provenance
 from pala.system.command_line import read_command
-from pala.system.errors import CollectiveError, PalaError
-from pala.system.launcher import Launch, die_with_launcher
-from pala.system.output import announce, say, tell
-from pala.system.resources import prepare
+from pala.system.errors import PalaError
+from pala.system.output import say, tell
 
 _PROGRAM = "pala.train"
 
@@ -54,69 +54,58 @@ class Command:
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def parse(arguments: list[str]) -> Command:
-    """The command line over the preset or the resumed run over the defaults. Raises PalaError."""
+class Base(NamedTuple):
+    """The settings that the command line's options are laid over."""
+
+    config: Config
+    ranks: int | None = None  # that a preset's learning rate was chosen for, if it says
+
+
+def read(arguments: list[str]) -> tuple[Command, Base]:
+    """Read the command line over the preset or the resumed run over the defaults; return that base, too. Raises
+    PalaError."""
     first = read_command(_PROGRAM, arguments, Command())  # for the preset or the run, whose settings are the defaults
     if first.preset is not None and first.resume is not None:
         raise PalaError(f"Give a preset or `--resume`, not both: '{first.resume}' brings its own settings.")
-    command = read_command(_PROGRAM, arguments, replace(first, config=_before(first)))
+    base = Base(Config())
+    if first.resume:
+        base = Base(run_folder.config_of(first.resume))
+    elif first.preset:
+        base = Base(*load_with_ranks(first.preset))
+    command = read_command(_PROGRAM, arguments, replace(first, config=base.config))
     check(command.config, source="Command line")
-    return command
+    return command, base
 
 
-def _before(command: Command) -> Config:
-    """Of the command line's options."""
-    if command.resume:
-        return run_folder.config_of(command.resume)
-    return load_preset(command.preset) if command.preset else Config()
+def parse(arguments: list[str]) -> Command:
+    """Read the command line over the preset or the resumed run over the defaults. Raises PalaError."""
+    return read(arguments)[0]
 
 
-def _greet(command: Command, ranks: int) -> None:
-    """The first words, before torch is loaded, which takes seconds."""
-    tell(first_line(command.config, ranks))
+def _greet(command: Command, base: Base, job: Job) -> None:
+    """Say the first words, before torch is loaded, which takes seconds."""
+    if command.config.run.console == "none":
+        return
+    tell(first_line(command.config, job.num_trainers))
+    if command.preset is not None:
+        note = note_on_ranks(command.preset, base.config, base.ranks, command.config, job.num_trainers)
+        if note:
+            say(note)
     last = run_folder.read(command.resume)["segments"][-1] if command.resume else {}
-    on_ranks = note_on_ranks(command.preset, command.config, ranks)
-    for note in filter(None, (on_ranks, note_on_vain(command.config, _before(command), *run_folder.from_python(last)))):
+    if note := note_on_vain(command.config, base.config, *run_folder.from_python(last)):
         say(note)
 
 
 def main() -> None:
-    """What `python -m pala.train` runs on every rank."""
+    """Do what `python -m pala.train` does on every rank."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    die_with_launcher()
-    announce("begun")
-    facts = provenance() if Launch.detect().rank == 0 else {}
-    comm = start_mpi_or_exit()
-    rank = comm.rank
-    announce("up")
-    try:
-        command = collectively(comm, lambda: parse(sys.argv[1:]))
-        if rank == 0:
-            check_slurm_tasks(comm.size, command.config.run.spares)
-        cores = cores_per_rank(comm, command.config.run.spares)
-        if rank == 0 and command.config.run.console != "none" and comm.size > command.config.run.spares:
-            _greet(command, comm.size - command.config.run.spares)
-        prepare(command.config.run.threads or cores)
-        # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
-        from pala.run.rank import evaluate_and_draw, run_rank
-        from pala.run.request import Request
-
-        preset = command.preset.stem if command.preset else ""
+    with entry.program() as comm:
+        command, base = collectively(comm, lambda: read(sys.argv[1:]))
         request = Request(
-            command.config, resume=command.resume, preset=preset, facts=facts, trust_run=command.trust_run,
-            conclude=evaluate_and_draw,
+            command.config, resume=command.resume, preset=command.preset.stem if command.preset else "",
+            facts=entry.facts(), trust_run=command.trust_run, conclude=entry.evaluate_and_draw,
         )  # fmt: skip
-        result = run_rank(comm, request)
-    except CollectiveError as error:  # every rank is here
-        if rank == 0:
-            say(f"pala: error: {error}")
-        sys.exit(2)
-    except (Exception, KeyboardInterrupt) as error:
-        abort(comm, error)
-    except SystemExit as error:
-        if "pala.run.rank" not in sys.modules:  # `--help`, on all ranks
-            raise
-        abort(comm, error)  # of the user's code, on this rank: the others would wait for it
+        result = entry.train(comm, request, lambda job: _greet(command, base, job))
     if result.departs:
         leave_job()
     leave_mpi(comm, finalize=command.config.run.spares == 0)(result.exit_status)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from pala.a2c.parts import build
+from pala.a2c.agent import build
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
 from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState

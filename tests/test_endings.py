@@ -26,12 +26,13 @@ from pala.config import Config, EvaluationConfig
 from pala.envs.vector import MakeEnv
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import Gossip
-from pala.run import checkpoint, conclusion
+from pala.job import conclusion
+from pala.job.entry import evaluate_and_draw
+from pala.job.job import Job
+from pala.job.rank import run_rank
+from pala.job.request import Request, Result
+from pala.run import checkpoint
 from pala.run.hooks import UserCode
-from pala.run.job import Job
-from pala.run.rank import evaluate_and_draw, run_rank
-from pala.run.request import Request
-from pala.run.result import Result
 from pala.system import launcher, waiting
 from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
@@ -307,7 +308,7 @@ def test_code_that_no_longer_loads_when_training_ends_is_no_ranks_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """As after an update of PALA during a long run."""
-    monkeypatch.setitem(sys.modules, "pala.run.conclusion", None)  # an ImportError
+    monkeypatch.setitem(sys.modules, "pala.job.conclusion", None)  # an ImportError
     ranks = Ranks(2, configure(tmp_path), lambda comm, *rest: evaluate_and_draw(*rest))
     ranks.train()
     assert ranks.record["completed"] and "lost_ranks" not in ranks.segment

@@ -34,13 +34,14 @@ from pala.evaluation.record import Evaluation, action_words, read_evaluation, sa
 from pala.evaluation.references import human_normalised, reference_scores
 from pala.evaluation.scoring import _statistics, evaluate, play_episodes
 from pala.evaluation.video import _atari_screen, _write_video, filmed, record_video
+from pala.job import conclusion
+from pala.job.conclusion import conclude
+from pala.job.request import Result
 from pala.networks.network import ActorCritic, FlatParameters
-from pala.run import checkpoint, conclusion, run_folder, user_code
+from pala.run import checkpoint, run_folder, user_code
 from pala.run.checkpoint import RankState
-from pala.run.conclusion import conclude
 from pala.run.hooks import UserCode
 from pala.run.lock import lock_folder
-from pala.run.result import Result
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 

@@ -26,6 +26,8 @@ from pala.evaluation import play as play_program
 from pala.evaluation.acting import Acting
 from pala.evaluation.scoring import evaluate
 from pala.evaluation.video import record_video
+from pala.job.rank import run_rank
+from pala.job.request import Request
 from pala.lab import scores as scores_program
 from pala.lab.compare import __main__ as compare_program
 from pala.networks.network import ActorCritic
@@ -35,8 +37,6 @@ from pala.run import checkpoint, run_folder, user_code
 from pala.run.hooks import UserCode
 from pala.run.lock import is_locked, lock_folder, who_trains
 from pala.run.metrics import MetricsWriter, Tail, metrics_path
-from pala.run.rank import run_rank
-from pala.run.request import Request
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically

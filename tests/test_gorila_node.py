@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pala.comm.base import Bytes, Received
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.envs.vector import make_envs
-from pala.exchange.budget import ExchangeState, StepBudget, Stop
+from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message
 from pala.gorila import worker as worker_module
 from pala.gorila.dqn import LossFilter
@@ -36,7 +36,6 @@ from pala.gorila.store import ReplayStore
 from pala.gorila.worker import Worker
 from pala.networks.network import FlatParameters
 from pala.networks.tape import AutogradTape
-from pala.run.loop import Counters, Progress
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
 from support.helpers import slow_but_for
@@ -119,12 +118,11 @@ class Rank:
         self.node = self.exchange._node
         self.filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
         parts = GorilaParts(
-            config, rank, rank, rules, 1, CPU, network, self.flat, AutogradTape(network), self.target,
+            rank, config, envs, CPU, network, self.flat, rank, rules, 1, AutogradTape(network), self.target,
             AutogradTape(target_network), torch.zeros_like(self.flat.data), self.store, self.filter,
         )  # fmt: skip
-        start = ExchangeState([0] * num_ranks)
-        progress = Progress(Counters(), torch.Generator().manual_seed(SEED), start)
-        self.worker = Worker(parts, envs, self.exchange, progress, Interrupt())
+        parts.generator = torch.Generator().manual_seed(SEED)
+        self.worker = Worker(parts, self.exchange, Interrupt())
 
     def send(self, peer: int, packet: Bytes) -> None:
         data = packet.data

@@ -9,6 +9,7 @@ from signal import SIGUSR1
 
 import pytest
 
+from pala.algorithms import ALGORITHMS
 from pala.comm.base import Communicator
 from pala.config import Config, GorilaConfig
 from pala.envs.vector import Envs
@@ -18,7 +19,6 @@ from pala.gorila.members import Members
 from pala.gorila.parts import GorilaParts, build
 from pala.gorila.shard import assemble
 from pala.gorila.sleeping import SleepingGorila
-from pala.run import start
 from pala.system.errors import EndError
 from pala.testing.faults import Fault, fail_at, fail_at_message
 from pala.testing.memory import Killed, MemoryCommunicator
@@ -254,7 +254,7 @@ def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
     wakes_up = threading.Event()
 
     def build_slowly(
-        comm: Communicator, config: Config, envs: Envs, make_network: None, sleeping: SleepingGorila | None
+        comm: Communicator, config: Config, envs: Envs, make_network: None, sleeping: SleepingGorila | None = None
     ) -> GorilaParts:
         if sleeping is not None:
             wakes_up.set()
@@ -268,7 +268,7 @@ def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
         if comm.world.dead:
             wait_for(wakes_up.is_set, 60, "the waking of the spare")
 
-    monkeypatch.setitem(start._BUILD, "gorila", build_slowly)
+    monkeypatch.setattr(ALGORITHMS["gorila"], "build", build_slowly)
     job = train(3, with_spares(tmp_path, 1, steps=500), [fail_at(1, 5)], on_count=wait_for_the_spare)
     assert wakes_up.is_set()
     assert job.ended_well(but_for=[1, 2]) and job.results[2].status == "spared"

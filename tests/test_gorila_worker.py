@@ -15,7 +15,7 @@ from torch import Tensor
 from pala.comm.base import Bytes
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig
 from pala.envs.vector import make_envs
-from pala.exchange.budget import ExchangeState, StepBudget, Stop
+from pala.exchange.budget import StepBudget, Stop
 from pala.gorila import worker as worker_module
 from pala.gorila.dqn import Loss, LossFilter, Transitions, differentiate
 from pala.gorila.networks import QNetwork
@@ -29,7 +29,6 @@ from pala.gorila.worker import Worker
 from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters
 from pala.networks.tape import Tape
-from pala.run.loop import Counters, Progress
 from pala.system.interrupt import Interrupt
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
@@ -112,11 +111,11 @@ class Rank:
         self.taken, self.asked = 0, 0
         exchange: Any = self
         parts = GorilaParts(
-            CONFIG, rank, rank, rules, 1, torch.device("cpu"), network, flat, self.tape, target, self.target_tape,
-            torch.zeros_like(flat.data), store, LossFilter(5.0, 1000),
+            rank, CONFIG, make_envs(env, 1, Noise), torch.device("cpu"), network, flat, rank, rules, 1, self.tape,
+            target, self.target_tape, torch.zeros_like(flat.data), store, LossFilter(5.0, 1000),
         )  # fmt: skip
-        progress = Progress(Counters(), torch.Generator().manual_seed(rank), ExchangeState([0, 0]))
-        self.worker = Worker(parts, make_envs(env, 1, Noise), exchange, progress, Interrupt())
+        parts.generator = torch.Generator().manual_seed(rank)
+        self.worker = Worker(parts, exchange, Interrupt())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.node, name)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pala.a2c.parts import make_parts
+from pala.a2c.agent import make_agent
 from pala.a2c.update import Rollout
 from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig
 from pala.envs.vector import make_envs
@@ -101,7 +101,7 @@ def parameters_after(device: str, passes: str, updates: int = 3) -> torch.Tensor
         a2c=A2CConfig(rollout_steps=3, momentum=0.5),
     )  # fmt: skip
     envs, draw = make_envs(config.env), np.random.default_rng(5)
-    parts = make_parts(config, envs, torch.device(device))
+    parts = make_agent(0, config, envs, torch.device(device))
     assert isinstance(parts.a2c.tape, GraphedTape) == (device == "cuda" and passes == "auto")
     a2c, on_device = parts.a2c, lambda array: torch.from_numpy(array).to(device)
     for _ in range(updates):

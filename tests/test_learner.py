@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from pala.a2c.agent import A2CAgent
 from pala.a2c.learner import Learner
 from pala.a2c.update import A2C, Rollout
 from pala.comm.alone import Alone
@@ -30,9 +31,8 @@ from pala.networks.distributions import Categorical
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.run import loop
-from pala.run.loop import Counters, Progress
+from pala.run.agent import Counters, device_and_precision
 from pala.run.metrics import Record
-from pala.run.parts import device_and_precision
 from pala.run.stopwatch import SECTIONS
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
@@ -120,8 +120,9 @@ class Run:
         )
         self.exchange = self.exchange_class(comm, self.flat.data, config.total_steps, start, self.interrupt)
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
-        progress = Progress(self.counters, generator, start)
-        self.learner = Learner(config, 0, self.envs, self.a2c, self.exchange, progress, self.interrupt)
+        agent = A2CAgent(0, config, self.envs, torch.device("cpu"), network, self.flat, self.a2c)
+        agent.counters, agent.generator = self.counters, generator
+        self.learner = Learner(agent, self.exchange, self.interrupt)
 
     def go(self) -> Stop:
         seeds = derive(self.config.seed, 0, "environments", ENVS)
@@ -533,7 +534,7 @@ def test_bfloat16_is_chosen_for_images_where_all_ranks_have_it(
     env_id: str, wanted: Any, mine: bool, others: bool, chosen: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("pala.run.parts.has_bfloat16", lambda device: mine)
+    monkeypatch.setattr("pala.run.agent.has_bfloat16", lambda device: mine)
     config = Config(env=EnvConfig(id=env_id, num_envs=1), network=NetworkConfig(precision=wanted))
     with make_envs(config.env) as envs:
         _, settled = device_and_precision(TwoRanks(others), config, envs)

@@ -42,19 +42,18 @@ from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.make import make_exchange
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory
-from pala.run import checkpoint, run_folder, start
+from pala.job import start
+from pala.job.rank import run_rank
+from pala.job.request import Request, Result
+from pala.job.training import Training
+from pala.run import checkpoint, run_folder
+from pala.run.best_policy import BestPolicy
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment, UserCode
-from pala.run.keeper import BestPolicy, Keeper
 from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
-from pala.run.rank import run_rank
-from pala.run.records import Records
-from pala.run.request import Request
-from pala.run.result import Result
+from pala.run.run import Run
 from pala.run.run_folder import RunRecord
-from pala.run.session import Session
-from pala.run.setup import Setup
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.testing.faults import (
@@ -382,11 +381,11 @@ def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeyp
 def test_a_policy_that_is_held_is_judged_at_a_stop_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stops = list[Stop]()
 
-    def judged(keeper: Keeper, exchange: Exchange, view: RunView | None) -> None:
+    def judged(training: Training, view: RunView | None) -> None:
         if view is not None:
-            stops.append(exchange.stop)
+            stops.append(training._exchange.stop)
 
-    monkeypatch.setattr(Keeper, "judge", judged)
+    monkeypatch.setattr(Training, "_judge", judged)
     train(2, configure(tmp_path, steps=ENDLESS), [signal_at(0, update=5)])
     assert stops[-1] is Stop.SIGNAL
 
@@ -472,15 +471,15 @@ def test_who_leads_while_the_first_sleeps_writes_nothing_of_its_own_at_the_end(
 ) -> None:
     """Its copy of run.json is of the time before the run was complete."""
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
-    saved, have_saved = Records.saved, [threading.Event() for _ in range(3)]
+    saved, have_saved = Run.saved, [threading.Event() for _ in range(3)]
 
-    def save_in_turn(records: Records) -> None:
-        if records._rank > 0:
-            assert have_saved[records._rank - 1].wait(60)
-        saved(records)
-        have_saved[records._rank].set()
+    def save_in_turn(run: Run) -> None:
+        if run.rank > 0:
+            assert have_saved[run.rank - 1].wait(60)
+        saved(run)
+        have_saved[run.rank].set()
 
-    monkeypatch.setattr(Records, "saved", save_in_turn)
+    monkeypatch.setattr(Run, "saved", save_in_turn)
     job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and job.segment["saved"]
 
@@ -797,22 +796,20 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", slow_but_for(COUPLED, "gossip"))
-@pytest.mark.parametrize("moment", ["open_records", "_make_exchange"])
+@pytest.mark.parametrize("moment", ["describe", "_make_exchange"])
 def test_a_signal_before_the_first_update_stops_all_and_a_resume_goes_on(
     moment: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner: Any = Setup if moment == "open_records" else Session
-    action = getattr(owner, moment)
+    action = getattr(start, moment)
 
-    def signalled(of: Any) -> Any:
-        comm = of.job.comm if moment == "open_records" else of._comm
-        if comm.rank == 1:
-            comm.interrupt.signal = SIGUSR1
-        return action(of)
+    def signalled(job: Any, *given: Any) -> Any:
+        if job.comm.rank == 1:
+            job.comm.interrupt.signal = SIGUSR1
+        return action(job, *given)
 
-    monkeypatch.setattr(owner, moment, signalled)
+    monkeypatch.setattr(start, moment, signalled)
     trained = train(3, configure(tmp_path, kind, ENDLESS))
-    monkeypatch.setattr(owner, moment, action)
+    monkeypatch.setattr(start, moment, action)
     assert stopped_well(trained, but_for=[]) and trained.segment["saved"] and not trained.record["completed"]
     made = sum(own_steps(trained.states()))
     resumed = trained.resume(3, made + 200)
@@ -1026,7 +1023,7 @@ def test_a_rollout_that_does_not_fit_into_memory_is_refused(
 ) -> None:
     config = configure(tmp_path)
     both = 2 * config.a2c.rollout_steps * config.env.num_envs * 4 * 4  # ranks of CartPole's four float32
-    monkeypatch.setattr("pala.a2c.parts.available_memory_bytes", lambda: both - (not fits))
+    monkeypatch.setattr("pala.a2c.agent.available_memory_bytes", lambda: both - (not fits))
     trained = train(2, config)
     if fits:
         assert trained.ended_well()

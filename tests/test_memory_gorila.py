@@ -18,11 +18,10 @@ from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
 from pala.gorila.store import ReplayStore
+from pala.job.rank import run_rank
+from pala.job.request import Request, Result
 from pala.run.hooks import Callbacks, Moment, UserCode
 from pala.run.metric_table import METRICS
-from pala.run.rank import run_rank
-from pala.run.request import Request
-from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.testing.faults import (
     Fault,

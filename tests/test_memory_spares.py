@@ -11,19 +11,18 @@ from typing import Any
 import gymnasium
 import pytest
 
+from pala.algorithms import ALGORITHMS
 from pala.comm.base import Communicator
 from pala.config import Config, EnvConfig, ExchangeConfig
 from pala.config.checks import check
 from pala.envs.vector import Envs
 from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver
-from pala.run import start
+from pala.job.job import Job
+from pala.job.rank import run_rank
+from pala.job.request import Request, Result
+from pala.run.agent import Agent
 from pala.run.hooks import UserCode
-from pala.run.job import Job
-from pala.run.parts import Parts
-from pala.run.rank import run_rank
-from pala.run.request import Request
-from pala.run.result import Result
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.testing.faults import (
     fail_at,
@@ -78,13 +77,13 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
 
 
 def test_a_spare_computes_in_what_the_others_have_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, usual = dict[str, str](), start._BUILD["a2c"]
+    chosen, usual = dict[str, str](), ALGORITHMS["a2c"].build
 
-    def build(comm: Communicator, config: Config, *given: Any) -> Parts[Any]:
+    def build(comm: Communicator, config: Config, *given: Any) -> Agent[Any]:
         chosen[threading.current_thread().name] = config.network.precision
         return usual(comm, config, *given)
 
-    monkeypatch.setitem(start._BUILD, "a2c", build)
+    monkeypatch.setattr(ALGORITHMS["a2c"], "build", build)
     config = with_spares(tmp_path, spares=1)
     config = replace(config, network=replace(config.network, precision="auto"))
     job = train(3, config, [fail_at(0, update=5)], on_count=stop_when(2, updates=5))
@@ -122,7 +121,7 @@ def test_a_resume_goes_on_from_the_spare_that_trained_alone(tmp_path: Path, caps
     assert resumed.segment["global_steps"] > steps and resumed.states(ranks=1)[0].counters["updates"] >= 20
 
 
-@pytest.mark.parametrize("what", ["pala.run.start.build_envs", "pala.run.setup.Setup.open_records"])
+@pytest.mark.parametrize("what", ["pala.job.start.build_envs", "pala.run.run.Run.start_metrics"])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_spare_that_cannot_build_leaves_its_place_to_others(
     is_last: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

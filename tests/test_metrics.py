@@ -19,14 +19,16 @@ import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pala.config import from_table, load_preset
+from pala.config import from_table, load_preset, load_with_ranks
+from pala.exchange.budget import ExchangeState
+from pala.job.header import header, note_on_ranks, note_on_vain
 from pala.run import console
 from pala.run.console import Figures, Lines, Reporter, make_console
-from pala.run.header import header, note_on_ranks, note_on_vain
 from pala.run.metrics import MetricsWriter, Record, Tail, metrics_path, read_run
 from pala.run.panel import Panel
 from pala.run.stopwatch import SECTIONS, Stopwatch
@@ -342,15 +344,22 @@ def test_the_time_that_is_left_is_told_once_it_is_known(run, capsys):
 
 
 def test_the_first_lines_say_what_is_trained(tmp_path):
-    hosts = ["node1", "node1", "node2"]
-    text = header(load_preset("pong"), Path("runs/r"), hosts, 2, "cpu", 866_439, steps_made=1000)
+    def header_of(preset, steps_made):
+        job = SimpleNamespace(hosts=["node1", "node1", "node2"], num_trainers=3, threads=2)
+        agent = SimpleNamespace(
+            config=load_preset(preset), start=ExchangeState([steps_made]), device="cpu",
+            flat=SimpleNamespace(num_learned=866_439),
+        )  # fmt: skip
+        return header(job, agent, SimpleNamespace(folder=Path("runs/r")))
+
+    text = header_of("pong", steps_made=1000)
     for words in ("runs/r", "3 ranks on 2 hosts (node1, node2)", "gossip", "866,439 parameters, float32, on cpu"):
         assert words in text
     assert "40,000,000 steps over all ranks, 1,000 of them made before" in text
-    done = header(load_preset("pong"), Path("runs/r"), hosts, 2, "cpu", 866_439, steps_made=40_000_160)
+    done = header_of("pong", steps_made=40_000_160)
     assert "and 40,000,160 were made before: none is left to train (a larger `--total-steps` goes on)" in done
-    assert "learning begins after 50,000" in header(load_preset("gorila/pong"), Path("r"), hosts, 1, "cpu", 9, 0)
-    assert "learning begins" not in header(load_preset("gorila/pong"), Path("r"), hosts, 1, "cpu", 9, 60_000)
+    assert "learning begins after 50,000" in header_of("gorila/pong", 0)
+    assert "learning begins" not in header_of("gorila/pong", 60_000)
 
 
 def test_settings_that_nothing_reads_are_told():
@@ -413,21 +422,25 @@ def nested(settings):
 
 
 def test_a_learning_rate_for_another_number_of_ranks_is_told(tmp_path):
-    pong, named = load_preset("pong"), Path("pong")
-    assert "has the learning rate 0.0014 for 4 ranks, but 1 train" in note_on_ranks(named, pong, 1)
-    assert "`--a2c.learning-rate 0.0007`" in note_on_ranks(named, pong, 1)
+    def note(config, ranks):
+        return note_on_ranks(Path("pong"), *load_with_ranks("pong"), config, ranks)
+
+    pong = load_preset("pong")
+    assert "has the learning rate 0.0014 for 4 ranks, but 1 train" in note(pong, 1)
+    assert "`--a2c.learning-rate 0.0007`" in note(pong, 1)
     other = replace(pong, a2c=replace(pong.a2c, learning_rate=1e-3))
     alone = replace(pong, exchange=replace(pong.exchange, kind="none"))
-    assert "each learns alone" in note_on_ranks(named, alone, 4)
-    assert "`--a2c.learning-rate 0.0007`" in note_on_ranks(named, alone, 4)
-    assert not note_on_ranks(named, pong, 4) and not note_on_ranks(named, other, 1) and not note_on_ranks(None, pong, 1)
+    assert "each learns alone" in note(alone, 4)
+    assert "`--a2c.learning-rate 0.0007`" in note(alone, 4)
+    assert not note(pong, 4) and not note(other, 1)
+    assert not note_on_ranks(Path("mine"), pong, None, pong, 1)
     scaled = replace(pong, a2c=replace(pong.a2c, learning_rate_scaling="ranks"))
-    assert "0.0014 for 4 ranks already" in note_on_ranks(named, scaled, 4)
-    assert "would be `--a2c.learning-rate 0.0007`" in note_on_ranks(named, scaled, 4)
-    assert not note_on_ranks(named, replace(scaled, a2c=replace(scaled.a2c, learning_rate=7e-4)), 4)
+    assert "0.0014 for 4 ranks already" in note(scaled, 4)
+    assert "would be `--a2c.learning-rate 0.0007`" in note(scaled, 4)
+    assert not note(replace(scaled, a2c=replace(scaled.a2c, learning_rate=7e-4)), 4)
     (tmp_path / "mine.toml").write_text("ranks = 'four'")
     with pytest.raises(PalaError, match="'ranks' is 'four' but must be a number of ranks"):
-        note_on_ranks(tmp_path / "mine.toml", pong, 1)
+        load_with_ranks(tmp_path / "mine.toml")
 
 
 def test_what_is_not_finite_is_null(run, capsys):

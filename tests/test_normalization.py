@@ -23,11 +23,11 @@ from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Wire
+from pala.job.rank import run_rank
+from pala.job.request import Request
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.run.hooks import UserCode
-from pala.run.rank import run_rank
-from pala.run.request import Request
 from pala.system.errors import PalaError
 from support.memory_jobs import ENVS, Trained, configure, run_ranks
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import gymnasium
@@ -29,7 +28,7 @@ from gymnasium.spaces import Discrete
 from torch import nn
 
 import pala
-from pala.comm import agreement, mpi_process
+from pala.comm import agreement
 from pala.config import Config, EnvConfig, EvaluationConfig, GorilaConfig, NetworkConfig, checked
 from pala.config.catalogue import KINDS
 from pala.config.influence import differences, unused_overrides
@@ -39,18 +38,16 @@ from pala.evaluation import play
 from pala.evaluation.policy import policy_of
 from pala.evaluation.video import _rendered_env
 from pala.evaluation.window import Window
+from pala.job import entry
+from pala.job.conclusion import conclude
+from pala.job.rank import run_rank
+from pala.job.request import Request, Result
 from pala.networks.network import ActorCritic
 from pala.networks.own import OwnNetwork, actor_critic
 from pala.run import provenance, user_code
-from pala.run.begin import make_generator
-from pala.run.conclusion import conclude
+from pala.run.agent import make_generator
 from pala.run.hooks import NO_CALLBACKS, Callbacks, Moment, UserCode, asks_to_stop
 from pala.run.metrics import read_run
-from pala.run.rank import run_rank
-from pala.run.request import Request
-from pala.run.result import Result
-from pala.run.segment import Segment
-from pala.system import resources
 from pala.system.errors import CollectiveError, PalaError
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
@@ -172,7 +169,7 @@ def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
 ) -> None:
     cores = os.sched_getaffinity(0)
     one = {min(cores)}
-    monkeypatch.setattr("pala.run.job.cores_of_hosts", lambda comm: {comm.host: one})
+    monkeypatch.setattr("pala.job.job.cores_of_hosts", lambda comm: {comm.host: one})
     seen: list[set[int]] = []
 
     def look(*arguments: Any) -> Any:
@@ -694,12 +691,11 @@ def test_a_policy_that_is_loaded_leaves_torchs_random_stream_alone(tmp_path: Pat
         assert torch.rand(3).equal(expected)
 
 
-def test_ranks_and_segments_have_random_streams_of_their_own_for_dropout(tmp_path: Path) -> None:
+def test_ranks_and_segments_have_random_streams_of_their_own_for_dropout() -> None:
     drawn = []
     with torch.random.fork_rng():
-        for rank, previous in ((0, None), (1, None), (0, tmp_path), (0, None)):
-            segment = Segment(tmp_path, tmp_path / "segment", previous)
-            make_generator(1, rank, SimpleNamespace(device="cpu"), segment)  # type: ignore[arg-type]
+        for rank, purpose in ((0, ""), (1, ""), (0, "segment segment-001"), (0, "")):
+            make_generator(1, rank, torch.device("cpu"), purpose)
             drawn.append(torch.rand(3).tolist())
     assert drawn[3] == drawn[0] and len({tuple(each) for each in drawn}) == 3
 
@@ -1185,8 +1181,8 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         return checked(replace(config, total_steps=steps, run=run, evaluation=evaluation))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mpi_process, "start_mpi", lambda: communicators[-1])
-    monkeypatch.setattr(resources, "prepare", lambda threads: None)
+    monkeypatch.setattr(entry, "start_mpi", lambda: communicators[-1])
+    monkeypatch.setattr(entry, "prepare", lambda threads: None)
     monkeypatch.setattr(pala, "checked", few)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
@@ -1223,8 +1219,8 @@ def test_a_run_by_fit_says_what_made_it(
 ) -> None:
     """git is asked before the first fit has started MPI, and never after that."""
     asked = list[str]()
-    monkeypatch.setattr(pala, "_facts", cache(pala._facts.__wrapped__))
-    monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: has_started_mpi)
+    monkeypatch.setattr(entry, "facts", cache(entry.facts.__wrapped__))
+    monkeypatch.setattr(entry, "has_started_mpi", lambda: has_started_mpi)
     if has_started_mpi:
         monkeypatch.setattr(provenance.platform, "platform", None)  # it starts a process, too
     monkeypatch.setattr(provenance, "_git", lambda folder, what, *_: asked.append(what) or "abc")
@@ -1234,7 +1230,7 @@ def test_a_run_by_fit_says_what_made_it(
         shutil.rmtree(result.run)
         assert segment["command"] and segment["platform"] and "torch" in segment["versions"]
         assert segment["git_commit"] == (None if has_started_mpi else "abc")
-        monkeypatch.setattr(mpi_process, "has_started_mpi", lambda: True)
+        monkeypatch.setattr(entry, "has_started_mpi", lambda: True)
     assert asked == ([] if has_started_mpi else ["ls-files", "rev-parse", "status", "rev-parse", "ls-files"])
 
 

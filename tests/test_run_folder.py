@@ -17,8 +17,7 @@ from pala.comm.alone import Alone
 from pala.config import Config, RunConfig
 from pala.run import provenance, run_folder
 from pala.run.lock import join_lock, lock_folder, supervised, who_trains
-from pala.run.records import Records
-from pala.run.segment import Segment
+from pala.run.run import Run
 from pala.system.errors import PalaError
 from support.helpers import CARTPOLE, record_of, wait_for
 from support.mpi import Launcher, ranks_in
@@ -283,23 +282,22 @@ def test_the_commit_of_the_project_that_uses_pala_is_recorded(tmp_path: Path, mo
 def test_a_record_that_could_not_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a run is not complete, and has failed, when its completion could not be written."""
     (tmp_path / "metrics").mkdir()
-    start = {"type": "start", "segment": "segment-000", "time_s": 0.0, "local_steps": 0, "global_steps": 0}
     config = Config(run=RunConfig(console="none", tensorboard=False))
-    records = Records(0, ["here"], config, Segment(tmp_path, tmp_path / "segment-000", None), start)
-    records.begin(Alone("here"), {})
-    records.note_later(message_bytes=7)
+    run = Run(tmp_path, tmp_path / "segment-000", None, config, 0, ["here"])
+    run.start_record(Alone("here"), {})
+    run.note_later(message_bytes=7)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "write_json", full)
-        records.report(0)
+        run.report(0)
         with pytest.raises(OSError, match="No space left") as caught:
-            records.end("completed")
-    records.report(0)
+            run.end("completed")
+    run.report(0)
     assert record_of(tmp_path)["segments"][0]["message_bytes"] == 7
-    records.fail(caught.value)
+    run.fail(caught.value)
     record = record_of(tmp_path)
     assert record["segments"][0]["status"] == "failed" and not record["completed"]
 

@@ -16,6 +16,7 @@ from pala.envs.spaces import channel_axis, image_scale, inputs_of
 from pala.envs.vector import make_envs
 from pala.evaluation.acting import Acting
 from pala.evaluation.scoring import evaluate
+from pala.job.request import Request
 from pala.networks.distributions import distribution_of
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import ActorCritic, FlatParameters
@@ -23,7 +24,6 @@ from pala.networks.tape import AutogradTape
 from pala.report.plot import read as read_run
 from pala.run import run_folder
 from pala.run.hooks import UserCode
-from pala.run.request import Request
 from pala.system.errors import PalaError
 from support.memory_jobs import configure, run_rank, run_ranks
 

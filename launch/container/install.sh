@@ -14,4 +14,4 @@ python3 -m venv /opt/pala/.venv
 # The image may be read-only and run by any user: nobody writes bytecode later, and everybody reads it.
 /opt/pala/.venv/bin/python -m compileall -q /opt/pala/pala
 chmod -R a+rX /opt/pala
-/opt/pala/.venv/bin/python -c 'import pala.train, pala.run.rank'
+/opt/pala/.venv/bin/python -c 'import pala.train, pala.job.rank'

@@ -10,22 +10,25 @@ ranks it knows how many live, and whose gradient has spoilt a mean.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from pala.a2c.learning_rate import learning_rate_factor
 from pala.a2c.movement import Movement
-from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
-from pala.config import Config
-from pala.envs.vector import Envs, Step
+from pala.a2c.update import Loss, Rollout, UpdateResult
+from pala.envs.vector import Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
-from pala.run.loop import Loop, Means, Progress
+from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
+
+if TYPE_CHECKING:
+    from pala.a2c.agent import A2CAgent
 
 _MOST_SKIPPED_UPDATES = 100
 
@@ -35,18 +38,16 @@ class Learner(Loop):
 
     _exchange: ModelExchange
 
-    def __init__(
-        self, config: Config, rank: int, envs: Envs, a2c: A2C, exchange: ModelExchange, progress: Progress,
-        interrupt: Interrupt,
-    ) -> None:  # fmt: skip
-        super().__init__(config.run, exchange, progress, interrupt, a2c.flat.data.device)
-        self._config, self._rank, self._envs, self._a2c = config, rank, envs, a2c
-        self._tape, self._flat = a2c.tape, a2c.flat
+    def __init__(self, agent: A2CAgent, exchange: ModelExchange, interrupt: Interrupt) -> None:
+        super().__init__(agent, exchange, interrupt)
+        self._config, self._rank = agent.config, agent.rank
+        self._envs, self._a2c = agent.envs, agent.a2c
+        self._tape, self._flat = agent.a2c.tape, agent.a2c.flat
         self._means, self._logged = Means(), self.began_with  # of the interval; what was done before it
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
-        self._movement = Movement(a2c.learned)
-        self._ends_alone = not config.exchange_kind.averages_gradients
+        self._movement = Movement(agent.a2c.learned)
+        self._ends_alone = not agent.config.exchange_kind.averages_gradients
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))

@@ -33,7 +33,7 @@ class ExchangeKind:
     outlives_ranks: bool = False
     """The others continue when a rank dies, where MPI is fault-tolerant."""
     replaces_ranks: bool = False
-    """A spare rank can take the place of one that died, as `run/rank.py` (asleep) and the algorithm's parts make it."""
+    """A spare rank can take the place of one that died, as `job/rank.py` (asleep) and the algorithm's agent make it."""
     averages_gradients: bool = False
     """All ranks make each update together, by the mean of their gradients, and hold the same model after it."""
 

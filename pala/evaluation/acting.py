@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pala.algorithms import ALGORITHMS
 from pala.config import Config, facts_of, from_table, to_table
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -52,7 +53,8 @@ class Acting:
                 raise PalaError(
                     f"'{name}' is of PALA's own Atari games, and run '{run}' plays an environment made in Python."
                 )
-            if not (config.env.is_atari if section == "env" else config.algorithm == "gorila"):
+            explores = ALGORITHMS[config.algorithm].epsilon(config) is not None
+            if not (config.env.is_atari if section == "env" else explores):
                 raise PalaError(
                     f"'{name}' is of {'Atari games' if section == 'env' else 'Gorila'} only, and run '{run}' is none."
                 )

@@ -15,22 +15,19 @@ import torch
 from gymnasium.spaces import Dict, Tuple
 from gymnasium.vector.utils import batch_space, iterate
 
-from pala.a2c.averaging import average_of
+from pala.algorithms import ALGORITHMS
 from pala.config import Config
 from pala.envs.spaces import Inputs
 from pala.envs.vector import Envs, make_envs
 from pala.gorila.dqn import epsilon_greedy
-from pala.gorila.networks import q_network
-from pala.gorila.shard import assemble
 from pala.networks.make import blank_observations
 from pala.networks.network import FlatParameters, Network
-from pala.networks.own import MakeNetwork, actor_critic
+from pala.networks.own import MakeNetwork
 from pala.run import checkpoint, run_folder, user_code
 from pala.run.run_folder import BEST_POLICY, POLICY
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.seeding import torch_weights
-from pala.system.text import counted
 
 Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
 
@@ -160,11 +157,9 @@ def load_policy(
 ) -> Policy:
     """A completed run's final policy, or what its ranks' newest checkpoints hold; or the `best` that was kept while it
     trained. Raises PalaError."""
-    is_gorila = config.algorithm == "gorila"
+    algorithm = ALGORITHMS[config.algorithm]
     with torch_weights(config.seed):  # as in training: buffers that are not saved are alike
-        network = (q_network if is_gorila else actor_critic)(
-            envs.observation_space, envs.action_space, config, make_network
-        )
+        network = algorithm.make_network(envs.observation_space, envs.action_space, config, make_network)
     network.eval()
     flat = FlatParameters(network, torch.device("cpu"))
     file = run / (BEST_POLICY if best else POLICY)
@@ -184,24 +179,7 @@ def load_policy(
         network.load_state_dict(named)
         steps, source = header["global_steps"], "best" if best else "final"
     else:
-        steps, source = _load_checkpoints(run, config, flat)
+        steps, source = algorithm.load_parameters(checkpoint.newest_segment(run), config, flat)
     if not flat.data.isfinite().all():
         raise PalaError(f"The policy of run '{run}' ({source}) has parameters that are not finite numbers.")
-    epsilon = config.evaluation.epsilon if is_gorila else None
-    return Policy(network, envs.inputs, envs.action_space, steps, source, epsilon)
-
-
-def _load_checkpoints(run: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
-    """Into `flat`: the weighted mean of the ranks' parameters, of independent learners the first's; of Gorila the
-    shards put together. Returns (global steps, words for it)."""
-    segment, num_parameters = checkpoint.newest_segment(run), len(flat.data)
-    if config.algorithm == "gorila":
-        states = checkpoint.load_all(segment, flat.signature, num_parameters)
-        flat.data.copy_(assemble(states, num_parameters).parameters)
-        return checkpoint.joint_counters(states)["base_steps"], f"checkpoints of {counted(len(states), 'rank')}"
-    first_only = config.exchange_kind.independent
-    state, number = average_of(segment, flat.signature, num_parameters, first_only)
-    flat.data.copy_(state.tensors["parameters"])
-    ranks = counted(number, "rank")
-    words = f"checkpoint of rank {state.rank} of {ranks}" if first_only else f"mean of checkpoints of {ranks}"
-    return state.counters["base_steps"], words
+    return Policy(network, envs.inputs, envs.action_space, steps, source, algorithm.epsilon(config))

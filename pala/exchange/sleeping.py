@@ -27,6 +27,11 @@ class Sleeping(abc.ABC):
         self._budget, self.transport, self._interrupt = budget, transport, interrupt
 
     @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._budget.rank
+
+    @property
     def global_steps(self) -> int:
         """Environment steps of all ranks, as far as known here."""
         return self._budget.global_steps

@@ -16,7 +16,7 @@ from pala.comm.agreement import collectively, from_first, sum_on_host
 from pala.comm.base import Communicator
 from pala.config import ENV_OPERATION, Config, EnvConfig
 from pala.envs.vector import AtariEnvs, Envs
-from pala.exchange.budget import ExchangeState, budget_of
+from pala.exchange.budget import budget_of
 from pala.gorila.dqn import LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
@@ -32,8 +32,7 @@ from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork
 from pala.networks.tape import Tape
 from pala.run import checkpoint
-from pala.run.loop import Progress
-from pala.run.parts import Parts, Saved, device_and_precision
+from pala.run.agent import Agent, Saved, device_and_precision
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.output import say
@@ -45,17 +44,12 @@ _SAVE_REPLAY_S = 3600.0
 
 
 @dataclass
-class GorilaParts(Parts[GorilaExchange]):
+class GorilaParts(Agent[GorilaExchange]):
     """The ranks share one model, of which each shard serves a slice."""
 
-    config: Config
-    rank: int
     place: int  # whose roles it takes: a rank's own, or the one in which a spare takes over
     rules: Rules
     frame_stack: int  # frames of an observation of which each step brings one; 1: whole observations
-    device: torch.device
-    network: Network
-    flat: FlatParameters
     tape: Tape
     target: FlatParameters
     target_tape: Tape
@@ -181,12 +175,12 @@ class GorilaParts(Parts[GorilaExchange]):
     def _shard_index(self) -> int | None:
         return self.rules.roles.shards.index(self.rank) if self.rank in self.rules.roles.shards else None
 
-    def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> GorilaExchange:
+    def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> GorilaExchange:
         index, shard = self._shard_index, None
         if index is not None:
             begin = ServedModel(self.flat.data, self.squares, self.target.data, self.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)
-        budget = budget_of(comm, self.config, start)
+        budget = budget_of(comm, self.config, self.start)
         return GorilaExchange(comm, self.rules, budget, self.version, shard, self.store, interrupt)
 
     def take_place(self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt) -> GorilaExchange | None:
@@ -198,10 +192,8 @@ class GorilaParts(Parts[GorilaExchange]):
             say(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
         return exchange
 
-    def make_loop(
-        self, rank: int, envs: Envs, exchange: GorilaExchange, progress: Progress, interrupt: Interrupt
-    ) -> Worker:
-        return Worker(self, envs, exchange, progress, interrupt)
+    def make_loop(self, exchange: GorilaExchange, interrupt: Interrupt) -> Worker:
+        return Worker(self, exchange, interrupt)
 
 
 def build(
@@ -240,7 +232,7 @@ def build(
     gorila = config.gorila
     loss_filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
     return GorilaParts(
-        config, rank, place, rules, frame_stack, device, network, flat, tape, target, target_tape,
+        rank, config, envs, device, network, flat, place, rules, frame_stack, tape, target, target_tape,
         torch.zeros_like(flat.data), store, loss_filter,
     )  # fmt: skip
 

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.envs.vector import Envs
 from pala.exchange.budget import Stop
 from pala.gorila.dqn import Transitions, differentiate, epsilon_at, epsilon_greedy
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.replay import experience_of, reset_frames
-from pala.run.loop import Loop, Means, Progress
+from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
@@ -50,11 +49,10 @@ class Worker(Loop):
 
     _exchange: GorilaExchange
 
-    def __init__(
-        self, parts: GorilaParts, envs: Envs, exchange: GorilaExchange, progress: Progress, interrupt: Interrupt
-    ) -> None:
-        super().__init__(parts.config.run, exchange, progress, interrupt, parts.device)
-        self._rank, self._config, self._envs, self._frame_stack = parts.rank, parts.config, envs, parts.frame_stack
+    def __init__(self, parts: GorilaParts, exchange: GorilaExchange, interrupt: Interrupt) -> None:
+        super().__init__(parts, exchange, interrupt)
+        self._rank, self._config = parts.rank, parts.config
+        self._envs, self._frame_stack = parts.envs, parts.frame_stack
         roles = exchange.roles
         self._acts, self._learns = parts.rank in roles.actors, parts.rank in roles.learners
         self._tape, self._flat, self._target_tape, self._target = (

@@ -10,40 +10,21 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pala.config import RunConfig
 from pala.exchange.base import Exchange
-from pala.exchange.budget import ExchangeState, Stop
+from pala.exchange.budget import Stop
+from pala.run.agent import Agent
 from pala.run.metrics import Record
 from pala.run.stopwatch import Stopwatch
 from pala.system.interrupt import Interrupt
 
 _MOST_EPISODES = 1000  # records of an interval: of short episodes they would take gigabytes
-
-
-@dataclass
-class Counters:
-    """What a rank has done so far; a resumed rank goes on from its checkpoint."""
-
-    updates: int = 0
-    local_steps: int = 0
-    time_s: float = 0.0  # training time of all segments
-    applied: int = 0  # updates that were not left out
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a rank is when it begins. `counters` and `generator` go on while it trains, `start` does not."""
-
-    counters: Counters
-    generator: torch.Generator  # of its actions
-    start: ExchangeState  # what its exchange begins with
 
 
 def nothing_on_update(updates: int) -> None:
@@ -53,13 +34,12 @@ def nothing_on_update(updates: int) -> None:
 class Loop(abc.ABC):
     """One rank's training."""
 
-    def __init__(
-        self, run: RunConfig, exchange: Exchange, progress: Progress, interrupt: Interrupt, device: torch.device
-    ) -> None:
-        self._run, self._exchange, self.counters = run, exchange, progress.counters
-        self._generator, self._interrupt, self._device = progress.generator, interrupt, device
+    def __init__(self, agent: Agent[Any], exchange: Exchange, interrupt: Interrupt) -> None:
+        self._run, self._device = agent.config.run, agent.device
+        self._exchange, self._interrupt = exchange, interrupt
+        self.counters, self._generator = agent.counters, agent.generator
         self._on_update: Callable[[int], None] = nothing_on_update
-        self.began_with = replace(progress.counters)
+        self.began_with = replace(agent.counters)
         self._watch = Stopwatch()
         self._records: list[Record] = []
         self._begin = time.perf_counter() - self.counters.time_s

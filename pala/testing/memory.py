@@ -1,7 +1,7 @@
 """Ranks as threads of one process, with faults by script: whole trainings in a second, without MPI.
 
-    from pala.run.rank import run_rank
-    from pala.run.request import Request
+    from pala.job.rank import run_rank
+    from pala.job.request import Request
     from pala.testing.faults import drop, fail_at
 
     def main(comm):

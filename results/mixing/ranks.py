@@ -76,9 +76,9 @@ def main() -> None:
 
 def run(comm: Any, options: argparse.Namespace, facts: dict[str, Any], threads: int) -> None:
     """All variants, one after the other. Collective."""
-    from pala.a2c.parts import build
+    from pala.a2c.agent import build
     from pala.lab.benchmark.measure import ContinuedEnvs
-    from pala.run.parts import build_envs
+    from pala.run.agent import build_envs
 
     preset = load_preset(PRESET)
     # A constant rate: that of the preset falls to 0, and with it all that is measured here.
@@ -135,7 +135,6 @@ class Segments:
         from pala.a2c.learner import Learner
         from pala.exchange.budget import ExchangeState
         from pala.exchange.make import make_exchange
-        from pala.run.loop import Counters, Progress
 
         agent, comm, interrupt = self.agent, self.comm, Interrupt()
         config = replace(
@@ -146,8 +145,9 @@ class Segments:
         exchange = make_exchange(comm, agent.flat.data, agent.flat.signature, config, start, interrupt)
         if self.every > 1:
             share_seldom(exchange, self.every)
-        progress = Progress(Counters(), self.generator, start)
-        learner = Learner(config, comm.rank, self.envs, agent.a2c, exchange, progress, interrupt)
+        own = replace(agent, config=config, envs=self.envs)
+        own.start, own.generator = start, self.generator
+        learner = Learner(own, exchange, interrupt)
         records: list[dict[str, Any]] = []
         learner.run(self.seeds, records.extend, lambda: None)
         exchange.close(300)

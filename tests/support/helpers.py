@@ -40,7 +40,7 @@ def write_disturbed(folder: Path, disturbance: str, *arguments: str, patience_s:
 import os, signal, sys, time
 import gymnasium
 import pala.train as cli
-from pala.run.job import Job
+from pala.job.job import Job
 Job.patience_s = {patience_s}
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 class Disturbed(gymnasium.Wrapper):

@@ -27,13 +27,12 @@ from pala.config import (
     RunConfig,
 )
 from pala.config.catalogue import KINDS
+from pala.job.rank import run_rank
+from pala.job.request import Request, Result
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState, load_policy
 from pala.run.loop import Loop
 from pala.run.metrics import read_run
-from pala.run.rank import run_rank
-from pala.run.request import Request
-from pala.run.result import Result
 from pala.system.errors import EndError
 from pala.testing.faults import AtUpdate, Fault
 from pala.testing.memory import MemoryCommunicator, run_ranks

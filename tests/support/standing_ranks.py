@@ -200,10 +200,10 @@ def train(
     No rank begins before all are there: one that begins late on a busy machine would find the steps made by others.
     """
     from pala.comm.agreement import collectively
+    from pala.job.rank import run_rank
+    from pala.job.request import Request
     from pala.run.hooks import NO_CALLBACKS, UserCode
     from pala.run.loop import Loop
-    from pala.run.rank import run_rank
-    from pala.run.request import Request
     from pala.system.errors import CollectiveError
     from pala.system.output import say
     from pala.train import parse
@@ -290,7 +290,7 @@ def main() -> None:
     world = start_mpi().mpi
     prepare(1)
     with loading():
-        from pala.run import start  # noqa: F401 - loaded now, not by the first case
+        from pala.job import start  # noqa: F401 - loaded now, not by the first case
 
     own = socket.socket(socket.AF_UNIX)
     own.connect(sys.argv[1])

@@ -21,9 +21,9 @@ from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
 from pala.gorila.parts import GorilaParts, build
 from pala.gorila.shard import ServedModel, Shard
-from pala.gorila.worker import Worker, minibatches_at_hand
+from pala.gorila.worker import minibatches_at_hand
 from pala.lab.benchmark.measure import ContinuedEnvs, Trial, clock, flops_of
-from pala.run.loop import Counters, Progress
+from pala.run.loop import Loop
 from pala.run.metrics import Record
 from pala.system.interrupt import Interrupt
 
@@ -98,12 +98,10 @@ class GorilaTrial(Trial):
     def steps_per_duration(self) -> int:
         return 1
 
-    def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Worker, GorilaExchange]:
+    def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, GorilaExchange]:
         gc.collect()  # the parts of the run before, with its replay, refer to each other
         parts = build(self._comm, config, self._envs.real)
-        exchange = parts.make_exchange(self._comm, start, interrupt)
-        progress = Progress(Counters(), self._generator(parts.device), start)
-        return parts.make_loop(self._comm.rank, self._envs, exchange, progress, interrupt), exchange
+        return self._begin(parts, start, interrupt)
 
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
         """As a `Trial`'s, from the last record before anything is learned."""

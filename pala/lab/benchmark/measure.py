@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pala.a2c.parts import A2CParts
+from pala.a2c.agent import A2CAgent
 from pala.comm.base import Communicator
 from pala.config import Config, ExchangeConfig
 from pala.envs.vector import Envs, Step
@@ -35,7 +35,8 @@ from pala.networks.conv_tape import fast_linear
 from pala.networks.network import Network
 from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.networks.own import actor_critic
-from pala.run.loop import Counters, Loop, Progress
+from pala.run.agent import Agent, ExchangeT
+from pala.run.loop import Loop
 from pala.run.metrics import Record
 from pala.run.stopwatch import SECTIONS
 from pala.system.interrupt import Interrupt
@@ -116,7 +117,7 @@ class ContinuedEnvs(Envs):
         self.real.close()
 
 
-def environment_us(envs: ContinuedEnvs, agent: A2CParts | GorilaParts, seconds: float) -> float:
+def environment_us(envs: ContinuedEnvs, agent: A2CAgent | GorilaParts, seconds: float) -> float:
     """Microseconds a step of the environments alone, with random actions."""
     distribution = agent.network.distribution
     generator = torch.Generator(agent.device)
@@ -133,7 +134,7 @@ def environment_us(envs: ContinuedEnvs, agent: A2CParts | GorilaParts, seconds: 
     return 1e6 * (time.perf_counter() - begin) / (turns * envs.num_envs)
 
 
-def network_us(agent: A2CParts, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
+def network_us(agent: A2CAgent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
     """Microseconds a step of `forward` (all acting passes of a rollout and its bootstrap), `backward` and `optimiser`
     (clipping and RMSprop)."""
     tape, flat, settings, now = agent.a2c.tape, agent.flat, config.a2c, clock(agent.device)
@@ -233,7 +234,7 @@ class Trial:
     """Training on all ranks as `pala.train` does it, but for its files. Each run starts from the same weights."""
 
     def __init__(
-        self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: A2CParts, first_weights: torch.Tensor
+        self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: A2CAgent, first_weights: torch.Tensor
     ) -> None:
         self._comm, self._config, self._envs, self._agent = comm, config, envs, agent
         self._first_weights = first_weights
@@ -281,18 +282,19 @@ class Trial:
 
     def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, Exchange]:
         """What trains, from the first weights. Collective."""
-        parts = replace(self._agent, config=config)
-        parts.flat.data.copy_(self._first_weights)
-        parts.a2c.restart_mean_square(updates=0)
-        parts.a2c.restart_momentum()
-        exchange = parts.make_exchange(self._comm, start, interrupt)
-        progress = Progress(Counters(), self._generator(parts.device), start)
-        return parts.make_loop(self._comm.rank, self._envs, exchange, progress, interrupt), exchange
+        agent = replace(self._agent, config=config)
+        agent.flat.data.copy_(self._first_weights)
+        agent.a2c.restart_mean_square(updates=0)
+        agent.a2c.restart_momentum()
+        return self._begin(agent, start, interrupt)
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        generator = torch.Generator(device)
-        generator.manual_seed(int(derive(self._config.seed, self._comm.rank, "actions")[0]))
-        return generator
+    def _begin(self, agent: Agent[ExchangeT], start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, ExchangeT]:
+        """Make the exchange and the loop of an agent that begins. Collective."""
+        agent.envs, agent.start = self._envs, start
+        agent.generator = torch.Generator(agent.device)
+        agent.generator.manual_seed(int(derive(self._config.seed, self._comm.rank, "actions")[0]))
+        exchange = agent.make_exchange(self._comm, interrupt)
+        return agent.make_loop(exchange, interrupt), exchange
 
 
 def _process_figures() -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from pala.a2c.parts import A2CParts, build
+from pala.a2c.agent import A2CAgent, build
 from pala.comm.base import Communicator
 from pala.config import Config
 from pala.config.checks import check_exchange
@@ -31,8 +31,7 @@ from pala.lab.benchmark.measure import (
     network_us,
 )
 from pala.lab.benchmark.request import JobRequest
-from pala.run.job import check_agreement
-from pala.run.parts import build_envs
+from pala.run.agent import build_envs
 from pala.system.device import has_bfloat16
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.launcher import process_age_s
@@ -50,7 +49,6 @@ class Rounds:
     """A rank's environments, agents and trials, and what is measured with them."""
 
     def __init__(self, comm: Communicator, request: JobRequest, config: Config, threads: int) -> None:
-        check_agreement(comm, config)
         self.comm, self.request, self.config, self.threads = comm, request, config, threads
         envs = build_envs(comm, config, threads)
         self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
@@ -66,7 +64,7 @@ class Rounds:
         self.precision = first.config.network.precision  # that `auto` means
         both = first.network.is_image and has_bfloat16(self.device)
         self.precisions = request.precisions or comm.bcast(("float32", "bfloat16") if both else ("float32",))
-        self.agents: dict[str, A2CParts | GorilaParts] = {}
+        self.agents: dict[str, A2CAgent | GorilaParts] = {}
         self.trials: dict[Key, Trial] = {}
         for precision in self.precisions:
             self._add(precision)
@@ -95,7 +93,7 @@ class Rounds:
             trial = Trial(self.comm, replace(config, exchange=exchange), self.envs, agent, self.first_weights)
             self.trials[precision, kind] = trial
 
-    def _build(self, config: Config) -> A2CParts | GorilaParts:
+    def _build(self, config: Config) -> A2CAgent | GorilaParts:
         """Whatever exchange the preset names: it may be one of those that are left out here."""
         if self.is_gorila:
             return build_gorila(self.comm, gorila.with_short_replay(config), self.envs.real)
@@ -138,7 +136,7 @@ class Rounds:
             parts["network"][precision] = self.comm.allgather(times | {"matrix_gflops": rate})
         return parts
 
-    def _network_us(self, agent: A2CParts | GorilaParts, seconds: float) -> dict[str, float]:
+    def _network_us(self, agent: A2CAgent | GorilaParts, seconds: float) -> dict[str, float]:
         if isinstance(agent, GorilaParts):
             return gorila.network_us(agent, self.config, self.envs.observations, seconds)
         agent.a2c.mean_square.zero_()

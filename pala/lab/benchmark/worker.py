@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from pala.comm.agreement import collectively, cores_per_rank
-from pala.comm.mpi_process import abort, leave_mpi, start_mpi_or_exit
+from pala.comm.agreement import collectively
+from pala.comm.mpi_process import leave_mpi
 from pala.config import from_table
+from pala.job import entry
+from pala.job.job import Job
 from pala.lab.benchmark.request import read_request
-from pala.system.errors import CollectiveError
 from pala.system.files import json_text, write_atomically
-from pala.system.output import say
 from pala.system.resources import loading, prepare
 
 
 def main() -> None:
-    """What every rank of a benchmark's job runs."""
-    comm = start_mpi_or_exit()
-    try:
+    """Do what every rank of a benchmark's job does."""
+    with entry.program() as comm:
         request = collectively(comm, lambda: read_request(sys.argv[1:], comm.size))
         config = collectively(comm, lambda: from_table(request.config, "Request"))
-        threads = config.run.threads or cores_per_rank(comm)
-        prepare(threads)
+        config = replace(config, run=replace(config.run, spares=0))  # all ranks are measured
+        job = Job(comm, config)
+        prepare(job.threads)
         with loading():
             from pala.lab.benchmark.rounds import Rounds
 
-        result = Rounds(comm, request, config, threads).run()
+        result = Rounds(comm, request, config, job.threads).run()
         if comm.rank == 0:
             write_atomically(Path(request.result), json_text(result).encode())
-    except CollectiveError as error:  # every rank is here
-        if comm.rank == 0:
-            say(f"pala: error: {error}")
-        sys.exit(2)
-    except (Exception, KeyboardInterrupt) as error:
-        abort(comm, error)
     leave_mpi(comm)(0)
 
 

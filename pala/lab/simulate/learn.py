@@ -28,17 +28,15 @@ import torch
 import tyro
 from torch import Tensor
 
-from pala.a2c.parts import make_parts
+from pala.a2c.agent import make_agent
 from pala.config import Config, EnvConfig, load_preset
 from pala.config.checks import check
 from pala.envs.vector import Envs, make_envs
-from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.mixing import RULES
 from pala.lab.simulate.passive import PassiveExchange
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.networks.distributions import Categorical
-from pala.run.loop import Counters, Progress
 from pala.run.provenance import provenance
 from pala.system.command_line import check_choices, check_least, read_command
 from pala.system.errors import PalaError, reason
@@ -199,12 +197,12 @@ class Learners:
 
 class _Rank:
     def __init__(self, config: Config, rank: int, ranks: int, envs: Envs) -> None:
-        parts = make_parts(config, envs, torch.device("cpu"))
-        self.envs, self.network, self.flat, self.exchange = envs, parts.network, parts.flat, PassiveExchange(ranks)
-        generator = torch.Generator()
-        generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
-        progress = Progress(Counters(), generator, ExchangeState([0]))
-        self.learner = parts.make_loop(rank, envs, self.exchange, progress, Interrupt())
+        agent = make_agent(rank, config, envs, torch.device("cpu"))
+        agent.generator = torch.Generator()
+        agent.generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
+        self.envs, self.exchange = envs, PassiveExchange(ranks)
+        self.network, self.flat = agent.network, agent.flat
+        self.learner = agent.make_loop(self.exchange, Interrupt())
         self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
 
 

@@ -16,10 +16,10 @@ from pala.config import Config
 from pala.evaluation.acting import Acting
 from pala.evaluation.record import Evaluation, save
 from pala.evaluation.scoring import evaluate
+from pala.job.request import Result
 from pala.report.plot import plot
 from pala.run import checkpoint, run_folder
-from pala.run.keeper import kept_best
-from pala.run.result import Result
+from pala.run.best_policy import kept_best
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt

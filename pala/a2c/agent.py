@@ -18,30 +18,24 @@ from pala.comm.base import Communicator
 from pala.config import Config
 from pala.envs.vector import Envs
 from pala.exchange.base import ModelExchange
-from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import blank_observations, make_tape
-from pala.networks.network import FlatParameters, Network
+from pala.networks.network import FlatParameters
 from pala.networks.own import MakeNetwork, actor_critic
+from pala.run.agent import Agent, Saved, device_and_precision
 from pala.run.checkpoint import RankState
-from pala.run.loop import Progress
-from pala.run.parts import Parts, Saved, device_and_precision
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import torch_weights
 
 
-@dataclass(frozen=True)
-class A2CParts(Parts[ModelExchange]):
-    """What has parameters: every rank has a model of its own."""
+@dataclass
+class A2CAgent(Agent[ModelExchange]):
+    """An actor-learner with a model of its own."""
 
-    config: Config
-    device: torch.device
-    network: Network
-    flat: FlatParameters
     a2c: A2C
 
     @property
@@ -69,9 +63,9 @@ class A2CParts(Parts[ModelExchange]):
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self.a2c.tensors, {"warms_up_from": self.a2c.warms_up_from}
 
-    def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> ModelExchange:
+    def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> ModelExchange:
         return make_exchange(
-            comm, self.flat.data, self.flat.signature, self.config, start, interrupt, self.flat.num_moments
+            comm, self.flat.data, self.flat.signature, self.config, self.start, interrupt, self.flat.num_moments
         )
 
     def take_place(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
@@ -79,10 +73,8 @@ class A2CParts(Parts[ModelExchange]):
         exchange = Gossip(comm, flat.data, flat.signature, self.config, None, interrupt, sleeping, flat.num_moments)
         return exchange if exchange.take_place() else None
 
-    def make_loop(
-        self, rank: int, envs: Envs, exchange: ModelExchange, progress: Progress, interrupt: Interrupt
-    ) -> Learner:
-        return Learner(self.config, rank, envs, self.a2c, exchange, progress, interrupt)
+    def make_loop(self, exchange: ModelExchange, interrupt: Interrupt) -> Learner:
+        return Learner(self, exchange, interrupt)
 
     def _take(self, state: RankState) -> None:
         for name, tensor in self.a2c.tensors.items():
@@ -124,12 +116,14 @@ class A2CParts(Parts[ModelExchange]):
 def build(
     comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
     sleeping: SleepingGossip | None = None,
-) -> A2CParts:  # fmt: skip
-    """Network, tape and optimiser, with the seed's first weights; a spare builds the same. Collective."""
+) -> A2CAgent:  # fmt: skip
+    """Build network, tape and optimiser, with the seed's first weights. `sleeping`: of a spare that is needed, and
+    alone in `comm`. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
     device, config = device_and_precision(comm, config, envs)
     _check_memory(comm, config, envs, device)
-    return collectively(comm, lambda: make_parts(config, envs, device, make_network))
+    rank = comm.rank if sleeping is None else sleeping.rank
+    return collectively(comm, lambda: make_agent(rank, config, envs, device, make_network))
 
 
 def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.device) -> None:
@@ -151,14 +145,15 @@ def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.
     collectively(comm, check)
 
 
-def make_parts(
-    config: Config, envs: Envs, device: torch.device, make_network: MakeNetwork | None = None
-) -> A2CParts:  # fmt: skip
-    """As `build`, of one rank. Not collective. Raises PalaError."""
+def make_agent(
+    rank: int, config: Config, envs: Envs, device: torch.device, make_network: MakeNetwork | None = None
+) -> A2CAgent:  # fmt: skip
+    """Build one rank's agent, as `build` does. Not collective. Raises PalaError."""
     with torch_weights(config.seed):
         network = actor_critic(envs.observation_space, envs.action_space, config, make_network)
     flat = FlatParameters(network, device)
     check_size(config.exchange, flat.data, flat.num_moments)
     observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = make_tape(network, config.network, config.a2c.rollout_steps, observations)
-    return A2CParts(config, device, network, flat, A2C(network.distribution, tape, flat, config.a2c))
+    a2c = A2C(network.distribution, tape, flat, config.a2c)
+    return A2CAgent(rank, config, envs, device, network, flat, a2c)

@@ -1,29 +1,32 @@
-"""The ranks of a job: those that train from the beginning, and the spares. Loads no torch."""
+"""The ranks of a job: those that train from the beginning, and the spares. Loads neither numpy nor torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from pala.comm.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.comm.base import Communicator
 from pala.config import Config, Precision, to_table
-from pala.exchange.budget import Stop
-from pala.exchange.sleeping import Beginning
-from pala.run.segment import Segment
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.resources import most_cores
 from pala.system.tables import flatten
 from pala.system.text import counted
 
+if TYPE_CHECKING:  # numpy, whose thread pools are sized when it loads
+    from pala.exchange.budget import Stop
+    from pala.exchange.sleeping import Beginning
 
-@dataclass(frozen=True)
-class Briefing:
+
+class RunInfo(NamedTuple):
     """What a spare is told of the run when training begins."""
 
-    segment: Segment  # without identity: other ranks may see another
+    folder: Path
+    segment: Path  # of the checkpoints of this start
+    previous: Path | None  # of those that it continues from
+    config: Config  # as run.json has it
     is_locked: bool  # the run's folder
     precision: Precision  # in which the ranks compute
     time_s: float  # training time of earlier segments
@@ -31,7 +34,7 @@ class Briefing:
 
 
 class Job:
-    """What a rank knows of all when it begins."""
+    """All ranks of a job, as one of them knows them when it begins, and the cores that they may use."""
 
     patience_s = 300.0
     """For the slowest rank, at the end."""
@@ -39,7 +42,7 @@ class Job:
     """The same where a run is stopped, for a rank that got no signal itself: after one it waits less (`waiting.py`).
     Others may have to save, or be spares that were about to take a place."""
 
-    def __init__(self, comm: Communicator, config: Config, resume: Path | None) -> None:
+    def __init__(self, comm: Communicator, config: Config, resume: Path | None = None) -> None:
         """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
         check_agreement(comm, config, resume)
         check_spares_can_sleep(comm, config.run.spares)
@@ -52,18 +55,19 @@ class Job:
         self.host_cores = cores[comm.host]  # that its ranks may use, between them
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use
         self.trainers = comm.first(self.num_trainers)  # None on a spare
-        self._briefed = self.spares == 0
+        self._has_told_run = self.spares == 0
 
     def patience_after(self, stop: Stop) -> float:
-        """How long to wait for the others once training has ended so."""
+        """Return how long to wait for the others once training has ended for this reason."""
         return self.patience_s if stop.completes else min(self.patience_s, self.stop_patience_s)
 
-    def brief(self, briefing: Briefing | None) -> Briefing | None:
-        """What rank 0 gives is told to all; None: it could not start. A spare waits for it asleep. Collective."""
-        if self._briefed:
-            return briefing
-        self._briefed = True
-        return self.comm.bcast(briefing)
+    def tell_run(self, info: RunInfo | None) -> RunInfo | None:
+        """Give all ranks what rank 0 says of the run; None: it could not start. A spare waits for it asleep.
+        Collective."""
+        if self._has_told_run:
+            return info
+        self._has_told_run = True
+        return self.comm.bcast(info)
 
     @contextmanager
     def telling_of_failure(self) -> Iterator[None]:
@@ -71,7 +75,7 @@ class Job:
         try:
             yield
         except CollectiveError:
-            self.brief(None)
+            self.tell_run(None)
             raise
 
 

@@ -1,0 +1,147 @@
+"""The algorithms, and all that the rest of PALA asks of one: a row for each.
+
+A row loads its algorithm when it is asked, and neither numpy nor torch before.
+"""
+
+from __future__ import annotations
+
+import abc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pala.comm.base import Communicator
+from pala.config import Config
+from pala.system.interrupt import Interrupt
+from pala.system.text import counted
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from pala.envs.vector import Envs
+    from pala.exchange.sleeping import Beginning, Sleeping
+    from pala.networks.network import FlatParameters, Network
+    from pala.networks.own import MakeNetwork
+    from pala.run.agent import Agent
+
+
+class Algorithm(abc.ABC):
+    """A way to learn."""
+
+    why_nothing_was_learned = ""
+    """Where to look if no rank made an update."""
+
+    @abc.abstractmethod
+    def method(self, config: Config) -> str:
+        """Return the method's name for people."""
+
+    def note_on_begin(self, config: Config) -> str:
+        """Return words for the console if a new run does not learn at once; else empty."""
+        return ""
+
+    @abc.abstractmethod
+    def build(
+        self, comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+        sleeping: Any = None,
+    ) -> Agent[Any]:  # fmt: skip
+        """Build what learns on a rank. `sleeping`: of a spare that is needed, what it has slept by. Collective."""
+
+    @abc.abstractmethod
+    def sleep(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> Sleeping:
+        """Make what a spare sleeps by. Loads no torch. Collective."""
+
+    @abc.abstractmethod
+    def make_network(
+        self, observations: gymnasium.Space, actions: gymnasium.Space, config: Config, own: MakeNetwork | None
+    ) -> Network:
+        """Make the network for these spaces, or the user's own. Raises PalaError."""
+
+    @abc.abstractmethod
+    def load_parameters(self, segment: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
+        """Put the policy of a segment's checkpoints into `flat`. Returns its global steps and where it is from, in
+        words. Raises PalaError."""
+
+    def epsilon(self, config: Config) -> float | None:
+        """Return the probability of a random action in an evaluation; None: actions are sampled from a policy."""
+        return None
+
+
+class _A2C(Algorithm):
+    def method(self, config: Config) -> str:
+        return f"{config.algorithm.upper()}, exchange {config.exchange.kind}"
+
+    def build(
+        self, comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+        sleeping: Any = None,
+    ) -> Agent[Any]:  # fmt: skip
+        from pala.a2c.agent import build
+
+        return build(comm, config, envs, make_network, sleeping)
+
+    def sleep(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> Sleeping:
+        from pala.exchange.gossip.sleeping import SleepingGossip
+
+        return SleepingGossip(comm, config, begin, interrupt)
+
+    def make_network(
+        self, observations: gymnasium.Space, actions: gymnasium.Space, config: Config, own: MakeNetwork | None
+    ) -> Network:
+        from pala.networks.own import actor_critic
+
+        return actor_critic(observations, actions, config, own)
+
+    def load_parameters(self, segment: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
+        """Take the weighted mean of the ranks' parameters; of independent learners the first's."""
+        from pala.a2c.averaging import average_of
+
+        first_only = config.exchange_kind.independent
+        state, number = average_of(segment, flat.signature, len(flat.data), first_only)
+        flat.data.copy_(state.tensors["parameters"])
+        ranks = counted(number, "rank")
+        words = f"checkpoint of rank {state.rank} of {ranks}" if first_only else f"mean of checkpoints of {ranks}"
+        return state.counters["base_steps"], words
+
+
+class _Gorila(Algorithm):
+    why_nothing_was_learned = "; see 'gorila.min_replay_steps', and 'rewards_not_finite' in its metrics"
+
+    def method(self, config: Config) -> str:
+        return "Gorila DQN"
+
+    def note_on_begin(self, config: Config) -> str:
+        return f"; learning begins after {config.gorila.min_replay_steps:,}"
+
+    def build(
+        self, comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+        sleeping: Any = None,
+    ) -> Agent[Any]:  # fmt: skip
+        from pala.gorila.parts import build
+
+        return build(comm, config, envs, make_network, sleeping)
+
+    def sleep(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> Sleeping:
+        from pala.gorila.sleeping import SleepingGorila
+
+        return SleepingGorila(comm, config, begin, interrupt)
+
+    def make_network(
+        self, observations: gymnasium.Space, actions: gymnasium.Space, config: Config, own: MakeNetwork | None
+    ) -> Network:
+        from pala.gorila.networks import q_network
+
+        return q_network(observations, actions, config, own)
+
+    def load_parameters(self, segment: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
+        """Put the shards' parameters together."""
+        from pala.gorila.shard import assemble
+        from pala.run import checkpoint
+
+        states = checkpoint.load_all(segment, flat.signature, len(flat.data))
+        flat.data.copy_(assemble(states, len(flat.data)).parameters)
+        return checkpoint.joint_counters(states)["base_steps"], f"checkpoints of {counted(len(states), 'rank')}"
+
+    def epsilon(self, config: Config) -> float | None:
+        return config.evaluation.epsilon
+
+
+ALGORITHMS: dict[str, Algorithm] = {"a2c": _A2C(), "gorila": _Gorila()}
+"""By `Config.algorithm`."""

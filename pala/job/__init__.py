@@ -1,0 +1,1 @@
+"""A job: its ranks start, train one policy and end. What is put together here knows both algorithms."""

@@ -1,0 +1,103 @@
+"""How a process becomes a rank of a job, in programs and in scripts alike; and how an error there ends it.
+
+facts ──▶ MPI ──▶ request ──▶ job (ranks, cores) ──▶ thread pools ──▶ training
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pala.comm.mpi_process import abort, check_slurm_tasks, has_started_mpi, start_mpi, start_mpi_or_exit
+from pala.config import Config
+from pala.job.job import Job
+from pala.job.request import Request, Result
+from pala.run.provenance import provenance
+from pala.system.errors import CollectiveError
+from pala.system.interrupt import Interrupt
+from pala.system.launcher import Launch, die_with_launcher
+from pala.system.output import announce, one_sentence_for_mistakes, say, tell
+from pala.system.resources import prepare
+
+if TYPE_CHECKING:
+    from pala.comm.mpi import MpiCommunicator
+
+
+@cache
+def facts() -> dict[str, Any]:
+    """Return what run.json says of the first rank's command and versions. Found once: a process that has started MPI
+    must start no others."""
+    return provenance(may_start_processes=not has_started_mpi()) if Launch.detect().rank == 0 else {}
+
+
+@contextmanager
+def program() -> Iterator[MpiCommunicator]:
+    """Start MPI for a program of PALA's, and give it all ranks. An error inside the block ends the process: with status
+    2 where every rank has met it, else as `abort` does."""
+    die_with_launcher()
+    announce("begun")
+    facts()
+    comm = start_mpi_or_exit()
+    announce("up")
+    try:
+        yield comm
+    except CollectiveError as error:  # every rank is here
+        if comm.rank == 0:
+            say(f"pala: error: {error}")
+        sys.exit(2)
+    except (Exception, KeyboardInterrupt) as error:
+        abort(comm, error)
+    except SystemExit as error:
+        if "pala.run.agent" not in sys.modules:  # `--help`, on all ranks
+            raise
+        abort(comm, error)  # of the user's code, on this rank: the others would wait for it
+
+
+@contextmanager
+def script() -> Iterator[MpiCommunicator]:
+    """Start MPI for a script of the user's, if it has not, and give it all ranks. An error inside the block is raised;
+    but with several ranks one that is this rank's own ends the process as `abort` does."""
+    facts()
+    one_sentence_for_mistakes()
+    comm = start_mpi()
+    try:
+        yield comm
+    except CollectiveError:
+        raise  # on every rank
+    except BaseException as error:
+        if comm.size > 1:
+            abort(comm, error)  # the other ranks would wait for ever
+        raise
+
+
+def train(comm: MpiCommunicator, request: Request, greet: Callable[[Job], None]) -> Result:
+    """Train as requested on all ranks of MPI. `greet`: says the first words, on rank 0. Collective. Raises
+    CollectiveError for a mistake that all ranks see."""
+    job = Job(comm, request.config, request.resume)
+    if comm.rank == 0:
+        check_slurm_tasks(comm.size, job.spares)
+        greet(job)
+    prepare(job.threads)
+    # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
+    from pala.job.rank import run_in
+
+    return run_in(job, request)
+
+
+def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> Result:
+    """Conclude as training from the command line and `pala.fit` do."""
+    try:
+        from pala.job.conclusion import conclude  # torch: a spare that sleeps has not loaded it
+    except Exception as error:  # an update of the code since training began: the next rank would meet it as well
+        tell(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
+        if result.signal is not None:
+            return result
+        said = f"failed ({type(error).__name__}: {error})"
+        tell(f"      evaluation, learning curve: {said}")
+        return replace(result, outcomes={"evaluation": said, "learning curve": said})
+
+    return conclude(result, config, interrupt)

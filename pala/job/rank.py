@@ -1,0 +1,80 @@
+"""One rank of a job: it trains, or is a spare, sleeps, and takes the place of a rank that dies.
+
+A spare that sleeps has loaded no torch, made no environments and has no model. It polls for messages and deaths ten
+times a second, as every data proxy does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pala.algorithms import ALGORITHMS
+from pala.comm.base import Communicator
+from pala.job.job import Job, RunInfo
+from pala.job.request import Request, Result
+from pala.run.run import note_failure
+from pala.system.errors import CollectiveError, EndError
+from pala.system.interrupt import Interrupt
+from pala.system.resources import loading
+
+
+def run_rank(comm: Communicator, request: Request, interrupt: Interrupt | None = None) -> Result:
+    """Train on all ranks of `comm`, of which the last `run.spares` sleep until they are needed. Collective.
+
+    `interrupt`: in place of the process's signals.
+    """
+    return run_in(Job(comm, request.config, request.resume), request, interrupt)
+
+
+def run_in(job: Job, request: Request, interrupt: Interrupt | None = None) -> Result:
+    """Do this rank's part of a job. Collective. `interrupt`: in place of the process's signals."""
+    if job.trainers is None:
+        with (interrupt or Interrupt()).installed() as interrupt:
+            job.comm.watch_signals(interrupt)
+            return _serve_as_spare(job, request, interrupt)
+    with loading():
+        from pala.job.start import start  # before signals are caught: until it is loaded there is nothing to keep
+
+    with (interrupt or Interrupt()).installed() as interrupt:
+        job.comm.watch_signals(interrupt)
+        job.trainers.watch_signals(interrupt)
+        return start(job, request, interrupt)
+
+
+def _serve_as_spare(job: Job, request: Request, interrupt: Interrupt) -> Result:
+    """Sleep until this rank is needed, then train to the end; or until training ends."""
+    info = job.tell_run(None)
+    if info is None:
+        raise CollectiveError("The ranks that train did not start.")
+    began_s = time.perf_counter() - info.time_s
+    sleeping = ALGORITHMS[request.config.algorithm].sleep(job.comm, request.config, info.exchange, interrupt)
+    try:
+        with _noting_the_end(job, info):
+            is_needed = sleeping.until_needed()
+        if is_needed:
+            with loading():
+                from pala.job.start import take_place  # torch, environments: now they are needed
+
+            result = take_place(job, request, info, began_s, sleeping, interrupt)
+            if result is not None:
+                return result
+        if not interrupt.leave_requested:
+            with _noting_the_end(job, info):
+                sleeping.close(job.patience_s)
+    except BaseException:
+        sleeping.transport.abandon()  # nothing else may call MPI before
+        raise
+    job.comm.depart()
+    return Result(info.folder, "spared", sleeping.global_steps, None, False, 0)
+
+
+@contextmanager
+def _noting_the_end(job: Job, info: RunInfo) -> Iterator[None]:
+    """Say in run.json why a job failed that ends inside the block."""
+    try:
+        yield
+    except EndError as error:
+        note_failure(info.folder, info.segment.name, job.comm.rank, error)
+        raise

@@ -1,0 +1,185 @@
+"""How a rank starts to train, from the beginning or in the place of one that is gone. Everything runs on every rank.
+
+    Request ──▶ Run (folder, lock, records) ──▶ Agent (environments, network, optimiser) ──▶ Exchange ──▶ training
+
+An error that one rank meets while all ranks start is raised on all of them, so none waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pala.algorithms import ALGORITHMS
+from pala.comm.agreement import collectively, from_first
+from pala.comm.alone import Alone
+from pala.comm.base import Communicator
+from pala.config import Config
+from pala.envs.vector import Envs
+from pala.exchange.base import Exchange
+from pala.exchange.sleeping import Beginning, Sleeping
+from pala.job.header import describe, header
+from pala.job.job import Job, RunInfo
+from pala.job.request import Request, Result
+from pala.job.training import Training, failing
+from pala.run import checkpoint, run_folder, user_code
+from pala.run.agent import Agent, build_envs
+from pala.run.hooks import UserCode
+from pala.run.run import Run, locked_too, note_failure, open_run
+from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.system.interrupt import Interrupt
+from pala.system.output import say, tell
+
+
+def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
+    """Start a rank that trains from the beginning, and train. Collective."""
+    comm = job.trainers
+    assert comm is not None, "a spare sleeps"
+    with job.telling_of_failure():
+        here = _working_directory()
+        code = _code_of(comm, request)
+        envs = build_envs(comm, request.config, job.threads, code.make_env)
+        config, resume = _settled(comm, request, code, envs, here)
+        with envs:
+            agent = ALGORITHMS[config.algorithm].build(comm, config, envs, code.make_network)
+            is_own = code.make_network is not None or config.network.custom
+            if comm.rank == 0 and is_own and len(envs.observation_space.shape or ()) == 3:
+                say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
+            with open_run(comm, config, resume, request.preset or config.env.short_id, job.hosts) as run:
+                with run.removed_if_nobody_starts():
+                    agent.begin(comm, run)
+                    # A run that cannot save should fail now.
+                    collectively(comm, lambda: agent.save(run, exchange=None))
+                    # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
+                    from_first(comm, lambda: user_code.keep(run.folder, code))
+                    user_code.trust_own(run.folder)
+                    run.start_metrics(agent.counters, agent.start.global_steps)
+                    run.start_record(comm, describe(job, request, code, agent, run))
+                if comm.rank == 0 and config.run.console != "none":
+                    tell(header(job, agent, run))
+                if not agent.acts:  # it needed their spaces alone
+                    envs.close()
+                with failing(job, run):
+                    exchange = _make_exchange(job, comm, request, agent, run, interrupt)
+                return Training(job, request, run, agent, exchange, interrupt).run()
+
+
+def _code_of(comm: Communicator, request: Request) -> UserCode:
+    """Return what a run is made with from Python; where one goes on, what it was made with, as far as it is not given
+    anew. Collective."""
+    if request.resume is None:
+        return request.code
+    resume = request.resume
+    # Rank 0 alone looks at the folder's links and decides about trust.
+    from_first(
+        comm,
+        lambda: user_code.check_trust(resume, run_folder.config_of(resume), request.trust_run, request.code),
+    )
+    return collectively(comm, lambda: user_code.load(resume, request.code))
+
+
+def _settled(
+    comm: Communicator, request: Request, code: UserCode, envs: Envs, here: Path | None
+) -> tuple[Config, Path | None]:
+    """Return the configuration as run.json will have it, and the folder of the run that goes on: with absolute paths
+    where the working directory may change, and with the name of an environment made in Python. Collective."""
+    config, resume = request.config, request.resume
+    may_leave = any(comm.allgather(_may_leave(here, config, code) or request.callbacks.may_stop))
+    if may_leave and here is not None:
+        config = replace(config, run=replace(config.run, dir=str(here / config.run.dir)))
+        resume = here / resume if resume is not None else None
+    if code.make_env is None:
+        return config, resume
+    if comm.rank == 0 and resume is not None and code.make_env is not request.code.make_env:
+        before = run_folder.config_of(resume).env.id
+        if config.env.id != before:
+            say(
+                f"'env.id' is '{config.env.id}', but the run keeps an environment made in Python, '{before}', which "
+                "wins."
+            )
+    return replace(config, env=replace(config.env, id=envs.name)), resume
+
+
+def _may_leave(here: Path | None, config: Config, code: UserCode) -> bool:
+    """Whether the working directory is no longer this one, or code of the user's will run, which may change it."""
+    is_named = ":" in config.env.id or config.env.wrappers or config.network.custom
+    is_given = code.make_env is not None or code.make_network is not None
+    return bool(is_named or is_given) or _working_directory() != here
+
+
+def _working_directory() -> Path | None:
+    """Return the folder as the shell names it, which may be a link that leads elsewhere on another host. None if it has
+    been deleted."""
+    try:
+        here = Path.cwd()
+    except OSError:
+        return None
+    named = Path(os.environ.get("PWD", ""))
+    with suppress(OSError):  # it may name a folder that is gone
+        if named.is_absolute() and named.samefile(here):
+            return named
+    return here
+
+
+def _make_exchange(
+    job: Job, trainers: Communicator, request: Request, agent: Agent[Any], run: Run, interrupt: Interrupt
+) -> Exchange:
+    """Tell the spares of the run, and make the exchange of ranks that train from the beginning. Collective."""
+    collectively(trainers, run.open_reporter)
+    agent.before_training(run.previous)
+    if job.comm.rank == 0 and run.previous is not None:
+        checkpoint.remove_older(run.previous)
+    beginning = Beginning(agent.flat.data.numel(), agent.flat.signature, agent.start)
+    job.tell_run(RunInfo(
+        run.folder, run.segment, run.previous, run.config, run.identity is not None,
+        agent.config.network.precision, agent.counters.time_s, beginning,
+    ))  # fmt: skip
+    may_stop = any(trainers.allgather(request.callbacks.may_stop))
+    # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
+    exchange: Exchange = agent.make_exchange(job.comm, interrupt)
+    if may_stop:
+        exchange.listen()
+    return exchange
+
+
+def take_place(
+    job: Job, request: Request, info: RunInfo, began_s: float, sleeping: Sleeping, interrupt: Interrupt
+) -> Result | None:
+    """Start a spare that is needed: build, ask others for a model, train. Returns None if training ended before.
+    `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
+    alone, rank = Alone(job.comm.host), job.comm.rank
+    run = Run(info.folder, info.segment, info.previous, info.config, rank, job.hosts)
+    with ExitStack() as stack:
+        try:
+            # Before all else: what fails is then told to the record of this run alone.
+            stack.enter_context(locked_too(run, info.is_locked))
+            code = user_code.load(run.folder, request.code)  # this job has kept it, or judged it
+            envs = stack.enter_context(build_envs(alone, request.config, job.threads, code.make_env))
+            alike = replace(run.config, network=replace(run.config.network, precision=info.precision))
+            agent = ALGORITHMS[alike.algorithm].build(alone, alike, envs, code.make_network, sleeping)
+            is_needed = sleeping.until_needed()  # still: to build took a while
+            exchange = agent.take_place(job.comm, sleeping, interrupt) if is_needed else None
+            if exchange is None:
+                return None
+            say(f"[rank {rank}] takes the place of a rank that is gone.")
+            agent.begin_late(run, exchange.state(), time.perf_counter() - began_s)
+            run.start_metrics(agent.counters, agent.start.global_steps)
+        except Exception as error:
+            _give_up(job, sleeping, run, error)
+            if isinstance(error, CollectiveError):  # of this rank alone
+                raise PalaError(f"rank {rank}, a spare, cannot take a place: {error}") from None
+            raise
+        if not agent.acts:
+            envs.close()
+        return Training(job, request, run, agent, exchange, interrupt).run()
+
+
+def _give_up(job: Job, sleeping: Sleeping, run: Run, error: Exception) -> None:
+    """End this spare by the error. If the job ends with it, run.json says why."""
+    sleeping.transport.abandon()  # who is alone is asked of MPI
+    if isinstance(error, EndError) or job.comm.is_alone():
+        note_failure(run.folder, run.segment.name, job.comm.rank, error, check=run.check_folder)

@@ -1,0 +1,336 @@
+"""Training on a rank that is ready for it, to the end: the loop, then the phases in which all ranks that live end.
+
+Functions that communicate say so. An error that one rank meets ends this rank, and the job if no other can outlive it
+(`pala/comm/mpi_process.py`, `abort`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from signal import SIGTERM, Signals
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from pala.algorithms import ALGORITHMS
+from pala.comm.base import Survivors
+from pala.exchange.base import Exchange
+from pala.exchange.budget import Stop
+from pala.job.job import Job
+from pala.job.request import Conclude, Request, Result
+from pala.run.agent import Agent
+from pala.run.best_policy import BestPolicy
+from pala.run.hooks import Callback, Callbacks, Moment, asks_to_stop
+from pala.run.loop import Loop
+from pala.run.metrics import Record
+from pala.run.run import Run
+from pala.run.run_folder import BEST_POLICY
+from pala.run.view import RunView
+from pala.system.errors import CollectiveError, EndError, reason
+from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.launcher import process_age_s
+from pala.system.output import say
+from pala.system.resources import on_cores
+
+_LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
+_CALLBACKS = ("", *Callbacks._fields)
+
+
+@contextmanager
+def failing(job: Job, run: Run, exchange: Exchange | None = None) -> Iterator[None]:
+    """If this rank fails inside the block, end its exchange and say in run.json why the run ends, if it does."""
+    try:
+        yield
+    except BaseException as error:
+        if exchange is not None:
+            exchange.abandon()
+        # In this order: after a wait without success a thread may still be inside MPI.
+        if isinstance(error, (CollectiveError, EndError)) or job.comm.is_alone():
+            run.fail(error)
+        raise
+
+
+class Training:
+    """Training on a rank on which everything has been saved and recorded once."""
+
+    def __init__(
+        self, job: Job, request: Request, run: Run, agent: Agent[Any], exchange: Exchange, interrupt: Interrupt
+    ) -> None:
+        self._job, self._comm = job, job.comm
+        self._request, self._callbacks = request, request.callbacks
+        self._run, self._agent, self._exchange = run, agent, exchange
+        self._interrupt = interrupt
+        self._best = BestPolicy(run.folder / BEST_POLICY)
+        self._began_with = replace(agent.counters)
+        self._stop = Stop.NONE  # why training ends: as this rank has it, after `_close` as all have agreed
+        self._asked_to_stop = ""  # by which of the callbacks
+        self._stopped_early = ""  # whose callback ended training, in words
+        self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
+        self._has_said_stop = False
+        self._final: Tensor | None = None
+
+    def run(self) -> Result:
+        """Train, then go through the phases of the end. Collective."""
+        with failing(self._job, self._run, self._exchange):
+            loop = self._agent.make_loop(self._exchange, self._interrupt)
+            self._stop = self._train(loop)
+            if self._stop is Stop.NONE:  # it has left
+                self._run.stop_leading()
+                if self._comm.outlives_ranks and self._exchange.living:
+                    self._comm.depart()
+                    return Result(self._run.folder, "left", self._exchange.global_steps, None, False, 0)
+                self._stop = self._cancel_leaving() if self._comm.outlives_ranks else self._sleep_until_end()
+            self._close()
+            completed: tuple[Callable[[], None], ...] = (self._agree, self._average, self._export)
+            for phase in completed if self._stop.completes else (self._save_once_more,):
+                phase()
+            self._finish()
+            return self._conclude()
+
+    # ---- training: no collectives --------------------------------------------------------------------------------
+
+    def _train(self, loop: Loop) -> Stop:
+        """Train until the end, and save. Returns why it ended here."""
+        run, exchange = self._run, self._exchange
+        began_s = self._request.began_s
+        first_step_s = round(process_age_s() if began_s is None else time.perf_counter() - began_s, 2)
+        run.note_later(message_bytes=exchange.message_bytes, seconds_to_first_step=first_step_s)
+
+        def on_interval(records: list[Record]) -> None:
+            run.write(records)
+            self._lead_if_first()
+            run.report(exchange.global_steps)
+            self._call("on_interval", self._callbacks.on_interval, records)
+
+        def updated(updates: int) -> None:
+            if self._request.on_count is not None:
+                self._request.on_count(updates)
+            self._call("on_update", self._callbacks.on_update)
+
+        stop = loop.run(self._agent.env_seeds(run), on_interval, self._keep, updated)
+        # A full disk should not keep the ranks from the smaller file, the final policy, nor the others from going on.
+        if stop.completes or stop is Stop.NONE:
+            self._keep()
+            self._lead_if_first()
+        else:
+            self._agent.save(run, exchange)
+            view = run.view
+            self._record_stop(stop)  # at once: after a signal the launcher may not give much time
+            self._judge(view)
+        return stop
+
+    def _keep(self) -> None:
+        """Save, and judge the policy held from an earlier checkpoint, if this rank leads. What cannot be written is
+        said; the job goes on."""
+        self._save_or_say()
+        self._judge(self._run.view)
+
+    def _save_or_say(self) -> None:
+        """Save, or say why no file can be written."""
+        try:
+            self._agent.save(self._run, self._exchange)
+        except OSError as error:
+            self._say(f"no checkpoint could be written: {reason(error)}. The one before is kept; the job goes on.")
+
+    def _judge(self, view: RunView | None) -> None:
+        """Judge the policy that is held, by what the rank that leads sees of the run. Independent learners have none:
+        their mean says little of one."""
+        agent = self._agent
+        is_independent = agent.config.exchange_kind.independent and self._job.num_trainers > 1
+        if view is None or not agent.acts or is_independent:
+            return
+        header = agent.policy_header(self._run, self._exchange.global_steps)
+        try:
+            self._best.judge(view, agent.counters.time_s, header, agent.policy)
+        except OSError as error:
+            self._say(f"the best policy could not be written: {reason(error)}. The job goes on.")
+
+    def _call(self, name: str, callback: Callback | None, records: list[Record] | None = None) -> None:
+        """Call one of the user's functions, which may end training."""
+        if callback is None:
+            return
+        exchange, done, rank = self._exchange, self._agent.counters, self._comm.rank
+        moment = Moment(rank, done.updates, done.local_steps, exchange.global_steps, done.time_s, records or ())
+        has_left = rank in exchange.left  # then these are its last records, and the others go on
+        if asks_to_stop(callback(moment)) and exchange.stop is Stop.NONE and not has_left:
+            self._say(f"'{name}' returned False: training ends on all ranks.")
+            self._asked_to_stop = name
+            exchange.stop_now(Stop.CALLBACK)
+
+    def _lead_if_first(self) -> bool:
+        return self._run.lead_if_first(self._exchange, self._exchange.living, self._agent.counters.time_s)
+
+    def _record_stop(self, stop: Stop) -> None:
+        """Say that the run is stopped, on the rank that leads."""
+        self._leads = self._lead_if_first()
+        if not self._leads:
+            self._run.stop_leading()
+            return
+        signal = self._signal(stop).name
+        if not self._has_said_stop:
+            self._has_said_stop = True
+            kept = "written to" if self._agent.saved_lost is not None else "of before kept in"
+            self._say(f"{signal}: checkpoint {kept} '{self._run.segment}'.")
+        self._run.end("stopped", global_steps=self._exchange.global_steps, signal=signal)
+
+    def _signal(self, stop: Stop) -> Signals:
+        """Return the signal that ended training. Of a peer's nothing is known here but what it asks for."""
+        return self._interrupt.signal or (LEAVE if stop is Stop.ALL_LEAVE else SIGTERM)
+
+    def _say(self, text: str) -> None:
+        say(f"[rank {self._comm.rank}] {text}")
+
+    # ---- a rank that has left, but must stay -----------------------------------------------------------------------
+
+    def _sleep_until_end(self) -> Stop:
+        """Wait for the end, which this MPI does not reach without every rank; returns why it ended."""
+        self._say(
+            "trains no more, but this MPI needs its process until the job ends; it sleeps. "
+            "Open MPI 5 with `mpirun --with-ft ulfm` lets it go."
+        )
+        self._agent.envs.close()
+        while self._exchange.stop is Stop.NONE:
+            if not self._exchange.living:  # perhaps all have left at the same time
+                return self._cancel_leaving()
+            if self._interrupt.signal is not None:
+                self._exchange.stop_now(Stop.SIGNAL)
+            time.sleep(_LOOK_S)
+        return self._exchange.stop
+
+    def _cancel_leaving(self) -> Stop:
+        """Stay, since those who were to go on have died or left: only this rank, or others like it, can say how the run
+        ended. Returns why it ends."""
+        self._exchange.stop_now(Stop.ALL_LEAVE)
+        if self._exchange.stop is Stop.ALL_LEAVE:
+            self._say("was about to leave, but no other rank trains any more: the job ends.")
+        return self._exchange.stop
+
+    # ---- the end, in phases: each is collective ----------------------------------------------------------------------
+
+    def _patience_s(self, takes_s: float = 0.0) -> float:
+        """Return how long a phase waits for the slowest rank: what it may take itself, and the job's patience."""
+        return takes_s + self._job.patience_after(self._stop)
+
+    def _close(self) -> None:
+        """Close the exchange: nothing is in flight any more, and all agree on why training ended."""
+        self._stop = self._exchange.close(self._patience_s())
+
+    def _agree(self) -> None:
+        """Agree on whose callback ended training, and on whether anything was learned."""
+        if self._stop is Stop.CALLBACK:
+            self._stopped_early = self._who_stopped()
+        self._check_learned()
+
+    def _average(self) -> None:
+        """Average the parameters of the ranks that live."""
+        self._final = self._exchange.final_parameters(self._patience_s())
+
+    def _export(self) -> None:
+        """Write the final policy, and then that the run is complete, on the first rank that lives."""
+        final = self._final
+        assert final is not None
+
+        def on_first(survivors: Survivors) -> None:
+            self._leads = self._comm.rank == survivors.members[0]
+            if not self._leads:  # also if it led while one who had left slept
+                self._run.stop_leading()
+                return
+            agent, run, steps = self._agent, self._run, self._exchange.global_steps
+            run.lead(self._exchange, survivors.members, agent.counters.time_s)
+            agent.export(run, final, agent.policy_header(run, steps))
+            why = {"stopped_early": self._stopped_early} if self._stopped_early else {}
+            run.end("completed", global_steps=steps, **why)
+
+        self._comm.with_survivors(on_first, self._patience_s(), self._interrupt)
+
+    def _save_once_more(self) -> None:
+        """Save what is known by now of a run that is stopped, and record it: all know who lives, one leads, and the
+        steps are exact. A rank that was taken for gone, and stayed, has saved that."""
+        saved_lost = self._agent.saved_lost
+        if saved_lost is None or list(self._exchange.state().lost) != list(saved_lost):
+            self._save_or_say()
+        self._record_stop(self._stop)
+
+    def _finish(self) -> None:
+        """Save what is saved last, and close the environments."""
+        self._run.check_folder()
+        self._agent.after_training(self._comm, self._run.segment)
+        self._run.saved()
+        self._agent.envs.close()  # not before: it is the user's code, and may not return
+
+    def _conclude(self) -> Result:
+        """Return the result, concluded by the first of the living while the others wait asleep: if it dies, the next
+        one does. Not collective if a signal stopped the run: then there is nothing to do that could be missed."""
+        status, signal = ("completed", None) if self._stop.completes else ("stopped", self._signal(self._stop))
+        exit_status = 0 if signal is None else 128 + signal
+        result = Result(
+            self._run.folder, status, self._exchange.global_steps, signal, self._leads, exit_status,
+            self._stopped_early,
+        )  # fmt: skip
+        conclude = self._request.conclude
+        if conclude is None:
+            return result
+        if signal is not None:
+            if self._leads:
+                conclude(result, self._run.config, self._interrupt)
+            return result
+        done: list[Result] = []
+        self._comm.with_survivors(
+            lambda survivors: self._conclude_first(survivors, conclude, result, done),
+            self._patience_s(self._run.config.evaluation.timeout_s), self._interrupt,
+        )  # fmt: skip
+        return replace(done[0] if done else result, leads=self._leads)
+
+    def _conclude_first(self, survivors: Survivors, conclude: Conclude, result: Result, done: list[Result]) -> None:
+        """Conclude on the first rank that lives, if it has not."""
+        self._leads = self._run.lead_if_first(self._exchange, survivors.members, self._agent.counters.time_s)
+        if self._leads and not done:
+            with on_cores(self._job.host_cores):  # the other ranks sleep
+                done.append(conclude(result, self._run.config, self._interrupt))
+            self._run.conclude(done[0].outcomes)
+
+    def _who_stopped(self) -> str:
+        """Return whose callback ended training, in words, the same on all ranks. Collective."""
+
+        def gather(survivors: Survivors) -> np.ndarray:
+            said = np.zeros(self._comm.size, np.uint64)  # each rank's callback, counted from 1
+            said[self._comm.rank] = _CALLBACKS.index(self._asked_to_stop)
+            survivors.reduce(said, "max")
+            return said
+
+        said = self._comm.with_survivors(gather, self._patience_s(), self._interrupt)
+        ranks = np.flatnonzero(said)
+        if not len(ranks):
+            return "a callback of a rank that has died returned False"
+        return f"{_CALLBACKS[int(said[ranks[0]])]} of rank {ranks[0]} returned False"
+
+    def _check_learned(self) -> None:
+        """Raise EndError if no update was applied in this start, or ever: nothing was learned. Say so if none was
+        tried. Collective."""
+
+        def add_up(survivors: Survivors) -> tuple[np.ndarray, Sequence[int]]:
+            begun, now = self._began_with, self._agent.counters
+            start = now.updates - begun.updates, now.applied - begun.applied
+            made = now.local_steps - begun.local_steps
+            counts = np.array([*start, now.updates, now.applied, made], np.int64)
+            survivors.reduce(counts, "sum")
+            return counts, survivors.members
+
+        counts, members = self._comm.with_survivors(add_up, self._patience_s(), self._interrupt)
+        left_out = [tried for tried, applied in (counts[:2], counts[2:4]) if tried > 0 and applied == 0]
+        if left_out:
+            raise EndError(
+                f"All {left_out[-1]:,} updates of all ranks were left out, because the loss or its gradient was not "
+                "finite: nothing was learned. Look at the environment's rewards and observations, or at the learning "
+                "rate."
+            )
+        # Of ranks that are gone the updates are not known.
+        if counts[0] == 0 < counts[4] and len(members) == self._job.num_trainers and self._comm.rank == members[0]:
+            say(
+                f"No rank made an update in the {counts[4]:,} steps of this start, so nothing was learned: the final "
+                f"policy is the one that it began with{ALGORITHMS[self._run.config.algorithm].why_nothing_was_learned}."
+            )

@@ -1,0 +1,312 @@
+"""What learns on a rank, with either algorithm: built whole, it begins or continues a run, trains, and is saved."""
+
+from __future__ import annotations
+
+import abc
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pala.comm.agreement import collectively, from_first
+from pala.comm.base import Communicator
+from pala.config import Config, to_table
+from pala.envs.vector import Envs, MakeEnv, make_envs
+from pala.exchange.base import Exchange
+from pala.exchange.budget import ExchangeState
+from pala.networks.network import FlatParameters, Network
+from pala.run import checkpoint, run_folder
+from pala.run.checkpoint import RankState
+from pala.run.run import Run
+from pala.system.device import has_bfloat16, set_torch, use_device
+from pala.system.errors import CollectiveError, SaveError, reason
+from pala.system.interrupt import Interrupt
+from pala.system.output import say
+from pala.system.seeding import derive
+from pala.system.text import counted
+
+if TYPE_CHECKING:
+    from pala.run.loop import Loop
+
+ExchangeT = TypeVar("ExchangeT", bound=Exchange)
+
+
+@dataclass
+class Counters:
+    """What a rank has done so far; a resumed rank continues from its checkpoint."""
+
+    updates: int = 0
+    local_steps: int = 0
+    time_s: float = 0.0  # training time of all segments
+    applied: int = 0  # updates that were not left out
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run continues from."""
+
+    segment: Path  # folder of the ranks' checkpoints
+    own: RankState | None  # this rank's, if the job has all its old ranks again, and their models are close enough
+    num_trainers: int  # ranks that trained then; of spares none, though they took a place
+    num_lost: int  # ranks that had died; at least so many
+    config: Config  # that the run had
+
+    @classmethod
+    def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, coupling: int) -> Saved:
+        """Read the checkpoints of such a network. `coupling`: how close the ranks' models are to be. Collective."""
+
+        config = from_first(comm, lambda: run_folder.config_of(segment.parents[1]))
+
+        def load(rank: int, ranks: int | None = None) -> RankState:
+            return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
+
+        first = collectively(comm, lambda: load(0))
+        if first.num_trainers != comm.size or coupling > config.exchange_kind.coupling:
+            return cls(segment, None, first.num_trainers, 0, config)
+        own = collectively(comm, lambda: load(comm.rank, first.ranks))
+        # A spare that trains is in the place of somebody who may have died before the next checkpoint of any other.
+        replaced = from_first(comm, lambda: checkpoint.has_spares(segment, first))
+        num_lost = max(comm.allgather(max(len(own.counters["lost"]), int(replaced))))
+        updates = comm.allgather(own.counters["updates"])
+        # Killed between the ranks' first checkpoints: some have weights that nobody learned.
+        untrained = coupling == 1 and any(updates) and not all(updates)
+        return cls(segment, None if num_lost or untrained else own, first.num_trainers, num_lost, config)
+
+    def say_ranks_changed(self, comm: Communicator, what: str) -> None:
+        """Say on rank 0 what the ranks begin with when they are not those of before."""
+        if comm.rank == 0:
+            had = f"had {counted(self.num_trainers, 'rank')} and now has {comm.size}"
+            if self.num_trainers == comm.size:
+                had = "had a model for each rank, which are now brought together"
+            text = f"had lost {counted(self.num_lost, 'rank')}" if self.num_lost else had
+            say(f"The run {text}: {what}; the steps made count; random streams are new.")
+
+
+@dataclass
+class Agent(abc.ABC, Generic[ExchangeT]):
+    """Environments, network and optimiser of a rank, and how far it is. The algorithms fill in the rest."""
+
+    rank: int  # in the job
+    config: Config  # with the precision that `device_and_precision` chooses
+    envs: Envs
+    device: torch.device
+    network: Network
+    flat: FlatParameters
+    counters: Counters = field(init=False, default_factory=Counters)
+    generator: torch.Generator = field(init=False, repr=False)  # of its actions
+    start: ExchangeState = field(init=False, repr=False)  # what its exchange begins with
+    saved_lost: Sequence[int] | None = field(init=False, default=None)
+    """Ranks that the newest checkpoint calls lost; None: the newest state could not be saved."""
+
+    # ---- what each algorithm has of its own ------------------------------------------------------------------------
+
+    @property
+    def acts(self) -> bool:
+        """Whether this rank plays."""
+        return True
+
+    @property
+    def coupling(self) -> int:
+        """How close the ranks' models are to be (`ExchangeKind.coupling`)."""
+        return 0
+
+    @property
+    @abc.abstractmethod
+    def shared_tensors(self) -> list[Tensor]:
+        """The tensors that all ranks begin with alike."""
+
+    @abc.abstractmethod
+    def restore(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
+        """Continue from checkpoints. Returns the counters (`RankState.counters`) that this rank continues from, its own
+        if there are some. Collective."""
+
+    @abc.abstractmethod
+    def state(self, exchange: ExchangeT | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return flat tensors and numbers for this rank's checkpoint. None: training has not begun."""
+
+    @abc.abstractmethod
+    def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> ExchangeT:
+        """Make what this rank tells the others through, from `start` on. Collective."""
+
+    @abc.abstractmethod
+    def take_place(self, comm: Communicator, sleeping: Any, interrupt: Interrupt) -> ExchangeT | None:
+        """Make the exchange of a spare that trains from now on, with a model from others; None if training ended
+        before. `sleeping`: the algorithm's `Sleeping`. Not collective."""
+
+    @abc.abstractmethod
+    def make_loop(self, exchange: ExchangeT, interrupt: Interrupt) -> Loop:
+        """Make the training loop of this rank."""
+
+    def before_training(self, previous: Path | None) -> None:
+        """Do what is due when everything is saved in a new segment; `previous`: the one before."""
+
+    def after_training(self, comm: Communicator, segment: Path) -> None:
+        """Save what is saved only once, when all else is. Collective."""
+
+    # ---- the beginning ---------------------------------------------------------------------------------------------
+
+    def begin(self, comm: Communicator, run: Run) -> None:
+        """Take the weights that all begin with, or what the run's checkpoints hold. `comm`: of the ranks that train.
+        Collective."""
+        signatures = comm.allgather(self.flat.signature)
+        if unlike := [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]:
+            raise CollectiveError(
+                f"The network of rank {unlike[0]} is not that of rank 0, with which it would exchange parameters: give "
+                "all ranks the same network, whose buffers come out the same each time, and environments with the same "
+                "spaces."
+            )
+        self.generator = make_generator(self.config.seed, self.rank, self.device, _purpose(run))
+        if run.previous is None:
+            self.share(comm)
+            self.start = ExchangeState([0] * len(run.hosts))
+            return
+        saved = Saved.find(comm, run.previous, self.flat, self.coupling)
+        restored = self.restore(comm, saved)
+        if saved.own is not None:
+            _restore_generator(comm.rank, self.generator, saved.own)
+        self.counters, start = _restored_counters(comm, restored, same_ranks=saved.own is not None)
+        self.start = start._replace(local_steps=[*start.local_steps, *[0] * run.spares])
+
+    def begin_late(self, run: Run, start: ExchangeState, time_s: float) -> None:
+        """Begin as a spare that has taken a place. `start`: what its exchange knows; `time_s`: training time so far."""
+        self.counters = Counters(time_s=time_s)
+        self.generator = make_generator(self.config.seed, self.rank, self.device, _purpose(run))
+        self.start = start
+
+    def share(self, comm: Communicator, root: int = 0) -> None:
+        """Give all ranks the root's `shared_tensors`, the parameters checked by checksum. Collective."""
+        for tensor in self.shared_tensors:
+            host = tensor.cpu().numpy()
+            comm.bcast_array(host, root)
+            tensor.copy_(torch.from_numpy(host))
+        checksums = comm.allgather(zlib.crc32(self.flat.data.detach().cpu().numpy().tobytes()))
+        wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
+        if wrong:
+            raise CollectiveError(
+                f"Rank {wrong[0]} began with other weights than rank {root}: its memory or link is faulty."
+            )
+
+    def env_seeds(self, run: Run) -> np.ndarray:
+        """Return a seed for each of the environments, int32; new ones in each segment."""
+        return derive(self.config.seed, self.rank, f"environments {_purpose(run)}", self.envs.num_envs)
+
+    # ---- what is kept of it ----------------------------------------------------------------------------------------
+
+    def save(self, run: Run, exchange: ExchangeT | None) -> None:
+        """Save this rank's checkpoint; if its tensors are not finite, keep the one before. `exchange`: None before
+        training. Raises SaveError, and EndError if the run's folder is another job's by now. Not collective."""
+        self.saved_lost = None
+        run.check_folder()
+        tensors, numbers = self.state(exchange)
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            say(
+                f"[rank {self.rank}] its parameters or optimiser's state are not finite: the checkpoint before is kept."
+            )
+            return
+        state = exchange.state() if exchange is not None else self.start
+        counters = {
+            "updates": self.counters.updates, "applied": self.counters.applied, "own_steps": self.counters.local_steps,
+            "time_s": self.counters.time_s, "spares": run.spares,
+        } | state._asdict() | numbers  # fmt: skip
+        streams = {"actions": self.generator.get_state()}
+        try:
+            checkpoint.save_rank(
+                run.segment, RankState(self.rank, len(run.hosts), self.flat.signature, tensors, streams, counters)
+            )
+        except OSError as error:
+            raise SaveError.of(error) from error
+        self.saved_lost = state.lost
+
+    def export(self, run: Run, final: Tensor, header: dict[str, Any]) -> None:
+        """Write the final policy, of these parameters, which the network has from now on. Raises SaveError, and
+        EndError if the run's folder is another job's by now."""
+        run.check_folder()
+        self.flat.data.copy_(final)
+        try:
+            checkpoint.save_policy(run.folder / run_folder.POLICY, dict(self.network.state_dict()), header)
+        except OSError as error:
+            raise SaveError.of(error) from error
+
+    def policy_header(self, run: Run, global_steps: int) -> dict[str, Any]:
+        """Return the header of a policy that is exported at this moment."""
+        return {
+            "config": to_table(run.config), "environment": self.envs.name, "global_steps": global_steps,
+            "ranks": run.num_trainers, "signature": self.flat.signature,
+        }  # fmt: skip
+
+    def policy(self) -> dict[str, Tensor] | None:
+        """Return a copy of the policy, in the host's memory; None if it is not finite."""
+        if not bool(self.flat.data.isfinite().all()):
+            return None
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.network.state_dict().items()}
+
+
+def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeEnv | None = None) -> Envs:
+    """Make this rank's environments; torch gets as many threads. Collective."""
+    made: list[Envs] = []
+    try:
+        collectively(comm, lambda: made.append(make_envs(config.env, threads, make_env)))
+    except BaseException:
+        for envs in made:  # those of another rank could not be made
+            envs.abandon()
+        raise
+    set_torch(threads)
+    return made[0]
+
+
+def device_and_precision(comm: Communicator, config: Config, envs: Envs) -> tuple[torch.device, Config]:
+    """Return the configuration's device, made the current one; and the configuration with a `network.precision` of
+    `auto` decided, for all ranks alike. Collective."""
+    before_this = comm.allgather(comm.host)[: comm.rank].count(comm.host)
+    device = collectively(comm, lambda: use_device(config.run.device, before_this))
+    is_fast = all(comm.allgather(has_bfloat16(device)))
+    if config.network.precision == "bfloat16" and not is_fast and comm.rank == 0:
+        say("'network.precision' is 'bfloat16', for which not all ranks have instructions; 'float32' would be faster.")
+    if config.network.precision != "auto":
+        return device, config
+    is_image = len(envs.observation_space.shape or ()) == 3
+    network = replace(config.network, precision="bfloat16" if is_fast and is_image else "float32")
+    return device, replace(config, network=network)
+
+
+def make_generator(seed: int, rank: int, device: torch.device, purpose: str = "") -> torch.Generator:
+    """Return the random stream that a rank's actions are drawn from. torch's global one, which dropout draws from, gets
+    a seed of this rank's as well. `purpose`: see `_purpose`."""
+    torch.manual_seed(int(derive(seed, rank, f"torch {purpose}")[0]))
+    generator = torch.Generator(device)
+    generator.manual_seed(int(derive(seed, rank, f"actions {purpose}")[0]))
+    return generator
+
+
+def _purpose(run: Run) -> str:
+    """Return what tells the random streams of a resumed run from those before."""
+    return f"segment {run.segment.name}" if run.previous is not None else ""
+
+
+def _restore_generator(rank: int, generator: torch.Generator, own: RankState) -> None:
+    saved = own.random_states.get("actions")
+    if saved is None:
+        return
+    try:
+        if saved.numel() == generator.get_state().numel():
+            generator.set_state(saved)
+        elif rank == 0:
+            say("The checkpoint is of another kind of device: the random streams of actions are new.")
+    except (RuntimeError, TypeError) as error:
+        say(f"[rank {rank}] The checkpoint's random stream cannot be used ({reason(error)}): that of actions is new.")
+
+
+def _restored_counters(comm: Communicator, c: dict[str, Any], same_ranks: bool) -> tuple[Counters, ExchangeState]:
+    """Return the counters of what `Agent.restore` gives. Push-sum weights are scaled so that their sum is the number of
+    ranks again. Collective."""
+    own_steps, applied = c["own_steps"] if same_ranks else 0, c["applied"]
+    counters = Counters(c["updates"], own_steps, c["time_s"], applied)
+    weight = c["weight"] if same_ranks else 1.0
+    weight *= comm.size / sum(comm.allgather(weight))
+    known = comm.allgather(c["own_steps"]) if same_ranks else [0] * comm.size
+    return counters, ExchangeState(known, c["base_steps"], c["round"], weight)

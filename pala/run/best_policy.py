@@ -1,0 +1,75 @@
+"""The best policy of a run so far, which the rank that leads keeps. Nothing here is collective."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pala.config import ENV_LEARNING, ENV_OPERATION, EnvConfig
+from pala.run import checkpoint
+from pala.run.view import RunView
+from pala.system.files import json_text
+
+# Settings without effect on the returns of a policy, which are of whole games, unclipped.
+_NO_EFFECT_ON_RETURNS = (*ENV_OPERATION, *ENV_LEARNING)
+
+
+class _Held(NamedTuple):
+    """A policy that may be written."""
+
+    tensors: dict[str, Tensor]
+    header: dict[str, Any]
+
+
+class BestPolicy:
+    """The policy of the checkpoint after which training went best, judged by the first 100 episodes that ended after
+    it. Episodes that ended before say nothing of it: it may have fallen apart just then."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._value: float | None = None  # mean return of the best so far; None: not looked for yet
+        self._held: _Held | None = None
+
+    def judge(
+        self, view: RunView, now_s: float, header: dict[str, Any], present: Callable[[], dict[str, Tensor] | None]
+    ) -> None:
+        """Write the policy that is held, if it was better than any other; and hold the present one. Nothing, as long as
+        too few episodes have ended since one is held. `header`: of the present one. Raises OSError."""
+        held, value = self._held, view.mean_since
+        if held is not None and value is None:
+            return
+        if self._value is None:
+            kept = kept_best(self._file, header)
+            self._value = kept["mean_return"] if kept is not None else -math.inf
+        tensors = present()
+        self._held = _Held(tensors, header) if tensors is not None else None
+        view.watch(now_s)
+        if held is not None and value is not None and value > self._value:
+            checkpoint.save_policy(self._file, held.tensors, held.header | {"mean_return": value})
+            self._value = value
+
+
+def kept_best(file: Path, header: dict[str, Any]) -> dict[str, Any] | None:
+    """The header of the best policy that an earlier start has kept, or a rank that led before; None if it was of
+    another environment than the policy of `header`, whose returns tell nothing of this one's."""
+    kept = checkpoint.policy_header(file) or {}
+    value = kept.get("mean_return")
+    if not isinstance(value, float) or not math.isfinite(value) or _played(kept) != _played(header):
+        return None
+    return kept
+
+
+def _played(header: dict[str, Any]) -> object:
+    """What a policy's returns are of, as JSON has it. The header may be of any file."""
+    config = header.get("config")
+    env = config.get("env") if isinstance(config, dict) else None
+    if isinstance(env, dict):
+        whole = asdict(EnvConfig()) | env  # an early one lacks what has been added since
+        env = {key: value for key, value in whole.items() if key not in _NO_EFFECT_ON_RETURNS}
+    return json.loads(json_text([header.get("environment"), env]))
