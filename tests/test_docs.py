@@ -96,7 +96,7 @@ def test_the_runs_record_is_on_its_page(tmp_path: Path) -> None:
     runs = (run for folder in (REPOSITORY / "results").iterdir() for run in published(folder))
     made = [job.segment, *(segment for run in runs for segment in read_json(run / "run.json")["segments"])]
     assert set[str]().union(*made) <= told
-    writers = "session.py", "setup.py", "records.py", "run_folder.py", "provenance.py", "mpi.py", "base.py"
+    writers = "training.py", "header.py", "run.py", "run_folder.py", "provenance.py", "mpi.py", "base.py"
     source = "".join(file.read_text() for file in (REPOSITORY / "pala").rglob("*.py") if file.name in writers)
     project = {f"project_{key}" for key in ("git_commit", "git_dirty")}
     assert [key for key in told - project if f'"{key}"' not in source and f"{key}=" not in source] == []
