@@ -31,7 +31,7 @@ from pala.lab.benchmark.pictures import _is_beyond_cores, draw
 from pala.lab.benchmark.report import markdown
 from pala.lab.benchmark.request import JobRequest
 from pala.lab.benchmark.rounds import Rounds
-from pala.run.stopwatch import SECTIONS
+from pala.run.metrics import SECTIONS
 from pala.system import jobs
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt

@@ -32,8 +32,7 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
 from pala.run import loop
 from pala.run.agent import Counters, device_and_precision
-from pala.run.metrics import Record
-from pala.run.stopwatch import SECTIONS
+from pala.run.metrics import SECTIONS, Record
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive

@@ -29,9 +29,9 @@ from pala.exchange.budget import ExchangeState
 from pala.job.header import header, note_on_ranks, note_on_vain
 from pala.run import console
 from pala.run.console import Figures, Lines, Reporter, make_console
-from pala.run.metrics import MetricsWriter, Record, Tail, metrics_path, read_run
+from pala.run.loop import Stopwatch
+from pala.run.metrics import SECTIONS, MetricsWriter, Record, Tail, metrics_path, read_run
 from pala.run.panel import Panel
-from pala.run.stopwatch import SECTIONS, Stopwatch
 from pala.run.tensorboard import TensorBoard
 from pala.run.view import RunView
 from pala.system.errors import PalaError

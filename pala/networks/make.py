@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pala.config import NetworkConfig
 from pala.networks.conv_tape import ConvTape
-from pala.networks.graphed_tape import GraphedTape
 from pala.networks.network import Network, TrunkNetwork
 from pala.networks.tape import AutogradTape, Tape
 from pala.system.errors import PalaError
@@ -34,7 +33,11 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
         network.trunk, network.heads, config.precision, max_passes, observations,
         network.pixel_low, network.pixel_factor,
     )  # fmt: skip
-    return GraphedTape(tape, observations, max_passes) if observations.is_cuda else tape
+    if not observations.is_cuda:
+        return tape
+    from pala.networks.graphed_tape import GraphedTape
+
+    return GraphedTape(tape, observations, max_passes)
 
 
 def blank_observations(space: gymnasium.Space, count: int, device: torch.device) -> Tensor:

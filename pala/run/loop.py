@@ -20,11 +20,40 @@ from torch import Tensor
 from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
 from pala.run.agent import Agent
-from pala.run.metrics import Record
-from pala.run.stopwatch import Stopwatch
+from pala.run.metrics import SECTIONS, Record
 from pala.system.interrupt import Interrupt
 
 _MOST_EPISODES = 1000  # records of an interval: of short episodes they would take gigabytes
+
+
+class Stopwatch:
+    """Where the time goes: seconds in named sections since the last `split`; the rest is `other`."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._seconds = dict.fromkeys(SECTIONS, 0.0)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Count the time of the block under `name`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - begin
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count some of `source`'s time under `target` instead."""
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def split(self) -> tuple[float, dict[str, float]]:
+        """(seconds since the last split, fraction of them in each section; the fractions sum to 1)."""
+        now = time.perf_counter()
+        total, self._begin = now - self._begin, now
+        seconds, self._seconds = self._seconds, dict.fromkeys(SECTIONS, 0.0)
+        seconds["other"] = max(0.0, total - sum(seconds.values()))
+        return total, {name: value / sum(seconds.values()) for name, value in seconds.items()}
 
 
 def nothing_on_update(updates: int) -> None:

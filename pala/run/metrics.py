@@ -21,6 +21,8 @@ from pala.system.files import append_lines, is_number, json_text, open_to_read
 from pala.system.output import say
 
 Record = dict[str, Any]
+SECTIONS = ("environment", "inference", "update", "exchange", "wait", "other")
+"""Where a rank's time goes: fields `time_SECTION`, which sum to 1."""
 
 _NO_RETURN = b'"return":null'  # an episode whose return is not finite, which no figure can take in
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pala.run.stopwatch import SECTIONS
+from pala.run.metrics import SECTIONS
 from pala.run.view import RunView
 
 if TYPE_CHECKING:

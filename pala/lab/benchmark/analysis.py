@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pala.config.catalogue import KINDS
-from pala.run.metrics import progress_kept
-from pala.run.stopwatch import SECTIONS
+from pala.run.metrics import SECTIONS, progress_kept
 from pala.system.text import Spread
 
 BASELINE = next(kind.name for kind in KINDS.values() if kind.independent)

@@ -37,8 +37,7 @@ from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.networks.own import actor_critic
 from pala.run.agent import Agent, ExchangeT
 from pala.run.loop import Loop
-from pala.run.metrics import Record
-from pala.run.stopwatch import SECTIONS
+from pala.run.metrics import SECTIONS, Record
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pala.lab.benchmark.analysis import BASELINE, PARTS, Training, all_training, parts_of
-from pala.run.stopwatch import SECTIONS
+from pala.run.metrics import SECTIONS
 from pala.system.text import table
 
 
