@@ -146,14 +146,15 @@ def _with_evaluation(result: Result) -> Result:
 
 
 def load_config(run: str | Path) -> Config:
-    """The settings that a run was last started with, for `fit(load_config(run), resume=run)`. Raises PalaError."""
+    """Return the settings that a run was last started with, for `fit(load_config(run), resume=run)`. Raises
+    PalaError."""
     from pala.run.run_folder import config_of
 
     return config_of(run)
 
 
 def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: bool = False) -> Policy:
-    """The policy of a run, on the CPU and without MPI: `policy.act(observations)` gives actions.
+    """Load the policy of a run, on the CPU and without MPI: `policy.act(observations)` gives actions.
 
     A run that has not completed gives the mean of its ranks' newest checkpoints (`none`: the first's; Gorila: the
     shards'). `seed`: of sampled actions. `trust_run`: run the code that the run names or holds (its environment,
@@ -166,8 +167,8 @@ def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: b
 
 
 def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> VectorEnv:
-    """The environment of a run, so many times beside each other, as `evaluate_policy` plays it: whole games, cut where
-    it cuts them, rewards unclipped. What `load_policy(run)` takes are its observations.
+    """Make `num_envs` copies of a run's environment as `evaluate_policy` plays it: whole games, cut where it cuts
+    them, rewards unclipped. `load_policy(run)` takes their observations.
 
     They are gymnasium's, in this process: an environment begins anew in the step in which its episode ends
     (`AutoresetMode.SAME_STEP`). `trust_run`: as of `load_policy`. Raises PalaError.

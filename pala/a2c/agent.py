@@ -1,4 +1,4 @@
-"""What an A2C actor-learner is made of: network, its tape and optimiser; and how these begin, are saved and go on."""
+"""An A2C actor-learner: network, its tape and optimiser; how these begin, are saved and continue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class A2CAgent(Agent[ModelExchange]):
         return list(self.a2c.tensors.values())
 
     def restore(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
-        """From this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
+        """Continue from this rank's checkpoint, or from the average if the number of ranks changed. Collective."""
         own = saved.own
         if own is None:
             counters = self._average(comm, saved)

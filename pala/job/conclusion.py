@@ -1,5 +1,7 @@
-"""What the first rank does after training, alone and without MPI, with all cores that the ranks of its host may
-use; the others sleep."""
+"""The end of a job, after training: evaluation and learning curve.
+
+The first rank does this alone and without MPI, with all cores that the ranks of its host may use; the others sleep.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
 
 
 def _going_on(run: Path, spares: int) -> str:
-    """How a stopped run is resumed as it was started, spares included."""
+    """Return how a stopped run is resumed as it was started, spares included."""
     resume = f"--resume {shlex.quote(str(run))}"
     if os.environ.get(SUPERVISED):
         return f"the command that started it, with `{resume}` in place of the preset"
@@ -84,7 +86,7 @@ def _going_on(run: Path, spares: int) -> str:
 
 
 class _FinalTasks:
-    """What is done, and what it gave."""
+    """The tasks after training, and their results."""
 
     def __init__(self, run: Path, config: Config) -> None:
         self._run, self._config = run, config
@@ -92,7 +94,7 @@ class _FinalTasks:
         self.learning_curve: Path | None = None
 
     def evaluate(self) -> str:
-        """Score the policy, on all cores that this thread may use; returns words for it."""
+        """Score the policy, on all cores that this thread may use; return words for it."""
         settings, threads = self._config.evaluation, torch.get_num_threads()
         tell(f"      evaluation: plays {settings.episodes:,} episode{'s' * (settings.episodes > 1)}")
         acting = Acting(settings.greedy, self._config.seed, usable_cores(), trust_run=True)  # this job has written it

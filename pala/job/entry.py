@@ -1,4 +1,4 @@
-"""How a process becomes a rank of a job, in programs and in scripts alike; and how an error there ends it.
+"""The entry of a process into a job, for programs and scripts alike; and how an error there ends it.
 
 facts ──▶ MPI ──▶ request ──▶ job (ranks, cores) ──▶ thread pools ──▶ training
 """

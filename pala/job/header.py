@@ -1,4 +1,4 @@
-"""What a run is said to be when it begins: in the first lines of the console, and in run.json."""
+"""The description of a run that begins: in the first lines of the console, and in run.json."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # numpy, whose thread pools are sized when it loads
 
 
 class RunInfo(NamedTuple):
-    """What a spare is told of the run when training begins."""
+    """The run, as a spare is told of it when training begins."""
 
     folder: Path
     segment: Path  # of the checkpoints of this start
@@ -71,7 +71,7 @@ class Job:
 
     @contextmanager
     def telling_of_failure(self) -> Iterator[None]:
-        """If those who train fail to start inside the block, tell the spares, who wait for it."""
+        """Tell the spares, who wait for it, if those who train fail to start inside the block."""
         try:
             yield
         except CollectiveError:

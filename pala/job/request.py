@@ -1,4 +1,4 @@
-"""What a rank is asked to do, and what it gives back. Loads no torch."""
+"""The request that a rank is given, and the result that it gives back. Loads no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What `run_rank` and `pala.fit` return."""
+    """The outcome of a training, which `run_rank` and `pala.fit` return."""
 
     run: Path
     status: str

@@ -1,4 +1,4 @@
-"""How a rank starts to train, from the beginning or in the place of one that is gone. Everything runs on every rank.
+"""The start of a rank that trains, from the beginning or in the place of one that is gone. All runs on every rank.
 
     Request ──▶ Run (folder, lock, records) ──▶ Agent (environments, network, optimiser) ──▶ Exchange ──▶ training
 
@@ -105,7 +105,8 @@ def _settled(
 
 
 def _may_leave(here: Path | None, config: Config, code: UserCode) -> bool:
-    """Whether the working directory is no longer this one, or code of the user's will run, which may change it."""
+    """Return whether the working directory is no longer this one, or code of the user's will run, which may change
+    it."""
     is_named = ":" in config.env.id or config.env.wrappers or config.network.custom
     is_given = code.make_env is not None or code.make_network is not None
     return bool(is_named or is_given) or _working_directory() != here

@@ -42,7 +42,7 @@ _CALLBACKS = ("", *Callbacks._fields)
 
 @contextmanager
 def failing(job: Job, run: Run, exchange: Exchange | None = None) -> Iterator[None]:
-    """If this rank fails inside the block, end its exchange and say in run.json why the run ends, if it does."""
+    """End the exchange of a rank that fails inside the block, and say in run.json why the run ends, if it does."""
     try:
         yield
     except BaseException as error:

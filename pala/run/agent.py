@@ -1,4 +1,4 @@
-"""What learns on a rank, with either algorithm: built whole, it begins or continues a run, trains, and is saved."""
+"""The agent of a rank, with either algorithm: built whole, it begins or continues a run, trains, and is saved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ExchangeT = TypeVar("ExchangeT", bound=Exchange)
 
 @dataclass
 class Counters:
-    """What a rank has done so far; a resumed rank continues from its checkpoint."""
+    """A rank's work so far; a resumed rank continues from its checkpoint."""
 
     updates: int = 0
     local_steps: int = 0
@@ -48,7 +48,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run continues from."""
+    """The checkpoints that a run continues from."""
 
     segment: Path  # folder of the ranks' checkpoints
     own: RankState | None  # this rank's, if the job has all its old ranks again, and their models are close enough

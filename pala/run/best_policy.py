@@ -56,7 +56,7 @@ class BestPolicy:
 
 
 def kept_best(file: Path, header: dict[str, Any]) -> dict[str, Any] | None:
-    """The header of the best policy that an earlier start has kept, or a rank that led before; None if it was of
+    """Return the header of the best policy that an earlier start has kept, or a rank that led before; None if it was of
     another environment than the policy of `header`, whose returns tell nothing of this one's."""
     kept = checkpoint.policy_header(file) or {}
     value = kept.get("mean_return")
@@ -66,7 +66,7 @@ def kept_best(file: Path, header: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _played(header: dict[str, Any]) -> object:
-    """What a policy's returns are of, as JSON has it. The header may be of any file."""
+    """Return the environment that a policy's returns are of, as JSON has it. The header may be of any file."""
     config = header.get("config")
     env = config.get("env") if isinstance(config, dict) else None
     if isinstance(env, dict):

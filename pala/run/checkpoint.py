@@ -42,7 +42,7 @@ _CONTENTS = (
 
 @dataclass
 class RankState:
-    """What one rank needs to go on."""
+    """The state from which one rank continues."""
 
     rank: int
     ranks: int
@@ -64,7 +64,7 @@ def _rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
 
 
 def _generations(folder: Path, rank: int) -> tuple[Path, Path]:
-    """Where a rank's checkpoint is, and the one before it."""
+    """Return the paths of a rank's checkpoint, and of the one before it."""
     return _rank_path(folder, rank), _rank_path(folder, rank, previous=True)
 
 
@@ -91,7 +91,7 @@ def save_rank(folder: Path, state: RankState) -> None:
 def load_rank(
     folder: Path, rank: int, signature: int, ranks: int | None = None, parameters: int | None = None
 ) -> RankState:
-    """A rank's newest readable checkpoint, which must be of a job of so many `ranks`; None: of any number.
+    """Return a rank's newest readable checkpoint, which must be of a job of `ranks` ranks; None: of any number.
 
     `parameters`: of the network. Raises PalaError if neither generation can be read.
     """
@@ -120,15 +120,15 @@ def _check_owner(path: Path, state: RankState, rank: int, ranks: int | None) -> 
 
 
 def has_spares(folder: Path, first: RankState) -> bool:
-    """Whether a spare of the job has saved there: it took a place. `first`: of one of its ranks."""
+    """Return whether a spare of the job has saved there: it took a place. `first`: of one of its ranks."""
     spares = range(first.num_trainers, first.ranks)
     return any(path.exists() for rank in spares for path in _generations(folder, rank))
 
 
 def load_all(folder: Path, signature: int, parameters: int | None = None, whole: bool = True) -> list[RankState]:
-    """The checkpoints of all ranks of a segment, but for those that died: theirs are old, and only their steps count.
-    As `load_rank`. Not `whole`: without tensors, which are checked, but could take more memory together than a rank has
-    in training."""
+    """Return the checkpoints of all ranks of a segment, except those that died: theirs are old, and only their steps
+    count. As `load_rank`. Not `whole`: without tensors, which are checked, but could take more memory together than a
+    rank has in training."""
 
     def load(rank: int, ranks: int | None) -> RankState:
         state = load_rank(folder, rank, signature, ranks, parameters)
@@ -156,7 +156,8 @@ def load_all(folder: Path, signature: int, parameters: int | None = None, whole:
 
 
 def global_steps(run: Path) -> int:
-    """Steps of all ranks up to the newest checkpoints of a run, as far as they can be read; 0 if there are none."""
+    """Return the steps of all ranks up to the newest checkpoints of a run, as far as they can be read; 0 if there are
+    none."""
     try:
         folder = newest_segment(run)
     except PalaError:
@@ -170,15 +171,15 @@ def global_steps(run: Path) -> int:
 
 
 def joint_counters(states: list[RankState]) -> dict[str, Any]:
-    """Those that all ranks of another job begin with: the steps of all as those of an earlier run, and how long they
-    trained."""
+    """Return the counters that all ranks of another job begin with: the steps of all as those of an earlier run, and
+    how long they trained."""
     known = np.max([state.counters["local_steps"] for state in states], axis=0)  # a rank may know its own alone
     base_steps = states[0].counters["base_steps"] + int(known.sum())
     return {"base_steps": base_steps, "time_s": max(state.counters["time_s"] for state in states)}
 
 
 def newest_segment(run: Path) -> Path:
-    """The folder of the newest segment in which every rank has saved. Raises PalaError if there is none."""
+    """Return the folder of the newest segment in which every rank has saved. Raises PalaError if there is none."""
     for folder in sorted((run / "checkpoints").glob("segment-*"), key=_segment_number, reverse=True):
         ranks = _ranks_of(folder)
         if ranks and all(any(path.exists() for path in _generations(folder, rank)) for rank in range(ranks)):
@@ -225,7 +226,7 @@ def save_policy(path: Path, named: dict[str, Tensor], header: dict[str, Any]) ->
 
 
 def policy_header(path: Path) -> dict[str, Any] | None:
-    """The header of an exported policy; None if there is none that can be read."""
+    """Return the header of an exported policy; None if there is none that can be read."""
     try:
         return header_of(path)
     except PalaError:
@@ -282,7 +283,8 @@ def _state_of(path: Path, header: dict[str, Any], tensors: dict[str, Tensor], st
 
 
 def _are_vectors(state: RankState, parameters: int | None) -> bool:
-    """True if the tensors are what `save_rank` writes: flat, alike, of the right types, no longer than the network."""
+    """Return whether the tensors are what `save_rank` writes: flat, alike, of the right types, no longer than the
+    network."""
     flat, streams = state.tensors, state.random_states.values()
     lengths = {len(tensor) for tensor in flat.values() if tensor.dim() == 1}
     return (
@@ -296,7 +298,7 @@ def _are_vectors(state: RankState, parameters: int | None) -> bool:
 
 
 def _are_counters(state: RankState) -> bool:
-    """True if the numbers beside them are, too."""
+    """Return whether the numbers beside the tensors are what `save_rank` writes, too."""
     counters = state.counters
     if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "local_steps", "lost"}):
         return False

@@ -1,4 +1,4 @@
-"""What the rank that leads shows: a live panel on a terminal, one line every few seconds in a log file. Made from
+"""The console of the rank that leads: a live panel on a terminal, one line every few seconds in a log file. Made from
 metrics files."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Figures:
         return (self.budget_steps - self.global_steps) / speed
 
     def estimate(self) -> str:
-        """How long the run will take, when that can be told and is worth it; else empty."""
+        """Return how long the run will take, when that can be told and is worth it; else empty."""
         if self.left_s is None or self.left_s < _WORTH_TELLING_S:
             return ""
         left, speed = self.budget_steps - self.global_steps, self._view.global_steps_per_s
@@ -73,7 +73,7 @@ class Figures:
         }
 
     def _exchange(self) -> dict[str, str]:
-        """The figures that A2C has."""
+        """Return the figures that A2C has."""
         view = self._view
         relative = view.mean("consensus_distance_relative")
         mixes = view.total("mixes")
@@ -88,7 +88,7 @@ class Figures:
         }
 
     def _server(self) -> dict[str, str]:
-        """The figures that Gorila has."""
+        """Return the figures that Gorila has."""
         view = self._view
         by_shards = sum(view.mean(f"gradients_{why}") or 0 for why in ("stale", "not_finite"))  # each has its slice
         discarded = view.total("gradients_filtered") + by_shards
@@ -113,7 +113,7 @@ class Lines:
 
 
 class Display(Protocol):
-    """Where figures are shown."""
+    """A place where figures are shown."""
 
     def show(self, figures: dict[str, str]) -> None:
         """Label -> text, in this order."""
@@ -191,8 +191,8 @@ class Reporter:
 
     @contextmanager
     def _losing_the_console(self) -> Iterator[None]:
-        """Where it cannot be written (its terminal is gone; where a pipe's reader is, rich ends the program), training
-        goes on without it."""
+        """Continue training without the console where it cannot be written: its terminal is gone; where a pipe's reader
+        is, rich ends the program."""
         try:
             yield
         except (OSError, SystemExit, UnicodeError):
@@ -200,7 +200,7 @@ class Reporter:
 
     @contextmanager
     def _losing_tensorboard(self) -> Iterator[None]:
-        """Its files are a copy of the metrics: if they cannot be written, training goes on without them."""
+        """Continue training without TensorBoard's files, a copy of the metrics, if they cannot be written."""
         try:
             yield
         except Exception as error:  # TensorFlow, where it is installed, has errors of its own for a full disk

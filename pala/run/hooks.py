@@ -1,4 +1,4 @@
-"""What a user brings from Python: an environment, a network, and functions that training calls. Loads no torch."""
+"""The user's own code from Python: an environment, a network, and functions that training calls. Loads no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_CODE = UserCode()
 
 @dataclass(frozen=True)
 class Moment:
-    """How far training is, as a callback is told on its rank."""
+    """A moment of training, as a callback is told of it on its rank."""
 
     rank: int
     updates: int  # of this rank
@@ -69,7 +69,7 @@ NO_CALLBACKS = Callbacks()
 
 
 def asks_to_stop(answer: object) -> bool:
-    """Whether a callback returned False, or what NumPy and torch have for it."""
+    """Return whether a callback returned False, or what NumPy and torch have for it."""
     if type(answer).__module__ in ("numpy", "torch") and getattr(answer, "shape", None) == ():
         answer = answer.item()  # type: ignore[attr-defined]
     return answer is False

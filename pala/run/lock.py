@@ -91,7 +91,7 @@ def supervised(run: Path) -> Iterator[None]:
 
 
 def _locked_file(path: Path) -> BinaryIO:
-    """A file that this process has locked; it may be deleted as long as it is. Raises OSError."""
+    """Return a file that this process has locked; it may be deleted as long as it is. Raises OSError."""
     while True:
         file = open_to_append(path)
         try:
@@ -106,7 +106,7 @@ def _locked_file(path: Path) -> BinaryIO:
 
 
 def lock_identity(lock: BinaryIO | None) -> tuple[int, int] | None:
-    """What tells the folder of this lock from another of the same name, as long as the lock is open."""
+    """Return (device, inode) of the lock file: they differ if the folder was deleted and made again."""
     if lock is None:
         return None
     status = os.fstat(lock.fileno())
@@ -141,12 +141,12 @@ def join_lock(run: Path) -> BinaryIO:
 
 
 def who_trains(run: Path) -> str | None:
-    """What the job that has this folder locked says of itself; None if there is none, or no locks."""
+    """Return what the job that has this folder locked says of itself; None if there is none, or no locks."""
     return _holder(run / LOCK) if is_locked(run) else None
 
 
 def is_locked(run: Path) -> bool | None:
-    """Whether anybody has the folder locked; None where that cannot be told (no locks, no access)."""
+    """Return whether a process has the folder locked; None where that cannot be told (no locks, no access)."""
     try:
         with open_to_append(run / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

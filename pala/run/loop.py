@@ -1,4 +1,4 @@
-"""What the loops of both algorithms share: when to end, log and save, and where the time goes.
+"""The loop that both algorithms share: when to end, log and save, and where the time goes.
 
 A loop sends nothing and calls no MPI; its `exchange` does.
 """
@@ -27,7 +27,7 @@ _MOST_EPISODES = 1000  # records of an interval: of short episodes they would ta
 
 
 class Stopwatch:
-    """Where the time goes: seconds in named sections since the last `split`; the rest is `other`."""
+    """Seconds in named sections since the last `split`; the rest is `other`."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -48,7 +48,7 @@ class Stopwatch:
         self._seconds[target] += seconds
 
     def split(self) -> tuple[float, dict[str, float]]:
-        """(seconds since the last split, fraction of them in each section; the fractions sum to 1)."""
+        """Return (seconds since the last split, fraction of them in each section; the fractions sum to 1)."""
         now = time.perf_counter()
         total, self._begin = now - self._begin, now
         seconds, self._seconds = self._seconds, dict.fromkeys(SECTIONS, 0.0)
@@ -57,7 +57,7 @@ class Stopwatch:
 
 
 def nothing_on_update(updates: int) -> None:
-    """What is done after each update, unless something else is asked for."""
+    """Do nothing after an update, unless something else is asked for."""
 
 
 class Loop(abc.ABC):
@@ -122,10 +122,10 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def _interval_figures(self, seconds: float) -> Record:
-        """The algorithm's part of the interval record, for the seconds since the last."""
+        """Return the algorithm's part of the interval record, for the seconds since the last."""
 
     def _stamp(self, type_: str, steps_since_update: int = 0) -> Record:
-        """The keys that every record has."""
+        """Return the keys that every record has."""
         self.counters.time_s = time.perf_counter() - self._begin
         return {
             "type": type_,
@@ -135,7 +135,7 @@ class Loop(abc.ABC):
         }
 
     def take_records(self) -> list[Record]:
-        """The episodes since the last call, of many an even sample, and one interval record."""
+        """Return the episodes since the last call, of many an even sample, and one interval record."""
         seconds, fractions = self._watch.split()
         record = self._stamp("interval") | self._interval_figures(seconds) | {
             "updates": self.counters.updates,
@@ -176,7 +176,7 @@ class Means:
             self._sums[key] = self._sums.get(key, 0.0) + value
 
     def take(self) -> dict[str, float]:
-        """The means; then begin anew."""
+        """Return the means; then begin anew."""
         means = {key: float(value) / self._count for key, value in self._sums.items()}
         self._sums, self._count = {}, 0
         return means

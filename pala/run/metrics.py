@@ -28,7 +28,7 @@ _NO_RETURN = b'"return":null'  # an episode whose return is not finite, which no
 
 
 def metrics_path(run: Path, rank: int) -> Path:
-    """The metrics file of a rank."""
+    """Return the path of a rank's metrics file."""
     return run / "metrics" / f"rank-{rank:04d}.jsonl"
 
 
@@ -112,7 +112,7 @@ def _unpacked(file: BinaryIO, path: Path) -> BinaryIO:
 
 
 def _record_of(line: bytes) -> Record | None:
-    """What a line holds: an object with a type, finite times and steps, and numbers; None if it is no record."""
+    """Return what a line holds: an object with a type, finite times and steps, and numbers; None if it is no record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -166,7 +166,7 @@ def read_run(run: Path) -> list[list[Record]]:
 
 
 def _gone_on_from(records: list[Record], begins: dict[str, float]) -> list[Record]:
-    """A rank's records, each only if it is no younger than the later segments that began without this rank."""
+    """Return a rank's records, each only if it is no younger than the later segments that began without this rank."""
     own = {
         r["segment"] for r in records if r["type"] == "start" and (r.get("rank") or 0) < (r.get("ranks") or math.inf)
     }
@@ -181,13 +181,13 @@ def _gone_on_from(records: list[Record], begins: dict[str, float]) -> list[Recor
 
 
 def is_later(segment: str, other: str) -> bool:
-    """Whether a segment's name, "segment-012", is of a later one; from 1,000 on they are longer."""
+    """Return whether a segment's name, "segment-012", is of a later one; from 1,000 on they are longer."""
     return (len(segment), segment) > (len(other), other)
 
 
 def progress_kept(own: Iterable[Sequence[float]], moved: Iterable[Sequence[float]]) -> float | None:
-    """How far the mean of the models went along the mean of the ranks' own steps, over the length of that: 1 if no
-    exchange took anything back. Sketches of any number of ranks and intervals; None if nothing was learned.
+    """Return how far the mean of the models went along the mean of the ranks' own steps, over the length of that: 1 if
+    no exchange took anything back. Sketches of any number of ranks and intervals; None if nothing was learned.
     """
     learned, went = np.sum(list(own), 0), np.sum(list(moved), 0)
     length = float(np.dot(learned, learned))

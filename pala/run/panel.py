@@ -38,10 +38,10 @@ class Panel:
         self._live.update(Group(box, ""), refresh=True)
 
     def note(self, text: str) -> None:
-        """The panel tells the time that is left all along."""
+        """Show nothing: the panel tells the time that is left all along."""
 
     def _say(self, message: str) -> bool:
-        """What this rank says goes above the panel, which would be drawn over it."""
+        """Print what this rank says above the panel, which would be drawn over it."""
         try:
             self._live.console.print(message, markup=False, highlight=False, soft_wrap=True)
         except (OSError, SystemExit, UnicodeError):

@@ -1,4 +1,4 @@
-"""What a result was made with: the command, the commit, the versions; and when."""
+"""The origin of a result: the command, the commit, the versions; and when."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do 
 
 
 def provenance(may_start_processes: bool = True) -> dict[str, Any]:
-    """Command line, git commit and versions; `project_git_commit` is of the repository around the working directory,
-    where that is not PALA's. Starts processes, which nobody may when MPI is initialised: without them there are no
-    commits."""
+    """Return command line, git commit and versions; `project_git_commit` is of the repository around the working
+    directory, where that is not PALA's. Starts processes, which nobody may when MPI is initialised: without them there
+    are no commits."""
     facts: dict[str, Any] = {
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]), "git_commit": None, "git_dirty": False,
         "versions": installed_versions(), "cpu": cpu_model(),
@@ -37,12 +37,12 @@ def provenance(may_start_processes: bool = True) -> dict[str, Any]:
 
 
 def _has(folder: Path, file: str) -> bool:
-    """Whether the repository around the folder keeps this file of it."""
+    """Return whether the repository around the folder keeps this file of it."""
     return _git(folder, "ls-files", "--error-unmatch", "--", file) is not None
 
 
 def _state_of(folder: Path, *without: str) -> dict[str, Any]:
-    """Of the repository around it, but for what matches `without`."""
+    """Return commit and state of the repository around it, except for what matches `without`."""
     return {
         "git_commit": _git(folder, "rev-parse", "HEAD"),
         # Also if git does not answer in time.
@@ -51,7 +51,7 @@ def _state_of(folder: Path, *without: str) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """What the processor calls itself."""
+    """Return the processor's name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -60,7 +60,7 @@ def cpu_model() -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter, as far as they are installed."""
+    """Return the versions of Python and of the packages that matter, as far as they are installed."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -79,5 +79,5 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def now_utc() -> str:
-    """UTC, ISO 8601."""
+    """Return the time in UTC, ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

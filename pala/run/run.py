@@ -59,7 +59,7 @@ class Run:
 
     @contextmanager
     def removed_if_nobody_starts(self) -> Iterator[None]:
-        """If every rank fails to start inside the block, take away what was made for this start."""
+        """Remove what was made for this start if every rank fails to start inside the block."""
         try:
             yield
         except CollectiveError:

@@ -29,7 +29,7 @@ _FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
 
 
 class FromPython(NamedTuple):
-    """What a segment had from the user's own factories (`UserCode`)."""
+    """The code that a segment had from the user's own factories (`UserCode`)."""
 
     environment: bool
     network: bool
@@ -49,8 +49,8 @@ def check_place(config: Config) -> None:
 
 
 def own_name(run: Path, config: Config) -> str:
-    """The name that a run which goes on keeps: the given one, if it is none or its folder's (as of one that was moved),
-    or else the one before."""
+    """Return the name that a run which goes on keeps: the given one, if it is none or its folder's (as of one that was
+    moved), or else the one before."""
     return config.run.name if config.run.name in ("", run.resolve().name) else config_of(run).run.name
 
 
@@ -85,7 +85,7 @@ def create(config: Config, preset: str) -> Path:
 
 
 def taken(path: Path) -> PalaError:
-    """Why a new run cannot be made there."""
+    """Return why a new run cannot be made there."""
     other = "move it away: it holds no run to resume"
     if (path / "run.json").exists():
         other = f"go on with it by `--resume {shlex.quote(str(path))}`"
@@ -95,7 +95,7 @@ def taken(path: Path) -> PalaError:
 
 
 def _never_began(path: Path) -> bool:
-    """True if a run's folder holds nothing but what is made before its record."""
+    """Return whether a run's folder holds only what is made before its record."""
     try:
         return all(
             entry.name in _BEFORE_RECORD
@@ -131,10 +131,10 @@ def remove_unfinished(run: Path) -> None:
 
 
 def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
-    """Whether a job that came after so many segments has done all that it does, by its record, and no rank of it lives,
-    as far as the folder's lock tells. Where there are no locks, a job that was stopped must have said that all is
-    saved: Gorila's replay takes long. `was_locked`: it was seen to hold the lock. Then it is over when nobody holds it,
-    whatever its record says: all its ranks may have been killed."""
+    """Return whether a job that came after so many segments has done all that it does, by its record, and no rank of it
+    lives, as far as the folder's lock tells. Where there are no locks, a job that was stopped must have said that all
+    is saved: Gorila's replay takes long. `was_locked`: it was seen to hold the lock. Then it is over when nobody holds
+    it, whatever its record says: all its ranks may have been killed."""
     try:
         segments = read(run)["segments"]
     except PalaError:
@@ -154,7 +154,7 @@ def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
 
 
 def num_segments(run: Path) -> int:
-    """How often the run was started; 0 without a record that can be read."""
+    """Return how often the run was started; 0 without a record that can be read."""
     try:
         return len(read(run)["segments"])
     except PalaError:
@@ -162,14 +162,14 @@ def num_segments(run: Path) -> int:
 
 
 def last_written_s(run: Path) -> float:
-    """When a rank's metrics were last written, by the file system's clock; 0 if there are none."""
+    """Return when a rank's metrics were last written, by the file system's clock; 0 if there are none."""
     with contextlib.suppress(OSError):
         return max((file.stat().st_mtime for file in (run / "metrics").iterdir()), default=0.0)
     return 0.0
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The record of a run. Raises PalaError if the folder is not a run's or the record is none."""
+    """Return the record of a run. Raises PalaError if the folder is not a run's or the record is none."""
     file = Path(path) / "run.json"
     try:
         record = read_json(file)
@@ -181,14 +181,14 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def _instead(path: Path) -> str:
-    """What a folder without a record is."""
+    """Return what a folder without a record is, in words."""
     if not path.exists():
         return "it does not exist"
     return "it has no 'run.json'" if path.is_dir() else "it is a file"
 
 
 def _fault(record: Any) -> str | None:
-    """What the readers of a record would stumble over."""
+    """Return what the readers of a record would stumble over; None if nothing."""
     if not isinstance(record, dict):
         return "it holds no table"
     for key, kind in _RECORD.items():
@@ -222,12 +222,12 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
 
 
 def config_of(path: str | Path, record: dict[str, Any] | None = None) -> Config:
-    """The configuration that a run was made with. `record`: of the run, if it has been read."""
+    """Return the configuration that a run was made with. `record`: of the run, if it has been read."""
     return from_table((record or read(path))["config"], source=f"'{Path(path) / 'run.json'}'")
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
-    """The folders that are runs, and the runs in the others. Raises PalaError if one holds none."""
+    """Return the folders that are runs, and the runs in the others. Raises PalaError if one holds none."""
     found: list[Path] = []
     for folder in folders:
         try:
@@ -253,7 +253,7 @@ class RunRecord:
     def begin(
         cls, path: Path, config: Config, segment: dict[str, Any], check: Callable[[], None] = lambda: None
     ) -> RunRecord:
-        """The record with a segment that starts. One before it that never said how it ended was lost."""
+        """Make the record with a segment that starts. One before it that never said how it ended was lost."""
         earlier = read(path)["segments"] if (path / "run.json").exists() else []
         for old in earlier:
             if old["status"] == "running":
@@ -268,16 +268,16 @@ class RunRecord:
 
     @classmethod
     def take_over(cls, path: Path, check: Callable[[], None] = lambda: None) -> RunRecord:
-        """The record of a segment that goes on after the rank that kept it was lost."""
+        """Take over the record of a segment that goes on after the rank that kept it was lost."""
         return cls(path, read(path), check)
 
     @property
     def segment(self) -> dict[str, Any]:
-        """As it was last written."""
+        """The last segment as it was last written."""
         return self._record["segments"][-1]
 
     def end(self, status: str, **facts: Any) -> None:
-        """`completed`, `stopped` (by a signal) or `failed`."""
+        """Say how the segment ended: `completed`, `stopped` (by a signal) or `failed`."""
         self._change(self.segment | {"ended": now_utc(), "status": status} | facts, status == "completed")
 
     def note(self, **facts: Any) -> None:
@@ -289,7 +289,7 @@ class RunRecord:
         self._write(self._record | {"completed": completed, "segments": [*self._record["segments"][:-1], segment]})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """What cannot be written is not remembered either: it can be tried again."""
+        """Write the record. What cannot be written is not remembered either: it can be tried again."""
         self._check()
         write_json(self._file, record, indent=2)
         self._record = record

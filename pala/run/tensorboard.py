@@ -37,7 +37,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=None if begin_steps is None else begin_steps + 1)
 
     def add(self, view: RunView, global_steps: int) -> None:
-        """One value for each tag: means over ranks of their last intervals."""
+        """Add one value for each tag: means over ranks of their last intervals."""
         values: dict[str, float | None] = {tag: view.mean(key) for key, tag in self._TAGS.items()}
         values[self._TAGS["mean_return"]], values[self._TAGS["mean_length"]] = view.mean_return, view.mean_length
         values["speed/global_steps_per_s"] = view.global_steps_per_s
@@ -47,14 +47,15 @@ class TensorBoard:
         self._write(values, global_steps)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """What an evaluation found."""
+        """Add what an evaluation found."""
         found = {
             key: getattr(evaluation, key) for key in ("mean_return", "mean_length_steps", "human_normalised_score")
         }
         self._write({f"evaluation/{key}": value for key, value in found.items()}, evaluation.global_steps)
 
     def describe(self, settings: Mapping[str, Any]) -> None:
-        """The run's hyperparameters, of which TensorBoard makes a table of all runs, with two results beside them."""
+        """Add the run's hyperparameters, of which TensorBoard makes a table of all runs, with two results beside
+        them."""
         plain = {
             key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in settings.items()
         }

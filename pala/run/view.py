@@ -39,11 +39,11 @@ class _Episodes:
             del column[first:]
 
     def last(self) -> Iterator[Ended]:
-        """The newest that a mean may be of."""
+        """Return the newest episodes that a mean may be of."""
         return zip(*(column[-MEAN_OF:] for column in self._columns), strict=True)
 
     def first_after(self, time_s: float) -> Iterator[Ended]:
-        """The oldest of those that ended later that a mean may be of."""
+        """Return the oldest of those that ended later that a mean may be of."""
         first = bisect_right(self._times, time_s)
         return zip(*(column[first : first + MEAN_OF] for column in self._columns), strict=True)
 
@@ -93,7 +93,7 @@ class RunView:
         return sum(r for _, r, _ in self._episodes) / len(self._episodes) if self._episodes else None
 
     def watch(self, time_s: float) -> None:
-        """From now on `mean_since` is of episodes that end after this training time."""
+        """Take `mean_since` from now on of episodes that end after this training time."""
         self._watched_s, self._since = time_s, []
 
     @property

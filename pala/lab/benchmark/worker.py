@@ -1,4 +1,4 @@
-"""What a rank of the benchmark runs; `python -m pala.benchmark` starts it. It reads a request and writes a result."""
+"""A rank of the benchmark, started by `python -m pala.benchmark`. It reads a request and writes a result."""
 
 from __future__ import annotations
 
