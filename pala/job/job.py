@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pala.comm.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.comm.base import Communicator
@@ -44,8 +44,9 @@ class Job:
 
     def __init__(self, comm: Communicator, config: Config, resume: Path | None = None) -> None:
         """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
-        check_agreement(comm, config, resume)
-        check_spares_can_sleep(comm, config.run.spares)
+        mine = flatten(to_table(config)) | {"resume": None if resume is None else str(resume)}
+        first = comm.bcast(mine)
+        collectively(comm, lambda: _check(mine, first, config.run.spares, comm))
         self.comm, self.spares = comm, config.run.spares
         self.num_trainers = comm.size - self.spares
         self.hosts = comm.allgather(comm.host)
@@ -79,37 +80,24 @@ class Job:
             raise
 
 
-def check_agreement(comm: Communicator, config: Config, resume: Path | None = None) -> None:
-    """Raise on all ranks if ranks were started with different configurations, or runs to resume. Collective."""
-    mine = flatten(to_table(config)) | {"resume": None if resume is None else str(resume)}
-    first = comm.bcast(mine)
+def _check(mine: dict[str, Any], first: dict[str, Any], spares: int, comm: Communicator) -> None:
+    """Raise PalaError if this rank was started with other settings than rank 0, or another run to resume; or if the
+    job's spares cannot sleep until they are needed."""
     differing = [key for key in mine if mine[key] != first.get(key)]
-
-    def check() -> None:
-        if differing:
-            key = differing[0]
-            raise PalaError(
-                f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
-                f"{first.get(key)!r}. Start all ranks with the same preset and options."
-            )
-
-    collectively(comm, check)
-
-
-def check_spares_can_sleep(comm: Communicator, spares: int) -> None:
-    """Raise on all ranks if so many of them cannot sleep until they are needed. Collective."""
-
-    def check() -> None:
-        if spares >= comm.size:
-            raise PalaError(
-                f"'run.spares' is {spares}, but the job has {counted(comm.size, 'rank')}, the spares among them; start "
-                f"more than {spares}."
-            )
-        if spares > 0 and not comm.outlives_ranks:
-            raise PalaError(
-                f"'run.spares' is {spares}, but this job ends with the first rank that dies: spares need Open MPI 5 "
-                "and `mpirun --with-ft ulfm`, as `./launch/train.sh` and `launch/supervise.py` start it; "
-                "`--run.spares 0` does without."
-            )
-
-    collectively(comm, check)
+    if differing:
+        key = differing[0]
+        raise PalaError(
+            f"this rank was started with another configuration than rank 0: '{key}' is {mine[key]!r}, there it is "
+            f"{first.get(key)!r}. Start all ranks with the same preset and options."
+        )
+    if spares >= comm.size:
+        raise PalaError(
+            f"'run.spares' is {spares}, but the job has {counted(comm.size, 'rank')}, the spares among them; start "
+            f"more than {spares}."
+        )
+    if spares > 0 and not comm.outlives_ranks:
+        raise PalaError(
+            f"'run.spares' is {spares}, but this job ends with the first rank that dies: spares need Open MPI 5 "
+            "and `mpirun --with-ft ulfm`, as `./launch/train.sh` and `launch/supervise.py` start it; "
+            "`--run.spares 0` does without."
+        )
