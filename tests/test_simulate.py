@@ -155,7 +155,7 @@ def test_what_was_sent_was_received_or_is_on_its_way() -> None:
         cluster = GossipCluster(Cluster(12, ranks_per_host=3, bandwidth_bytes_per_s=1e8), COSTS, topology, 3)
         for time_s in (0.5, 1.0, 3.0):
             cluster.play_until(time_s)
-            received = sum(rank.protocol.counts["models_received"] for rank in cluster.ranks)
+            received = sum(rank.state.counts["models_received"] for rank in cluster.ranks)
             on_their_way = sum(message.bulk for message in cluster.on_their_way.values())
             assert received + on_their_way == cluster.models_sent > 0
         assert not cluster.violations

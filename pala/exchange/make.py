@@ -34,7 +34,18 @@ def make_exchange(
     if kind == "shared_memory":
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt, num_exact)
     if kind == "gossip":
-        return Gossip(comm, parameters, signature, config, start, interrupt, num_exact=num_exact)
+        return Gossip(
+            comm,
+            parameters,
+            signature,
+            config.exchange,
+            start,
+            interrupt,
+            total_steps=budget_steps,
+            seed=config.seed,
+            spares=config.run.spares,
+            num_exact=num_exact,
+        )
     raise AssertionError(f"nothing here makes an exchange of kind {kind!r}")
 
 

@@ -31,7 +31,7 @@ from pala.config import ExchangeConfig
 from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import MIXES_A_MEASUREMENT
-from pala.exchange.gossip.topology import out_peers
+from pala.exchange.gossip.topology import GRAPHS
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import LongWait, wait_asleep
@@ -92,8 +92,9 @@ class SharedMemory(ModelExchange):
         self._comm, self._rank, self._parameters, self._interrupt = comm, comm.rank, parameters, interrupt
         self._max_staleness, self._budget_steps, self._base_steps = config.max_staleness, budget_steps, start.base_steps
         everybody = range(comm.size)
-        self._out = list(out_peers(config.graph, comm.rank, everybody, 0, 0))
-        self._in = [rank for rank in everybody if comm.rank in out_peers(config.graph, rank, everybody, 0, 0)]
+        graph = GRAPHS[config.graph]
+        self._out = list(graph.out_peers(comm.rank, everybody, 0, 0))
+        self._in = [rank for rank in everybody if comm.rank in graph.out_peers(rank, everybody, 0, 0)]
         self._window = Window(comm, parameters.numel(), start.local_steps[self._rank])
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
