@@ -16,6 +16,8 @@ import torch
 from gymnasium.spaces import Box
 
 import pala
+from explorer.explore import Explorer
+from explorer.states import Case
 from pala.config import EnvConfig, ExchangeConfig, GorilaConfig
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.codecs import Codec
@@ -26,8 +28,6 @@ from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.gorila.messages import Kind as GorilaKind
 from pala.gorila.node import Formats, Rules
 from pala.gorila.replay import Batch, Experience
-from pala.lab.simulate.explore import Explorer
-from pala.lab.simulate.explore_states import Case
 from pala.report import runs as report_runs
 from pala.run.metrics import read_run
 from pala.run.run_folder import read as read_record
