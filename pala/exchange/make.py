@@ -10,7 +10,7 @@ from pala.config.catalogue import kind_of
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
-from pala.exchange.gossip.exact import make_codec_with_exact
+from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
@@ -53,7 +53,7 @@ def check_size(config: ExchangeConfig, parameters: Tensor, num_exact: int) -> No
     """Raise PalaError if gossip could not send such a model in one message."""
     if config.kind != "gossip" or parameters.nbytes < _MOST_BYTES // 2:
         return
-    sizes = make_codec_with_exact(config, parameters, num_exact).sizes
+    sizes = make_codec(config, parameters, num_exact).sizes
     message_bytes = max(allowed[-1] for allowed in sizes.values())
     if message_bytes > _MOST_BYTES:
         halves = " 'exchange.compression' 'bfloat16' halves it." * (config.compression == "none")

@@ -14,8 +14,8 @@ from pala.comm.base import Communicator
 from pala.config import ExchangeConfig
 from pala.exchange.base import ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop, budget_of
+from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
-from pala.exchange.gossip.exact import make_codec_with_exact
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.sleeping import SleepingGossip
@@ -59,7 +59,7 @@ class Gossip(ModelExchange):
         self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._has_updated = False  # before, its moments know nothing, and half of that would go to a peer
         self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
-        codec = make_codec_with_exact(settings, parameters, num_exact)
+        codec = make_codec(settings, parameters, num_exact)
         protocol = make_protocol(Rules.of(settings, seed, codec.whole_every))
         wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes, protocol.kinds))
         models = TensorModels(parameters, codec, wire)
