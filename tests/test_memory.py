@@ -312,7 +312,7 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(
         parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, kind, steps=2 * made + 10)
         start = ExchangeState([made, made])
         exchange: Exchange = (
-            Gossip(comm, parameters, 1, config, start, comm.interrupt)
+            Gossip(comm, parameters, 1, config.exchange, start, comm.interrupt, total_steps=config.total_steps)
             if kind == "gossip"
             else SharedMemory(comm, parameters, config.exchange, config.total_steps, start, comm.interrupt)
         )
