@@ -24,8 +24,8 @@ def make_exchange(
     comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt,
     num_exact: int = 0,
 ) -> ModelExchange:  # fmt: skip
-    """The exchange that the configuration names, on a flat parameter vector, of which the last `num_exact` elements are
-    never rounded or left out. Collective."""
+    """Return the exchange that the configuration names, on a flat parameter vector, of which the last `num_exact`
+    elements are never rounded or left out. Collective."""
     kind, budget_steps = config.exchange.kind, config.total_steps
     if kind == "none":
         return NoExchange(comm, parameters, budget_steps, start, interrupt)

@@ -71,11 +71,11 @@ class Window:
         comm.barrier()
 
     def fence(self) -> None:
-        """What was written before is seen by others before what is written after."""
+        """Let others see what was written before earlier than what is written after."""
         self._block.fence()
 
     def free(self) -> None:
-        """Collective. The arrays must not be used any more."""
+        """Give the memory back. The arrays must not be used any more. Collective."""
         self._block.free()
 
 
@@ -250,7 +250,7 @@ class SharedMemory(ModelExchange):
         return LongWait(self._rank, f"the model of rank {', '.join(map(str, self._in))}")
 
     def _wait_for_peers(self, wait: LongWait, most_s: float) -> None:
-        """Until every in-peer has written, training ends, or `wait` took so long."""
+        """Wait until every in-peer has written, training ends, or `wait` took `most_s` seconds."""
         if self._all_written():
             return
         begin = time.perf_counter()

@@ -54,7 +54,7 @@ class Tried:
 
 
 def run(arguments: list[str]) -> None:
-    """The program. Raises PalaError if a schedule fails."""
+    """Run the program. Raises PalaError if a schedule fails."""
     command = read_command("tests/explorer check", arguments, Command())
     if command.schedules < 1 or command.first < 0 or command.processes < 0:
         raise PalaError("'--schedules' must be at least 1, '--first' and '--processes' at least 0.")

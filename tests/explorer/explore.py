@@ -240,7 +240,7 @@ class Explorer:
 
 
 def told(label: Label) -> str:
-    """An event in words."""
+    """Return an event in words."""
     word, *rest = label
     ranks, more = [x for x in rest if isinstance(x, int)], [x for x in rest if isinstance(x, str)]
     if len(ranks) == 2 and word not in ("notice", "false-death"):
@@ -256,7 +256,7 @@ def told(label: Label) -> str:
 
 
 def run(arguments: list[str]) -> None:
-    """The program. Raises PalaError after a mistake, or if something does not hold."""
+    """Run the program. Raises PalaError after a mistake, or if something does not hold."""
     command = read_command(_PROGRAM, arguments, Command())
     if command.faults == ("help",):
         print(table(("fault", "what may happen"), list(FAULTS.items())))
@@ -276,7 +276,7 @@ def run(arguments: list[str]) -> None:
 
 
 def cases(command: Command) -> list[Case]:
-    """What a command asks for. Raises PalaError."""
+    """Return the cases that a command asks for. Raises PalaError."""
     check_choices("topologies", command.topologies, TOPOLOGIES)
     check_choices("mixings", command.mixings, RULES)
     check_choices("faults", command.faults, FAULTS)
@@ -338,7 +338,7 @@ HEADER = (
 
 
 def row(case: Case, explored: Explored) -> tuple[str, ...]:
-    """A case's row of the table."""
+    """Return a case's row of the table."""
     return (
         str(case.ranks), case.topology, case.mixing, str(case.max_staleness), _faults(case), f"{explored.states:,}",
         f"{explored.transitions:,}", "yes" if explored.finished else "no", f"{explored.seconds:.0f}",

@@ -134,7 +134,7 @@ class SymbolicModels(Models):
         self._take()
 
     def _take(self, mixes: bool = False) -> None:
-        """The inbox into the model; `mixes`: and not in its place."""
+        """Take the inbox into the model; `mixes`: and not in its place."""
         letters = self.inbox.values()
         if not all(letter.finite for letter in letters):
             self.faults.append("poison was mixed")

@@ -42,8 +42,8 @@ class InvariantError(Exception):
 
 
 def schedule(number: int) -> Scenario:
-    """The schedule of this number; one of two numbers is of a paired exchange, two of three of which exchange between
-    steps as well."""
+    """Return the schedule of this number. Every second one is of a paired exchange, two of three of which exchange
+    between steps as well."""
     scenario = pushed(number // 2)
     if number % 2 == 0:
         return scenario
@@ -53,7 +53,7 @@ def schedule(number: int) -> Scenario:
 
 
 def pushed(number: int) -> Scenario:
-    """A schedule of a rule by which models go one way."""
+    """Return a schedule of a rule by which models go one way."""
     draw = random.Random(number)
     size = draw.choices(SIZES, _SIZE_WEIGHTS)[0]
     steps = draw.choice((1, 80))

@@ -77,7 +77,7 @@ class World(Tables):
     # ---- states --------------------------------------------------------------------------------------------------
 
     def initial(self) -> list[State]:
-        """Where runs begin; of resumed ones, each with other rounds and weights."""
+        """Return where runs begin; resumed ones begin with unlike rounds and weights."""
         nothing, resumed = (0,) * (3 * len(self._pairs) + 1), "resume" in self._faults
         weights = [Fraction(2 * k + 1, self.n) if resumed else Fraction(1) for k in range(self.n)]
         states = []
@@ -87,7 +87,7 @@ class World(Tables):
         return list(dict.fromkeys(states))
 
     def mode(self, state: State, rank: int) -> Mode:
-        """What that rank does."""
+        """Return what that rank does."""
         return self._about[state[rank]].mode
 
     def has_ended(self, state: State) -> bool:
@@ -101,7 +101,7 @@ class World(Tables):
         return min(state, *(permuted(state) for permuted in self._permutations))
 
     def faults_of(self, state: State) -> Iterator[str]:
-        """What must hold in every state and does not."""
+        """Yield what must hold in every state and does not."""
         n, ranks = self.n, [self.ranks[i] for i in state[: self.n]]
         about = [self._about[i] for i in state[:n]]
         if not self._faults & {"duplicate", "false-death"}:
@@ -125,7 +125,7 @@ class World(Tables):
                 yield f"known steps that nobody made: {known} of {made}"
 
     def _models_held(self, sender: int, receiver: Frozen, there: State, back: State) -> int:
-        """Models of one rank that another is to take in, and credits for them on their way back."""
+        """Count the models of one rank that another is to take in, and the credits for them on their way back."""
         if receiver.mode is Mode.DEAD:
             return 0
         coming = [self.letters[k] for lane in there for k in self.lanes[lane]]
@@ -140,7 +140,7 @@ class World(Tables):
     # ---- what can happen -----------------------------------------------------------------------------------------
 
     def successors(self, state: State) -> list[Successor]:
-        """All that can come next and is not the same."""
+        """Return all that can come next and is not the same."""
         found: list[Successor] = []
         about = [self._about[i] for i in state[: self.n]]
         last = sum(rank.useful for rank in about) == 1  # whose model alone can still heal others
@@ -188,7 +188,7 @@ class World(Tables):
         event: tuple[Any, ...],
         since: State | None = None,
     ) -> None:
-        """To rank r, `event`, after what has already changed `before` into `since`."""
+        """Let `event` happen to rank r, after what has already changed `before` into `since`."""
         since = before if since is None else since
         steps = self._step(since[r], event)
         for choice, step in enumerate(steps):
@@ -215,7 +215,7 @@ class World(Tables):
     def _messages(
         self, found: list[Successor], state: State, about: list[About], sender: int, receiver: int, at: int
     ) -> None:
-        """The first of each lane comes, somehow."""
+        """Let the first message of each lane come, somehow."""
         for lane in range(3):
             if not state[at + lane]:
                 continue
@@ -245,7 +245,7 @@ class World(Tables):
                 self._happens(found, ("duplicate", *where), state, receiver, event)
 
     def _close(self, found: list[Successor], state: State) -> None:
-        """All have closed: what each then does on its own."""
+        """Let each rank do what it does on its own when all have closed."""
         faults: list[str] = []
         for i in state[: self.n]:
             rank = self.ranks[i]
@@ -266,7 +266,7 @@ class World(Tables):
         return not is_last and any(mode in (Mode.UPDATES, Mode.WAITS) for mode in others)
 
     def _is_quiet(self, state: State, about: list[About], r: int) -> bool:
-        """Nothing is on its way to or from that rank, and nobody it counts on is dead."""
+        """Return whether nothing is on its way to or from that rank, and all that it counts on live."""
         if not self._may_send_again or any(any(state[at : at + 3]) for at in self._touching[r]):
             return False
         if any(about[peer].mode is Mode.DEAD for peer in about[r].living):
@@ -275,7 +275,7 @@ class World(Tables):
         return step.rank == state[r] and not step.letters
 
     def _after(self, state: State, r: int, step: Step) -> State:
-        """What rank r's step makes of the state."""
+        """Return what rank r's step makes of the state."""
         after = list(state)
         after[r] = step.rank
         for peer in step.closed:
@@ -299,7 +299,7 @@ class World(Tables):
         return self._recall(("without", lane, kinds), lambda: self.lane_id(tuple(left)))
 
     def _mark_old(self, state: State, r: int, old: bool) -> State:
-        """The models on their way to rank r were sent before it goes on."""
+        """Mark the models on their way to rank r: they were sent before it goes on."""
         after = list(state)
         for (_, receiver), at in self._pairs.items():
             for lane in (at + BULK, at + LATE):
@@ -322,7 +322,7 @@ class World(Tables):
         return tuple(after)
 
     def _close_offer(self, after: list[int], r: int, peer: int) -> None:
-        """What is known or on its way of the offer that r had made to this peer is of no offer any more."""
+        """Let what is known or on its way of the offer that r had made to this peer be of no open offer."""
         after[peer] = self._closed(after[peer], r)
         there, back = self._pairs[r, peer], self._pairs[peer, r]
         for at, kinds in ((there, (Kind.OFFER,)), (back, (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE))):
@@ -337,9 +337,9 @@ class World(Tables):
     # ---- symmetry ------------------------------------------------------------------------------------------------
 
     def _symmetries(self) -> list[tuple[int, ...]]:
-        """Ranks may change their numbers so without anything being different: around the ring, as all graphs are the
-        same from every rank; in the complete graph in any way, if so few that all hear of the end at once. Not by the
-        paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
+        """Return how ranks may change their numbers without anything being different: around the ring, as all graphs
+        are the same from every rank; in the complete graph in any way, if so few that all hear of the end at once. Not
+        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
         n = self.n
         if self.case.by_pairs or self.case.updates or self.case.protocol is not make_protocol:
             return []

@@ -71,7 +71,7 @@ class Models(abc.ABC):
     and whatever would move them does nothing."""
 
     def new_snapshot(self) -> Packet:
-        """Memory for a copy of the model on its way."""
+        """Return memory for a copy of the model on its way."""
         return Bytes(np.zeros(0, np.uint8))
 
     def fill(self, snapshot: Any, message: Message, whole: bool) -> int:

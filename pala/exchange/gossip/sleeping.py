@@ -20,7 +20,7 @@ class SleepingGossip(Sleeping):
     """Waits for the rank's turn."""
 
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
-        """Collective."""
+        """Open the transport and wait for a turn. Collective."""
         budget = budget_of(comm, begin.start, config.total_steps, config.run.spares)
         protocol = make_protocol(Rules.of(config.exchange, config.seed, whole_every=1))
         state = protocol.new_state(budget, weight=0.0, round_=begin.start.round)

@@ -171,7 +171,7 @@ class VirtualCluster(VirtualNetwork):
             self.violations.append(f"at {self.now} s the model that rank {rank.number} acts with changed")
 
     def _look_in_sleep(self, rank: Rank) -> None:
-        """A spare that sleeps has heard something."""
+        """Let a spare that sleeps look at what it has heard."""
         if rank.state.budget.stop is not Stop.NONE:
             rank.ended = True
         elif rank.state.budget.is_needed and not rank.waking:
@@ -290,7 +290,7 @@ class VirtualCluster(VirtualNetwork):
         super().post(on_its_way)
 
     def _owe(self, on_its_way: OnItsWay) -> None:
-        """Its receiver owes a move to this answer, if its offer is still open."""
+        """Note the move that the receiver owes to this answer, if its offer is still open."""
         message, model = on_its_way.data
         receiver = self.ranks[on_its_way.receiver]
         offer = receiver.driver.offer_to(on_its_way.sender)
@@ -298,7 +298,7 @@ class VirtualCluster(VirtualNetwork):
             receiver.models.owe(offer, message.weight * (model - offer.data.model))
 
     def _has_open_offer(self, rank: int) -> bool:
-        """To a peer that lives, as far as the rank knows, and has not been silent."""
+        """Return whether the rank has an open offer to a peer that lives, as far as it knows, and is not silent."""
         state = self.ranks[rank].state
         return any(
             self.now - sent_s < 0.999 * state.patience_s
@@ -314,7 +314,7 @@ class VirtualCluster(VirtualNetwork):
         super().die(rank)
 
     def _hear_of_death(self, rank: int, dead: int) -> None:
-        """From then on `rank` expects nothing of the dead, even if it is on its way."""
+        """Let `rank` expect nothing of the dead from then on, even if it is on its way."""
         if rank not in self.dead:
             driver, models = self.ranks[rank].driver, self.ranks[rank].models
             offer = driver.offer_to(dead)
@@ -349,6 +349,6 @@ class VirtualCluster(VirtualNetwork):
 
 
 def _weight(on_its_way: OnItsWay) -> float:
-    """The push-sum weight that a packet carries."""
+    """Return the push-sum weight that a packet carries."""
     sent: Sent = on_its_way.data
     return sent.message.weight if sent.model is not None else 0.0
