@@ -9,8 +9,9 @@ import pytest
 
 from explorer import explore, planted
 from explorer.explore import Explored, Explorer
-from explorer.states import Case
+from explorer.states import Case, Mode, freeze
 from explorer.world import State, World
+from pala.exchange.gossip.canonical import canonical
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.paired import Paired
 from pala.exchange.gossip.protocol import GossipProtocol
@@ -182,6 +183,20 @@ def test_every_choice_of_the_rounds_that_an_event_may_begin_is_tried() -> None:
     assert offset is not None
     rounds = Case(3, "random", max_staleness=0).first_rounds  # a rank may owe for as many as there are ranks
     assert len({tuple(offset(3, round_ + k, 0) for k in range(3)) for round_ in rounds}) == 2**3
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+def test_a_state_survives_freezing_and_a_canonical_one_is_its_own(mixing: str) -> None:
+    case = Case(3, "random", mixing, max_staleness=0, faults=frozenset({"patience", "nan", "death"}))
+    explorer = Explorer(case)
+    explorer.run(most_states=2000)
+    states = [rank.state for rank in explorer.world.ranks if rank.mode is not Mode.DEAD]
+    assert len(states) > 300
+    for values in states:
+        state = case.thaw(values)
+        assert freeze(state) == values
+        canonical(state, case.rules, 0.0, has_ended=False, period=case.period)
+        assert freeze(state) == values
 
 
 def test_ranks_that_resume_begin_in_all_rounds() -> None:
