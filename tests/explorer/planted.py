@@ -17,7 +17,7 @@ from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState
 from pala.exchange.wire import Format
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: ignore-errors
 
 # ---- models that go one way ------------------------------------------------------------------------------------------
 

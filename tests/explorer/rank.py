@@ -11,12 +11,13 @@ from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
 from explorer.models import SymbolicModels, SymbolicPacket
-from explorer.states import AGAIN_S, ANY, CURRENT, PATIENCE_S, STALE, Case, Frozen, Letter, Mode, Snapshot, freeze
+from explorer.states import AGAIN_S, CURRENT, PATIENCE_S, STALE, Case, Frozen, Letter, Mode, Snapshot, freeze
 from pala.comm.base import Packet, Received, Receiver, Transport
 from pala.exchange.budget import Stop
 from pala.exchange.gossip import driver as gossip
 from pala.exchange.gossip.canonical import canonical
 from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.paired import ANY
 
 _OLD_S = 2 * PATIENCE_S
 
