@@ -18,8 +18,8 @@ def test_every_round_every_rank_sends_and_mixes_one_model(num_jobs: int, num_ran
     assert _num_sent(jobs) == 7 * num_ranks * num_jobs
     for rank in (rank for job in jobs for rank in job.ranks):
         assert rank.counts["models_mixed"] in (6, 7), "the last round's may not be mixed yet"
-        assert rank.protocol.budget.local_steps.min() >= 80 * 3 and rank.protocol.counts["models_received"] == 7
-        assert rank.protocol.counts["models_refused"] == rank.protocol.counts["models_stale"] == 0
+        assert rank.state.budget.local_steps.min() >= 80 * 3 and rank.state.counts["models_received"] == 7
+        assert rank.state.counts["models_refused"] == rank.state.counts["models_stale"] == 0
 
 
 def test_a_cost_is_the_median_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

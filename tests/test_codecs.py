@@ -17,12 +17,10 @@ from pala.comm.base import Packet, Received, Receiver, Transport
 from pala.config import ExchangeConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.codecs import BFloat16, Codec, Held, Part, TopK, make_codec
-from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.messages import Kind, gossip_sizes
-from pala.exchange.gossip.mixing import Uniform
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer, TensorModels
-from pala.exchange.gossip.paired import PairedProtocol
-from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.system import blocks
 from support.helpers import slow_but_for
@@ -436,9 +434,9 @@ def test_a_rank_that_is_not_finite_is_healed_by_a_whole_model_only(device: torch
     node, peer = (Node(normal(seed, device=device), "top_k", rank=seed) for seed in range(2))
     node.parameters[5], node.parameters[6] = float("nan"), float("inf")
     peer.parameters += 1
-    protocol = GossipProtocol(StepBudget(0, RANKS, 10**9), Uniform(), Rules("random", 10))
+    protocol = make_protocol(Rules("random", 10))
     posted, models = Posted(), TensorModels(node.parameters, node.codec, node.wire)
-    driver = GossipDriver(protocol, posted, models)
+    driver = GossipDriver(protocol, protocol.new_state(StepBudget(0, RANKS, 10**9)), posted, models)
     driver.start()
 
     def deliver(data: np.ndarray) -> None:
@@ -458,7 +456,7 @@ def test_a_rank_that_is_not_finite_is_healed_by_a_whole_model_only(device: torch
     torch.testing.assert_close(node.parameters, peer.parameters)
     assert node.wire.decode(posted.sent.pop()[1]).kind is Kind.CREDIT
     deliver(part(node, *GOOD))  # the sum is empty again; it says that it is rank 3's
-    assert protocol.counts["models_refused"] == 1 and len(posted.sent) == 1
+    assert driver.state.counts["models_refused"] == 1 and len(posted.sent) == 1
     deliver(peer.message(whole=True))
     driver.finish_update(1, healthy=True)
     before = node.parameters.clone()
@@ -632,9 +630,9 @@ def test_two_drivers_exchange_as_the_formula_says(compression: str) -> None:
     posts = [Posted(), Posted()]
     drivers = []
     for node, posted in zip(nodes, posts, strict=True):
-        budget, rules = StepBudget(node.rank, RANKS, 10**9), Rules("ring", 10, whole_every=node.codec.whole_every)
-        protocol = PairedProtocol(budget, Uniform(), rules)
-        drivers.append(GossipDriver(protocol, posted, TensorModels(node.parameters, node.codec, node.wire)))
+        protocol = make_protocol(Rules("ring", 10, whole_every=node.codec.whole_every, mixing="paired"))
+        state = protocol.new_state(StepBudget(node.rank, RANKS, 10**9))
+        drivers.append(GossipDriver(protocol, state, posted, TensorModels(node.parameters, node.codec, node.wire)))
         drivers[-1].start()
 
     def update(rank: int) -> None:
@@ -667,7 +665,7 @@ def test_two_drivers_exchange_as_the_formula_says(compression: str) -> None:
     update(0)
     np.testing.assert_allclose(nodes[0].parameters.numpy(), first.numpy() + moves, atol=2e-6)
     deliver(answer, 1, 0)
-    assert drivers[0].protocol.counts["models_received"] == 1 and len(posts[0].sent) == 2
+    assert drivers[0].state.counts["models_received"] == 1 and len(posts[0].sent) == 2
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

@@ -40,7 +40,7 @@ def test_pages_that_are_named_are_linked(page: Path) -> None:
     assert re.findall(r"docs/\w+\.md", without_links) == []
 
 
-COMMAND = r"(?:python -m pala\.|(?<=^ {4})pala )([.\w]+(?: (?:check|explore|learn|progress|predict)\b)?)([^\n#`&]*)"
+COMMAND = r"(?:python -m pala\.|(?<=^ {4})pala )([.\w]+(?: (?:learn|progress|predict)\b)?)([^\n#`&]*)"
 
 
 def options_by_program() -> dict[str, set[str]]:
@@ -48,16 +48,19 @@ def options_by_program() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for page in GUIDES:
         for program, rest in re.findall(COMMAND, page.read_text(), re.MULTILINE):
-            found.setdefault(f"pala.{program}", set()).update(
+            found.setdefault(f"-m pala.{program}", set()).update(
                 re.findall(r"(?<!\S)--[a-z][\w.-]*", rest.partition(" -- ")[0])
             )
+        for program, rest in re.findall(r"python (tests/explorer \w+)([^\n#`&]*)", page.read_text()):
+            found.setdefault(program, set()).update(re.findall(r"(?<!\S)--[a-z][\w.-]*", rest))
     return {program: options for program, options in found.items() if options}
 
 
 @pytest.mark.parametrize("program", sorted(options_by_program()))
 def test_options_that_the_pages_give_exist(program: str) -> None:
-    command = [sys.executable, "-m", *program.split(), "--help"]
-    known = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
+    command = [sys.executable, *program.split(), "--help"]
+    environment = {**os.environ, "COLUMNS": "200"}
+    known = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=REPOSITORY)
     options = set(re.findall(r"--[a-z][\w.-]*", known.stdout))
     assert {option for option in options_by_program()[program] if option not in options} == set()
 

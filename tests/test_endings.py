@@ -107,7 +107,7 @@ def train_until_all_leave(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None
     def leave_together(driver: GossipDriver) -> None:
         together.wait(60)
         leave(driver)
-        wait_for(lambda: not driver.protocol.living, 60, "that all have left")
+        wait_for(lambda: not driver.state.living, 60, "that all have left")
 
     def told(comm: MemoryCommunicator, updates: int) -> None:
         comm.interrupt.leave_requested |= updates == 5
@@ -443,7 +443,7 @@ def test_a_damaged_word_of_the_end_keeps_nobody_waiting_for_a_spare(
     hear, damaged = GossipDriver.on_message, list[Received]()
 
     def hear_damaged(driver: GossipDriver, message: Received) -> None:
-        if driver.protocol.rank == 1 and not damaged:
+        if driver.state.rank == 1 and not damaged:
             damaged.append(message)
             message = message._replace(data=np.invert(message.data))
         hear(driver, message)

@@ -28,12 +28,10 @@ from pala.config import ExchangeConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.actions import SendModel
 from pala.exchange.gossip.codecs import make_codec
-from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.messages import WITH_MODEL, WITHOUT_MODEL, Kind, gossip_sizes
-from pala.exchange.gossip.mixing import RULES
 from pala.exchange.gossip.models import TensorModels
-from pala.exchange.gossip.protocol import Rules
-from pala.exchange.gossip.protocols import PROTOCOLS
+from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat
 from pala.lab.compare.collect import load
@@ -285,13 +283,13 @@ class Gossiping:
     def __init__(self, mixing: str, compression: str, max_staleness: int) -> None:
         config = ExchangeConfig(mixing=mixing, compression=compression, top_k_fraction=0.1)  # type: ignore[arg-type]
         self.parameters, self.transport = own.clone(), Outbox()
-        codec, protocol = make_codec(config, self.parameters), PROTOCOLS[mixing]
+        codec = make_codec(config, self.parameters)
+        protocol = make_protocol(Rules("random", max_staleness, whole_every=codec.whole_every, mixing=mixing))
         self.wire = Wire(RANKS, PARAMETERS, SIGNATURE_ON_WIRE, gossip_sizes(codec.sizes, protocol.kinds))
         self.models = TensorModels(self.parameters, codec, self.wire)
-        rules = Rules("random", max_staleness, whole_every=codec.whole_every)
-        self.protocol = protocol(StepBudget(0, RANKS, 10**6), RULES[mixing](), rules)
+        self.state = protocol.new_state(StepBudget(0, RANKS, 10**6))
         self.complaints: list[str] = []
-        self.driver = GossipDriver(self.protocol, self.transport, self.models, report=self.complaints.append)
+        self.driver = GossipDriver(protocol, self.state, self.transport, self.models, report=self.complaints.append)
         self.driver.start()
         self.waits = False
 
@@ -303,7 +301,7 @@ class Gossiping:
 
     @property
     def refused(self) -> int:
-        counts = self.driver.counts + self.protocol.counts
+        counts = self.driver.counts + self.state.counts
         return counts["models_refused"] + counts["models_stale"]
 
     def hear(self, source: int, data: bytes, bulk: bool, took_s: float, late: bool) -> None:
@@ -319,22 +317,23 @@ class Gossiping:
 
     def check(self) -> None:
         """What any messages, in any order, must leave as it is."""
-        assert len(self.driver._snapshots) <= 2 + 6 * RANKS, "memory grows"
+        assert len(self.driver.snapshots) <= 2 + 6 * RANKS, "memory grows"
         assert len(self.transport.sent) <= 2 + 20 * RANKS, "what is sent piles up"
-        assert len(self.protocol._inbox) < RANKS and len(self.protocol._owed) <= 2 * RANKS
+        assert len(self.state.inbox) < RANKS and len(self.state.owed) <= 2 * RANKS
         assert len(self.complaints) <= RANKS
-        assert 0 < self.protocol.mixing.weight < math.inf
+        assert 0 < self.state.weight < math.inf
 
 
 def test_who_takes_nothing_may_leave_all_the_same() -> None:
     node = Gossiping("uniform", "none", max_staleness=1)
     node.go_on()  # how long an update takes says what is long
+    model = Message(Kind.MODEL, 0, 1, 1.0, Stop.NONE, node.state.budget.local_steps)
     while not node.driver._takes_nothing(1):
         node.transport.clock_s += 1e6
-        node.driver._send_model(SendModel(node.protocol._message(Kind.MODEL), (1,), whole=True))
+        node.driver._send_model(SendModel(model, (1,), whole=True))
     leave = gossip_messages(paired=False, compression="none")["LEAVE"]
     node.hear(1, leave, bulk=False, took_s=0.0, late=False)
-    assert 1 not in node.protocol.living and node.refused == 0
+    assert 1 not in node.state.living and node.refused == 0
 
 
 def gossip_messages(paired: bool, compression: str) -> dict[str, bytes]:
@@ -436,7 +435,7 @@ def test_a_second_model_on_one_credit_is_refused() -> None:
     valid, node = gossip_messages(False, "none"), Gossiping("uniform", "none", 10)
     for _ in range(3):
         node.hear(1, valid["MODEL whole"], True, 0.0, False)
-    assert (node.protocol.counts["models_received"], node.refused) == (1, 2)
+    assert (node.state.counts["models_received"], node.refused) == (1, 2)
     node.go_on()
     torch.testing.assert_close(node.parameters, own + 0.5)
 

@@ -152,7 +152,7 @@ def forget_the_end(cluster: list[Rank]) -> None:
     """What counters say that no rank can check."""
     for rank in cluster:
         budget = rank.node.budget
-        budget.stop, budget._stop_told, budget._sum = Stop.NONE, False, 0
+        budget.stop, budget.stop_told, budget.sum_steps = Stop.NONE, False, 0
         budget.local_steps = np.zeros(len(cluster), np.uint64)
 
 

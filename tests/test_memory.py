@@ -311,7 +311,7 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(
         parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, kind, steps=2 * made + 10)
         start = ExchangeState([made, made])
         exchange: Exchange = (
-            Gossip(comm, parameters, 1, config, start, comm.interrupt)
+            Gossip(comm, parameters, 1, config.exchange, start, comm.interrupt, total_steps=config.total_steps)
             if kind == "gossip"
             else SharedMemory(comm, parameters, config.exchange, config.total_steps, start, comm.interrupt)
         )
@@ -424,7 +424,7 @@ def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
 
     def leave_at_the_end(driver: GossipDriver) -> None:
         leave(driver)
-        wait_for(lambda: driver.protocol.budget.stop is not Stop.NONE, 60, "the end")
+        wait_for(lambda: driver.state.budget.stop is not Stop.NONE, 60, "the end")
 
     def average(comm: MemoryCommunicator, own: Tensor, weight: float, counts: bool, *others: Any) -> Tensor:
         weights[comm.rank] = weight * counts
@@ -445,7 +445,7 @@ def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
 
     def leave(gossip: Gossip) -> bool:
         together.wait(60)
-        gossip._driver.leave()
+        gossip.driver.leave()
         return True
 
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
@@ -492,7 +492,7 @@ def test_a_signal_to_the_job_is_named_even_by_a_rank_that_was_about_to_leave(
     def leave_at_the_end(driver: GossipDriver) -> None:
         leave(driver)
         about_to_go.set()
-        wait_for(lambda: driver.protocol.budget.stop is not Stop.NONE, 60, "the end")
+        wait_for(lambda: driver.state.budget.stop is not Stop.NONE, 60, "the end")
 
     def end(comm: MemoryCommunicator, updates: int) -> None:
         if comm.rank == 1 and about_to_go.is_set():

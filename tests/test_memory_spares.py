@@ -210,7 +210,7 @@ def test_ranks_that_all_leave_in_the_same_moment_are_not_lost(
     def leave_together(driver: GossipDriver) -> None:
         together.wait(60)
         leave(driver)
-        wait_for(lambda: not driver.protocol.living, 60, "the news that the other leaves")
+        wait_for(lambda: not driver.state.living, 60, "the news that the other leaves")
 
     monkeypatch.setattr(GossipDriver, "leave", leave_together)
     # A spare that joined just then would let one of them go for good.

@@ -19,7 +19,7 @@ from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkCon
 from pala.evaluation.acting import Acting
 from pala.evaluation.scoring import evaluate
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.exact import make_codec_with_exact
+from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Wire
@@ -229,7 +229,7 @@ def test_moments_arrive_exact_by_every_codec(compression: str) -> None:
     draw = torch.Generator().manual_seed(0)
     config = ExchangeConfig(compression=compression, top_k_fraction=0.2)  # type: ignore[arg-type]
     mine, theirs = (1000 + torch.rand(40, generator=draw) for _ in range(2))
-    codecs = [make_codec_with_exact(config, x, 5) for x in (mine, theirs)]
+    codecs = [make_codec(config, x, 5) for x in (mine, theirs)]
     wire = Wire(2, 40, 1, gossip_sizes(codecs[0].sizes))
     send, inbox = SendBuffer(wire, codecs[1], CPU), ReceiveBuffer(wire, codecs[0], CPU)
     offer = SendBuffer(wire, codecs[0], CPU)

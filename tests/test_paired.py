@@ -14,6 +14,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from explorer.planted import (
+    AddsTheAnswerToTheInbox,
+    AnswersFromItsOffersSnapshot,
+    AnswersOnlyTheFirst,
+    AnswersTheOfferItself,
+    AnswersWhenItHasMoved,
+    AnswersWithoutMoving,
+    BothAnswerWhenOffersCross,
+    ClosesNothing,
+    ClosesNothingThatIsRefused,
+    ClosesOffersToTheSilent,
+    DoesNotVoidAfterHealing,
+    ForgetsTheAnswersOfTheDead,
+    ForgetsTheMovesItOwes,
+    ForgetsToCloseAtADeath,
+    IgnoresTheNumber,
+    KeepsForAnother,
+    KeepsNothing,
+    KeepsTheAnswersToVoidOffers,
+    LeavesAnAnswerThatCannotBeReadOpen,
+    MakesASecondOffer,
+    MovesByItsOwnFraction,
+    MovesTheModelThatActs,
+    MovesTwice,
+    NobodyAnswersWhenOffersCross,
+    PullsTwice,
+    RepliesToNothingThatCannotBeRead,
+    ReusesAnOpenOffersSnapshot,
+    SettlesTooLate,
+    WaitsForAnyMix,
+)
+from explorer.schedules import NETWORKS, InvariantError, check, schedule
 from pala.comm.base import Received
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.actions import (
@@ -31,39 +63,35 @@ from pala.exchange.gossip.actions import (
 )
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import Kind
-from pala.exchange.gossip.paired import _CROSSED, PairedProtocol
-from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.gossip.paired import CROSSED, Paired
 from pala.exchange.wire import Format, Message
 from pala.lab.simulate.scenario import Scenario
-from pala.lab.simulate.schedules import NETWORKS, InvariantError, check, schedule
 from pala.lab.simulate.virtual_cluster import VirtualCluster
-from test_protocol import protocol, told, update, waits
+from support.gossip import Rank, protocol, told, update, waits
 
 IN_STEP = NETWORKS["in step"]
 NO_FAULTS: dict[str, Any] = {"deaths": {}, "stops": {}, "cut_at": 0, "poison": {}, "patience_s": 1e9}
 
 
-def paired(rank: int = 0, size: int = 3, **options: Any) -> PairedProtocol:
+def paired(rank: int = 0, size: int = 3, **options: Any) -> Rank:
     """One rank that has begun its first update at 0 s; by default of a ring, with `max_staleness` 1."""
-    p = protocol(rank, size, mixing="paired", type_=PairedProtocol, **options)
-    assert isinstance(p, PairedProtocol)
-    return p
+    return protocol(rank, size, mixing="paired", **options)
 
 
-def came(p: PairedProtocol, kind: Kind, sender: int, number: int, weight: float = 1.0, **how: Any) -> list[Action]:
+def came(p: Rank, kind: Kind, sender: int, number: int, weight: float = 1.0, **how: Any) -> list[Action]:
     """A message about the offer of this number."""
     whole = how.pop("whole", True)
     format_ = Format.FLOAT32 if whole else Format.TOP_K
     return p.message_came(
-        Message(kind, sender, number, weight, Stop.NONE, np.zeros(p.size, np.uint64), format_), **how
+        Message(kind, sender, number, weight, Stop.NONE, np.zeros(p.budget.size, np.uint64), format_), **how
     )  # fmt: skip
 
 
-def offer_came(p: PairedProtocol, sender: int, number: int = 7, **how: Any) -> list[Action]:
+def offer_came(p: Rank, sender: int, number: int = 7, **how: Any) -> list[Action]:
     return came(p, Kind.OFFER, sender, number, **how)
 
 
-def answer_came(p: PairedProtocol, sender: int, number: int, fraction: float = 0.5, **how: Any) -> list[Action]:
+def answer_came(p: Rank, sender: int, number: int, fraction: float = 0.5, **how: Any) -> list[Action]:
     return came(p, Kind.ANSWER, sender, number, fraction, **how)
 
 
@@ -92,7 +120,7 @@ def moved(actions: list[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, (Move, Pull, Heal))]
 
 
-def with_offer(rank: int = 0, size: int = 3, **options: Any) -> tuple[PairedProtocol, int, int]:
+def with_offer(rank: int = 0, size: int = 3, **options: Any) -> tuple[Rank, int, int]:
     """A rank of a ring that has made an offer and trains on: (it, to whom, the offer's number)."""
     p = paired(rank, size, **options)
     actions = update(p)
@@ -161,9 +189,9 @@ def test_a_spare_that_joins_refuses_no_offer() -> None:
     """Its number may be that of the offer to it."""
     p = paired(size=2)
     update(p)
-    assert 1 in p._offers
-    came(p, Kind.JOIN, 1, number=p._offers[1].number)
-    assert 1 in p._offers
+    assert 1 in p.offers
+    came(p, Kind.JOIN, 1, number=p.offers[1].number)
+    assert 1 in p.offers
 
 
 def test_of_two_that_offer_to_each_other_the_lower_refuses_and_the_higher_answers() -> None:
@@ -360,7 +388,7 @@ def test_a_rank_without_a_model_refuses_parts_and_asks_for_whole_ones() -> None:
     assert refused(offer_came(p, 3, 6, rejected=True)) == [(3, 6, Kind.ASK_WHOLE)]
 
 
-def silence(p: PairedProtocol, until_s: int = 8) -> None:
+def silence(p: Rank, until_s: int = 8) -> None:
     for second in range(1, until_s + 1):
         p.clock(float(second))
 
@@ -455,7 +483,7 @@ def test_in_a_rollout_a_rank_without_a_model_of_use_does_nothing() -> None:
     for healthy, now_s, reason in ((False, 0.1, Stop.NONE), (True, 100.0, Stop.NONE), (True, 0.1, Stop.SIGNAL)):
         p, _, _ = with_offer(exchanges_per_update=4, max_staleness=100)
         offer_came(p, 2)
-        p.healthy = healthy
+        p.state.healthy = healthy
         if reason is not Stop.NONE:
             p.end(reason)
         assert p.between_steps(now_s) == [], "the second has been away, and finds that out here"
@@ -502,14 +530,14 @@ def test_who_has_mixed_in_step_makes_no_offer_but_to_who_needs_a_model() -> None
     actions = update(p)
     assert answered(actions) == [(3, 5, 0.5)] and offered(actions) == [] and not waits(actions)
     offer_came(p, 3, 6)
-    p._wants_whole.add(2)
+    p.wants_whole.add(2)
     actions = update(p)
     assert answered(actions) == [(3, 6, 0.5)] and [peer for peer, _ in offered(actions)] == [2]
 
 
 def test_who_is_refused_in_step_waits_only_for_an_offer_that_has_crossed_its_own() -> None:
     replies = {
-        "crossed": lambda p, number: came(p, Kind.CREDIT, 0, number, weight=_CROSSED),
+        "crossed": lambda p, number: came(p, Kind.CREDIT, 0, number, weight=CROSSED),
         "was too old": lambda p, number: came(p, Kind.CREDIT, 0, number),
         "has no model": lambda p, number: came(p, Kind.ASK_WHOLE, 0, number),
         "could not read it": lambda p, number: came(p, Kind.CREDIT, 0, 0),
@@ -523,11 +551,7 @@ def test_who_is_refused_in_step_waits_only_for_an_offer_that_has_crossed_its_own
         assert waits(actions) and len(offered(actions)) == (why != "crossed"), why
 
 
-class WaitsForAnyMix(PairedProtocol):
-    _in_step = False  # type: ignore[assignment]
-
-
-def are_in_step(protocol: type[PairedProtocol], delay: float, seed: int) -> bool:
+def are_in_step(protocol: type[Paired], delay: float, seed: int) -> bool:
     """Whether two ranks hold the same model before every rollout, the mean of what both have learned. No model of a
     rank overtakes another of the same, as between two of MPI's processes."""
     begins: dict[int, list[float]] = {0: [], 1: []}
@@ -549,7 +573,7 @@ def are_in_step(protocol: type[PairedProtocol], delay: float, seed: int) -> bool
 
 @pytest.mark.parametrize("delay", [0.05, 2.0])
 def test_two_ranks_in_step_hold_the_same_model_before_every_rollout(delay: float) -> None:
-    assert all(are_in_step(PairedProtocol, delay, seed) for seed in range(5))
+    assert all(are_in_step(Paired, delay, seed) for seed in range(5))
 
 
 def test_ranks_that_wait_for_any_mix_are_not_in_step() -> None:
@@ -648,10 +672,10 @@ class Damages(GossipDriver):
             super().on_message(message)
             return
         with self.lock:
-            self._perform(self.protocol.unreadable_model_came(message.source))
+            self._perform(self.protocol.unreadable_model_came(self.state, message.source))
 
 
-def play_with_damage(seed: int, protocol: type[PairedProtocol] = PairedProtocol) -> list[str]:
+def play_with_damage(seed: int, protocol: type[Paired] = Paired) -> list[str]:
     """Most of what must hold of a schedule without faults."""
     scenario = schedule(2 * seed + 1)
     steps = 12 * scenario.size * scenario.steps_per_update
@@ -664,7 +688,7 @@ def play_with_damage(seed: int, protocol: type[PairedProtocol] = PairedProtocol)
     return violations + ["deadlock"] * bool(cluster.stuck) + ["apart"] * (apart > 2 * scenario.size)
 
 
-def play_in_step(protocol: type[PairedProtocol] = PairedProtocol, exchanges: int = 1) -> np.ndarray:
+def play_in_step(protocol: type[Paired] = Paired, exchanges: int = 1) -> np.ndarray:
     """The models of two ranks whose offers always cross, after at most so long that they need not hurry."""
     scenario = Scenario(2, "ring", "paired", 3, budget_steps=20, exchanges_per_update=exchanges, **IN_STEP)
     cluster = VirtualCluster(scenario, protocol=protocol)
@@ -684,105 +708,6 @@ def test_damaged_models_leave_nobody_waiting() -> None:
 
 
 # ---- planted bugs: the checks above must find them -------------------------------------------------------------------
-
-
-class BothAnswerWhenOffersCross(PairedProtocol):
-    def _crosses(self, sender):
-        return False
-
-
-class NobodyAnswersWhenOffersCross(PairedProtocol):
-    def _crosses(self, sender):
-        return sender in self._offers
-
-
-class MakesASecondOffer(PairedProtocol):
-    @property
-    def _waits_for_reply(self):
-        return False
-
-
-class MovesByItsOwnFraction(PairedProtocol):
-    def _answer_came(self, sender, fraction, offer, usable):
-        return super()._answer_came(sender, 0.5, offer, usable)
-
-
-class ForgetsToCloseAtADeath(PairedProtocol):
-    def _forget(self, peer):
-        return GossipProtocol._forget(self, peer)
-
-
-class ForgetsTheAnswersOfTheDead(PairedProtocol):
-    def peer_died(self, peer):
-        forgotten = [Close(peer)] if self._answers.pop(peer, None) is not None else []
-        return forgotten + super().peer_died(peer)
-
-
-class AnswersWithoutMoving(PairedProtocol):
-    def _mix(self, give_credit):
-        return [Clear() if isinstance(a, Pull) else a for a in super()._mix(give_credit)]
-
-
-class AnswersWhenItHasMoved(PairedProtocol):
-    def _mix(self, give_credit):
-        return sorted(super()._mix(give_credit), key=lambda action: not isinstance(action, Pull))
-
-
-class AnswersOnlyTheFirst(PairedProtocol):
-    def _mix(self, give_credit):
-        answered, actions = False, []
-        for action in super()._mix(give_credit):
-            if not (answered and isinstance(action, SendModel)):
-                actions.append(action)
-            answered |= isinstance(action, SendModel)
-        return actions
-
-
-class ClosesNothingThatIsRefused(PairedProtocol):
-    def _refused(self, peer, waits_for_its=False):
-        return []
-
-
-class ClosesOffersToTheSilent(PairedProtocol):
-    def _offer(self):
-        closed = [action for peer in self.silent for action in self._close(peer)]
-        return closed + super()._offer()
-
-
-class KeepsTheAnswersToVoidOffers(PairedProtocol):
-    def _void_offers(self):
-        for offer in self._offers.values():
-            offer.void = True
-        return []
-
-
-class DoesNotVoidAfterHealing(PairedProtocol):
-    def _answer_came(self, sender, fraction, offer, usable):
-        offer.void = False
-        return super()._answer_came(sender, fraction, offer, usable)
-
-
-class IgnoresTheNumber(PairedProtocol):
-    def _take_in(self, message, took_s, late, rejected):
-        offer = self._offers.get(message.sender)
-        if offer is not None and message.kind is not Kind.OFFER:
-            message = message._replace(round=offer.number)
-        return super()._take_in(message, took_s, late, rejected)
-
-
-class RepliesToNothingThatCannotBeRead(PairedProtocol):
-    def unreadable_model_came(self, sender):
-        return self._close(sender)
-
-
-class LeavesAnAnswerThatCannotBeReadOpen(PairedProtocol):
-    def unreadable_model_came(self, sender):
-        return GossipProtocol.unreadable_model_came(self, sender)
-
-
-class LooksAtNoClockInARollout(PairedProtocol):
-    def between_steps(self, now_s):
-        return super().between_steps(self._now_s)
 
 
 BUGS = {
@@ -812,7 +737,7 @@ def paired_schedules(first: int) -> Iterable[Scenario]:
 
 
 @pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
-def test_a_planted_bug_is_found(bug: type[PairedProtocol], symptom: str) -> None:
+def test_a_planted_bug_is_found(bug: type[Paired], symptom: str) -> None:
     with pytest.raises((InvariantError, AssertionError), match=symptom):
         for scenario in paired_schedules(FIRST.get(bug, 0)):
             check(scenario, bug)
@@ -832,94 +757,13 @@ def test_bugs_at_crossing_offers_are_found_where_all_offers_cross() -> None:
         (LeavesAnAnswerThatCannotBeReadOpen, "deadlock"),
     ],
 )  # fmt: skip
-def test_bugs_after_damage_are_found_where_models_are_damaged(bug: type[PairedProtocol], symptom: str) -> None:
+def test_bugs_after_damage_are_found_where_models_are_damaged(bug: type[Paired], symptom: str) -> None:
     with pytest.raises(AssertionError, match=symptom):
         for seed in range(60):
             assert play_with_damage(seed, bug) == []
 
 
 # ---- the same in the driver ------------------------------------------------------------------------------------------
-
-
-class ReusesAnOpenOffersSnapshot(GossipDriver):
-    def _free_snapshot(self):
-        return next((snapshot for snapshot in self._snapshots if snapshot.packet.pending == 0), None)
-
-
-class AnswersFromItsOffersSnapshot(GossipDriver):
-    def _free_snapshot(self):
-        for snapshot in self._offers.values():
-            if snapshot.packet.pending == 0:
-                return snapshot
-        return super()._free_snapshot()
-
-
-class MovesTwice(GossipDriver):
-    def _perform(self, actions):
-        for action in actions:
-            if isinstance(action, Move):
-                self.models.move(self.offer_to(action.peer), action.fraction)
-        super()._perform(actions)
-
-
-class KeepsNothing(GossipDriver):
-    def _perform(self, actions):
-        super()._perform([action for action in actions if not isinstance(action, Keep)])
-
-
-class KeepsForAnother(GossipDriver):
-    def _perform(self, actions):
-        newest = next(reversed(self._offers), None)
-        super()._perform([Keep(newest) if isinstance(action, Keep) else action for action in actions])
-
-
-class AddsTheAnswerToTheInbox(GossipDriver):
-    def _perform(self, actions):
-        for action in actions:
-            if isinstance(action, Keep):
-                self.models.add(1.0)
-        super()._perform(actions)
-
-
-class AnswersTheOfferItself(GossipDriver):
-    """With what has come, not with its own model."""
-
-    def _send_model(self, action):
-        model = self.models.model
-        if action.message.kind is Kind.ANSWER:
-            self.models.model = self.models.inbox / self.models.inbox_weight
-        super()._send_model(action)
-        self.models.model = model
-
-
-class ClosesNothing(GossipDriver):
-    def _perform(self, actions):
-        super()._perform([action for action in actions if not isinstance(action, Close)])
-
-
-class MovesTheModelThatActs(GossipDriver):
-    def between_steps(self):
-        self._perform(actions := self.protocol.between_steps(self.transport.now_s()))
-        return len(actions) > 0
-
-
-class ForgetsTheMovesItOwes(GossipDriver):
-    def finish_update(self, steps, healthy):
-        self.models.ahead = None
-        super().finish_update(steps, healthy)
-
-
-class SettlesTooLate(GossipDriver):
-    def finish_update(self, steps, healthy):
-        self._perform(self.protocol.update_finished(self.transport.now_s(), steps, healthy))
-
-
-class PullsTwice(GossipDriver):
-    def _perform(self, actions):
-        for action in actions:
-            if isinstance(action, Pull):
-                self.models.pull(action.fraction, False)
-        super()._perform(actions)
 
 
 DRIVER_BUGS = {

@@ -11,72 +11,20 @@ import numpy as np
 import pytest
 
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip import topology as graph
 from pala.exchange.gossip.actions import Accept, Action, Clear, GoOn, Heal, Mix, SendControl, SendModel, Wait
 from pala.exchange.gossip.messages import Kind
-from pala.exchange.gossip.mixing import RULES
-from pala.exchange.gossip.protocol import GossipProtocol, Rules
-from pala.exchange.wire import Format, Message
-from pala.lab.simulate.schedules import MIXINGS, TOPOLOGIES
+from pala.exchange.gossip.one_way import OneWay
+from pala.exchange.gossip.topology import GRAPHS
+from support.gossip import Rank, credit_came, message, mixed, model_came, protocol, sent_to, told, update, waits
 
 SIZES = [1, 2, 3, 5, 8, 13]
-
-
-def protocol(
-    rank: int = 0, size: int = 3, *, mixing: str = "uniform", budget_steps: int = 10**9, local_steps=None,
-    base_steps: int = 0, round_: int = 0, weight: float = 1.0, type_: type[GossipProtocol] = GossipProtocol,
-    spares: int = 0, **rules,
-) -> GossipProtocol:  # fmt: skip
-    """One rank that has begun its first update at 0 s; by default of a ring, with `max_staleness` 1."""
-    budget = StepBudget(rank, size, budget_steps, local_steps, base_steps, spares)
-    p = type_(budget, RULES[mixing](weight), Rules(**{"topology": "ring", "max_staleness": 1} | rules), round_)
-    p.start(0.0)
-    return p
-
-
-def message(p: GossipProtocol, kind: Kind, sender: int, weight: float = 1.0, whole: bool = True) -> Message:
-    """What `sender` may send to p."""
-    format_ = Format.FLOAT32 if whole else Format.TOP_K
-    return Message(kind, sender, 0, weight, Stop.NONE, np.zeros(p.size, np.uint64), format_)
-
-
-def model_came(p: GossipProtocol, sender: int, weight: float = 1.0, whole: bool = True, **how) -> list[Action]:
-    return p.message_came(message(p, Kind.MODEL, sender, weight, whole), **how)
-
-
-def credit_came(p: GossipProtocol, sender: int, kind: Kind = Kind.CREDIT) -> None:
-    assert p.message_came(message(p, kind, sender)) == []
-
-
-def sent_to(actions: list[Action]) -> tuple[int, ...]:
-    """The peers that a model goes to."""
-    return tuple(peer for action in actions if isinstance(action, SendModel) for peer in action.peers)
-
-
-def told(actions: list[Action]) -> list[tuple[Kind, int]]:
-    """Messages without a model: what, and to whom."""
-    return [(action.message.kind, action.peer) for action in actions if isinstance(action, SendControl)]
-
-
-def mixed(actions: list[Action]) -> Mix | Heal | None:
-    """The mix among the actions, if there is one."""
-    return next((action for action in actions if isinstance(action, (Mix, Heal))), None)
-
-
-def waits(actions: list[Action]) -> bool:
-    assert isinstance(actions[-1], (Wait, GoOn)) and not any(isinstance(a, (Wait, GoOn)) for a in actions[:-1])
-    return isinstance(actions[-1], Wait)
-
-
-def update(p: GossipProtocol, now_s: float = 0.0, steps: int = 1, healthy: bool = True) -> list[Action]:
-    """An update is finished; what follows."""
-    return p.update_finished(now_s, steps, healthy) + p.advance(now_s)
+ALIKE = ("uniform", "push_sum")  # in lockstep, where all weights stay 1, every model counts the same
 
 
 # ---- lockstep --------------------------------------------------------------------------------------------------------
 
 
-def lockstep(ranks: list[GossipProtocol]) -> np.ndarray:
+def lockstep(ranks: list[Rank]) -> np.ndarray:
     """Everyone finishes an update, sends, receives and mixes. Returns W with x <- W x, built from what was mixed."""
     n = len(ranks)
     W, models, done = np.zeros((n, n)), [], []
@@ -101,15 +49,12 @@ def lockstep(ranks: list[GossipProtocol]) -> np.ndarray:
     return W
 
 
-def cluster_of(n: int, topology: str, mixing: str, seed: int = 1, **options) -> list[GossipProtocol]:
+def cluster_of(n: int, topology: str, mixing: str, seed: int = 1, **options) -> list[Rank]:
     rules = {"topology": topology, "mixing": mixing, "max_staleness": 0, "seed": seed}
     return [protocol(i, n, **rules, **options) for i in range(n)]
 
 
-ALIKE = ("uniform", "push_sum")  # in lockstep, where all weights stay 1, every model counts the same
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", GRAPHS)
 @pytest.mark.parametrize("mixing", ALIKE)
 @pytest.mark.parametrize("n", SIZES)
 def test_in_lockstep_the_mixing_matrix_is_the_topologys_and_keeps_the_mean(topology: str, mixing: str, n: int) -> None:
@@ -117,13 +62,13 @@ def test_in_lockstep_the_mixing_matrix_is_the_topologys_and_keeps_the_mean(topol
     for round_ in range(12):
         expected = np.eye(n)
         for rank in range(n):
-            for peer in graph.out_peers(topology, rank, range(n), round_, seed=1):
+            for peer in GRAPHS[topology].out_peers(rank, range(n), round_, seed=1):
                 expected[peer, rank] += 1
         expected /= expected.sum(axis=1, keepdims=True)
         W = lockstep(ranks)
         np.testing.assert_allclose(W, expected, atol=1e-12)
         np.testing.assert_allclose(W.sum(axis=0), 1, atol=1e-12)
-        assert all(p.mixing.weight == pytest.approx(1) for p in ranks)
+        assert all(p.weight == pytest.approx(1) for p in ranks)
 
 
 @pytest.mark.parametrize("mixing", ALIKE)
@@ -177,7 +122,7 @@ def test_waits_after_max_staleness_updates_and_goes_on_after_a_mix() -> None:
     assert model_came(p, 2) == [Accept(1.0)]
     actions = p.advance(0.0)
     assert mixed(actions) == Mix(1.0, 1) and told(actions) == [(Kind.CREDIT, 2)] and not waits(actions)
-    assert p.staleness == 0 and not p.can_mix and p.counts["staleness_updates"] == 3
+    assert p.staleness == 0 and not p.can_mix() and p.counts["staleness_updates"] == 3
 
 
 def test_with_staleness_zero_models_are_neither_dropped_nor_merged() -> None:
@@ -206,9 +151,9 @@ def test_one_rank_owes_nothing_and_never_waits() -> None:
 def test_an_unhealthy_rank_waits_for_any_model_and_takes_it_whole() -> None:
     p = protocol(size=4, topology="complete", max_staleness=10, mixing="push_sum")
     assert update(p, healthy=False) == [Wait()]
-    assert model_came(p, 2, 0.25) == [Accept(0.25)] and not p.can_mix
+    assert model_came(p, 2, 0.25) == [Accept(0.25)] and not p.can_mix()
     actions = p.advance(0.0)
-    assert mixed(actions) == Heal(1) and told(actions) == [(Kind.CREDIT, 2)] and p.mixing.weight == 1.25
+    assert mixed(actions) == Heal(1) and told(actions) == [(Kind.CREDIT, 2)] and p.weight == 1.25
 
 
 def test_an_unhealthy_rank_gives_parts_back_until_a_whole_model_comes() -> None:
@@ -224,10 +169,10 @@ def test_an_unhealthy_rank_gives_parts_back_until_a_whole_model_comes() -> None:
     model_came(p, 1, whole=False)
     actions = p.advance(0.0)
     assert mixed(actions) == Heal(2) and told(actions) == [(Kind.CREDIT, 3), (Kind.CREDIT, 1)]
-    assert p.has_model and not p.must_wait, "it has taken the whole one's place"
+    assert p.has_model and not p.must_wait(), "it has taken the whole one's place"
 
 
-@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("mixing", ALIKE)
 def test_what_the_dead_sent_to_the_last_that_lives_is_mixed_soon_and_not_at_the_end(mixing: str) -> None:
     p = protocol(size=2, mixing=mixing)
     update(p)
@@ -263,7 +208,7 @@ def test_whole_models_are_sent_in_turn_and_to_who_asks() -> None:
     whole: list[list[bool]] = [[], [], [], []]
     for p in ranks:
         for _ in range(24):
-            p.staleness = 0
+            p.state.staleness = 0
             whole[p.rank] += is_whole(update(p))
             p.lock.release((p.rank + 1) % 4)
     assert [[i for i, due in enumerate(row) if due] for row in whole] == [
@@ -294,11 +239,11 @@ def test_who_asked_for_a_whole_model_gets_it_out_of_turn() -> None:
 def test_a_rejected_model_counts_in_its_round_and_leaves_its_weight() -> None:
     p = protocol(size=3, topology="complete", max_staleness=0, mixing="push_sum")
     update(p)
-    held = p.mixing.weight
+    held = p.weight
     assert told(model_came(p, 1, 0.25, rejected=True)) == [(Kind.CREDIT, 1)]
-    assert p.must_wait and p.mixing.weight == held + 0.25 and p.counts["models_refused"] == 1
+    assert p.must_wait() and p.weight == held + 0.25 and p.counts["models_refused"] == 1
     model_came(p, 2, 0.5)
-    assert mixed(p.advance(0.0)) == Mix(held + 0.25, 1) and p.mixing.weight == held + 0.75
+    assert mixed(p.advance(0.0)) == Mix(held + 0.25, 1) and p.weight == held + 0.75
 
 
 def test_a_message_of_a_models_length_that_is_none_gives_the_credit_back() -> None:
@@ -321,7 +266,7 @@ def test_a_rank_that_waits_long_sends_once_more_to_whom_it_may() -> None:
     assert sent_to(p.advance(7.3)) == (2,)
 
 
-def waiting_rank(**changes) -> GossipProtocol:
+def waiting_rank(**changes) -> Rank:
     """Rank 0 of a ring of 4, updates of one second, which has sent to rank 1 and waits for rank 3 from 3 s on."""
     p = protocol(size=4, max_staleness=0, **changes)
     assert waits(update(p, 1.0))
@@ -370,11 +315,11 @@ def test_a_peer_that_keeps_a_model_for_long_is_left_out_until_it_gives_the_credi
 def test_a_rank_that_was_away_takes_only_what_was_sent_after_its_return() -> None:
     p = protocol(size=3, topology="complete", max_staleness=3, mixing="push_sum")
     assert sent_to(update(p, 1.0)) == (1, 2)
-    held = p.mixing.weight
+    held = p.weight
     model_came(p, 1, 0.5)  # while it was away, or before
     actions = update(p, 60.0)
     assert not p.has_model and waits(actions) and sent_to(actions) == ()
-    assert actions[0] == Clear() and told(actions) == [(Kind.ASK_WHOLE, 1)] and p.mixing.weight == held + 0.5
+    assert actions[0] == Clear() and told(actions) == [(Kind.ASK_WHOLE, 1)] and p.weight == held + 0.5
     assert told(model_came(p, 2, 0.1)) == [(Kind.ASK_WHOLE, 2)], "it was sent before the return"
     assert p.counts["models_stale"] == 2
     model_came(p, 1, 0.5, whole=False)
@@ -470,9 +415,9 @@ def test_a_death_ends_debts_and_locks_and_closes_the_ring() -> None:
     assert sent_to(p.advance(2.1)) == (2,)
     p.peer_died(2)
     p.peer_died(3)
-    assert not p.must_wait
-    p.healthy = False
-    assert not p.must_wait
+    assert not p.must_wait()
+    p.state.healthy = False
+    assert not p.must_wait()
 
 
 def test_a_rank_that_leaves_tells_everybody_and_hears_of_the_end() -> None:
@@ -521,7 +466,7 @@ def test_a_spare_asks_for_a_model_and_trains_with_the_first_that_comes() -> None
     model_came(p, 3, weight=0.25)
     actions = p.advance(12.3)
     assert mixed(actions) == Heal(1) and not waits(actions) and told(actions) == [(Kind.CREDIT, 3)]
-    assert p.has_model and p.mixing.weight == 1.25 and sent_to(update(p, 12.4)) != ()
+    assert p.has_model and p.weight == 1.25 and sent_to(update(p, 12.4)) != ()
 
 
 def test_who_takes_a_place_gets_a_whole_model_and_others_hear_of_it_by_its_steps() -> None:
@@ -596,15 +541,15 @@ def test_news_is_merged_by_maximum_and_a_resumed_run_counts_on() -> None:
     p = protocol(size=3, base_steps=100, local_steps=[1, 2, 3], round_=5, weight=0.5, mixing="push_sum",
                  budget_steps=125)  # fmt: skip
     budget = p.budget
-    assert budget.global_steps == 106 and p.round == 5 and p.mixing.weight == 0.5
-    budget.news(np.array([0, 9, 2], np.uint64), Stop.NONE)
+    assert budget.global_steps == 106 and p.round == 5 and p.weight == 0.5
+    budget.merge(np.array([0, 9, 2], np.uint64), Stop.NONE)
     assert budget.local_steps.tolist() == [1, 9, 3]
-    budget.news(np.array([0, 0, 12], np.uint64), Stop.NONE)
+    budget.merge(np.array([0, 0, 12], np.uint64), Stop.NONE)
     assert budget.stop is Stop.NONE and budget.global_steps == 122
     p.update_finished(0.0, 3)
     assert budget.stop is Stop.BUDGET
     stopped = protocol()
-    stopped.budget.news(np.zeros(3, np.uint64), Stop.SIGNAL)
+    stopped.budget.merge(np.zeros(3, np.uint64), Stop.SIGNAL)
     stopped.end(Stop.BUDGET)
     assert stopped.budget.stop is Stop.SIGNAL, "the first reason stays"
     assert protocol(budget_steps=6, local_steps=[1, 2, 3]).budget.stop is Stop.BUDGET
@@ -619,26 +564,26 @@ def test_a_message_on_its_way_keeps_the_steps_that_it_was_sent_with() -> None:
 
 
 def test_a_wrong_mix_is_found_in_lockstep() -> None:
-    class ForgetsItself(GossipProtocol):
-        def _mix(self, give_credit):
-            return [Heal(a.num_models) if isinstance(a, Mix) else a for a in super()._mix(give_credit)]
+    class ForgetsItself(OneWay):
+        def _mix(self, s, give_credit):
+            return [Heal(a.num_models) if isinstance(a, Mix) else a for a in super()._mix(s, give_credit)]
 
-    def weights(type_: type[GossipProtocol]) -> np.ndarray:
-        return lockstep(cluster_of(3, "ring", "uniform", type_=type_))
+    def weights(make: type[OneWay]) -> np.ndarray:
+        return lockstep(cluster_of(3, "ring", "uniform", make=make))
 
-    assert np.diag(weights(GossipProtocol)).tolist() == [0.5, 0.5, 0.5]
+    assert np.diag(weights(OneWay)).tolist() == [0.5, 0.5, 0.5]
     assert np.diag(weights(ForgetsItself)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("how", [{}, {"rejected": True}, {"late": True}], ids=str)
 def test_a_second_model_on_one_credit_is_refused_and_one_credit_is_for_both(how) -> None:
     """A credit came twice, or something was damaged so that it looks like one. It ended the rank that got the models:
-    `pala.simulate explore --faults duplicate --mixings uniform --staleness 0` found it after 12 events."""
+    `tests/explorer explore --faults duplicate --mixings uniform --staleness 0` found it after 12 events."""
     p = protocol(0, 3, mixing="push_sum")
     (accepted,) = model_came(p, 2, weight=0.5)
     assert isinstance(accepted, Accept)
     assert model_came(p, 2, weight=0.25, **how) == [] and p.counts["models_refused"] == 1
-    assert p.mixing.weight == 1.25, "no weight is lost"
+    assert p.weight == 1.25, "no weight is lost"
     actions = update(p)
     mix = mixed(actions)
     assert isinstance(mix, Mix) and mix.num_models == 1 and told(actions) == [(Kind.CREDIT, 2)]

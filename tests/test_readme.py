@@ -155,7 +155,7 @@ def test_gorilas_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 
 
 def test_the_schedules(any_mpi: Launcher) -> None:
-    (command,) = commands(RUNNING, "python -m pala.simulate check")
+    (command,) = commands(RUNNING, "python tests/explorer check")
     assert "20 schedules held" in run(command.replace("2000", "20"), any_mpi)
 
 

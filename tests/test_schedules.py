@@ -21,25 +21,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.actions import Accept, Action, Clear, Mix, SendControl
-from pala.exchange.gossip.driver import GossipDriver, Opened
-from pala.exchange.gossip.messages import Kind
-from pala.exchange.gossip.mixing import PushSum
-from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.wire import Format
-from pala.lab.simulate.check import Tried, try_in_batches
-from pala.lab.simulate.scenario import Scenario
-from pala.lab.simulate.schedules import (
-    MIXINGS,
-    NETWORKS,
-    STALENESS,
-    TOPOLOGIES,
-    InvariantError,
-    check,
-    pushed,
-    schedule,
+from explorer.check import Tried, try_in_batches
+from explorer.planted import (
+    AcceptsPoison,
+    AddsNothing,
+    AddsUpWhatItHears,
+    AsksNobody,
+    CountsReceivedWeightTwice,
+    CountsTheDeadsStepsTwice,
+    DropsAndMerges,
+    FillsASnapshotOnItsWay,
+    ForgetsTheDead,
+    ForgetsWhoAsked,
+    HasNoSpareSnapshots,
+    HealsFromParts,
+    HealsOnlyWithAFullRound,
+    IgnoresTheLock,
+    KeepsItsStaleModel,
+    KeepsPartsWhileItMustHeal,
+    KeepsTheCredit,
+    KeepsTheWeightItSends,
+    KeepsWhatItShouldForget,
+    LeavesThePlacesOfSparesEmpty,
+    LosesCredits,
+    LosesTheWeightOfTheRefused,
+    NeverSendsOnceMore,
+    PaysNoDebtsWhileItWaits,
+    SendsToOneOnly,
+    Stumbles,
+    TakesEveryDeathForItsTurn,
+    TakesTheDeadsWeightForLost,
+    TakesWhatWasSentLongAgo,
+    TakesWhoWaitsForAnAnswerForSilent,
+    TellsNobodyOfTheEnd,
+    TellsNoDeaths,
+    TellsTheEndOnlyOnce,
+    WaitsForTheStopped,
+    WaitsOneUpdateTooLate,
 )
+from explorer.schedules import MIXINGS, NETWORKS, STALENESS, InvariantError, MakeProtocol, check, pushed, schedule
+from pala.exchange.budget import Stop
+from pala.exchange.gossip.driver import GossipDriver, make_protocol
+from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.gossip.topology import GRAPHS
+from pala.lab.simulate.scenario import Scenario
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from support import REPOSITORY
 from support.helpers import slow_but_for, wait_for
@@ -54,6 +79,7 @@ reproducible = settings(derandomize=True, deadline=None, max_examples=30)
 
 ORDINARY = NETWORKS["ordinary"]
 ALL_MIXINGS = (*MIXINGS, "paired")
+TOPOLOGIES = list(GRAPHS)
 TOPOLOGIES_OF = {mixing: [t for t in TOPOLOGIES if (mixing, t) != ("paired", "complete")] for mixing in ALL_MIXINGS}
 TOPOLOGIES_AND_MIXINGS = [(topology, mixing) for mixing in ALL_MIXINGS for topology in TOPOLOGIES_OF[mixing]]
 
@@ -86,7 +112,7 @@ def test_any_schedule_ends_without_help_from_sending_again(scenario: Scenario) -
 
 def weighted_sum(cluster: VirtualCluster) -> np.ndarray:
     """Sum of push-sum weight times model, of the living, in their inboxes and on the way."""
-    held = [rank.protocol.mixing.weight * rank.model + rank.models.inbox for rank in cluster.living]
+    held = [rank.state.weight * rank.model + rank.models.inbox for rank in cluster.living]
     sent = (on_its_way.data for on_its_way in cluster.on_their_way.values())
     return np.sum(held + [s.message.weight * s.model for s in sent if s.model is not None], axis=0)
 
@@ -202,7 +228,7 @@ def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, dat
 
 
 def models_refused(cluster: VirtualCluster) -> int:
-    return sum(rank.protocol.counts["models_refused"] for rank in cluster.ranks)
+    return sum(rank.state.counts["models_refused"] for rank in cluster.ranks)
 
 
 @pytest.mark.parametrize("mixing", ["push_sum", "paired"])
@@ -262,7 +288,7 @@ def test_a_signal_at_one_rank_ends_all(topology: str, mixing: str) -> None:
         cluster.ranks[5].driver.end(Stop.SIGNAL)
         cluster.run(until_s=10 + 3 * scenario.control_s[1] + 3 * scenario.update_s[1])
         assert not cluster.stuck
-        assert all(rank.protocol.budget.stop is Stop.SIGNAL for rank in cluster.ranks)
+        assert all(rank.state.budget.stop is Stop.SIGNAL for rank in cluster.ranks)
 
 
 def test_the_end_of_training_is_not_that_of_the_last_timer() -> None:
@@ -285,13 +311,13 @@ def test_a_scenario_replays_from_its_seed(mixing: str) -> None:
     assert trace(1) != trace(2)
 
 
-def pace(topology: str, type_: type[GossipProtocol] | None = None, mixing: str = "uniform") -> float:
+def pace(topology: str, make: MakeProtocol = make_protocol, mixing: str = "uniform") -> float:
     """Updates a second and rank of eight ranks with `max_staleness` 0. Unhindered, a rank makes one in 1.2 seconds."""
     scenario = Scenario(
         8, topology, mixing, max_staleness=0, budget_steps=10**9, update_s=(0.9, 1.1), pause_probability=0.2,
         pause_s=(0, 2), model_s=(0.01, 0.05), control_s=(0.001, 0.01), seed=1,
     )  # fmt: skip
-    cluster = VirtualCluster(scenario, protocol=type_)
+    cluster = VirtualCluster(scenario, protocol=make)
     cluster.run(until_s=60)
     before = cluster.global_steps
     cluster.run(until_s=180)
@@ -303,7 +329,7 @@ def test_staleness_zero_keeps_its_pace(topology: str, mixing: str) -> None:
     assert pace(topology, mixing=mixing) > 0.4
 
 
-def try_all(numbers: range, protocol: type[GossipProtocol] | None = None) -> Tried:
+def try_all(numbers: range, protocol: MakeProtocol = make_protocol) -> Tried:
     """What came of these schedules, up to the first failure."""
     *_, tried = try_in_batches(numbers, protocol=protocol)
     return tried
@@ -327,7 +353,7 @@ def test_schedules_drawn_at_random_hold(schedules: int) -> None:
     ],
 )
 def test_what_is_compiled_does_what_its_source_does(command: str, expected: str) -> None:
-    programs = [[str(Path(__file__).parent / "compiled.sh")], [sys.executable, "-m", "pala.simulate"]]
+    programs = [[str(Path(__file__).parent / "compiled.sh")], [sys.executable, str(REPOSITORY / "tests" / "explorer")]]
     said = [
         subprocess.run([*program, *command.split()], text=True, stdout=subprocess.PIPE).stdout for program in programs
     ]
@@ -344,7 +370,7 @@ def test_a_lone_rank_whose_patience_had_ended_waits_for_a_spare_that_joins(numbe
 def test_a_rank_that_was_away_with_all_others_may_mix_a_model_as_old_as_its_own() -> None:
     """All are stopped for 500 s, this one first; it waits for a fresh model in vain, and what comes then is old."""
     cluster = check(schedule(324_448))
-    assert cluster.ranks[1].protocol.counts["waits_given_up"] == 1
+    assert cluster.ranks[1].state.counts["waits_given_up"] == 1
 
 
 def test_what_the_dead_have_sent_comes_before_a_rank_that_was_away_has_mixed() -> None:
@@ -362,16 +388,11 @@ def test_a_spare_that_was_told_to_leave_in_its_sleep_is_replaced() -> None:
 def test_a_failure_says_how_to_see_it_again() -> None:
     failure = try_all(range(0, 200, 2), protocol=KeepsTheWeightItSends).failure
     assert failure is not None
-    match = re.search(r"Again: python -m pala.simulate check --first (\d+) --schedules 1$", failure)
+    match = re.search(r"Again: python tests/explorer check --first (\d+) --schedules 1$", failure)
     assert match is not None
     with pytest.raises(InvariantError) as error:
         check(schedule(int(match[1])), KeepsTheWeightItSends)
     assert str(error.value) in failure
-
-
-class Stumbles(GossipProtocol):
-    def update_finished(self, *arguments: object) -> list[Action]:
-        raise KeyError("offer")
 
 
 def test_a_failure_of_any_kind_names_its_schedule() -> None:
@@ -380,188 +401,6 @@ def test_a_failure_of_any_kind_names_its_schedule() -> None:
 
 
 # ---- planted bugs: the checks above must find them -------------------------------------------------------------------
-
-
-class LosesCredits(GossipProtocol):
-    def _credit_came(self, peer, wants_whole):
-        if self.round % 5 != 4:
-            super()._credit_came(peer, wants_whole)
-
-
-class WithAnotherMixing(GossipProtocol):
-    """Push-sum, but wrong."""
-
-    push_sum: type[PushSum]
-
-    def __init__(self, budget, mixing, rules, round_=0):
-        super().__init__(budget, self.push_sum(mixing.weight) if isinstance(mixing, PushSum) else mixing, rules, round_)
-
-
-class CountsReceivedWeightTwice(WithAnotherMixing):
-    class push_sum(PushSum):
-        def mixed(self, received):
-            super().mixed(2 * received)
-
-
-class KeepsTheWeightItSends(WithAnotherMixing):
-    class push_sum(PushSum):
-        def send(self, copies):
-            return self.weight / (copies + 1)
-
-
-class LosesTheWeightOfTheRefused(WithAnotherMixing):
-    class push_sum(PushSum):
-        def reject(self, weight):
-            pass
-
-
-class WithAnotherBudget(GossipProtocol):
-    """Counts steps, or tells of the end, in a wrong way."""
-
-    budget_type: type[StepBudget]
-
-    def __init__(self, budget, mixing, rules, round_=0):
-        spares = budget.size - len(budget.living)
-        budget = self.budget_type(budget.rank, budget.size, budget.budget_steps, spares=spares)
-        super().__init__(budget, mixing, rules, round_)
-
-
-class TakesEveryDeathForItsTurn(WithAnotherBudget):
-    class budget_type(StepBudget):
-        @property
-        def is_needed(self):
-            return self.stop is Stop.NONE and any(rank not in self.present for rank in range(self._num_places))
-
-
-class LeavesThePlacesOfSparesEmpty(WithAnotherBudget):
-    class budget_type(StepBudget):
-        @property
-        def is_needed(self):
-            dead = sum(rank not in self.present for rank in range(self._num_places))
-            return self.stop is Stop.NONE and self.rank < self._num_places + dead
-
-
-class AsksNobody(GossipProtocol):
-    def _ask(self):
-        return []
-
-
-class PaysNoDebtsWhileItWaits(GossipProtocol):
-    def update_finished(self, now_s, steps, healthy=True):
-        self.just_finished = True
-        return super().update_finished(now_s, steps, healthy)
-
-    def _send_owed(self, can_send):
-        actions = super()._send_owed(can_send) if self.just_finished else []
-        self.just_finished = False
-        return actions
-
-
-class IgnoresTheLock(GossipProtocol):
-    def _send_owed(self, can_send):
-        for peer in self._owed:
-            self.lock.release(peer)
-        return super()._send_owed(can_send)
-
-
-class WaitsOneUpdateTooLate(GossipProtocol):
-    @property
-    def must_wait(self):
-        return super().must_wait and self.staleness > self.rules.max_staleness + 1
-
-
-class AddsUpWhatItHears(WithAnotherBudget):
-    class budget_type(StepBudget):
-        def news(self, local_steps, stop):
-            local_steps = local_steps.copy()
-            local_steps[self.rank] += self.local_steps[self.rank]
-            super().news(local_steps, stop)
-
-
-class TellsNobodyOfTheEnd(GossipProtocol):
-    def _tell_stop(self):
-        return []
-
-
-class TellsTheEndOnlyOnce(WithAnotherBudget):
-    class budget_type(StepBudget):
-        def peer_died(self, peer):
-            told = self._stop_told
-            super().peer_died(peer)
-            self._stop_told = told
-
-
-class ForgetsTheDead(GossipProtocol):
-    def peer_died(self, peer):
-        return []
-
-
-class NeverSendsOnceMore(GossipProtocol):
-    def __init__(self, budget, mixing, rules, round_=0):
-        super().__init__(budget, mixing, dataclasses.replace(rules, again_s=math.inf), round_)
-
-
-class HealsOnlyWithAFullRound(GossipProtocol):
-    @property
-    def _mix_is_due(self):
-        return self.can_mix
-
-    @property
-    def must_wait(self):
-        return super().must_wait or (not self.has_model and self.budget.stop is Stop.NONE and not self.can_mix)
-
-
-class WaitsForTheStopped(GossipProtocol):
-    @property
-    def must_wait(self):
-        self._gave_up = False
-        return super().must_wait
-
-
-class KeepsItsStaleModel(GossipProtocol):
-    def clock(self, now_s):
-        super().clock(now_s)
-        self._returning = False
-        self._stale.clear()
-
-
-class TakesWhatWasSentLongAgo(GossipProtocol):
-    def _is_stale(self, sender, took_s, late):
-        return late
-
-
-class TakesWhoWaitsForAnAnswerForSilent(GossipProtocol):
-    def _in_touch(self):
-        return [peer for peer in self.living if peer not in self.silent]
-
-
-class TakesTheDeadsWeightForLost(GossipProtocol):
-    def peer_died(self, peer):
-        actions = super().peer_died(peer)
-        self._inbox.pop(peer, None)
-        return actions
-
-
-class CountsTheDeadsStepsTwice(GossipProtocol):
-    def peer_died(self, peer):
-        if peer in self.living:
-            self.budget.base_steps += int(self.budget.local_steps[peer])
-        return super().peer_died(peer)
-
-
-class HealsFromParts(GossipProtocol):
-    def _model_came(self, message, took_s, late, rejected):
-        return super()._model_came(message._replace(format=Format.FLOAT32), took_s, late, rejected)
-
-
-class KeepsPartsWhileItMustHeal(GossipProtocol):
-    def _drop_parts(self):
-        return []
-
-
-class ForgetsWhoAsked(GossipProtocol):
-    def _credit_came(self, peer, wants_whole):
-        super()._credit_came(peer, wants_whole=False)
 
 
 BUGS = {
@@ -623,7 +462,7 @@ def test_a_planted_bug_that_needs_bad_luck_is_found(
     nobody may send a whole model by himself; models must be on their way both ways when the only link is cut.
 
     `first`: the seed to begin with, as above."""
-    monkeypatch.setattr("pala.lab.simulate.schedules._END_S", 2000.0)  # long after any of these ends without the bug
+    monkeypatch.setattr("explorer.schedules.END_S", 2000.0)  # long after any of these ends without the bug
     with pytest.raises(InvariantError, match=symptom):
         for seed in range(first, 400):
             network = list(NETWORKS.values())[seed % 5]
@@ -633,62 +472,10 @@ def test_a_planted_bug_that_needs_bad_luck_is_found(
 
 def test_dropping_debts_and_merging_models_costs_the_pace() -> None:
     """What the protocol did before: with fewer and fewer models about, the ranks come to take turns."""
-
-    class DropsAndMerges(GossipProtocol):
-        def update_finished(self, now_s, steps, healthy=True):
-            self._owed.clear()
-            self._rounds_due = 1
-            return super().update_finished(now_s, steps, healthy)
-
     assert pace("random", DropsAndMerges) < 0.3
 
 
 # ---- the same in the driver ------------------------------------------------------------------------------------------
-
-
-class KeepsTheCredit(GossipDriver):
-    def _perform(self, actions):
-        kept = [a for a in actions if not (isinstance(a, SendControl) and a.message.kind is Kind.CREDIT)]
-        super()._perform(kept if any(isinstance(a, Mix) for a in actions) else actions)
-
-
-class TellsNoDeaths(GossipDriver):
-    def on_death(self, rank):
-        pass
-
-
-class AcceptsPoison(GossipDriver):
-    def __init__(self, protocol, transport, models, *arguments, **options):
-        read = models.open
-        models.open = lambda received, offer=None: Opened(read(received, offer).message)
-        super().__init__(protocol, transport, models, *arguments, **options)
-
-
-class AddsNothing(GossipDriver):
-    def _perform(self, actions):
-        super()._perform([a for a in actions if not isinstance(a, Accept)])
-
-
-class KeepsWhatItShouldForget(GossipDriver):
-    def _perform(self, actions):
-        super()._perform([a for a in actions if not isinstance(a, Clear)])
-
-
-class FillsASnapshotOnItsWay(GossipDriver):
-    def _free_snapshot(self):
-        return self._snapshots[0]
-
-
-class HasNoSpareSnapshots(GossipDriver):
-    """As the virtual cluster once was: peers that do not answer hold all."""
-
-    def _free_snapshot(self):
-        return next((snapshot for snapshot in self._snapshots if snapshot.is_free), None)
-
-
-class SendsToOneOnly(GossipDriver):
-    def _send_model(self, action):
-        super()._send_model(action._replace(peers=action.peers[:1]))
 
 
 DRIVER_BUGS = {
@@ -731,7 +518,15 @@ def test_stopped_peers_that_hold_all_snapshots_hold_up_nobody() -> None:
 
 @pytest.mark.parametrize(("number", "draw_s"), [(signal.SIGTERM, 0.0), (signal.SIGKILL, 5.0)])
 def test_its_processes_end_with_it(number: signal.Signals, draw_s: float, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pala.simulate", "check", "--schedules", "1000000", "--processes", "2"]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "tests" / "explorer"),
+        "check",
+        "--schedules",
+        "1000000",
+        "--processes",
+        "2",
+    ]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as check:
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pala.lab.simulate import __main__ as program
 from pala.lab.simulate import methods, predict
 from pala.lab.simulate.allreduce import halving_doubling_s, predict_allreduce, ring_s
 from pala.lab.simulate.cluster import Cluster, Link, Prediction
@@ -155,7 +156,7 @@ def test_what_was_sent_was_received_or_is_on_its_way() -> None:
         cluster = GossipCluster(Cluster(12, ranks_per_host=3, bandwidth_bytes_per_s=1e8), COSTS, topology, 3)
         for time_s in (0.5, 1.0, 3.0):
             cluster.play_until(time_s)
-            received = sum(rank.protocol.counts["models_received"] for rank in cluster.ranks)
+            received = sum(rank.state.counts["models_received"] for rank in cluster.ranks)
             on_their_way = sum(message.bulk for message in cluster.on_their_way.values())
             assert received + on_their_way == cluster.models_sent > 0
         assert not cluster.violations
@@ -362,3 +363,13 @@ def test_who_waits_no_more_takes_a_message_where_it_looks_next() -> None:
     cluster.ranks[1].waiting = False
     cluster.play_until(0.09)
     assert seen and seen[0] > 0.05 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["check", "explore"])
+def test_what_is_for_developers_says_where_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pala.simulate", name, "--faults", "stop"])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert f"`python tests/explorer {name}`" in capsys.readouterr().err

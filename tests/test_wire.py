@@ -10,10 +10,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pala.config.catalogue import RULES
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.codecs import Float32
 from pala.exchange.gossip.messages import WITH_MODEL, Kind, gossip_sizes
-from pala.exchange.gossip.mixing import RULES
+from pala.exchange.gossip.mixing import counted
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Refusal, Wire
 
@@ -235,12 +236,12 @@ def test_mixing_is_the_weighted_mean(mixing: str, num_models: int, device: torch
     random = np.random.default_rng(num_models)
     models = random.normal(size=(num_models + 1, PARAMETERS)).astype(np.float32)  # the first is the receiver's
     weights = random.uniform(0.1, 1, size=num_models + 1)
-    rule = RULES[mixing](weights[0])
+    rule = RULES[mixing]
     parameters, into = torch.from_numpy(models[0].copy()).to(device), receive_buffer(device)
     for sender in range(1, num_models + 1):
         assert receive(into, encoded(message(sender=sender), torch.from_numpy(models[sender]))) is None
-        into.add(rule.receive(weights[sender]))
-    distance = into.codec.mix(parameters, rule.weight)
+        into.add(counted(rule, weights[sender]))
+    distance = into.codec.mix(parameters, counted(rule, weights[0]))
 
     row_of_W = weights / weights.sum() if mixing == "push_sum" else np.full(num_models + 1, 1 / (num_models + 1))
     np.testing.assert_allclose(parameters.cpu().numpy(), row_of_W @ models, atol=1e-6)

@@ -70,7 +70,18 @@ class A2CAgent(Agent[ModelExchange]):
 
     def take_place(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
         flat = self.flat
-        exchange = Gossip(comm, flat.data, flat.signature, self.config, None, interrupt, sleeping, flat.num_moments)
+        exchange = Gossip(
+            comm,
+            flat.data,
+            flat.signature,
+            self.config.exchange,
+            None,
+            interrupt,
+            total_steps=self.config.total_steps,
+            seed=self.config.seed,
+            num_exact=flat.num_moments,
+            slept=sleeping,
+        )
         return exchange if exchange.take_place() else None
 
     def make_loop(self, exchange: ModelExchange, interrupt: Interrupt) -> Learner:

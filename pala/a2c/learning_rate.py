@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pala.config.catalogue import RULES, TOPOLOGIES, kind_of
+from pala.config.catalogue import RULES, kind_of
+from pala.exchange.gossip.topology import GRAPHS
 
 if TYPE_CHECKING:
     from pala.config import ExchangeConfig
@@ -20,7 +21,7 @@ def kept_by_mixing(exchange: ExchangeConfig, ranks: int) -> float:
     """
     if RULES[exchange.mixing].by_pairs:
         return 1.0
-    others = ranks - 1 if TOPOLOGIES[exchange.graph].to_all else min(1, ranks - 1)
+    others = GRAPHS[exchange.graph].num_in_peers(ranks)
     return 1 / (1 + _MODEL_AGE_UPDATES * others / (1 + others))
 
 

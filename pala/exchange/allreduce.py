@@ -57,7 +57,7 @@ class AllReduce(ModelExchange):
         return self._stop
 
     def stop_now(self, reason: Stop) -> None:
-        """The others learn of it by the next reduction, which `close` takes part in."""
+        """End training; the others learn of it by the next reduction, which `close` takes part in."""
         if self._stop is Stop.NONE:
             self._stop = reason
 
@@ -88,7 +88,7 @@ class AllReduce(ModelExchange):
         return agree_on_end(self._comm, self._stop, self._local_steps, timeout_s, self._interrupt).stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        """The parameters of rank 0. That all ranks have the same is checked, and a difference is reported."""
+        """Return the parameters of rank 0. That all ranks have the same is checked, and a difference is reported."""
         mine = self._parameters.detach().cpu()
         final = model_of_first(self._comm, mine, True, timeout_s, self._interrupt)
         distance = float((final - mine).norm())
@@ -118,6 +118,6 @@ class AllReduce(ModelExchange):
         return barrier()
 
     def _check_budget(self) -> None:
-        """Every rank counts every update, so all stop after the same."""
+        """Stop when the budget is met: every rank counts every update, so all stop after the same."""
         if self.global_steps >= self._budget_steps:
             self.stop_now(Stop.BUDGET)

@@ -31,7 +31,7 @@ def agree_on_end(
     comm: Communicator, stop: Stop, local_steps: np.ndarray, timeout_s: float | None, interrupt: Interrupt,
     has_left: bool = False,
 ) -> End:  # fmt: skip
-    """Why training ends (the highest reason of any rank), the steps of every rank, and who lives. Collective.
+    """Return why training ends (the highest reason of any rank), every rank's steps, and who lives. Collective.
 
     `local_steps`: uint64 [ranks], as far as known here; `has_left`: this rank trained no more, while others did.
     """
@@ -54,9 +54,9 @@ _HARDLY = 1e-9  # weight of a model that counts only if no other does
 def average_of_ranks(
     comm: Communicator, parameters: Tensor, weight: float, counts: bool, timeout_s: float | None, interrupt: Interrupt
 ) -> Tensor:
-    """The weighted average of the living ranks' flat parameters, on the host; what is not finite has no part in it, and
-    one that does not count (nobody has trained it, say) only if none counts. Collective. Raises EndError, on all ranks,
-    if no rank's is finite."""
+    """Return the weighted average of the living ranks' flat parameters, on the host. A model that is not finite has no
+    part in it, and one that does not count (no rank has trained it, say) only if none counts. Collective. Raises
+    EndError, on all ranks, if no rank's is finite."""
     mine, weight = parameters.detach().cpu(), weight * (1.0 if counts else _HARDLY)
     if not bool(mine.isfinite().all()):
         say(f"[rank {comm.rank}] its parameters are not finite and have no part in the final average")
@@ -78,8 +78,8 @@ def average_of_ranks(
 def model_of_first(
     comm: Communicator, parameters: Tensor, counts: bool, timeout_s: float, interrupt: Interrupt
 ) -> Tensor:
-    """The flat parameters of the first rank that lives and counts, on the host; of the first that lives if none counts.
-    Collective."""
+    """Return the flat parameters of the first rank that lives and counts, on the host; if none counts, of the first
+    that lives. Collective."""
     mine = parameters.detach().cpu()
 
     def of_first(survivors: Survivors) -> Tensor:
@@ -130,7 +130,7 @@ class Exchange(abc.ABC):
         """End training on all ranks."""
 
     def listen(self) -> None:  # noqa: B027  most hear of each other anyhow
-        """From now on `stop_now` reaches all ranks, also of an exchange that otherwise tells them nothing. Before the
+        """Let `stop_now` reach all ranks from now on, also of an exchange that otherwise tells them nothing. Before the
         first update. Collective."""
 
     def leave(self) -> bool:
@@ -151,11 +151,11 @@ class Exchange(abc.ABC):
         """
 
     def abandon(self) -> None:  # noqa: B027  some have no transport
-        """This rank has failed: from here on it says and hears nothing. Not collective."""
+        """Say and hear nothing from here on: this rank has failed. Not collective."""
 
     @abc.abstractmethod
     def final_parameters(self, timeout_s: float) -> Tensor:
-        """The final policy's flat parameters, equal on all ranks, on the host. Collective; after `close`."""
+        """Return the final policy's flat parameters, equal on all ranks, on the host. Collective; after `close`."""
 
     def metrics(self) -> dict[str, Any]:
         """Figures since the last call, for the metrics file (keys: docs/metrics.md); none, if there is no more to say
@@ -164,7 +164,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def state(self) -> ExchangeState:
-        """For the checkpoint."""
+        """Return what a checkpoint keeps of this exchange."""
 
 
 class ModelExchange(Exchange):
@@ -178,7 +178,7 @@ class ModelExchange(Exchange):
         return 0
 
     def average_gradient(self, gradient: Tensor) -> bool:
-        """The flat gradient of an update, before the optimiser takes it; may be changed in place, and may wait.
+        """Average the flat gradient of an update in place, before the optimiser takes it. May wait.
 
         False if training ends here and the update is to be left out. Most exchanges leave gradients alone; all-reduce
         is collective here, and raises EndError where it waits in vain.
@@ -187,7 +187,7 @@ class ModelExchange(Exchange):
 
     @abc.abstractmethod
     def after_update(self, steps: int, healthy: bool) -> bool:
-        """One update from `steps` steps is done; mix the parameters in place. May wait. Not collective.
+        """Mix the parameters in place after an update from `steps` steps. May wait. Not collective.
 
         `healthy` is False if the parameters are not finite: then they are replaced by what peers sent, where peers send
         models. Returns whether the parameters are finite now; where they are not, this rank cannot go on.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from pala.comm.base import Communicator
-    from pala.config import Config
 
 
 class Stop(enum.IntEnum):
@@ -23,7 +23,7 @@ class Stop(enum.IntEnum):
 
     NONE = 0
     BUDGET = 1
-    CALLBACK = 2  # of the user's: the policy is good enough, or will never be
+    CALLBACK = 2  # the user's: the policy is good enough, or will never be
     ALL_LEAVE = 3  # nobody is left who was not told to leave
     SIGNAL = 4  # that asks the whole job to end
 
@@ -33,60 +33,90 @@ class Stop(enum.IntEnum):
         return self in (Stop.BUDGET, Stop.CALLBACK)
 
 
+@dataclass(slots=True, init=False, eq=False)
 class StepBudget:
-    """What one rank knows of everybody's steps, of who lives and of the end. Every method is a pure transition."""
+    """What one rank knows of everybody's steps, of who lives and of the end: a value that its transitions change in
+    place. None of them communicates."""
+
+    rank: int
+    size: int
+    num_places: int
+    """Ranks that train while there are enough: all but the spares."""
+    budget_steps: int
+    base_steps: int
+    """Steps made by an earlier run with other ranks."""
+    local_steps: np.ndarray
+    """Steps of every rank, uint64 [size]. The array is replaced, never changed, as messages on their way hold it."""
+    sum_steps: int
+    stop: Stop
+    """Why training ends here."""
+    present: Sequence[int]
+    """Ranks whose process lives, as far as known here; sorted."""
+    living: Sequence[int]
+    """Present ranks that train; sorted."""
+    asleep: set[int]
+    """Spares that have taken no place."""
+    left: set[int]
+    """Ranks that have left in good order, dead since or not."""
+    stop_told: bool
 
     def __init__(
-        self, rank: int, size: int, budget_steps: int, local_steps: Iterable[int] | None = None, base_steps: int = 0,
+        self,
+        rank: int,
+        size: int,
+        budget_steps: int,
+        local_steps: Iterable[int] | None = None,
+        base_steps: int = 0,
         spares: int = 0,
-    ) -> None:  # fmt: skip
-        """`local_steps`: of every rank at the start; `base_steps`: made by an earlier run with other ranks; the last
-        `spares` ranks sleep until one of those before is gone."""
-        self.rank, self.size, self._num_places = rank, size, size - spares
-        self.budget_steps, self.base_steps = budget_steps, base_steps
-        # uint64 [size]; replaced, never changed, as messages on their way hold it
+    ) -> None:
+        """`local_steps`: steps of every rank at the start; the last `spares` ranks sleep until one of those before is
+        gone."""
+        self.rank, self.size = rank, size
+        self.num_places = size - spares
+        self.budget_steps = budget_steps
+        self.base_steps = base_steps
         self.local_steps = np.array(np.zeros(size) if local_steps is None else list(local_steps), np.uint64)
-        self._sum = int(self.local_steps.sum())
-        self.stop = Stop.NONE  # why training ends here
+        self.sum_steps = int(self.local_steps.sum())
+        self.stop = Stop.NONE
         # Lists only once a rank is gone: 10,000 lists of 10,000 ranks would take 4 GB.
-        self.present: Sequence[int] = range(size)  # ranks whose process lives, as far as known here; sorted
-        self.living: Sequence[int] = range(size - spares)  # those of them that train
-        self._asleep = set(range(size - spares, size))  # spares that have taken no place
-        self.left: set[int] = set()  # ranks that have left in good order, dead since or not
-        self._stop_told = False
+        self.present = range(size)
+        self.living = range(size - spares)
+        self.asleep = set(range(size - spares, size))
+        self.left = set()
+        self.stop_told = False
         self._check_budget()
 
     @property
     def global_steps(self) -> int:
         """Environment steps of all ranks, as far as known here: never more than were made."""
-        return self.base_steps + self._sum
+        return self.base_steps + self.sum_steps
 
     def add_steps(self, steps: int) -> None:
-        """This rank made so many."""
+        """Count `steps` steps of this rank."""
         self.local_steps = self.local_steps.copy()
         self.local_steps[self.rank] += np.uint64(steps)
-        self._sum += steps
+        self.sum_steps += steps
         self._check_budget()
 
-    def news(self, local_steps: np.ndarray, stop: Stop) -> None:
-        """What a message says of everyone's steps and of the end. uint64 [size]."""
+    def merge(self, local_steps: np.ndarray, stop: Stop) -> None:
+        """Take over what a message says: the maximum of each rank's steps, uint64 [size], and the end."""
         self.local_steps = np.maximum(self.local_steps, local_steps)
-        self._sum = int(np.add.reduce(self.local_steps))
-        for rank in [rank for rank in self._asleep if self.local_steps[rank] > 0]:
+        self.sum_steps = int(np.add.reduce(self.local_steps))
+        for rank in [rank for rank in self.asleep if self.local_steps[rank] > 0]:
             self.rank_joined(rank)
         self.stop_now(stop)
         self._check_budget()
 
     def stop_now(self, reason: Stop) -> None:
-        """This rank ends training, and will tell the others."""
+        """End training on this rank, which will tell the others."""
         if self.stop is Stop.NONE:
             self.stop = reason
 
     def peer_died(self, peer: int) -> None:
-        """`peer` is gone."""
+        """Take `peer` for gone."""
         if peer in self.present:
             self.present = [p for p in self.present if p != peer]
-            self._stop_told = False  # whom the dead peer should have told must hear it from others
+            self.stop_told = False  # whom the dead peer should have told must hear it from others
             self._count()
 
     @property
@@ -94,48 +124,48 @@ class StepBudget:
         """True of a rank that sleeps and has to take a place. As many ranks train as in the beginning, the lowest
         that live. So all agree on who they are as soon as they have heard of the same deaths, in whatever order; and
         with every further death one who had to train still has to."""
-        lowest = [rank for rank in self.present if rank not in self.left][: self._num_places]
+        lowest = [rank for rank in self.present if rank not in self.left][: self.num_places]
         return self.stop is Stop.NONE and self.rank in lowest
 
     @property
     def lost(self) -> list[int]:
         """Other ranks that have trained and train no more."""
         training = {self.rank, *self.living}
-        return [r for r in range(self.size) if r not in training and (r < self._num_places or self.local_steps[r] > 0)]
+        return [r for r in range(self.size) if r not in training and (r < self.num_places or self.local_steps[r] > 0)]
 
     @property
     def joining(self) -> list[int]:
         """Spares that train from now on, and of which no step is known."""
-        return [r for r in self.living if r >= self._num_places and not self.local_steps[r]]
+        return [r for r in self.living if r >= self.num_places and not self.local_steps[r]]
 
     def rank_joined(self, rank: int) -> None:
-        """`rank`, a spare, trains from now on."""
-        self._asleep.discard(rank)
+        """Count `rank`, a spare, among those that train."""
+        self.asleep.discard(rank)
         self._count()
 
     def rank_left(self, rank: int) -> None:
-        """`rank`, perhaps this one, makes no more steps. It may live on, and then hears of the end."""
+        """Expect no more steps of `rank`, perhaps this one. It may live on, and then hears of the end."""
         self.left.add(rank)
         self._count()
 
     def stayed(self, ranks: Iterable[int]) -> None:
-        """These ranks are there at the end: what they may have said of leaving did not come true."""
+        """Take back that these ranks have left: they are there at the end."""
         self.left.difference_update(ranks)
         self._count()
 
     def tell_stop(self) -> tuple[int, ...]:
-        """Peers to tell that training ends: once, when it does, and anew after a death; otherwise none. A peer that is
-        listed twice gets two messages."""
-        if self.stop is Stop.NONE or self._stop_told:
+        """Return the peers to tell that training ends: once, when it does, and anew after a death; otherwise none. A
+        peer that is listed twice gets two messages."""
+        if self.stop is Stop.NONE or self.stop_told:
             return ()
-        self._stop_told = True
+        self.stop_told = True
         peers = broadcast_peers(self.rank, self.present)
         # A spare that sleeps hears of the end by nothing else, nor does a rank that has left and lives: one damaged
         # message must not be all that it is sent. Of three ranks and more each is told by two.
-        return 2 * peers if len(peers) == 1 and peers[0] in self.left | self._asleep else peers
+        return 2 * peers if len(peers) == 1 and peers[0] in self.left | self.asleep else peers
 
     def _count(self) -> None:
-        self.living = [rank for rank in self.present if rank not in self.left and rank not in self._asleep]
+        self.living = [rank for rank in self.present if rank not in self.left and rank not in self.asleep]
 
     def _check_budget(self) -> None:
         if self.global_steps >= self.budget_steps:
@@ -153,18 +183,16 @@ class ExchangeState(NamedTuple):
 
     @property
     def global_steps(self) -> int:
-        """Made by all ranks, as far as known."""
+        """Steps of all ranks, as far as known."""
         return self.base_steps + sum(self.local_steps)
 
 
-def budget_of(comm: Communicator, config: Config, start: ExchangeState) -> StepBudget:
-    """What a rank of a job knows when it begins, or begins to sleep."""
-    return StepBudget(
-        comm.rank, comm.size, config.total_steps, start.local_steps, start.base_steps, config.run.spares
-    )  # fmt: skip
+def budget_of(comm: Communicator, start: ExchangeState, total_steps: int, spares: int = 0) -> StepBudget:
+    """Return what a rank of a job knows when it begins, or begins to sleep."""
+    return StepBudget(comm.rank, comm.size, total_steps, start.local_steps, start.base_steps, spares)
 
 
 def broadcast_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Whom to tell a piece of news so that, passed on once by everyone, it reaches all in log2 n hops."""
+    """Return the ranks to tell a piece of news so that, passed on once by everyone, it reaches all in log2 n hops."""
     n, place = len(ranks), ranks.index(rank)
     return tuple(ranks[(place + (1 << k)) % n] for k in range((n - 1).bit_length()))

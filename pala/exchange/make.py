@@ -10,7 +10,7 @@ from pala.config.catalogue import kind_of
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
-from pala.exchange.gossip.exact import make_codec_with_exact
+from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.exchange import Gossip
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
@@ -24,8 +24,8 @@ def make_exchange(
     comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt,
     num_exact: int = 0,
 ) -> ModelExchange:  # fmt: skip
-    """The exchange that the configuration names, on a flat parameter vector, of which the last `num_exact` elements are
-    never rounded or left out. Collective."""
+    """Return the exchange that the configuration names, on a flat parameter vector, of which the last `num_exact`
+    elements are never rounded or left out. Collective."""
     kind, budget_steps = config.exchange.kind, config.total_steps
     if kind == "none":
         return NoExchange(comm, parameters, budget_steps, start, interrupt)
@@ -34,7 +34,18 @@ def make_exchange(
     if kind == "shared_memory":
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt, num_exact)
     if kind == "gossip":
-        return Gossip(comm, parameters, signature, config, start, interrupt, num_exact=num_exact)
+        return Gossip(
+            comm,
+            parameters,
+            signature,
+            config.exchange,
+            start,
+            interrupt,
+            total_steps=budget_steps,
+            seed=config.seed,
+            spares=config.run.spares,
+            num_exact=num_exact,
+        )
     raise AssertionError(f"nothing here makes an exchange of kind {kind!r}")
 
 
@@ -42,7 +53,7 @@ def check_size(config: ExchangeConfig, parameters: Tensor, num_exact: int) -> No
     """Raise PalaError if gossip could not send such a model in one message."""
     if config.kind != "gossip" or parameters.nbytes < _MOST_BYTES // 2:
         return
-    sizes = make_codec_with_exact(config, parameters, num_exact).sizes
+    sizes = make_codec(config, parameters, num_exact).sizes
     message_bytes = max(allowed[-1] for allowed in sizes.values())
     if message_bytes > _MOST_BYTES:
         halves = " 'exchange.compression' 'bfloat16' halves it." * (config.compression == "none")

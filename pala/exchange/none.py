@@ -72,7 +72,7 @@ class NoExchange(ModelExchange):
         return healthy
 
     def close(self, timeout_s: float) -> Stop:
-        """Ranks of unlike speed end at unlike times: waits for the slowest without a limit, but for a signal."""
+        """Wait for the slowest without a limit, except for a signal: ranks of unlike speed end at unlike times."""
         known = np.array(self._start.local_steps, np.uint64)
         known[self._comm.rank] = self._local_steps
         if self._bell is not None:
@@ -106,7 +106,7 @@ class _Bell(Receiver):
     """Tells all ranks, once, that a callback ends training. Any message is its ringing."""
 
     def __init__(self, comm: Communicator) -> None:
-        """Collective."""
+        """Open a transport. Collective."""
         self._rank, self.has_rung, self.dead = comm.rank, False, set[int]()
         self.transport = comm.open_transport()
         self.transport.start(self)

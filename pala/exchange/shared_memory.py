@@ -31,7 +31,7 @@ from pala.config import ExchangeConfig
 from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import MIXES_A_MEASUREMENT
-from pala.exchange.gossip.topology import out_peers
+from pala.exchange.gossip.topology import GRAPHS
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import LongWait, wait_asleep
@@ -71,11 +71,11 @@ class Window:
         comm.barrier()
 
     def fence(self) -> None:
-        """What was written before is seen by others before what is written after."""
+        """Let others see what was written before earlier than what is written after."""
         self._block.fence()
 
     def free(self) -> None:
-        """Collective. The arrays must not be used any more."""
+        """Give the memory back. The arrays must not be used any more. Collective."""
         self._block.free()
 
 
@@ -92,8 +92,9 @@ class SharedMemory(ModelExchange):
         self._comm, self._rank, self._parameters, self._interrupt = comm, comm.rank, parameters, interrupt
         self._max_staleness, self._budget_steps, self._base_steps = config.max_staleness, budget_steps, start.base_steps
         everybody = range(comm.size)
-        self._out = list(out_peers(config.graph, comm.rank, everybody, 0, 0))
-        self._in = [rank for rank in everybody if comm.rank in out_peers(config.graph, rank, everybody, 0, 0)]
+        graph = GRAPHS[config.graph]
+        self._out = list(graph.out_peers(comm.rank, everybody, 0, 0))
+        self._in = [rank for rank in everybody if comm.rank in graph.out_peers(rank, everybody, 0, 0)]
         self._window = Window(comm, parameters.numel(), start.local_steps[self._rank])
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
@@ -249,7 +250,7 @@ class SharedMemory(ModelExchange):
         return LongWait(self._rank, f"the model of rank {', '.join(map(str, self._in))}")
 
     def _wait_for_peers(self, wait: LongWait, most_s: float) -> None:
-        """Until every in-peer has written, training ends, or `wait` took so long."""
+        """Wait until every in-peer has written, training ends, or `wait` took `most_s` seconds."""
         if self._all_written():
             return
         begin = time.perf_counter()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pala.comm.base import Transport
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.system.interrupt import Interrupt
+from pala.system.waiting import wait_asleep
 
 _LOOK_S = 0.5  # a rank that sleeps looks at signals so often
 
@@ -39,14 +40,14 @@ class Sleeping(abc.ABC):
     def until_needed(self) -> bool:
         """Sleep. True if this rank has to take a place; False if training ends, or it is told to leave. Raises EndError
         if training cannot go on."""
-        while not (self.is_needed or self._interrupt.leave_requested):
-            if self._budget.stop is not Stop.NONE:
-                return False
-            self._wait(_LOOK_S)
-            self.transport.raise_failure()
-            if self._interrupt.signal is not None:
-                self._end(Stop.SIGNAL)
-        return not self._interrupt.leave_requested
+        wait_asleep(self._may_wake, None, self._interrupt, _LOOK_S, sleep=self._wait)
+        return self.is_needed and not self._interrupt.leave_requested
+
+    def _may_wake(self) -> bool:
+        self.transport.raise_failure()
+        if self._interrupt.signal is not None:
+            self._end(Stop.SIGNAL)
+        return self.is_needed or self._interrupt.leave_requested or self._budget.stop is not Stop.NONE
 
     def close(self, timeout_s: float) -> None:
         """Take part in the end of the messages. Collective. Raises EndError as `Transport.close`."""
@@ -59,7 +60,7 @@ class Sleeping(abc.ABC):
 
     @abc.abstractmethod
     def _wait(self, timeout_s: float) -> None:
-        """Until something has come, at most so long; asleep."""
+        """Sleep until something has come, at most `timeout_s` seconds."""
 
     @abc.abstractmethod
     def _end(self, reason: Stop) -> None:

@@ -97,7 +97,7 @@ class Wire:
         )
 
     def encoded(self, message: Message) -> np.ndarray:
-        """A message with nothing behind the counters, in memory of its own: uint8 [control_bytes]."""
+        """Return a message with nothing behind the counters, in memory of its own: uint8 [control_bytes]."""
         data = np.zeros(self.control_bytes, np.uint8)
         self.encode(message, data)
         return data
@@ -131,7 +131,7 @@ class Wire:
         return Message(known_kind, sender, round_, weight, Stop(stop), local_steps, Format(format_))
 
     def decode_from(self, source: int, data: np.ndarray) -> Message | Refusal:
-        """The same of bytes that came from this rank, which they must name as their sender."""
+        """Decode bytes that came from this rank, which they must name as their sender."""
         message = self.decode(data)
         if isinstance(message, Message) and message.sender != source:
             return Refusal(f"it says it comes from rank {message.sender}")

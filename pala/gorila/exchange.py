@@ -216,7 +216,7 @@ class GorilaExchange(Exchange, Receiver):
         budget = self._node.budget
         has_left = self._members.has_left
         end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt, has_left)
-        budget.news(end.local_steps, end.stop)
+        budget.merge(end.local_steps, end.stop)
         self._forget_all_but(end.living)
         budget.stayed(end.stayed)
         return end.stop

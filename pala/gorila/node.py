@@ -277,7 +277,7 @@ class Node:
         if isinstance(message, Refusal):
             refusal: Refusal | None = message
         else:
-            self.budget.news(message.local_steps, message.stop)
+            self.budget.merge(message.local_steps, message.stop)
             refusal = self._act_on(message, data[self._wire.control_bytes :])
         if refusal is not None:
             self.counts["messages_refused"] += 1

@@ -180,7 +180,7 @@ class GorilaParts(Agent[GorilaExchange]):
         if index is not None:
             begin = ServedModel(self.flat.data, self.squares, self.target.data, self.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)
-        budget = budget_of(comm, self.config, self.start)
+        budget = budget_of(comm, self.start, self.config.total_steps, self.config.run.spares)
         return GorilaExchange(comm, self.rules, budget, self.version, shard, self.store, interrupt)
 
     def take_place(self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt) -> GorilaExchange | None:

@@ -24,7 +24,7 @@ class SleepingGorila(Sleeping, Receiver):
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
         """Collective."""
         spares = config.run.spares
-        budget = budget_of(comm, config, begin.start)
+        budget = budget_of(comm, begin.start, config.total_steps, config.run.spares)
         places = Places(assign(config.gorila, comm.size - spares, spares), comm.size)
         self.members = Members(budget, places, config.gorila.patience_s, self._tell)
         self._wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(ABOUT_MEMBERS, NOTHING))
@@ -84,7 +84,7 @@ class SleepingGorila(Sleeping, Receiver):
         message = self._wire.decode_from(received.source, received.data)
         if isinstance(message, Refusal):
             return message
-        self._budget.news(message.local_steps, message.stop)
+        self._budget.merge(message.local_steps, message.stop)
         return self.members.hear(message)
 
     def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:

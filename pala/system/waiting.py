@@ -41,9 +41,11 @@ def wait_asleep(
 ) -> None:  # fmt: skip
     """Wait until `done()`; after a signal, not for long. Raises EndError when time is up.
 
-    `wait`: says that it takes long. `sleep(seconds)` may return early, when `done()` is worth another look.
+    `wait`: says that it takes long. `sleep(seconds)`, if it is another one, returns early when `done()` is worth
+    another look, so it sleeps long at once.
     """
-    wait, sleep_s = wait or LongWait(), 1e-4
+    wait = wait or LongWait()
+    sleep_s = 1e-4 if sleep is time.sleep else longest_sleep_s
     signalled_s: float | None = None
     while not done():
         wait.look()

@@ -16,18 +16,17 @@ import torch
 from gymnasium.spaces import Box
 
 import pala
+from explorer.explore import Explorer
+from explorer.states import Case
 from pala.config import EnvConfig, ExchangeConfig, GorilaConfig
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.codecs import Codec
-from pala.exchange.gossip.exact import make_codec_with_exact
+from pala.exchange.gossip.codecs import Codec, make_codec
 from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Format, Message, Refusal, Wire
 from pala.gorila.messages import Kind as GorilaKind
 from pala.gorila.node import Formats, Rules
 from pala.gorila.replay import Batch, Experience
-from pala.lab.simulate.explore import Explorer
-from pala.lab.simulate.explore_states import Case
 from pala.report import runs as report_runs
 from pala.run.metrics import read_run
 from pala.run.run_folder import read as read_record
@@ -84,7 +83,7 @@ def _gossip(case: Values, parameters: list[float]) -> tuple[Wire, Codec, torch.T
     """Make a rank's wire and codec as training does; the codec begins with these parameters."""
     flat = torch.tensor(parameters, dtype=torch.float32)
     config = ExchangeConfig(compression=case["compression"], top_k_fraction=case["top_k_fraction"])
-    codec = make_codec_with_exact(config, flat, case["num_exact"])
+    codec = make_codec(config, flat, case["num_exact"])
     sizes = gossip_sizes(codec.sizes)
     return Wire(case["num_ranks"], len(parameters), case["signature"], sizes), codec, flat
 

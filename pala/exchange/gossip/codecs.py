@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """When cast."""
+        """Size in bytes after the cast to `dtype`."""
         return self.values.numel() * self.dtype.itemsize
 
 
@@ -77,7 +77,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def pack(self, parameters: Tensor, whole: bool) -> Packed:
-        """What is to be sent of these parameters now. `whole`: all of them."""
+        """Return what is to be sent of these parameters now. `whole`: all of them."""
 
     @abc.abstractmethod
     def stage(self, format_: Format, received: Tensor) -> Refusal | None:
@@ -101,11 +101,11 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def staged_part(self) -> Part:
-        """Which parameters the staged model holds; valid as long as wanted."""
+        """Return which parameters the staged model holds; valid as long as wanted."""
 
     @abc.abstractmethod
     def pack_part(self, parameters: Tensor, part: Part) -> Packed:
-        """The same parameters of this rank's model: the answer to an offer."""
+        """Return these parameters of this rank's model: the answer to an offer."""
 
     @abc.abstractmethod
     def check_answer(self, offer: Held) -> Refusal | None:
@@ -113,7 +113,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def difference(self, offer: Held, in_place: bool) -> Change:
-        """The staged answer without the offer. `in_place`: it may lie where the offer did."""
+        """Return the staged answer without the offer. `in_place`: it may lie where the offer did."""
 
     def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
         """parameters <- parameters + fraction change, in place."""
@@ -152,7 +152,7 @@ class Float32(Codec):
         return Packed(self.format, (Piece(parameters, self.dtype),))
 
     def stage(self, format_: Format, received: Tensor) -> Refusal | None:
-        """One pass: a sum is finite only if every term is, or overflows."""
+        """Check in one pass: a sum is finite only if every term is, or overflows."""
         values = received.view(self.dtype)
         if self.keeps_block:
             self._staged = values
@@ -201,7 +201,7 @@ class Float32(Codec):
         parameters.copy_(self._take_mean())
 
     def _take_mean(self) -> Tensor:
-        """The weighted mean of the models that came; the sum is empty from then on."""
+        """Return the weighted mean of the models that came; the sum is empty from then on."""
         if self._scale != self._total_weight:  # more than one model
             self._sum.mul_(self._scale / self._total_weight)
         self._total_weight = 0.0
@@ -227,7 +227,7 @@ class BFloat16(Float32):
     format, dtype = Format.BFLOAT16, torch.bfloat16
 
     def difference(self, offer: Held, in_place: bool) -> Change:
-        """In float32, which holds it exactly but for the smallest bits: the offer's place is too small for that."""
+        """Subtract in float32, exact except for the smallest bits: the offer's place is too small for that."""
         offered = offer.data.view(self.dtype)
         differences = torch.empty_like(self._staged, dtype=torch.float32)
         for difference, staged, own in in_blocks(differences, self._staged, offered):
@@ -329,7 +329,7 @@ class TopK(Codec):
         return False
 
     def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
-        """Each parameter by what came of it; the distance is over the parameters that came."""
+        """Mix each parameter with what came of it; the distance is over the parameters that came."""
         sums, counts = self._sum.to(parameters.device), self._count.to(parameters.device)
         distance = None
         if measure:
@@ -341,7 +341,7 @@ class TopK(Codec):
         return distance
 
     def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
-        """Only what came of each parameter moves it."""
+        """Move each parameter by what came of it."""
         sums, counts = self._sum.to(parameters.device), self._count.to(parameters.device)
         change = self._sum_of_differences(parameters, sums, counts)
         parameters.add_(change, alpha=fraction)
@@ -350,18 +350,18 @@ class TopK(Codec):
         return distance
 
     def _sum_of_differences(self, parameters: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
-        """Of each parameter, by how much what came of it differs from it."""
+        """Return by how much what came of each parameter differs from it."""
         return torch.addcmul(sums, counts, parameters, value=-1, out=self._change)
 
     def _distance(self, sum_of_differences: Tensor, counts: Tensor) -> Tensor:
-        """From the parameters to the mean of what came of each."""
+        """Return the distance from the parameters to the mean of what came of each."""
         return sum_of_differences.div_(torch.where(counts > 0, counts, 1.0)).norm()
 
     def staged_part(self) -> Part:
         return None if self._indices is None else self._indices.clone()
 
     def pack_part(self, parameters: Tensor, part: Part) -> Packed:
-        """The reference stays: it is for what a rank tells of its own accord."""
+        """Leave the reference as it is: it is for what a rank tells of its own accord."""
         if part is None:
             return Packed(Format.FLOAT32, (Piece(parameters, torch.float32),))
         return _some(part, parameters.index_select(0, part.to(parameters.device)))
@@ -385,6 +385,74 @@ class TopK(Codec):
         self._count.zero_()
 
 
+class _ExactTail(Codec):
+    """Another codec, except for the last `count` parameters: running moments, which rounding would spoil.
+
+    A mean of 1,000 with a deviation of 1, rounded to 8 bits, is off by two deviations; and of parameters that are sent
+    when they have changed, a count of samples would always be sent, a mean in small units never. So these travel whole,
+    as float32, before what the other codec makes of the others. They are no part of the distance that is measured.
+    """
+
+    def __init__(self, codec: Codec, parameters: Tensor, count: int) -> None:
+        """`codec`: made for the other parameters."""
+        self._codec, self._exact = codec, Float32(parameters[-count:], may_keep_block=False)
+        self._first, self._bytes = parameters.numel() - count, 4 * count
+        self._indices = torch.arange(self._first, parameters.numel(), dtype=torch.int32)
+        self.whole_every, self.keeps_block = codec.whole_every, codec.keeps_block
+        self.sizes = {
+            format_: range(of.start + self._bytes, of.stop + self._bytes, of.step)
+            for format_, of in codec.sizes.items()
+        }
+
+    def pack(self, parameters: Tensor, whole: bool) -> Packed:
+        return self._with_exact(self._codec.pack(parameters[: self._first], whole), parameters)
+
+    def pack_part(self, parameters: Tensor, part: Part) -> Packed:
+        return self._with_exact(self._codec.pack_part(parameters[: self._first], part), parameters)
+
+    def _with_exact(self, packed: Packed, parameters: Tensor) -> Packed:
+        exact = Piece(parameters[self._first :], torch.float32)
+        return Packed(packed.format, (exact, *packed.pieces))  # first: aligned for float32
+
+    def stage(self, format_: Format, received: Tensor) -> Refusal | None:
+        refusal = self._exact.stage(Format.FLOAT32, received[: self._bytes])
+        return refusal or self._codec.stage(format_, received[self._bytes :])
+
+    def add(self, weight: float) -> bool:
+        self._exact.add(weight)
+        return self._codec.add(weight)
+
+    def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
+        self._exact.mix(parameters[self._first :], own_weight, False)
+        return self._codec.mix(parameters[: self._first], own_weight, measure)
+
+    def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
+        self._exact.pull(parameters[self._first :], fraction, False)
+        return self._codec.pull(parameters[: self._first], fraction, measure)
+
+    def staged_part(self) -> Part:
+        return self._codec.staged_part()
+
+    def check_answer(self, offer: Held) -> Refusal | None:
+        return self._codec.check_answer(self._without_exact(offer))
+
+    def difference(self, offer: Held, in_place: bool) -> Change:
+        exact = self._exact.difference(Held(Format.FLOAT32, offer.data[: self._bytes]), False).values
+        part, values = self._codec.difference(self._without_exact(offer), in_place)
+        return Change(None if part is None else torch.cat([part, self._indices]), torch.cat([values, exact]))
+
+    def _without_exact(self, held: Held) -> Held:
+        return Held(held.format, held.data[self._bytes :])
+
+    def heal(self, parameters: Tensor) -> None:
+        self._exact.heal(parameters[self._first :])
+        self._codec.heal(parameters[: self._first])
+
+    def clear(self) -> None:
+        self._exact.clear()
+        self._codec.clear()
+
+
 CODECS: Mapping[str, Callable[[ExchangeConfig, Tensor], Codec]] = {
     "none": lambda config, parameters: Float32(parameters),
     "bfloat16": lambda config, parameters: BFloat16(parameters),
@@ -393,13 +461,17 @@ CODECS: Mapping[str, Callable[[ExchangeConfig, Tensor], Codec]] = {
 """By the names of `exchange.compression`."""
 
 
-def make_codec(config: ExchangeConfig, parameters: Tensor) -> Codec:
-    """What the configuration names, for these parameters (flat float32)."""
-    return CODECS[config.compression](config, parameters)
+def make_codec(config: ExchangeConfig, parameters: Tensor, num_exact: int = 0) -> Codec:
+    """Return the codec that the configuration names for these parameters (flat float32), of which the last `num_exact`
+    are exact, whatever becomes of the others."""
+    make = CODECS[config.compression]
+    if num_exact == 0:
+        return make(config, parameters)
+    return _ExactTail(make(config, parameters[:-num_exact]), parameters, num_exact)
 
 
 def _some(indices: Tensor, values: Tensor) -> Packed:
-    """Some parameters of a model."""
+    """Return some parameters of a model, as they travel."""
     return Packed(Format.TOP_K, (Piece(indices, torch.int32), Piece(values, torch.float32)))
 
 
@@ -408,7 +480,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _rises_within(indices: Tensor, size: int) -> bool:
-    """True if 0 <= first < second < ... < size."""
+    """Return whether 0 <= first < second < ... < size."""
     if indices.numel() == 0:
         return True
     within = int(indices[0]) >= 0 and int(indices[-1]) < size

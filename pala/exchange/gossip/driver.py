@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pala.comm.base import Bytes, Packet, Received, Receiver, Transport
+from pala.config.catalogue import RULES
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.actions import (
     Accept,
@@ -40,7 +41,10 @@ from pala.exchange.gossip.actions import (
     Wait,
 )
 from pala.exchange.gossip.messages import NEWS, Kind
+from pala.exchange.gossip.one_way import OneWay
+from pala.exchange.gossip.paired import Paired
 from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.wire import Message, Refusal, Wire
 from pala.system.output import say
 
@@ -48,6 +52,11 @@ _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
 _MOST_REPLIES = 8  # to one peer that have not left
 MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
+
+
+def make_protocol(rules: Rules) -> GossipProtocol:
+    """Return the protocol that the rules' mixing needs."""
+    return Paired(rules) if RULES[rules.mixing].by_pairs else OneWay(rules)
 
 
 class Opened(NamedTuple):
@@ -62,20 +71,20 @@ class Models(abc.ABC):
     and whatever would move them does nothing."""
 
     def new_snapshot(self) -> Packet:
-        """Memory for a copy of the model on its way."""
+        """Return memory for a copy of the model on its way."""
         return Bytes(np.zeros(0, np.uint8))
 
     def fill(self, snapshot: Any, message: Message, whole: bool) -> int:
-        """Copy the model, or the part of it that is to be sent, under this header. Returns the number of bytes."""
+        """Copy the model, or the part of it that is to be sent, under this header. Return the number of bytes."""
         return 0
 
     def fill_answer(self, snapshot: Any, message: Message, peer: int) -> int:
-        """As `fill`, but only with the parameters that the offer from this peer held, which is in the inbox."""
+        """Fill a snapshot with only the parameters that the offer from this peer held, which is in the inbox."""
         return 0
 
     @abc.abstractmethod
     def control(self, message: Message) -> Packet:
-        """A message without a model, in memory of its own."""
+        """Return a message without a model, in memory of its own."""
 
     @abc.abstractmethod
     def open(self, received: Received, offer: Any = None) -> Opened:
@@ -89,35 +98,35 @@ class Models(abc.ABC):
         """Empty the inbox."""
 
     def mix(self, own_weight: float, measure: bool) -> Any:
-        """As `actions.Mix`. If `measure`, returns the distance between the model and the inbox's mean before."""
+        """Do what `actions.Mix` says. If `measure`, return the distance from the model to the inbox's mean before."""
         return None
 
     def pull(self, fraction: float, measure: bool) -> Any:
-        """As `actions.Pull`; measures as `mix`."""
+        """Do what `actions.Pull` says; measure as `mix`."""
         return None
 
     def keep(self, offer: Any) -> None:  # noqa: B027
-        """As `actions.Keep`, with the answer that was opened last."""
+        """Do what `actions.Keep` says, with the answer that was opened last."""
 
     def move(self, offer: Any, fraction: float) -> None:  # noqa: B027
-        """As `actions.Move`."""
+        """Do what `actions.Move` says."""
 
     def heal(self) -> None:  # noqa: B027
-        """As `actions.Heal`."""
+        """Do what `actions.Heal` says."""
 
     def look_ahead(self) -> None:  # noqa: B027
-        """Until `settle` the model itself does not change: it is its copy that moves, and of which snapshots are
-        taken. May be called again."""
+        """Leave the model itself as it is until `settle`: its copy moves, and snapshots are taken of the copy. May be
+        called again."""
 
     def settle(self) -> None:  # noqa: B027
         """Move the model by all that its copy was moved by; it may have been changed meanwhile."""
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
-        """As `Receiver.memory_for`."""
+        """Do what `Receiver.memory_for` says."""
         return None
 
     def give_up_memory(self) -> None:  # noqa: B027
-        """As `Receiver.give_up_memory`."""
+        """Do what `Receiver.give_up_memory` says."""
 
 
 class NoModels(Models):
@@ -135,7 +144,9 @@ class NoModels(Models):
 
 
 @dataclass(eq=False)
-class _Snapshot:
+class Snapshot:
+    """Memory for a copy of the model, and what it is used for."""
+
     packet: Packet
     sent_s: float = -math.inf  # when it was sent last
     peers: tuple[int, ...] = ()  # to whom
@@ -143,6 +154,7 @@ class _Snapshot:
 
     @property
     def is_free(self) -> bool:
+        """Whether it may be written over."""
         return self.packet.pending == 0 and not self.is_offer
 
 
@@ -151,12 +163,18 @@ class GossipDriver(Receiver):
     some of them touch the parameters."""
 
     def __init__(
-        self, protocol: GossipProtocol, transport: Transport, models: Models, num_snapshots: int = _SNAPSHOTS,
+        self,
+        protocol: GossipProtocol,
+        state: GossipState,
+        transport: Transport,
+        models: Models,
+        num_snapshots: int = _SNAPSHOTS,
         report: Callable[[str], None] = say,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`num_snapshots`: copies of the model that may be on their way, if the peers that they went to answer;
         `report`: takes a sentence for people."""
-        self.protocol, self.transport, self.models = protocol, transport, models
+        self.protocol, self.state = protocol, state
+        self.transport, self.models = transport, models
         self._num_snapshots, self._report = num_snapshots, report
         self.lock = threading.RLock()
         self._changed, self._num_waiting = threading.Condition(self.lock), 0
@@ -164,36 +182,36 @@ class GossipDriver(Receiver):
         self.distances: list[Any] = []
         self.heals = 0
         self._num_asked = 0  # times that a mix could have been measured
-        self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
-        self._offers: dict[int, _Snapshot] = {}  # by the peer that is to answer
+        self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
+        self.offers: dict[int, Snapshot] = {}  # open ones, by the peer that is to answer
         self._replies: list[tuple[int, Packet]] = []  # and to whom; some may not have left
-        self._complained_of: set[int] = set()
+        self._reported: set[int] = set()
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """The first update begins; messages may come from now on."""
-        self.protocol.start(self.transport.now_s())
+        """Begin the first update; messages may come from now on."""
+        self.protocol.start(self.state, self.transport.now_s())
         self.transport.start(self)
 
     def finish_update(self, steps: int, healthy: bool) -> None:
-        """One update from `steps` steps is done; `healthy`: the model is finite. `advance` must follow."""
+        """Count an update from `steps` steps; `healthy`: the model is finite. `advance` must follow."""
         with self.lock:
             self.models.settle()
-            self._perform(self.protocol.update_finished(self.transport.now_s(), steps, healthy))
+            self._perform(self.protocol.update_finished(self.state, self.transport.now_s(), steps, healthy))
 
     def between_steps(self) -> bool:
-        """In the middle of a rollout: exchange as is due, without a change of the parameters. True if something is to
-        be sent."""
+        """Exchange as is due in the middle of a rollout, without a change of the parameters. True if something is to be
+        sent."""
         with self.lock:
-            actions = self.protocol.between_steps(self.transport.now_s())
+            actions = self.protocol.between_steps(self.state, self.transport.now_s())
             if actions:
                 self.models.look_ahead()
                 self._perform(actions)
             return len(actions) > 0
 
     def settle(self) -> None:
-        """A rollout is broken off: make the moves that are owed."""
+        """Make the moves that are owed: a rollout is broken off."""
         with self.lock:
             self.models.settle()
 
@@ -201,12 +219,12 @@ class GossipDriver(Receiver):
         """Send, mix and give credit as is due. True if the next update may begin; else ask again when something has
         come, or after a while."""
         with self.lock:
-            actions = self.protocol.advance(self.transport.now_s(), self._can_send)
+            actions = self.protocol.advance(self.state, self.transport.now_s(), self._can_send)
             self._perform(actions)
             return isinstance(actions[-1], GoOn)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has come; asleep. With the lock held, which is given up meanwhile."""
+        """Sleep until something has come. With the lock held, which is given up meanwhile."""
         self._num_waiting += 1
         try:
             self._changed.wait(timeout_s)
@@ -214,32 +232,32 @@ class GossipDriver(Receiver):
             self._num_waiting -= 1
 
     def end(self, reason: Stop) -> None:
-        """This rank ends training: tell the others."""
+        """End training, and tell the others."""
         with self.lock:
-            self._perform(self.protocol.end(reason))
+            self._perform(self.protocol.end(self.state, reason))
 
     def wake(self, models: Models, whole_every: int) -> None:
-        """This rank has slept, without a model, and has one from now on, though of no use."""
+        """Hold a model from now on, after sleep, though it is of no use yet."""
         with self.lock:
             self.models = models
-            self.protocol.rules = replace(self.protocol.rules, whole_every=whole_every)
-            self._snapshots = [_Snapshot(models.new_snapshot()) for _ in range(self._num_snapshots)]
+            self.protocol = type(self.protocol)(replace(self.protocol.rules, whole_every=whole_every))
+            self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(self._num_snapshots)]
 
     def take_place(self) -> None:
         """Train from now on; `advance` says when a peer's model has come."""
         with self.lock:
-            self.protocol.take_place(self.transport.now_s())
+            self.protocol.take_place(self.state, self.transport.now_s())
 
     def leave(self) -> None:
-        """This rank trains no more: tell the others, who go on."""
+        """Train no more, and tell the others, who continue."""
         with self.lock:
-            self._perform(self.protocol.leave())
+            self._perform(self.protocol.leave(self.state))
 
     def finish(self) -> None:
-        """The transport has closed: mix whatever has come."""
+        """Mix whatever has come, after the transport has closed."""
         with self.lock:
             self.models.settle()
-            self._perform(self.protocol.finish())
+            self._perform(self.protocol.finish(self.state))
 
     # ---- the transport's calls -----------------------------------------------------------------------------------
 
@@ -248,35 +266,34 @@ class GossipDriver(Receiver):
         with self.lock:
             if self._takes_nothing(source) and (opened.message is None or opened.message.kind not in NEWS):
                 self.counts["models_refused"] += 1
-                self._complain(
+                self._report_refusal(
                     source, Refusal(f"{_MOST_UNDER_WAY} models have been sent to it, which it does not take")
                 )
                 return
             if opened.message is not None:
                 rejected = opened.refusal is not None
-                self._perform(
-                    self.protocol.message_came(opened.message, message.took_s, message.too_late, rejected)
-                )  # fmt: skip
+                took_s, late = message.took_s, message.too_late
+                self._perform(self.protocol.message_came(self.state, opened.message, took_s, late, rejected))
             elif message.bulk:
-                self._perform(self.protocol.unreadable_model_came(source))
+                self._perform(self.protocol.unreadable_model_came(self.state, source))
             else:
                 self.counts["models_refused"] += 1
             if opened.refusal is not None:
-                self._complain(source, opened.refusal)
+                self._report_refusal(source, opened.refusal)
             self._notify()
 
     def on_death(self, rank: int) -> None:
         with self.lock:
-            self._perform(self.protocol.peer_died(rank))
+            self._perform(self.protocol.peer_died(self.state, rank))
             self._notify()
 
     def on_tick(self) -> None:
         with self.lock:
-            self.protocol.clock(self.transport.now_s())
+            self.protocol.clock(self.state, self.transport.now_s())
 
     @property
     def patience_s(self) -> float:
-        return self.protocol.transfer_patience_s
+        return self.state.transfer_patience_s
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
         return self.models.memory_for(num_bytes)
@@ -303,7 +320,7 @@ class GossipDriver(Receiver):
             elif isinstance(action, Pull):
                 self._count_mix(action.num_models, self.models.pull(action.fraction, self._measures()))
             elif isinstance(action, Keep):
-                self.models.keep(self._offers[action.peer].packet)
+                self.models.keep(self.offers[action.peer].packet)
             elif isinstance(action, Move):
                 self.models.move(self._close_offer(action.peer), action.fraction)
                 self._count_mix(1)
@@ -319,8 +336,8 @@ class GossipDriver(Receiver):
                 assert isinstance(action, (Wait, GoOn)), action  # `advance` returns them
 
     def _send_control(self, action: SendControl) -> None:
-        """Send as many replies as any peer can be owed: one that sends what has to be rejected, and takes nothing, gets
-        no more."""
+        """Send a message, but keep at most 8 unsent replies for each peer: one that receives nothing, and goes on
+        sending what has to be rejected, must not fill this rank's memory."""
         packet = self.models.control(action.message)
         if action.message.kind not in NEWS:
             self._replies = [reply for reply in self._replies if reply[1].pending]
@@ -332,7 +349,7 @@ class GossipDriver(Receiver):
     def _takes_nothing(self, peer: int) -> bool:
         """Whether so many models are under way to this peer that it cannot have taken the last: what it sends, credits
         above all, must not make them more."""
-        return sum(one.peers == (peer,) and one.packet.pending > 0 for one in self._snapshots) >= _MOST_UNDER_WAY
+        return sum(one.peers == (peer,) and one.packet.pending > 0 for one in self.snapshots) >= _MOST_UNDER_WAY
 
     def _send_model(self, action: SendModel) -> None:
         kind, snapshot = action.message.kind, self._free_snapshot()
@@ -342,7 +359,7 @@ class GossipDriver(Receiver):
         snapshot.sent_s, snapshot.peers = self.transport.now_s(), action.peers
         if kind is Kind.OFFER:
             snapshot.is_offer = True
-            self._offers[action.peers[0]] = snapshot
+            self.offers[action.peers[0]] = snapshot
         if kind is Kind.ANSWER:
             num_bytes = self.models.fill_answer(snapshot.packet, action.message, action.peers[0])
         else:
@@ -353,42 +370,37 @@ class GossipDriver(Receiver):
         self.counts["bytes_sent"] += len(action.peers) * num_bytes
 
     def _close_offer(self, peer: int) -> Packet:
-        """What was offered to this peer may be written over from now on."""
-        snapshot = self._offers.pop(peer)
+        """Let what was offered to this peer be written over from now on."""
+        snapshot = self.offers.pop(peer)
         snapshot.is_offer = False
         return snapshot.packet
 
     def offer_to(self, peer: int) -> Any:
-        """The open offer to this peer, or None. Needs no lock."""
-        snapshot = self._offers.get(peer)
+        """Return the open offer to this peer, or None. Needs no lock."""
+        snapshot = self.offers.get(peer)
         return None if snapshot is None else snapshot.packet
-
-    @property
-    def num_snapshots_held(self) -> int:
-        """Copies of the model that there is memory for."""
-        return len(self._snapshots)
 
     def _can_send(self) -> bool:
         return self._free_snapshot() is not None
 
-    def _free_snapshot(self) -> _Snapshot | None:
-        """One that has left. If peers that do not answer hold all, there is one more, which is given up when they
-        answer again."""
-        snapshots, patience_s = self._snapshots, self.protocol.patience_s
+    def _free_snapshot(self) -> Snapshot | None:
+        """Return a snapshot that has left. If peers that do not answer hold all, there is one more, which is given up
+        when they answer again."""
+        snapshots, patience_s = self.snapshots, self.state.patience_s
         free = [snapshot for snapshot in snapshots if snapshot.is_free]
         if not free and all(snapshot.sent_s < self.transport.now_s() - patience_s for snapshot in snapshots):
-            return self._new_snapshot() if len(snapshots) < self._num_snapshots + self.protocol.size else None
+            return self._new_snapshot() if len(snapshots) < self._num_snapshots + self.state.budget.size else None
         for snapshot in reversed(free[1:]):
             if len(snapshots) > self._num_snapshots:
                 snapshots.remove(snapshot)
         return free[0] if free else None
 
-    def _new_snapshot(self) -> _Snapshot:
-        self._snapshots.append(_Snapshot(self.models.new_snapshot()))
-        return self._snapshots[-1]
+    def _new_snapshot(self) -> Snapshot:
+        self.snapshots.append(Snapshot(self.models.new_snapshot()))
+        return self.snapshots[-1]
 
     def _measures(self) -> bool:
-        """True for one of so many calls."""
+        """Return True for one of `MIXES_A_MEASUREMENT` calls."""
         self._num_asked += 1
         return self._num_asked % MIXES_A_MEASUREMENT == 1
 
@@ -398,11 +410,11 @@ class GossipDriver(Receiver):
         self.counts["mixes"] += 1
         self.counts["models_mixed"] += num_models
 
-    def _complain(self, source: int, refusal: Refusal) -> None:
-        """Once for each peer."""
-        if source not in self._complained_of:
-            self._complained_of.add(source)
+    def _report_refusal(self, source: int, refusal: Refusal) -> None:
+        """Report a refused model, once for each peer."""
+        if source not in self._reported:
+            self._reported.add(source)
             self._report(
-                f"[rank {self.protocol.rank}] rejected a model from rank {source}: {refusal.reason}. "
+                f"[rank {self.state.rank}] rejected a model from rank {source}: {refusal.reason}. "
                 "Later ones are only counted."
             )

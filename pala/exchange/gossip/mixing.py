@@ -17,81 +17,19 @@ rank's learning rate does not depend on how often it was sent to.
 
 from __future__ import annotations
 
-import abc
-from typing import ClassVar
+from pala.config.catalogue import MixingRule
 
 
-class Mixing(abc.ABC):
-    """The rule as one rank follows it. `weight`: of its own model."""
-
-    of_whole_models: ClassVar[bool] = False
-    """What models weigh belongs to whole models: no codec may send parts."""
-    by_pairs: ClassVar[bool] = False
-    """Ranks exchange two at a time: not with a topology that sends to several, but several times an update if asked."""
-
-    def __init__(self, weight: float = 1.0) -> None:
-        self.weight = weight
-
-    @abc.abstractmethod
-    def send(self, copies: int) -> float:
-        """The weight that each of so many copies of this rank's model carries; they leave now."""
-
-    @abc.abstractmethod
-    def receive(self, weight: float) -> float:
-        """What a model that carries this weight counts in the next mix."""
-
-    @abc.abstractmethod
-    def reject(self, weight: float) -> None:
-        """A model that carries this weight is thrown away."""
-
-    @abc.abstractmethod
-    def mixed(self, received: float) -> None:
-        """Models that count so much together have been mixed into this rank's own."""
+def share(rule: MixingRule, own: float, copies: int) -> float:
+    """Return what a model of weight `own`, and each of `copies` copies of it that leave now, weigh from then on."""
+    return own / (copies + 1) if rule.of_whole_models else 1.0
 
 
-class Uniform(Mixing):
-    """Every model counts the same, whatever weights a run had before."""
-
-    def __init__(self, weight: float = 1.0) -> None:
-        del weight
-        super().__init__()
-
-    def send(self, copies: int) -> float:
-        return 1.0
-
-    def receive(self, weight: float) -> float:
-        return 1.0
-
-    def reject(self, weight: float) -> None:
-        pass
-
-    def mixed(self, received: float) -> None:
-        pass
+def counted(rule: MixingRule, carried: float) -> float:
+    """Return what a model that carries this weight counts: 1, whatever a run had before, where weights stay."""
+    return carried if rule.of_whole_models else 1.0
 
 
-class PushSum(Mixing):
-    """A weight moves with every model, and none is lost: a rejected model's stays with the receiver."""
-
-    of_whole_models = True
-
-    def send(self, copies: int) -> float:
-        self.weight /= copies + 1
-        return self.weight
-
-    def receive(self, weight: float) -> float:
-        return weight
-
-    def reject(self, weight: float) -> None:
-        self.weight += weight
-
-    def mixed(self, received: float) -> None:
-        self.weight += received
-
-
-class Paired(Uniform):
-    """No weights: both ranks of a pair move by the same amount."""
-
-    by_pairs = True
-
-
-RULES: dict[str, type[Mixing]] = {"uniform": Uniform, "push_sum": PushSum, "paired": Paired}
+def gained(rule: MixingRule, own: float, carried: float) -> float:
+    """Return the weight `own` with that of models that were mixed into this rank's, or thrown away: none is lost."""
+    return own + carried if rule.of_whole_models else own

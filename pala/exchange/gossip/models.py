@@ -47,7 +47,7 @@ class SendBuffer:
         self._fill(message, self._codec.pack(parameters, whole), parameters)
 
     def fill_part(self, message: Message, parameters: Tensor, part: Part) -> None:
-        """The same with just these parameters."""
+        """Take a snapshot of just these parameters, under this header."""
         self._fill(message, self._codec.pack_part(parameters, part), parameters)
 
     def _fill(self, message: Message, packed: Packed, parameters: Tensor) -> None:
@@ -74,7 +74,7 @@ class SendBuffer:
             begin = end
 
     def ready(self) -> bool:
-        """True when the snapshot is complete in host memory."""
+        """Return whether the snapshot is complete in host memory."""
         return self._copied is None or self._copied.query()
 
 

@@ -16,223 +16,207 @@ not change. So it exchanges y, its model with the moves that are *owed* to it, a
 end of the update, as one difference: x <- x + (y - x of the rollout). All that is said above of x holds of y.
 
 Which offers are refused and why, what can change the sum, and pairs in step (`max_staleness` 0): docs/architecture.md,
-"Mixing". Pure, as `protocol.py`, of which this keeps the clock, the patience, the budget and the deaths.
+"Mixing". Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.actions import Action, Clear, Close, Keep, Move, Pull, SendModel
+from pala.exchange.budget import Stop
+from pala.exchange.gossip.actions import Action, Clear, Close, GoOn, Keep, Move, Pull, SendModel, Wait
 from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
-from pala.exchange.gossip.mixing import Mixing
-from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.gossip.state import GossipState, Offer, Rules
 from pala.exchange.wire import Message
 
-_MOST_FRACTION = 0.5  # of an answer, to one offer or more
-_CROSSED = 0.5  # weight of a refusal whose sender has an offer on the way, which will do
-_ANY = 0  # in a refusal: of whichever offer is open; the first offer is number 1
+MOST_FRACTION = 0.5  # of an answer, to one offer or more
+CROSSED = 0.5  # weight of a refusal whose sender has an offer on the way, which will do
+ANY = 0  # number in a refusal that means whichever offer is open; the first offer is number 1
 
 
-@dataclass
-class _Offer:
-    number: int  # as the reply says it
-    void: bool = False  # of a model that has been replaced since
-    is_late: bool = False  # made before the last update ended; noted where ranks go in step
-
-
-class PairedProtocol(GossipProtocol):
-    """The state of one rank."""
+class Paired(GossipProtocol):
+    """A rank moves by the answers to its own offers, answers those of others, and makes its next one."""
 
     kinds = (Kind.OFFER, Kind.ANSWER, *WITHOUT_MODEL)
-    _debts_stay = False
-    _offers: dict[int, _Offer]
 
-    def __init__(self, budget: StepBudget, mixing: Mixing, rules: Rules, round_: int = 0) -> None:
-        super().__init__(budget, mixing, rules, round_)
-        self._offers = {}  # to peers that have not replied
-        self._answers: dict[int, float] = {}  # that came: the fraction to move by
-        self._answered_late = False  # none of them is to an offer of this update
-        self._numbers: dict[int, int] = {}  # of the offers in the inbox
-        self._refusing: set[int] = set()  # peers that have refused this rank's last offer to them
-        self._num_offers = 0  # made since the last update ended
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self._in_step = rules.in_step
 
     # ---- events --------------------------------------------------------------------------------------------------
 
-    def update_finished(self, now_s: float, steps: int, healthy: bool = True) -> list[Action]:
-        self._num_offers = 0
+    def update_finished(self, s: GossipState, now_s: float, steps: int, healthy: bool = True) -> list[Action]:
+        s.num_offers = 0
         if self._in_step:
-            self._answered_late = True
-            for offer in self._offers.values():
-                offer.is_late = True
-        return super().update_finished(now_s, steps, healthy)
+            s.answered_late = True
+            s.offers = {peer: offer._replace(is_late=True) for peer, offer in s.offers.items()}
+        return super().update_finished(s, now_s, steps, healthy)
 
-    def between_steps(self, now_s: float) -> list[Action]:
+    def advance(self, s: GossipState, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
+        self.clock(s, now_s)
+        actions = self._move(s)
+        if self.must_wait(s):
+            return [*actions, *self._offer(s), *self._drop_parts(s), *self._ask(s), Wait()]
+        self._begin_update(s)
+        if self.mix_is_due(s):
+            actions += self._mix(s, give_credit=True)
+        return [*actions, *self._offer(s), GoOn()]
+
+    def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         most = self.rules.exchanges_per_update
-        may_offer = self._num_offers < most and not self._waits_for_reply and len(self.living) > 1
-        if most == 1 or not (may_offer or self._inbox or self._answers):
+        may_offer = s.num_offers < most and not self._waits_for_reply(s) and len(s.budget.living) > 1
+        if most == 1 or not (may_offer or s.inbox or s.answers):
             return []
-        self.clock(now_s)  # it may have been away
-        if self._between_updates or not self.has_model or self.budget.stop is not Stop.NONE:
+        self.clock(s, now_s)  # it may have been away
+        if s.between_updates or not s.has_model or s.budget.stop is not Stop.NONE:
             return []
-        actions = self._move()
-        if self.can_mix:
-            actions += self._mix(give_credit=True)
-        if may_offer and not self._owed:
-            self._owed += self._next_peers()
-        return actions + (self._offer() if may_offer else [])
+        actions = self._move(s)
+        if self.can_mix(s):
+            actions += self._mix(s, give_credit=True)
+        if may_offer and not s.owed:
+            s.owed += self._next_peers(s)
+        return actions + (self._offer(s) if may_offer else [])
 
-    def unreadable_model_came(self, sender: int) -> list[Action]:
-        """It was an offer or the answer to one; neither is open any more."""
-        if sender not in self._inbox:
-            return super().unreadable_model_came(sender) + self._close(sender)
-        self.counts["models_refused"] += 1  # its offer has come, so this was its answer
-        return self._close(sender)
+    def unreadable_model_came(self, s: GossipState, sender: int) -> list[Action]:
+        """Take note of what was an offer or the answer to one; neither is open any more."""
+        if sender not in s.inbox:
+            return super().unreadable_model_came(s, sender) + self._close(s, sender)
+        s.counts["models_refused"] += 1  # its offer has come, so this was its answer
+        return self._close(s, sender)
 
-    def finish(self) -> list[Action]:
-        """Both models of an offer that nobody answered stay as they are."""
-        if self.has_model:
-            self._inbox.clear()
-            return [*self._move(), Clear()]
-        return super().finish()
+    def finish(self, s: GossipState) -> list[Action]:
+        """Move by the answers that came; both models of an offer without an answer stay as they are."""
+        if s.has_model:
+            s.inbox.clear()
+            return [*self._move(s), Clear()]
+        return super().finish(s)
 
     # ---- offers --------------------------------------------------------------------------------------------------
 
-    @property
-    def _in_step(self) -> bool:
-        return self.rules.max_staleness == 0 and self.rules.exchanges_per_update == 1
+    def _waits_for_reply(self, s: GossipState) -> bool:
+        """Whether an offer is open that forbids another."""
+        return any(peer not in s.silent for peer in s.offers)
 
-    @property
-    def _waits_for_reply(self) -> bool:
-        """True while it may make no offer."""
-        return any(peer not in self.silent for peer in self._offers)
-
-    def _offer(self) -> list[Action]:
-        """To the peer of this round, or one that waits to heal."""
-        if self.budget.stop is not Stop.NONE or not self.has_model:
+    def _offer(self, s: GossipState) -> list[Action]:
+        """Send the model to the peer of this round, or one that waits to heal, which will answer."""
+        if s.budget.stop is not Stop.NONE or not s.has_model:
             return []
-        if self._in_step and self.staleness == 0:  # this update's exchange is made
-            self._owed = [peer for peer in self._owed if peer in self._wants_whole]
-        if not self._owed or self._waits_for_reply:
+        if self._in_step and s.staleness == 0:  # this update's exchange is made
+            s.owed = [peer for peer in s.owed if peer in s.wants_whole]
+        if not s.owed or self._waits_for_reply(s):
             return []
-        peers = sorted(self._owed, key=lambda peer: peer not in self._wants_whole)
-        peer = next((peer for peer in peers if self.lock.is_free(peer)), None)
+        peers = sorted(s.owed, key=lambda peer: peer not in s.wants_whole)
+        peer = next((peer for peer in peers if s.lock.is_free(peer)), None)
         if peer is None:
             return []
-        self._owed.clear()
-        self.lock.acquire(peer, self._now_s)
-        self._offers[peer] = _Offer(self.round)
-        self._num_offers += 1
-        return [SendModel(self._message(Kind.OFFER), (peer,), self._goes_whole(peer))]
+        s.owed.clear()
+        s.lock.acquire(peer, s.now_s)
+        s.offers[peer] = Offer(s.round)
+        s.num_offers += 1
+        return [SendModel(self._message(s, Kind.OFFER), (peer,), self._goes_whole(s, peer))]
 
-    def _send_owed(self, can_send: Callable[[], bool]) -> list[Action]:
-        """What is owed is offered."""
-        return []
-
-    def _take_in(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
+    def _take_in(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         sender = message.sender
         if message.kind is Kind.OFFER:
-            return self._offer_came(message, took_s, late, rejected)
-        offer = self._offers.get(sender)
+            return self._offer_came(s, message, took_s, late, rejected)
+        offer = s.offers.get(sender)
         if message.kind is Kind.ANSWER:
             if offer is not None and message.round == offer.number:
-                rejected |= message.weight > _MOST_FRACTION
-                return self._answer_came(sender, message.weight, offer, usable=not (late or rejected))
-            self.counts["models_refused"] += 1
+                rejected |= message.weight > MOST_FRACTION
+                return self._answer_came(s, sender, message.weight, offer, usable=not (late or rejected))
+            s.counts["models_refused"] += 1
             return []
         is_refusal = message.kind in (Kind.CREDIT, Kind.ASK_WHOLE)
-        if offer is not None and is_refusal and message.round in (offer.number, _ANY):
-            self._credit_came(sender, wants_whole=message.kind is Kind.ASK_WHOLE)
-            self._refusing.add(sender)
-            return self._refused(sender, waits_for_its=self._in_step and message.weight == _CROSSED)
+        if offer is not None and is_refusal and message.round in (offer.number, ANY):
+            self._credit_came(s, sender, wants_whole=message.kind is Kind.ASK_WHOLE)
+            s.refusing.add(sender)
+            return self._refused(s, sender, waits_for_its=self._in_step and message.weight == CROSSED)
         return []
 
-    def _offer_came(self, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
+    def _offer_came(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         sender, usable = message.sender, not (late or rejected)
-        self._numbers[sender] = message.round
-        if usable and sender in self._inbox:
+        s.numbers[sender] = message.round
+        if usable and sender in s.inbox:
             # Something of its sender's could not be read, and was taken for this offer: it has closed that, and means
             # the new one. Its model of before will do.
             return []
-        if usable and self.has_model and self._crosses(sender):
-            self._note_transfer(sender, took_s)
-            return self._return_credit(sender, _CROSSED)
-        self._refusing.discard(sender)
-        return self._model_came(message, took_s, late, rejected)
+        if usable and s.has_model and self._crosses(s, sender):
+            self._note_transfer(s, sender, took_s)
+            return self._return_credit(s, sender, CROSSED)
+        s.refusing.discard(sender)
+        return self._model_came(s, message, took_s, late, rejected)
 
-    def _crosses(self, sender: int) -> bool:
-        """True if an offer to this rank is to be refused, since the sender has been offered to and will answer. Of one
+    def _crosses(self, s: GossipState, sender: int) -> bool:
+        """Whether an offer to this rank is to be refused, since the sender has been offered to and will answer. Of one
         that has been silent that is not sure: what was offered to it may be lost. Nor of one that has refused the last
         offer: it may refuse them all, as those of a rank whose model is not finite and that does not know it yet, and
         then both would wait for each other for ever."""
-        if sender in self.silent or sender in self._refusing:
+        if sender in s.silent or sender in s.refusing:
             return False
-        return self.rank < sender and sender in self._offers
+        return s.budget.rank < sender and sender in s.offers
 
-    def _answer_came(self, sender: int, fraction: float, offer: _Offer, usable: bool) -> list[Action]:
-        self._credit_came(sender, wants_whole=False)
+    def _answer_came(self, s: GossipState, sender: int, fraction: float, offer: Offer, usable: bool) -> list[Action]:
+        self._credit_came(s, sender, wants_whole=False)
         if not usable or offer.void:
-            self.counts["models_refused"] += not usable
-            return self._refused(sender)
-        self.counts["models_received"] += 1
-        self._refusing.discard(sender)
-        del self._offers[sender]
-        self._answers[sender] = fraction
-        self._answered_late &= offer.is_late
+            s.counts["models_refused"] += not usable
+            return self._refused(s, sender)
+        s.counts["models_received"] += 1
+        s.refusing.discard(sender)
+        del s.offers[sender]
+        s.answers[sender] = fraction
+        s.answered_late &= offer.is_late
         return [Keep(sender)]
 
-    def _refused(self, peer: int, waits_for_its: bool = False) -> list[Action]:
-        """Nothing came of the offer to this peer. A rank that waits makes the next one, but not at once if it
-        `waits_for_its`, which is on the way."""
-        closed = self._close(peer)
-        if self._between_updates and not self._owed and not self._waits_for_reply and not waits_for_its:
-            self._owed += self._next_peers()
+    def _refused(self, s: GossipState, peer: int, waits_for_its: bool = False) -> list[Action]:
+        """Close the offer to this peer, of which nothing came. A rank that waits makes the next one, but not at once if
+        it `waits_for_its`, which is on the way."""
+        closed = self._close(s, peer)
+        if s.between_updates and not s.owed and not self._waits_for_reply(s) and not waits_for_its:
+            s.owed += self._next_peers(s)
         return closed
 
-    def _close(self, peer: int) -> list[Action]:
-        """The offer to this peer will move nothing."""
-        self.lock.release(peer)
-        return [Close(peer)] if self._offers.pop(peer, None) is not None else []
+    def _close(self, s: GossipState, peer: int) -> list[Action]:
+        """Let the offer to this peer move nothing."""
+        s.lock.release(peer)
+        return [Close(peer)] if s.offers.pop(peer, None) is not None else []
 
-    def _forget(self, peer: int) -> list[Action]:
-        return self._close(peer) + super()._forget(peer)
+    def _forget(self, s: GossipState, peer: int) -> list[Action]:
+        return self._close(s, peer) + super()._forget(s, peer)
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 
-    def _move(self) -> list[Action]:
-        """By the answers that came."""
-        if not self.has_model or not self._answers:
+    def _move(self, s: GossipState) -> list[Action]:
+        """Move by the answers that came."""
+        if not s.has_model or not s.answers:
             return []
-        moves: list[Action] = [Move(peer, fraction) for peer, fraction in self._answers.items()]
-        self._answers.clear()
-        self._gave_up, self._num_rejected = False, 0
-        if not self._answered_late:
-            self.staleness = 0
+        moves: list[Action] = [Move(peer, fraction) for peer, fraction in s.answers.items()]
+        s.answers.clear()
+        s.gave_up, s.num_rejected = False, 0
+        if not s.answered_late:
+            s.staleness = 0
         return moves
 
-    def _mix(self, give_credit: bool) -> list[Action]:
+    def _mix(self, s: GossipState, give_credit: bool) -> list[Action]:
         """Answer all offers that came and move towards them; or take their mean for this rank's own model."""
-        if not self.has_model:
-            return self._void_offers() + super()._mix(give_credit)
-        num_offers = len(self._inbox)
+        if not s.has_model:
+            return self._void_offers(s) + super()._mix(s, give_credit)
+        num_offers = len(s.inbox)
         fraction = 1.0 / (1 + num_offers)
-        answers = [SendModel(self._answer(peer, fraction), (peer,), True) for peer in self._inbox]
-        self._inbox.clear()
-        self._whole_came = self._gave_up = False
-        self._num_rejected = self.staleness = 0
+        answers = [SendModel(self._answer(s, peer, fraction), (peer,), True) for peer in s.inbox]
+        s.inbox.clear()
+        s.whole_came = s.gave_up = False
+        s.num_rejected = s.staleness = 0
         return [*answers, Pull(fraction, num_offers)]
 
-    def _void_offers(self) -> list[Action]:
-        for offer in self._offers.values():
-            offer.void = True
-        closed: list[Action] = [Close(peer) for peer in self._answers]
-        self._answers.clear()
+    def _void_offers(self, s: GossipState) -> list[Action]:
+        s.offers = {peer: offer._replace(void=True) for peer, offer in s.offers.items()}
+        closed: list[Action] = [Close(peer) for peer in s.answers]
+        s.answers.clear()
         return closed
 
-    def _answer(self, peer: int, fraction: float) -> Message:
-        return self._reply(Kind.ANSWER, peer)._replace(weight=fraction)
+    def _answer(self, s: GossipState, peer: int, fraction: float) -> Message:
+        return self._reply(s, Kind.ANSWER, peer)._replace(weight=fraction)
 
-    def _reply(self, kind: Kind, peer: int) -> Message:
-        return self._message(kind)._replace(round=self._numbers.pop(peer, _ANY))
+    def _reply(self, s: GossipState, kind: Kind, peer: int) -> Message:
+        return self._message(s, kind)._replace(round=s.numbers.pop(peer, ANY))

@@ -7,30 +7,32 @@ no lock) and keeps fast ranks from flooding slow ones. Sans-IO: a table and four
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 
+
+@dataclass(slots=True)
 class ProcessLock:
-    """Which peers still hold the last model that this rank sent them, and since when."""
+    """The peers that still hold the last model that this rank sent them, and since when, the longest first."""
 
-    def __init__(self) -> None:
-        self._held_since_s: dict[int, float] = {}
+    held_since_s: dict[int, float] = field(default_factory=dict)
 
     def is_free(self, peer: int) -> bool:
-        """True if `peer` may be sent to."""
-        return peer not in self._held_since_s
+        """Whether `peer` may be sent to."""
+        return peer not in self.held_since_s
 
     def acquire(self, peer: int, now_s: float) -> None:
-        """A model is on its way to `peer`."""
-        assert peer not in self._held_since_s, f"the lock of peer {peer} is held"
-        self._held_since_s[peer] = now_s
+        """Note that a model is on its way to `peer`."""
+        assert peer not in self.held_since_s, f"the lock of peer {peer} is held"
+        self.held_since_s[peer] = now_s
 
     def release(self, peer: int) -> None:
-        """`peer` has taken the model in, or is dead."""
-        self._held_since_s.pop(peer, None)
+        """Note that `peer` has taken the model in, or is dead."""
+        self.held_since_s.pop(peer, None)
 
     def held_before(self, time_s: float) -> set[int]:
-        """Peers that have held a model since before this time."""
-        held = self._held_since_s
-        # Held for the longest is who was sent to first: most often nobody is held for so long.
+        """Return the peers that have held a model since before this time."""
+        held = self.held_since_s
+        # Most often nobody is held for so long, and who was sent to first is held for the longest.
         if not held or next(iter(held.values())) >= time_s:
             return set()
         return {peer for peer, since_s in held.items() if since_s < time_s}

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pala.comm.base import Communicator
 from pala.config import Config
 from pala.exchange.budget import Stop, budget_of
-from pala.exchange.gossip.driver import GossipDriver, NoModels
+from pala.exchange.gossip.driver import GossipDriver, NoModels, make_protocol
 from pala.exchange.gossip.messages import WITHOUT_MODEL
-from pala.exchange.gossip.protocols import make_protocol
+from pala.exchange.gossip.state import Rules
 from pala.exchange.sleeping import Beginning, Sleeping
 from pala.exchange.wire import NOTHING, Wire
 from pala.system.interrupt import Interrupt
@@ -20,12 +20,13 @@ class SleepingGossip(Sleeping):
     """Waits for the rank's turn."""
 
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
-        """Collective."""
-        budget = budget_of(comm, config, begin.start)
-        protocol = make_protocol(config, budget, begin.start.round, weight=0.0, whole_every=1)
+        """Open the transport and wait for a turn. Collective."""
+        budget = budget_of(comm, begin.start, config.total_steps, config.run.spares)
+        protocol = make_protocol(Rules.of(config.exchange, config.seed, whole_every=1))
+        state = protocol.new_state(budget, weight=0.0, round_=begin.start.round)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
         super().__init__(budget, comm.open_transport(), interrupt)
-        self.driver = GossipDriver(protocol, self.transport, NoModels(wire))
+        self.driver = GossipDriver(protocol, state, self.transport, NoModels(wire))
         self.driver.start()
 
     @property

@@ -17,23 +17,29 @@ In `random`, each peer is uniformly random, yet nobody receives two models in a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 
-def out_peers(topology: str, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
-    """Ranks to which `rank` sends in its round `round_`. `living`: sorted ranks, `rank` among them."""
-    n = len(living)
-    if n == 1:
-        return ()
-    if topology == "complete":
-        return tuple(peer for peer in living if peer != rank)
-    return (living[(living.index(rank) + OFFSETS[topology](n, round_, seed)) % n],)
+@dataclass(frozen=True)
+class Graph:
+    """A topology's peers: one a round, or all."""
 
+    offset: Callable[[int, int, int], int] | None = None
+    """(number of living ranks, round, seed) -> how much further on the one peer is, the same for all ranks; None: a
+    rank sends to everybody."""
 
-def num_in_peers(topology: str, num_living: int) -> int:
-    """Models that complete one round of receiving."""
-    if num_living == 1:
-        return 0
-    return num_living - 1 if topology == "complete" else 1
+    def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
+        """Return the ranks to which `rank` sends in its round `round_`. `living`: sorted ranks, `rank` among them."""
+        n = len(living)
+        if n == 1:
+            return ()
+        if self.offset is None:
+            return tuple(peer for peer in living if peer != rank)
+        return (living[(living.index(rank) + self.offset(n, round_, seed)) % n],)
+
+    def num_in_peers(self, num_living: int) -> int:
+        """Return how many models complete one round of receiving."""
+        return num_living - 1 if self.offset is None else min(1, num_living - 1)
 
 
 def _random(n: int, round_: int, seed: int) -> int:
@@ -48,17 +54,17 @@ def _exponential(n: int, round_: int, seed: int) -> int:
     return 1 << (round_ % (n - 1).bit_length())
 
 
-OFFSETS: Mapping[str, Callable[[int, int, int], int]] = {
-    "random": _random,
-    "ring": _ring,
-    "exponential": _exponential,
+GRAPHS: Mapping[str, Graph] = {
+    "random": Graph(_random),
+    "ring": Graph(_ring),
+    "exponential": Graph(_exponential),
+    "complete": Graph(),
 }
-"""With one peer a round: (number of living ranks, round, seed) -> how much further on it is, the same for all ranks."""
-TOPOLOGIES = (*OFFSETS, "complete")
+"""By the names of `exchange.topology`."""
 
 
 def _hash(seed: int, round_: int) -> int:
-    """splitmix64 of (seed, round): cheap, stateless, equal on every rank."""
+    """Return splitmix64 of (seed, round): cheap, stateless, equal on every rank."""
     mask = (1 << 64) - 1
     z = (seed * 0x9E3779B97F4A7C15 + round_ * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

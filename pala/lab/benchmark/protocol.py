@@ -13,10 +13,9 @@ import numpy as np
 
 from pala.comm.base import Bytes, Packet, Received, Receiver, Transport
 from pala.exchange.budget import StepBudget
-from pala.exchange.gossip.driver import GossipDriver, NoModels
+from pala.exchange.gossip.driver import GossipDriver, NoModels, make_protocol
 from pala.exchange.gossip.messages import gossip_sizes
-from pala.exchange.gossip.mixing import Uniform
-from pala.exchange.gossip.protocol import GossipProtocol, Rules
+from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import NOTHING, Message, Wire
 
 _BLOCK = 200  # messages that are timed together, at least
@@ -60,10 +59,10 @@ class _Job:
 
 
 def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> GossipDriver:
-    budget = StepBudget(rank, num_ranks, budget_steps=1 << 62)
-    protocol = GossipProtocol(budget, Uniform(), Rules("random", max_staleness=10, seed=1))
+    protocol = make_protocol(Rules("random", max_staleness=10, seed=1))
+    state = protocol.new_state(StepBudget(rank, num_ranks, budget_steps=1 << 62))
     wire = Wire(num_ranks, 0, signature=1, sizes=gossip_sizes(NOTHING))
-    driver = GossipDriver(protocol, _Post(rank, post), _EmptyModels(wire))
+    driver = GossipDriver(protocol, state, _Post(rank, post), _EmptyModels(wire))
     driver.start()
     return driver
 

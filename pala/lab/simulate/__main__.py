@@ -1,7 +1,5 @@
 """The protocol on a virtual cluster: `python -m pala.simulate predict --help`.
 
-    check     thousands of schedules drawn at random, with faults, against what must hold in every one
-    explore   every order of events of two or three ranks, with faults
     learn     whole trainings of simulated ranks: what a step teaches under each mixing rule
     progress  how much of what the ranks learn each mixing rule leaves them
     predict   how fast gossip and its alternatives would be on up to 10,000 ranks, from measured costs
@@ -14,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from pala.lab.simulate import check, explore, predict, progress
+from pala.lab.simulate import predict, progress
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, nearest
 from pala.system.resources import loading, prepare
@@ -29,13 +27,12 @@ def _learn(arguments: list[str]) -> None:
 
 
 _PROGRAMS: dict[str, Callable[[list[str]], None]] = {
-    "check": check.run,
-    "explore": explore.run,
     "learn": _learn,
     "predict": predict.run,
     "progress": progress.run,
 }
 """What each of them does with the rest of the command line. Raises PalaError."""
+_BESIDE_THE_TESTS = ("check", "explore")
 
 
 @exit_on_mistake(OSError)
@@ -45,6 +42,10 @@ def main() -> None:
     if name in ("", "-h", "--help"):
         print(__doc__)
         return
+    if name in _BESIDE_THE_TESTS:
+        raise PalaError(
+            f"'{name}' is for developers and stands beside the tests: `python tests/explorer {name}`, in a clone."
+        )
     if name not in _PROGRAMS:
         raise PalaError(
             f"'{name}' is none of: {', '.join(_PROGRAMS)}{nearest(name, _PROGRAMS) or '.'} "

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from pala.exchange.gossip.messages import gossip_sizes
-from pala.exchange.gossip.protocol import Rules
+from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import NOTHING, Wire
 from pala.lab.benchmark.analysis import precision_of, ranks_of
 from pala.system.errors import PalaError

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pala.exchange.gossip.protocol import Rules
+from pala.exchange.gossip.state import Rules
 from pala.lab.simulate.cluster import Cluster, Link, Prediction
 from pala.lab.simulate.costs import Costs, control_bytes
 from pala.lab.simulate.scenario import Scenario

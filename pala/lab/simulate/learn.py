@@ -30,9 +30,10 @@ from torch import Tensor
 
 from pala.a2c.agent import make_agent
 from pala.config import Config, EnvConfig, load_preset
+from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.config.checks import check
 from pala.envs.vector import Envs, make_envs
-from pala.exchange.gossip.mixing import RULES
+from pala.exchange.budget import ExchangeState
 from pala.lab.simulate.passive import PassiveExchange
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
@@ -244,7 +245,7 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     updates = [0] * n
 
     def update(number: int, model: np.ndarray) -> None:
-        learners.ranks[number].exchange.living = cluster.ranks[number].protocol.living
+        learners.ranks[number].exchange.living = cluster.ranks[number].state.living
         learners.update(number, torch.from_numpy(model), cluster.global_steps)
         updates[number] += 1
         learners.note(number, cluster.global_steps + config.steps_per_update, cluster.now)
@@ -316,7 +317,7 @@ def parse(arguments: list[str]) -> Command:
     conditions = command.conditions
     exchange = command.config.exchange
     pairwise = [method for method in command.methods if method in RULES and RULES[method].by_pairs]
-    if pairwise and exchange.graph != "complete":  # so its settings may be others than their defaults
+    if pairwise and not TOPOLOGIES[exchange.graph].to_all:  # so its settings may be others than their defaults
         exchange = dataclasses.replace(exchange, kind="gossip", mixing=pairwise[0])  # type: ignore[arg-type]
     check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
     check_choices("methods", command.methods, METHODS)
@@ -338,7 +339,7 @@ def parse(arguments: list[str]) -> Command:
         raise PalaError(f"'exchange.compression' is '{exchange.compression}', but simulated models travel as they are.")
     if command.config.algorithm != "a2c":
         raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
-    if pairwise and exchange.graph == "complete":
+    if pairwise and TOPOLOGIES[exchange.graph].to_all:
         raise PalaError(
             f"'--methods' has '{pairwise[0]}', where a rank has one open offer: not with the complete topology."
         )

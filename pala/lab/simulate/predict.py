@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pala.config.catalogue import KINDS
-from pala.exchange.gossip.mixing import RULES
+from pala.config.catalogue import KINDS, RULES, TOPOLOGIES
 from pala.lab.benchmark.analysis import precision_of
 from pala.lab.simulate.cluster import Cluster
 from pala.lab.simulate.compare import compare
@@ -175,14 +174,15 @@ def _check_that_something_is_left(command: Command, costs: Costs | None = None) 
 
 
 def _reason_against(command: Command, method: str, ranks: int, costs: Costs | None) -> str:
-    """Why a method is not simulated with so many ranks and these costs, or nothing."""
-    if method == "complete" and ranks > _MOST_COMPLETE:
+    """Return why a method is not simulated with this number of ranks and these costs, or nothing."""
+    sends_to_all = method in TOPOLOGIES and TOPOLOGIES[method].to_all
+    if sends_to_all and ranks > _MOST_COMPLETE:
         return f"not simulated above {_MOST_COMPLETE} ranks: n(n-1) models a round"
     if method in KINDS and KINDS[method].one_host and ranks > command.ranks_per_host:
         return f"not possible above {command.ranks_per_host} ranks, which is what a host has"
     if costs is None:
         return ""
-    if method == "complete" and RULES[costs.mixing].by_pairs:
+    if sends_to_all and RULES[costs.mixing].by_pairs:
         return f"{costs.mixing} has one open offer: not with the complete graph"
     if not METHODS[method].is_compressed and costs.compression != "none":
         return f"not from costs of '{costs.compression}', which is gossip's alone; measure without compression"

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pala.exchange.gossip.mixing import RULES
-from pala.exchange.gossip.topology import TOPOLOGIES
+from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.system.command_line import check_choices, check_named, read_command
@@ -82,7 +81,7 @@ def run(arguments: list[str]) -> None:
     check_choices("mixings", command.mixings, RULES)
     check_choices("topology", [command.topology], TOPOLOGIES)
     pairwise = [mixing for mixing in command.mixings if RULES[mixing].by_pairs]
-    if pairwise and command.topology == "complete":
+    if pairwise and TOPOLOGIES[command.topology].to_all:
         raise PalaError(
             f"'--mixings' has '{pairwise[0]}', where a rank has one open offer: not with '--topology complete'."
         )

@@ -22,7 +22,7 @@ class Sent(NamedTuple):
 
 
 def is_finite(model: np.ndarray) -> bool:
-    """One pass: a sum is finite only if every term is."""
+    """Return whether all numbers are finite, in one pass: a sum is only if every term is."""
     return math.isfinite(np.add.reduce(model))
 
 
@@ -145,13 +145,13 @@ class VectorModels(Models):
         self.model, self.ahead = self.with_owed, None
 
     def owe(self, offer: VectorPacket, move: np.ndarray) -> None:
-        """A peer has answered this rank's offer, and moved."""
+        """Note the move that is due since a peer has answered this rank's offer, and moved."""
         self.owed[offer] = move
         if offer.heals < self.heals:
             self.take_for_lost(offer)
 
     def take_for_lost(self, offer: VectorPacket | None) -> None:
-        """The move due to this offer, if there is one, will not be made."""
+        """Give up the move due to this offer, if there is one."""
         if offer in self.owed:
             self.unmatched -= self.owed.pop(offer)
 

@@ -16,12 +16,12 @@ from functools import partial
 
 import numpy as np
 
+from pala.config.catalogue import RULES
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.messages import Kind
-from pala.exchange.gossip.mixing import RULES
-from pala.exchange.gossip.protocol import GossipProtocol, Rules
-from pala.exchange.gossip.protocols import PROTOCOLS
+from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.gossip.state import Rules
 from pala.lab.simulate.scenario import Scenario
 from pala.lab.simulate.vector_models import Sent, VectorModels, is_finite
 from pala.lab.simulate.virtual_network import OnItsWay, VirtualNetwork, VirtualTransport
@@ -33,8 +33,8 @@ class Rank:
     """One virtual rank: its driver, its model, and what is known of it from outside."""
 
     def __init__(self, driver: GossipDriver, models: VectorModels) -> None:
-        self.driver, self.protocol, self.models = driver, driver.protocol, models
-        self.number = driver.protocol.rank
+        self.driver, self.state, self.models = driver, driver.state, models
+        self.number = driver.state.rank
         self.waiting = self.ended = self.timer_set = self.wake_set = False
         self.asleep = self.waking = False  # of a spare: it does not train yet; it is needed
         self.since_mix = 0  # updates since the last mix, counted here and not by the protocol
@@ -54,15 +54,15 @@ class VirtualCluster(VirtualNetwork):
 
     def __init__(
         self, scenario: Scenario, models: np.ndarray | None = None, *, learn: Learn | None = None,
-        observe: Callable[[VirtualCluster], None] | None = None, protocol: type[GossipProtocol] | None = None,
-        driver: type[GossipDriver] = GossipDriver,
+        observe: Callable[[VirtualCluster], None] | None = None,
+        protocol: Callable[[Rules], GossipProtocol] = make_protocol, driver: type[GossipDriver] = GossipDriver,
     ) -> None:  # fmt: skip
         """`models`: [size, parameters], by default each rank's number; `learn(rank, model)` changes a model in place at
-        each update; `observe(self)` is called after each event; `protocol` (by default, the mixing rule's) and `driver`
-        let tests plant a bug."""
+        each update; `observe(self)` is called after each event; `protocol` and `driver` let tests plant a
+        bug."""
         super().__init__(scenario)
         s = scenario
-        self._learn, self._protocol, self._driver = learn, protocol or PROTOCOLS[scenario.mixing], driver
+        self._learn, self._protocol, self._driver = learn, protocol, driver
         self.observe = partial(observe, self) if observe is not None else None
         models = np.arange(s.size, dtype=np.float64)[:, None] if models is None else models
         self.global_steps = 0
@@ -87,20 +87,21 @@ class VirtualCluster(VirtualNetwork):
         s = self.scenario
         rules = Rules(
             s.topology, s.max_staleness, s.seed, s.whole_every, again_s=s.again_s, patience_s=s.patience_s,
-            exchanges_per_update=s.exchanges_per_update,
+            exchanges_per_update=s.exchanges_per_update, mixing=s.mixing,
         )  # fmt: skip
+        protocol = self._protocol(rules)
         budget = StepBudget(number, s.size, s.budget_steps, spares=s.spares)
-        protocol = self._protocol(budget, RULES[s.mixing](float(number < s.size - s.spares)), rules)
+        state = protocol.new_state(budget, weight=float(number < s.size - s.spares))
 
         def keeps_own() -> bool:
-            """It waited for a fresh model in vain, or who trained with it is dead."""
+            """Return whether it waited for a fresh model in vain, or all who trained with it are dead."""
             trained = range(s.size - s.spares)
-            alone = all(peer == number or peer not in trained for peer in protocol.living)
-            return alone or protocol.counts["waits_given_up"] > 0
+            alone = all(peer == number or peer not in trained for peer in state.living)
+            return alone or state.counts["waits_given_up"] > 0
 
         models = VectorModels(model, self, s.stops.get(number, (0.0, 0.0)), keeps_own)
         transport = VirtualTransport(self, number)
-        driver = self._driver(protocol, transport, models, s.send_buffers, report=lambda sentence: None)
+        driver = self._driver(protocol, state, transport, models, s.send_buffers, report=lambda sentence: None)
         return Rank(driver, models)
 
     @property
@@ -126,7 +127,7 @@ class VirtualCluster(VirtualNetwork):
     @property
     def total_weight(self) -> float:
         """Sum of the push-sum weights of the living, in their inboxes and on the way."""
-        held = sum((rank.protocol.mixing.weight + rank.models.inbox_weight for rank in self.living), 0.0)
+        held = sum((rank.state.weight + rank.models.inbox_weight for rank in self.living), 0.0)
         return held + sum((_weight(on_its_way) for on_its_way in self.on_their_way.values()), 0.0)
 
     @property
@@ -170,10 +171,10 @@ class VirtualCluster(VirtualNetwork):
             self.violations.append(f"at {self.now} s the model that rank {rank.number} acts with changed")
 
     def _look_in_sleep(self, rank: Rank) -> None:
-        """A spare that sleeps has heard something."""
-        if rank.protocol.budget.stop is not Stop.NONE:
+        """Let a spare that sleeps look at what it has heard."""
+        if rank.state.budget.stop is not Stop.NONE:
             rank.ended = True
-        elif rank.protocol.budget.is_needed and not rank.waking:
+        elif rank.state.budget.is_needed and not rank.waking:
             rank.waking = True
             self._after(self.scenario.wake_up_s, self._take_place, rank)
 
@@ -214,15 +215,15 @@ class VirtualCluster(VirtualNetwork):
         waited_s = self.now - rank.wait_began_s
         rank.longest_wait_s = max(rank.longest_wait_s, waited_s)
         rank.waited_since_mix_s = max(rank.waited_since_mix_s, waited_s)
-        if models.mixes > mixes or len(rank.protocol.living) == 1:
+        if models.mixes > mixes or len(rank.state.living) == 1:
             rank.since_mix, rank.waited_since_mix_s = 0, 0.0
         if models.ahead is not None:
             self.violations.append(f"at {self.now} s rank {rank.number} went on without the moves owed to it")
         self.violations += [f"at {self.now} s rank {rank.number} {fault}" for fault in models.faults]
         models.faults.clear()
-        if rank.protocol.budget.stop is not Stop.NONE:
+        if rank.state.budget.stop is not Stop.NONE:
             rank.ended, self.ended_s = True, self.now
-        elif self.now >= self.scenario.leaves.get(rank.number, math.inf) and len(rank.protocol.living) > 1:
+        elif self.now >= self.scenario.leaves.get(rank.number, math.inf) and len(rank.state.living) > 1:
             longest_s = self.scenario.model_s[1] + self.scenario.control_s[1]
             self._at(self.now + longest_s, self._let_go, rank)  # when all that it has sent has come
         else:
@@ -251,7 +252,7 @@ class VirtualCluster(VirtualNetwork):
         sent = counts["models_sent"]
         self._wake(rank)
         something_came = counts["models_sent"] > sent or rank.wait_began_s > wait_began_s
-        something_came |= rank.number >= self.scenario.size - self.scenario.spares and not rank.protocol.has_model
+        something_came |= rank.number >= self.scenario.size - self.scenario.spares and not rank.state.has_model
         if rank.waiting and (something_came or self.scenario.patience_s < 1e9):
             self._set_timer(rank)
 
@@ -289,7 +290,7 @@ class VirtualCluster(VirtualNetwork):
         super().post(on_its_way)
 
     def _owe(self, on_its_way: OnItsWay) -> None:
-        """Its receiver owes a move to this answer, if its offer is still open."""
+        """Note the move that the receiver owes to this answer, if its offer is still open."""
         message, model = on_its_way.data
         receiver = self.ranks[on_its_way.receiver]
         offer = receiver.driver.offer_to(on_its_way.sender)
@@ -297,23 +298,23 @@ class VirtualCluster(VirtualNetwork):
             receiver.models.owe(offer, message.weight * (model - offer.data.model))
 
     def _has_open_offer(self, rank: int) -> bool:
-        """To a peer that lives, as far as the rank knows, and has not been silent."""
-        protocol = self.ranks[rank].protocol
+        """Return whether the rank has an open offer to a peer that lives, as far as it knows, and is not silent."""
+        state = self.ranks[rank].state
         return any(
-            self.now - sent_s < 0.999 * protocol.patience_s
+            self.now - sent_s < 0.999 * state.patience_s
             for (sender, receiver), sent_s in self._not_taken_in.items()
-            if sender == rank and receiver in protocol.living
+            if sender == rank and receiver in state.living
         )
 
     def die(self, rank: int) -> None:
         if rank in self.dead:
             return
         self.last_gone_s = self.now
-        self.lost_weight += self.ranks[rank].protocol.mixing.weight + self.ranks[rank].models.inbox_weight
+        self.lost_weight += self.ranks[rank].state.weight + self.ranks[rank].models.inbox_weight
         super().die(rank)
 
     def _hear_of_death(self, rank: int, dead: int) -> None:
-        """From then on `rank` expects nothing of the dead, even if it is on its way."""
+        """Let `rank` expect nothing of the dead from then on, even if it is on its way."""
         if rank not in self.dead:
             driver, models = self.ranks[rank].driver, self.ranks[rank].models
             offer = driver.offer_to(dead)
@@ -324,7 +325,7 @@ class VirtualCluster(VirtualNetwork):
     # ---- counts ----------------------------------------------------------------------------------------------------
 
     def _count_update(self, rank: Rank) -> None:
-        alone = len(rank.protocol.living) == 1
+        alone = len(rank.state.living) == 1
         rank.since_mix += not alone
         rank.staleness.append(rank.since_mix)
         if (
@@ -339,15 +340,15 @@ class VirtualCluster(VirtualNetwork):
         self.global_steps += self.scenario.steps_per_update
         if self.overshoot_steps >= 0 and not self.unseen_steps:
             self.budget_met_s = self.now
-            self.unseen_steps = [self.scenario.budget_steps - r.protocol.budget.global_steps for r in self.ranks]
+            self.unseen_steps = [self.scenario.budget_steps - r.state.budget.global_steps for r in self.ranks]
         self._notice_budget(rank)
 
     def _notice_budget(self, rank: Rank) -> None:
-        if rank.protocol.budget.stop is not Stop.NONE:
+        if rank.state.budget.stop is not Stop.NONE:
             self.budget_known_s = min(self.budget_known_s, self.now)
 
 
 def _weight(on_its_way: OnItsWay) -> float:
-    """The push-sum weight that a packet carries."""
+    """Return the push-sum weight that a packet carries."""
     sent: Sent = on_its_way.data
     return sent.message.weight if sent.model is not None else 0.0

@@ -75,16 +75,16 @@ class VirtualNetwork:
     # ---- what whoever uses it may add to -------------------------------------------------------------------------
 
     def sent(self, rank: int) -> None:
-        """A bulk packet of this rank has left: it may be filled anew."""
+        """Take note that a bulk packet of this rank has left: it may be filled anew."""
 
     def overwritten(self, on_its_way: OnItsWay) -> None:
-        """Its sender has filled it anew while it was on its way: real bytes would have been torn."""
+        """Take note that its sender filled it anew while it was on its way: real bytes would have been torn."""
 
     def heard(self, rank: int) -> None:
-        """Something has been told to this rank."""
+        """Take note that something has been told to this rank."""
 
     def lost(self, on_its_way: OnItsWay) -> None:
-        """This will never arrive: its sender or its receiver is dead."""
+        """Take note that this will never arrive: its sender or its receiver is dead."""
 
     # ---- packets -------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class VirtualNetwork:
     # ---- ranks ---------------------------------------------------------------------------------------------------
 
     def die(self, rank: int) -> None:
-        """Some of what it has sent is lost; the others hear of it after a while."""
+        """Kill a rank. Some of what it has sent is lost; the others hear of it after a while."""
         self.dead.add(rank)
         for ticket, on_its_way in list(self.on_their_way.items()):
             if on_its_way.sender == rank and self._random.random() < self.scenario.death_loss:
@@ -149,7 +149,7 @@ class VirtualNetwork:
             self.heard(rank)
 
     def is_stopped(self, rank: int, handler: Callable[..., None], *arguments: Any) -> bool:
-        """If the rank is stopped now, this happens when it goes on. Who is dead holds nothing up."""
+        """Put this off until the rank goes on, if it is stopped now. A dead rank holds nothing up."""
         if rank in self.dead or not self.scenario.stops:
             return False
         begin_s, end_s = self.scenario.stops.get(rank, (0.0, 0.0))

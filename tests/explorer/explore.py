@@ -1,7 +1,7 @@
-"""Every state that gossip between a few ranks can come to: `python -m pala.simulate explore`.
+"""Every state that gossip between a few ranks can come to: `python tests/explorer explore`.
 
 Breadth first over all orders of events, so what is found wrong comes with a shortest trace. The ranks run training's
-own driver and protocol (`explore_rank.py`); what can happen to them, and what must hold, is in `explore_world.py`.
+own driver and protocol (`rank.py`); what can happen to them, and what must hold, is in `world.py`.
 
 Nobody may wait for ever: there must be no state in which somebody waits and nothing can happen, and, of the states in
 which a rank waits, no cycle that a fair execution can stay in. Fair: whatever can happen all the time there, and is no
@@ -16,16 +16,14 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pala.exchange.gossip.mixing import RULES
-from pala.exchange.gossip.topology import TOPOLOGIES
-from pala.lab.simulate.explore_alike import NotAlikeError
-from pala.lab.simulate.explore_states import Case, Mode
-from pala.lab.simulate.explore_world import FAULTS, RARE, UNFAIR, Label, State, World
+from explorer.states import Case, Mode
+from explorer.world import FAULTS, RARE, UNFAIR, Label, State, World
+from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
 from pala.system.text import table
 
-_PROGRAM = "pala.simulate explore"
+_PROGRAM = "tests/explorer explore"
 _LOOK_EVERY = 1024
 _AGAIN_AND_AGAIN = ("timer", "patience", "tick")
 
@@ -62,8 +60,6 @@ class Command:
     """Give the search of a case up after so many seconds; that for endless waits comes after it."""
     liveness: bool = True
     """Look for endless waits among the states; if not, states that differ only by ranks' numbers are one."""
-    alike: bool = True
-    """Take states for one whose ranks and messages differ only in what can influence nothing any more, and check it."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +88,19 @@ class Explored:
 class Explorer:
     """One search."""
 
-    def __init__(self, case: Case, symmetry: bool = False, liveness: bool = True, alike: bool = True) -> None:
-        """`symmetry`: states that differ by the ranks' numbers are one; not with `liveness`, which follows a rank.
-        `alike`: so are states whose ranks and messages are alike (`explore_alike.py`)."""
+    def __init__(self, case: Case, symmetry: bool = False, liveness: bool = True) -> None:
+        """`symmetry`: states that differ by the ranks' numbers are one; not with `liveness`, which follows a rank."""
         assert not (symmetry and liveness)
-        self.world = World(case, symmetry, alike)
+        self.world = World(case, symmetry)
         self._liveness = liveness
-        self._index: dict[State, int] = {}
+        self.index: dict[State, int] = {}
         self._parents, self._by = array("l"), array("l")  # of each state: from where, and by which label
         self._labels: dict[Label, int] = {}
         self._begins, self._targets, self._edges = array("l"), array("l"), array("l")  # successors of state k, labels
         self._found: dict[str, Violation] = {}
 
     def run(self, most_states: int = 10**9, most_s: float = 1e9, first_only: bool = False) -> Explored:
-        """Until all states are known, or a limit is reached; `first_only`: or something does not hold. Raises
-        NotAlikeError if ranks or messages that were taken to be alike are not: then nothing is found out."""
+        """Search until all states are known, or a limit is reached; `first_only`: or something does not hold."""
         begin_s, transitions, k = time.perf_counter(), 0, 0
         states: list[State] = []
         for state in self.world.initial():
@@ -117,7 +111,6 @@ class Explorer:
             if len(states) > most_states or (k % _LOOK_EVERY == 0 and time.perf_counter() - begin_s > most_s):
                 break
             transitions += self._expand(k, states)
-            self.world.check_alike()
             k += 1
         finished = k == len(states)
         if self._liveness and finished:
@@ -139,7 +132,7 @@ class Explorer:
                 continue
             number = self._label(label)
             goes_on |= label[0] not in UNFAIR
-            target = self._add(world.canonical(after), k, number, states)
+            target = self._add(world.least(after), k, number, states)
             if self._liveness and label[0] not in UNFAIR:
                 self._targets.append(target)
                 self._edges.append(number)
@@ -149,7 +142,7 @@ class Explorer:
         return len(successors)
 
     def _add(self, state: State, parent: int, label: int, states: list[State]) -> int:
-        known = self._index.setdefault(state, len(states))
+        known = self.index.setdefault(state, len(states))
         if known == len(states):
             states.append(state)
             self._parents.append(parent)
@@ -247,7 +240,7 @@ class Explorer:
 
 
 def told(label: Label) -> str:
-    """An event in words."""
+    """Return an event in words."""
     word, *rest = label
     ranks, more = [x for x in rest if isinstance(x, int)], [x for x in rest if isinstance(x, str)]
     if len(ranks) == 2 and word not in ("notice", "false-death"):
@@ -263,14 +256,15 @@ def told(label: Label) -> str:
 
 
 def run(arguments: list[str]) -> None:
-    """The program. Raises PalaError after a mistake, or if something does not hold."""
+    """Run the program. Raises PalaError after a mistake, or if something does not hold."""
     command = read_command(_PROGRAM, arguments, Command())
     if command.faults == ("help",):
         print(table(("fault", "what may happen"), list(FAULTS.items())))
         return
     rows, violations = [], 0
     for case in cases(command):
-        explored = _explored(case, command)
+        explorer = Explorer(case, not command.liveness, command.liveness)
+        explored = explorer.run(command.most_states, command.most_s)
         rows.append(row(case, explored))
         print(*rows[-1], sep=", ", flush=True)
         for violation in explored.violations:
@@ -281,21 +275,8 @@ def run(arguments: list[str]) -> None:
         raise PalaError(f"{violations} things do not hold; their traces are above.")
 
 
-def _explored(case: Case, command: Command) -> Explored:
-    """What came of one case. Raises PalaError if the explorer itself is wrong."""
-    explorer = Explorer(case, not command.liveness, command.liveness, command.alike)
-    try:
-        return explorer.run(command.most_states, command.most_s)
-    except NotAlikeError as error:
-        name = f"{case.ranks} ranks, {case.topology}, {case.mixing}, staleness {case.max_staleness}, {_faults(case)}"
-        raise PalaError(
-            f"The case of {name} was not explored: states were taken to be alike that are not ({error}). This is a "
-            "fault of the explorer and says nothing of the protocol: please report it, and use `--no-alike` meanwhile."
-        ) from error
-
-
 def cases(command: Command) -> list[Case]:
-    """What a command asks for. Raises PalaError."""
+    """Return the cases that a command asks for. Raises PalaError."""
     check_choices("topologies", command.topologies, TOPOLOGIES)
     check_choices("mixings", command.mixings, RULES)
     check_choices("faults", command.faults, FAULTS)
@@ -335,7 +316,7 @@ def cases(command: Command) -> list[Case]:
             command.ranks, command.topologies, command.mixings, command.staleness,
             itertools.combinations(command.faults, together),
         )
-        if not (RULES[mixing].by_pairs and topology == "complete")
+        if not (RULES[mixing].by_pairs and TOPOLOGIES[topology].to_all)
     ]  # fmt: skip
     if not found:
         raise PalaError("There is no case to explore: the paired exchange has no complete topology.")
@@ -357,7 +338,7 @@ HEADER = (
 
 
 def row(case: Case, explored: Explored) -> tuple[str, ...]:
-    """A case's row of the table."""
+    """Return a case's row of the table."""
     return (
         str(case.ranks), case.topology, case.mixing, str(case.max_staleness), _faults(case), f"{explored.states:,}",
         f"{explored.transitions:,}", "yes" if explored.finished else "no", f"{explored.seconds:.0f}",

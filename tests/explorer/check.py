@@ -1,7 +1,7 @@
-"""Thousands of schedules against what must hold in every one: `python -m pala.simulate check`.
+"""Thousands of schedules against what must hold in every one: `python tests/explorer check`.
 
-python -m pala.simulate check --schedules 10000
-python -m pala.simulate check --first 4711 --schedules 1       one again, as a failure says it
+python tests/explorer check --schedules 10000
+python tests/explorer check --first 4711 --schedules 1       one again, as a failure says it
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from pala.exchange.gossip.protocol import GossipProtocol
+from explorer.schedules import InvariantError, MakeProtocol, check, schedule
+from pala.exchange.gossip.driver import make_protocol
 from pala.lab.simulate.scenario import Scenario
-from pala.lab.simulate.schedules import InvariantError, check, schedule
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.resources import usable_cores
@@ -54,8 +54,8 @@ class Tried:
 
 
 def run(arguments: list[str]) -> None:
-    """The program. Raises PalaError if a schedule fails."""
-    command = read_command("pala.simulate check", arguments, Command())
+    """Run the program. Raises PalaError if a schedule fails."""
+    command = read_command("tests/explorer check", arguments, Command())
     if command.schedules < 1 or command.first < 0 or command.processes < 0:
         raise PalaError("'--schedules' must be at least 1, '--first' and '--processes' at least 0.")
     begin_s = said_s = time.perf_counter()
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> None:
             print(f"{held.schedules:,} schedules held ({pace}): {faults}.")
 
 
-def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProtocol] | None = None) -> Iterator[Tried]:
+def try_in_batches(numbers: range, processes: int = 0, protocol: MakeProtocol = make_protocol) -> Iterator[Tried]:
     """Try the schedules of these numbers, in batches side by side, up to the first failure. Yields what came of all so
     far after each batch."""
     batches = [numbers[i : i + _BATCH] for i in range(0, len(numbers), _BATCH)]
@@ -87,7 +87,7 @@ def try_in_batches(numbers: range, processes: int = 0, protocol: type[GossipProt
     context = multiprocessing.get_context("spawn")
     # Not multiprocessing's Pool: to leave one with tasks in it ends workers by force, which was seen to wait for ever.
     with ProcessPoolExecutor(processes, context, _follow_the_parent) as pool:
-        for tried in pool.map(partial(_try, protocol=protocol), batches):
+        for tried in pool.map(partial(try_all, protocol=protocol), batches):
             schedules, events = sofar.schedules + tried.schedules, sofar.events + tried.events
             sofar = Tried(schedules, events, sofar.faults + tried.faults, tried.failure)
             yield sofar
@@ -120,7 +120,7 @@ def _faults(scenario: Scenario) -> dict[str, list[float]]:
     }
 
 
-def _try(numbers: range, protocol: type[GossipProtocol] | None = None) -> Tried:
+def try_all(numbers: range, protocol: MakeProtocol = make_protocol) -> Tried:
     events, faults = 0, Counter[str]()
     for count, number in enumerate(numbers):
         scenario = schedule(number)
@@ -130,7 +130,7 @@ def _try(numbers: range, protocol: type[GossipProtocol] | None = None) -> Tried:
             what = str(error) if isinstance(error, InvariantError) else f"{type(error).__name__}: {error}"
             sentence = (
                 f"Schedule {number} ({scenario.size} ranks, {scenario.topology}, {scenario.mixing}): {what}. "
-                f"Again: python -m pala.simulate check --first {number} --schedules 1"
+                f"Again: python tests/explorer check --first {number} --schedules 1"
             )
             return Tried(count + 1, events, faults, sentence)
         events += cluster.num_events

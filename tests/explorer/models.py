@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from explorer.states import CURRENT, Letter
 from pala.comm.base import Packet, Received
 from pala.exchange.gossip.driver import Models, Opened
 from pala.exchange.gossip.messages import Kind
 from pala.exchange.wire import NOT_FINITE, Format, Message, Refusal
-from pala.lab.simulate.explore_states import CURRENT, Letter
 
 
 class SymbolicPacket:
@@ -28,17 +28,12 @@ class SymbolicPacket:
 
 
 class SymbolicModels(Models):
-    """A rank's model: whether it is finite and fresh, and who is in the inbox."""
+    """A rank's model: whether it is finite and fresh, who is in the inbox, and what one event did with them."""
 
-    def __init__(self) -> None:
-        self.finite, self.old = True, False
-        self.inbox: dict[int, Letter] = {}
+    def __init__(self, finite: bool, old: bool, inbox: dict[int, Letter]) -> None:
+        self.finite, self.old, self.inbox = finite, old, inbox
         self.offered: Callable[[], list[SymbolicPacket]] = list  # the open offers
         self._opened = (-1, Letter(Kind.STOP))
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Forget what happened in the last one."""
         self.faults: list[str] = []
         self.mixes, self.healed = 0, False
         self.in_rollout = False  # the rank acts: its model must not move, but a copy may
@@ -139,7 +134,7 @@ class SymbolicModels(Models):
         self._take()
 
     def _take(self, mixes: bool = False) -> None:
-        """The inbox into the model; `mixes`: and not in its place."""
+        """Take the inbox into the model; `mixes`: and not in its place."""
         letters = self.inbox.values()
         if not all(letter.finite for letter in letters):
             self.faults.append("poison was mixed")

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from pala.exchange.gossip.driver import GossipDriver
-from pala.exchange.gossip.mixing import RULES
+from pala.config.catalogue import RULES, TOPOLOGIES
+from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.gossip.topology import TOPOLOGIES
+from pala.exchange.gossip.state import Rules
 from pala.lab.simulate.scenario import Scenario
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 
@@ -33,7 +33,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "pauses": {"update_s": (0.8, 1.2), "pause_probability": 0.05, "pause_s": (5.0, 30.0), "send_buffers": 1},
 }
 _PATIENCE_S = 20.0
-_END_S = 1e5
+END_S = 1e5
+MakeProtocol = Callable[[Rules], GossipProtocol]
 
 
 class InvariantError(Exception):
@@ -41,18 +42,18 @@ class InvariantError(Exception):
 
 
 def schedule(number: int) -> Scenario:
-    """The schedule of this number; one of two numbers is of a paired exchange, two of three of which exchange between
-    steps as well."""
+    """Return the schedule of this number. Every second one is of a paired exchange, two of three of which exchange
+    between steps as well."""
     scenario = pushed(number // 2)
     if number % 2 == 0:
         return scenario
-    topology = "random" if scenario.topology == "complete" else scenario.topology
+    topology = "random" if TOPOLOGIES[scenario.topology].to_all else scenario.topology
     exchanges = (1, 2, 4)[number // 2 % 3]
     return dataclasses.replace(scenario, mixing="paired", topology=topology, exchanges_per_update=exchanges)
 
 
 def pushed(number: int) -> Scenario:
-    """A schedule of a rule by which models go one way."""
+    """Return a schedule of a rule by which models go one way."""
     draw = random.Random(number)
     size = draw.choices(SIZES, _SIZE_WEIGHTS)[0]
     steps = draw.choice((1, 80))
@@ -61,7 +62,8 @@ def pushed(number: int) -> Scenario:
     # A rank's updates; far more after a fault that others outlive, to see that all come together again.
     updates = 150 if fault in ("cut", "deaths and stops") and size <= 8 else draw.choice((12, 20))
     options: dict[str, Any] = NETWORKS[draw.choice(list(NETWORKS))] | {
-        "topology": draw.choice(TOPOLOGIES), "mixing": draw.choice(MIXINGS), "max_staleness": draw.choice(STALENESS),
+        "topology": draw.choice(list(TOPOLOGIES)), "mixing": draw.choice(MIXINGS),
+        "max_staleness": draw.choice(STALENESS),
         "budget_steps": size * updates * steps + draw.randint(0, steps), "steps_per_update": steps,
         "slowness": (slowness * size)[:size], "seed": draw.randrange(2**32),
     }  # fmt: skip
@@ -97,7 +99,7 @@ def pushed(number: int) -> Scenario:
 
 
 def check(
-    scenario: Scenario, protocol: type[GossipProtocol] | None = None, driver: type[GossipDriver] = GossipDriver,
+    scenario: Scenario, protocol: MakeProtocol = make_protocol, driver: type[GossipDriver] = GossipDriver,
     observe: Callable[[VirtualCluster], None] | None = None, **options: Any,
 ) -> VirtualCluster:  # fmt: skip
     """Play a scenario to its end. Raises InvariantError if one of these does not hold.
@@ -135,9 +137,9 @@ def check(
     cluster = VirtualCluster(scenario, protocol=protocol, driver=driver, observe=look, **options)
     faults_end_s = max(0.0, *scenario.deaths.values(), *(end for _, end in scenario.stops.values()), scenario.cut_s[1])
     slowest_s = _slowest_exchange_s(scenario)
-    if 4 * slowest_s < scenario.patience_s < _END_S and not scenario.pause_probability:  # else it may end by itself
+    if 4 * slowest_s < scenario.patience_s < END_S and not scenario.pause_probability:  # else it may end by itself
         cluster.all_well_from_s = faults_end_s + 4 * _longest_patience_s(scenario) + 2 * scenario.again_s
-    cluster.run(until_s=_END_S)
+    cluster.run(until_s=END_S)
     _check_weights(cluster)
     _check_sum(cluster)
     _check_known_steps(cluster)
@@ -146,7 +148,7 @@ def check(
 
 
 def _check_known_steps(cluster: VirtualCluster) -> None:
-    known = max((rank.protocol.budget.global_steps for rank in cluster.living), default=0)
+    known = max((rank.state.budget.global_steps for rank in cluster.living), default=0)
     _demand(known <= cluster.global_steps, f"known steps that nobody made: {known}")
 
 
@@ -167,7 +169,7 @@ def _check_sum(cluster: VirtualCluster) -> None:
         drift = float(cluster.sum_of_models[0]) - size * (size - 1) / 2
         _demand(abs(drift) < 1e-6, f"paired: the sum of all models has changed by {drift}")
     apart = float(np.fmax.reduce(models) - np.fmin.reduce(models))
-    most = max(rank.driver.num_snapshots_held for rank in cluster.ranks)
+    most = max(len(rank.driver.snapshots) for rank in cluster.ranks)
     _demand(most <= max(scenario.send_buffers, 2 * size), f"paired: there is memory for {most} snapshots")
     _demand(apart <= 2 * size, f"paired: the models of {size} ranks are {apart} apart")
 
@@ -178,14 +180,14 @@ def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
     _demand(not cluster.stuck, f"deadlock: ranks {cluster.stuck} wait for ever")
     longest_s = 2 * _longest_patience_s(scenario) + 1.01 * scenario.again_s
     for rank in cluster.living:
-        p = rank.protocol
+        p = rank.state
         _demand(
             p.budget.global_steps >= scenario.budget_steps,
             f"budget: rank {p.rank} ended at {p.budget.global_steps} steps",
         )
         finite = bool(np.isfinite(rank.model).all())
         _demand(finite or rank.number in scenario.poison, f"poison was mixed by rank {p.rank}")
-        if scenario.patience_s < _END_S:
+        if scenario.patience_s < END_S:
             has_excuse = rank.number in scenario.stops or rank.number >= scenario.size - scenario.spares
             _demand(has_excuse or rank.longest_wait_s < longest_s, f"rank {p.rank} waited {rank.longest_wait_s} s")
             _demand(
@@ -215,8 +217,8 @@ def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
         expected = min(places, len(cluster.living))
         _demand(len(training) == expected, f"places: ranks {training} train, not {expected}")
         slowest_s = 3 * _slowest_exchange_s(scenario) + 4 * scenario.again_s
-        if scenario.patience_s > _END_S and cluster.budget_known_s > ready_s + slowest_s:
-            without = [rank for rank in training if not cluster.ranks[rank].protocol.has_model]
+        if scenario.patience_s > END_S and cluster.budget_known_s > ready_s + slowest_s:
+            without = [rank for rank in training if not cluster.ranks[rank].state.has_model]
             _demand(not without, f"places: nobody has sent a model to ranks {without}")
 
 

@@ -2,7 +2,7 @@
 
 A state is a tuple of small numbers: one a rank, then three a pair of ranks, for what is on its way (small messages,
 models, and models that are too late, each in the order in which they were sent), then how many rare faults there were.
-What the numbers of ranks and messages stand for, and what comes of an event to one rank, is in `explore_tables.py`.
+What the numbers of ranks and messages stand for, and what comes of an event to one rank, is in `tables.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from explorer.rank import initial
+from explorer.states import CURRENT, STALE, Case, Frozen, Mode, relabelled
+from explorer.tables import BULK, LATE, SMALL, About, Step, Tables
 from pala.exchange.budget import Stop
+from pala.exchange.gossip.driver import make_protocol
 from pala.exchange.gossip.messages import Kind
-from pala.lab.simulate.explore_alike import NotAlikeError
-from pala.lab.simulate.explore_rank import LocalRank
-from pala.lab.simulate.explore_states import CURRENT, STALE, Case, Frozen, Letter, Mode, relabelled
-from pala.lab.simulate.explore_tables import BULK, LATE, SMALL, About, Step, Tables
 
 State = tuple[int, ...]
 Label = tuple[Any, ...]
@@ -51,7 +51,6 @@ UNFAIR = frozenset(
 RARE = frozenset({"garbled", "refused", "duplicate"})
 """Faults of which each may leave one more model on its way: without a limit there would be no end to the states."""
 _REPLIES = (Kind.CREDIT, Kind.ASK_WHOLE, Kind.ANSWER)
-_EMPTY = (0, 0, 0)
 _LANES = ("message", "model", "late model")
 
 
@@ -66,9 +65,8 @@ class Successor(NamedTuple):
 class World(Tables):
     """The states of a case."""
 
-    def __init__(self, case: Case, symmetry: bool = False, alike: bool = True) -> None:
-        super().__init__(case, alike)
-        self._tidied: list[tuple[State, State]] = []  # states and what was made of them, to be checked
+    def __init__(self, case: Case, symmetry: bool = False) -> None:
+        super().__init__(case)
         pairs = list(itertools.permutations(range(self.n), 2))
         self._pairs = {pair: self.n + 3 * k for k, pair in enumerate(pairs)}  # where a pair's lanes begin
         self._touching = [[at for pair, at in self._pairs.items() if r in pair] for r in range(self.n)]
@@ -79,34 +77,33 @@ class World(Tables):
     # ---- states --------------------------------------------------------------------------------------------------
 
     def initial(self) -> list[State]:
-        """Where runs begin; of resumed ones, each with other rounds and weights."""
+        """Return where runs begin; resumed ones begin with unlike rounds and weights."""
         nothing, resumed = (0,) * (3 * len(self._pairs) + 1), "resume" in self._faults
         weights = [Fraction(2 * k + 1, self.n) if resumed else Fraction(1) for k in range(self.n)]
         states = []
         for begin in itertools.product(range(self.case.period if resumed else 1), repeat=self.n):
-            ranks = [LocalRank(self.case, k, begin[k], weights[k]).save() for k in range(self.n)]
-            states.append(self.canonical((*map(self._rank_id, ranks), *nothing)))
+            ranks = [initial(self.case, k, begin[k], weights[k]) for k in range(self.n)]
+            states.append(self.least((*map(self.rank_id, ranks), *nothing)))
         return list(dict.fromkeys(states))
 
     def mode(self, state: State, rank: int) -> Mode:
-        """What that rank does."""
+        """Return what that rank does."""
         return self._about[state[rank]].mode
 
     def has_ended(self, state: State) -> bool:
         """Whether all who live have."""
         return all(self.mode(state, r) >= Mode.ENDED for r in range(self.n))
 
-    def canonical(self, state: State) -> State:
-        """The one that stands for all that differ only by what does not matter, or by the ranks' numbers."""
-        if self._alike:
-            state = self._tidy(state)
+    def least(self, state: State) -> State:
+        """Return the one that stands for all that differ only by the ranks' numbers."""
         if not self._permutations:
             return state
         return min(state, *(permuted(state) for permuted in self._permutations))
 
     def faults_of(self, state: State) -> Iterator[str]:
-        """What must hold in every state and does not."""
+        """Yield what must hold in every state and does not."""
         n, ranks = self.n, [self.ranks[i] for i in state[: self.n]]
+        about = [self._about[i] for i in state[:n]]
         if not self._faults & {"duplicate", "false-death"}:
             for (sender, receiver), at in self._pairs.items():
                 back = self._pairs[receiver, sender]
@@ -116,24 +113,24 @@ class World(Tables):
                     yield f"process lock: rank {receiver} holds two models of rank {sender}"
         dead = any(rank.mode is Mode.DEAD for rank in ranks)
         if self.case.mixing == "push_sum" and not dead and "garbled" not in self._faults:
-            held = sum(rank.weight + sum(letter.weight for _, letter in rank.inbox) for rank in ranks)
+            held = sum(one.weight for one in about) + sum(letter.weight for rank in ranks for _, letter in rank.inbox)
             sent = (self.letters[k] for lane in state[n:-1] for k in self.lanes[lane])
             total = held + sum(letter.weight for letter in sent if letter.kind is Kind.MODEL)
             if total != n:
                 yield f"push-sum weight: {total} of {n}"
         if self.case.updates:
             made = sum(rank.made for rank in ranks)
-            known = max(_known_steps(rank) for rank in ranks if rank.mode is not Mode.DEAD)
+            known = max(one.known_steps for one in about if one.mode is not Mode.DEAD)
             if known > made:
                 yield f"known steps that nobody made: {known} of {made}"
 
     def _models_held(self, sender: int, receiver: Frozen, there: State, back: State) -> int:
-        """Models of one rank that another is to take in, and credits for them on their way back."""
+        """Count the models of one rank that another is to take in, and the credits for them on their way back."""
         if receiver.mode is Mode.DEAD:
             return 0
         coming = [self.letters[k] for lane in there for k in self.lanes[lane]]
         replies = [self.letters[k] for lane in back for k in self.lanes[lane] if self.letters[k].kind in _REPLIES]
-        if self.case.mixing == "paired":  # one that is taken for an offer that could not be read may come on top
+        if self.case.by_pairs:  # one that is taken for an offer that could not be read may come on top
             return sum(x.number == CURRENT for x in coming if x.kind is Kind.OFFER) + sum(
                 x.number == CURRENT for x in replies
             )
@@ -143,7 +140,7 @@ class World(Tables):
     # ---- what can happen -----------------------------------------------------------------------------------------
 
     def successors(self, state: State) -> list[Successor]:
-        """All that can come next and is not the same."""
+        """Return all that can come next and is not the same."""
         found: list[Successor] = []
         about = [self._about[i] for i in state[: self.n]]
         last = sum(rank.useful for rank in about) == 1  # whose model alone can still heal others
@@ -191,7 +188,7 @@ class World(Tables):
         event: tuple[Any, ...],
         since: State | None = None,
     ) -> None:
-        """To rank r, `event`, after what has already changed `before` into `since`."""
+        """Let `event` happen to rank r, after what has already changed `before` into `since`."""
         since = before if since is None else since
         steps = self._step(since[r], event)
         for choice, step in enumerate(steps):
@@ -218,14 +215,14 @@ class World(Tables):
     def _messages(
         self, found: list[Successor], state: State, about: list[About], sender: int, receiver: int, at: int
     ) -> None:
-        """The first of each lane comes, somehow."""
+        """Let the first message of each lane come, somehow."""
         for lane in range(3):
             if not state[at + lane]:
                 continue
             first, *rest = self.lanes[state[at + lane]]
             letter, where = self.letters[first], (sender, receiver, _LANES[lane])
             without = list(state)
-            without[at + lane] = self._lane_id(tuple(rest))
+            without[at + lane] = self.lane_id(tuple(rest))
             if lane != SMALL:
                 without[sender] = self._left(state[sender], receiver, letter.kind)
             taken = tuple(without)
@@ -235,7 +232,7 @@ class World(Tables):
                 found.append(Successor(("lose", *where), taken, ()))
             if lane == BULK and "late" in self._faults:
                 without = list(state)
-                without[at + lane] = self._lane_id(tuple(rest))
+                without[at + lane] = self.lane_id(tuple(rest))
                 without[at + LATE] = self._pushed(state[at + LATE], first)
                 found.append(Successor(("late", *where), tuple(without), ()))
             event = "deliver", sender, first, "garbled"
@@ -248,7 +245,7 @@ class World(Tables):
                 self._happens(found, ("duplicate", *where), state, receiver, event)
 
     def _close(self, found: list[Successor], state: State) -> None:
-        """All have closed: what each then does on its own."""
+        """Let each rank do what it does on its own when all have closed."""
         faults: list[str] = []
         for i in state[: self.n]:
             rank = self.ranks[i]
@@ -256,9 +253,10 @@ class World(Tables):
                 continue
             for step in self._step(i, ("close",)):
                 faults += step.faults
-            known, is_met = _known_steps(rank), dict(rank.budget)["stop"] is Stop.BUDGET
-            if is_met and known < self.case.updates and "stop" not in self._faults:
-                faults.append(f"budget: rank {rank.number} ended at {known} steps of {self.case.updates}")
+            about = self._about[i]
+            is_met = about.stop is Stop.BUDGET and "stop" not in self._faults
+            if is_met and about.known_steps < self.case.updates:
+                faults.append(f"budget: rank {rank.number} ended at {about.known_steps} steps of {self.case.updates}")
         if faults:
             found.append(Successor(("close",), None, tuple(faults)))
 
@@ -268,7 +266,7 @@ class World(Tables):
         return not is_last and any(mode in (Mode.UPDATES, Mode.WAITS) for mode in others)
 
     def _is_quiet(self, state: State, about: list[About], r: int) -> bool:
-        """Nothing is on its way to or from that rank, and nobody it counts on is dead."""
+        """Return whether nothing is on its way to or from that rank, and all that it counts on live."""
         if not self._may_send_again or any(any(state[at : at + 3]) for at in self._touching[r]):
             return False
         if any(about[peer].mode is Mode.DEAD for peer in about[r].living):
@@ -277,7 +275,7 @@ class World(Tables):
         return step.rank == state[r] and not step.letters
 
     def _after(self, state: State, r: int, step: Step) -> State:
-        """What rank r's step makes of the state."""
+        """Return what rank r's step makes of the state."""
         after = list(state)
         after[r] = step.rank
         for peer in step.closed:
@@ -295,62 +293,19 @@ class World(Tables):
                     after[self._pairs[peer, r]] = self._without(after[self._pairs[peer, r]], deaf_to)
         return tuple(after)
 
-    def _tidy(self, state: State) -> State:
-        """What is on its way as its receiver will take it: a claim, which `check_alike` proves."""
-        after, is_new = None, False
-        for (sender, receiver), at in self._pairs.items():
-            lanes = state[at : at + 3]
-            if lanes == _EMPTY:
-                continue
-            key = "tidy", sender, state[receiver], lanes
-            if key not in self._memo:
-                self._memo[key] = self._tidy_lanes(sender, self.ranks[state[receiver]], lanes)
-                is_new |= self._memo[key] != lanes
-            if self._memo[key] != lanes:
-                after = after or list(state)
-                after[at : at + 3] = self._memo[key]
-        if not after:
-            return state
-        tidy = tuple(after)
-        if is_new:
-            self._tidied.append((state, tidy))
-        return tidy
-
-    def _tidy_lanes(self, sender: int, receiver: Frozen, lanes: tuple[int, ...]) -> tuple[int, ...]:
-        """What is on its way from the sender: the news of the end are none to who knows; what comes too late is
-        thrown away; so is the next model of this sender, if its receiver was away."""
-        if receiver.mode is Mode.DEAD:
-            return lanes
-        budget, stale = dict(receiver.budget), dict(receiver.protocol)["_stale"][1]
-        letters = [[self.letters[k] for k in self.lanes[lane]] for lane in lanes]
-        if budget["stop"] is not Stop.NONE:
-            letters = [[x._replace(stop=Stop.NONE) if x.kind is not Kind.STOP else x for x in lane] for lane in letters]
-        letters[LATE] = [x._replace(old=True, finite=True, whole=True) for x in letters[LATE]]
-        if sender in stale and all(x.kind is Kind.ANSWER for x in letters[LATE]):
-            first = next((k for k, x in enumerate(letters[BULK]) if x.kind is not Kind.ANSWER), None)
-            if first is not None:
-                letters[BULK][first] = self._as_stale(letters[BULK][first])
-        return tuple(self._lane_id(tuple(map(self._letter_id, lane))) for lane in letters)
-
-    def _as_stale(self, letter: Letter) -> Letter:
-        """Unless the receiver's patience ends before, nothing in it matters."""
-        if "patience" in self._faults:
-            return letter._replace(old=True)
-        return letter._replace(old=True, finite=True, whole=True)
-
     def _without(self, lane: int, kinds: tuple[Kind, ...]) -> int:
         letters = self.lanes[lane]
         left = (letter for letter in letters if self.letters[letter].kind not in kinds)
-        return self._recall(("without", lane, kinds), lambda: self._lane_id(tuple(left)))
+        return self._recall(("without", lane, kinds), lambda: self.lane_id(tuple(left)))
 
     def _mark_old(self, state: State, r: int, old: bool) -> State:
-        """The models on their way to rank r were sent before it goes on."""
+        """Mark the models on their way to rank r: they were sent before it goes on."""
         after = list(state)
         for (_, receiver), at in self._pairs.items():
             for lane in (at + BULK, at + LATE):
                 if receiver == r and after[lane]:
                     letters = (self.letters[k]._replace(old=old) for k in self.lanes[after[lane]])
-                    after[lane] = self._lane_id(tuple(map(self._letter_id, letters)))
+                    after[lane] = self.lane_id(tuple(map(self.letter_id, letters)))
         return tuple(after)
 
     def _die(self, state: State, r: int) -> State:
@@ -363,52 +318,30 @@ class World(Tables):
                 for letter in self.lanes[after[at + lane]]:
                     after[peer] = self._left(after[peer], r, self.letters[letter].kind)
             after[at : at + 3] = 0, 0, 0
-        after[r] = self._rank_id(Frozen(r, Mode.DEAD, self.ranks[state[r]].made, 0, False))
+        after[r] = self.rank_id(Frozen(r, Mode.DEAD, self.ranks[state[r]].made))
         return tuple(after)
 
     def _close_offer(self, after: list[int], r: int, peer: int) -> None:
-        """What is known or on its way of the offer that r had made to this peer is of no offer any more."""
-        after[peer] = self._changed(after[peer], ("stale", r))
+        """Let what is known or on its way of the offer that r had made to this peer be of no open offer."""
+        after[peer] = self._closed(after[peer], r)
         there, back = self._pairs[r, peer], self._pairs[peer, r]
         for at, kinds in ((there, (Kind.OFFER,)), (back, (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE))):
             for lane in range(at, at + 3):
                 letters = [self.letters[k] for k in self.lanes[after[lane]]]
                 if any(letter.number == CURRENT and letter.kind in kinds for letter in letters):
-                    after[lane] = self._lane_id(tuple(
-                        self._letter_id(x._replace(number=STALE) if x.number == CURRENT and x.kind in kinds else x)
+                    after[lane] = self.lane_id(tuple(
+                        self.letter_id(x._replace(number=STALE) if x.number == CURRENT and x.kind in kinds else x)
                         for x in letters
                     ))  # fmt: skip
-
-    # ---- what is alike -------------------------------------------------------------------------------------------
-
-    def check_alike(self) -> None:
-        """Whether ranks and messages that were taken to be alike are; what is on its way, with the first state of the
-        others in which it was. Raises NotAlikeError."""
-        self._check_ranks()
-        while self._tidied:
-            state, tidy = self._tidied.pop()
-            if unlike := self._follows(state) ^ self._follows(tidy):
-                raise NotAlikeError(f"what is on its way: unlike after {min(str(label) for label, *_ in unlike)}")
-            self._check_ranks()
-
-    def _follows(self, state: State) -> set[tuple[Any, ...]]:
-        """What is wrong with a state, and all that can come next and is not alike."""
-        begin = self.canonical(state)
-        found: set[tuple[Any, ...]] = {(fault,) for fault in self.faults_of(state)}
-        for label, after, faults in self.successors(state):
-            end = None if after is None else self.canonical(after)
-            if end != begin or faults:
-                found.add((label, end, faults))
-        return found
 
     # ---- symmetry ------------------------------------------------------------------------------------------------
 
     def _symmetries(self) -> list[tuple[int, ...]]:
-        """Ranks may change their numbers so without anything being different: around the ring, as all graphs are the
-        same from every rank; in the complete graph in any way, if so few that all hear of the end at once. Not by the
-        paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
+        """Return how ranks may change their numbers without anything being different: around the ring, as all graphs
+        are the same from every rank; in the complete graph in any way, if so few that all hear of the end at once. Not
+        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
         n = self.n
-        if self.case.mixing == "paired" or self.case.updates or self.case.protocol is not None:
+        if self.case.by_pairs or self.case.updates or self.case.protocol is not make_protocol:
             return []
         if self.case.topology == "complete" and n <= 3:
             return list(itertools.permutations(range(n)))[1:]
@@ -425,14 +358,8 @@ class World(Tables):
             for r in old:
                 i = state[r]
                 if i not in tables:
-                    tables[i] = self._rank_id(relabelled(self.ranks[i], numbers))
+                    tables[i] = self.rank_id(relabelled(self.ranks[i], numbers, self.case))
                 ranks.append(tables[i])
             return (*ranks, *pick(state), state[-1])
 
         return permuted
-
-
-def _known_steps(rank: Frozen) -> int:
-    """Of all ranks, as far as this one knows."""
-    budget = dict(rank.budget)
-    return sum(budget["local_steps"][1]) + budget["base_steps"]
