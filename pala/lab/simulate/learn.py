@@ -33,7 +33,6 @@ from pala.config import Config, EnvConfig, load_preset
 from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.config.checks import check
 from pala.envs.vector import Envs, make_envs
-from pala.exchange.budget import ExchangeState
 from pala.lab.simulate.passive import PassiveExchange
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
