@@ -137,7 +137,7 @@ def test_a_learner_without_an_actor_takes_over_those_of_the_dead_learner() -> No
         next(lockstep)
     assert cluster[1].worker.counters.updates >= before + 40 // 4
     assert cluster[4].sent[Kind.BATCH] > 0 and all(rank.node.members.fault == "" for rank in cluster)
-    assert len(cluster[1].node._batches) <= 1, "one asked for at each replay"
+    assert len(cluster[1].node.batches) <= 1, "one asked for at each replay"
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_a_question_or_an_answer_that_is_lost_is_asked_for_again(lost: Kind) -> 
             rank.node.look(now_s)
 
     for rank in cluster:
-        rank.exchange._wait = time_passes
+        rank.exchange.wait = time_passes
 
     def hears(rank: int):
         def heard(source: int, data: bytes) -> None:

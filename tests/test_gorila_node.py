@@ -24,12 +24,11 @@ from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.exchange.wire import Message
 from pala.gorila import worker as worker_module
-from pala.gorila.dqn import LossFilter
+from pala.gorila.dqn import DQN
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.messages import Kind
 from pala.gorila.networks import QNetwork
 from pala.gorila.node import Formats, Rules
-from pala.gorila.parts import GorilaParts
 from pala.gorila.roles import assign
 from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.store import ReplayStore
@@ -116,15 +115,13 @@ class Rank:
         budget = StepBudget(rank, num_ranks, config.total_steps, base_steps=base_steps)
         comm: Any = SimpleNamespace(rank=rank, open_transport=lambda: AtOnce(self.send))
         self.exchange = GorilaExchange(comm, rules, budget, 0, self.shard, self.store, Interrupt())
-        self.node = self.exchange._node
-        self.filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
-        parts = GorilaParts(
-            config, rank, rank, rules, 1, CPU, network, self.flat, AutogradTape(network), self.target,
-            AutogradTape(target_network), torch.zeros_like(self.flat.data), self.store, self.filter,
-        )  # fmt: skip
+        with self.exchange.node() as self.node:
+            pass
+        tape, target_tape = AutogradTape(network), AutogradTape(target_network)
+        dqn = DQN(network.distribution, tape, self.flat, target_tape, self.target, gorila)
         start = ExchangeState([0] * num_ranks)
         progress = Progress(Counters(), torch.Generator().manual_seed(SEED), start)
-        self.worker = Worker(parts, envs, self.exchange, progress, Interrupt())
+        self.worker = Worker(config, rank, envs, dqn, self.exchange, progress, Interrupt())
 
     def send(self, peer: int, packet: Bytes) -> None:
         data = packet.data
@@ -339,9 +336,9 @@ def test_a_learner_asks_for_parameters_with_every_third_gradient() -> None:
     assert (learner.sent[Kind.GRADIENT], learner.sent[Kind.GRADIENT_AND_FETCH]) == (20, 10)
     assert cluster[2].sent[Kind.FETCH] == 140 // (3 * 4)  # the actor's own pace
     assert server.sent[Kind.PARAMETERS] == 10 + cluster[2].sent[Kind.FETCH]
-    assert learner.node._versions == [27]
-    learner.exchange.take_parameters(learner.flat.data)
-    assert learner.node._versions == [30]
+    assert learner.node.versions == [27]
+    learner.node.take_parameters(learner.flat.data)
+    assert learner.node.versions == [30]
     assert learner.flat.data.equal(server.shard.parameters)
 
 
@@ -373,8 +370,8 @@ def test_targets_come_when_a_shards_version_passes_a_multiple_of_the_period() ->
     shards[1].apply(gradients[0][learner.parts[1]], 0)  # another learner's came to this one only
     for number, gradient in enumerate(gradients[1:10], 1):
         learner.node.send_gradient(gradient)
-        learner.exchange.take_parameters(learner.flat.data)
-        learner.exchange.take_target(learner.target.data)
+        learner.node.take_parameters(learner.flat.data)
+        learner.node.take_target(learner.target.data)
         assert [shard.version for shard in shards] == [number, number + 1]
         for shard, part in zip(shards, learner.parts, strict=True):
             assert learner.flat.data[part].equal(shard.parameters)
@@ -396,12 +393,12 @@ def test_a_target_that_is_long_under_way_is_asked_for_once() -> None:
     learner.hear = hear
     for _ in range(3):
         learner.node.send_gradient(gradient)
-        learner.exchange.take_parameters(learner.flat.data)
-        learner.exchange.take_target(learner.target.data)
+        learner.node.take_parameters(learner.flat.data)
+        learner.node.take_target(learner.target.data)
     assert learner.sent[Kind.FETCH_TARGET] == len(held) == 1
     assert not learner.target.data.equal(server.shard.target)
     Rank.hear(learner, 0, held[0])
-    learner.exchange.take_target(learner.target.data)
+    learner.node.take_target(learner.target.data)
     assert learner.target.data.equal(server.shard.target)
 
 
@@ -419,7 +416,7 @@ def test_an_actor_is_no_more_than_four_steps_ahead_of_what_its_replay_has_receiv
         waits[len(under_way)] += 1
         under_way.popleft().pending = 0
 
-    actor.exchange._transport.send, actor.exchange._wait = send, wait
+    actor.exchange._transport.send, actor.exchange.wait = send, wait
     play_steps(cluster, 10)
     assert waits == {5: 6}
     actor.exchange.stop_now(Stop.SIGNAL)  # then nobody is waited for
@@ -436,13 +433,13 @@ def test_an_old_gradient_is_discarded_counted_and_answered_with_what_is_new() ->
     gradient = torch.ones(len(server.flat.data))
     for _ in range(3):
         ahead.exchange.send_gradient(gradient)
-        ahead.exchange.take_parameters(ahead.flat.data)
+        ahead.node.take_parameters(ahead.flat.data)
     before = server.shard.parameters.clone()
     behind.exchange.send_gradient(gradient)  # computed with version 0, three updates ago
     assert server.shard.parameters.equal(before)
     figures = server.exchange.metrics()
     assert (figures["gradients_stale"], figures["server_updates"]) == (1, 3)
-    behind.exchange.take_parameters(behind.flat.data)
+    behind.node.take_parameters(behind.flat.data)
     assert behind.flat.data.equal(before)
     behind.exchange.send_gradient(gradient)
     figures = server.exchange.metrics()
@@ -617,8 +614,8 @@ def trace(rank: Rank) -> tuple:
     """What a message may change, but for the news of steps."""
     node, shard, store = rank.node, rank.shard, rank.store
     served = shard and (shard.version, shard.stale, shard.not_finite, shard.parameters.tolist(), shard.target.tolist())
-    held = store and (len(store), store._steps, list(store._waiting), store.owed)
-    return served, held, len(node._batches), sorted(node._arrived), sorted(node._arrived_targets), rank.sent.copy()
+    held = store and (len(store), store.steps, list(store.waiting), store.owed)
+    return served, held, len(node.batches), sorted(node.arrived), sorted(node.arrived_targets), rank.sent.copy()
 
 
 def test_a_message_of_a_kind_that_roles_do_not_exchange_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

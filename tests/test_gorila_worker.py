@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import gymnasium
@@ -16,11 +17,9 @@ from pala.comm.base import Bytes
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig
 from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
-from pala.gorila import worker as worker_module
-from pala.gorila.dqn import Loss, LossFilter, Transitions, differentiate
+from pala.gorila.dqn import DQN, Loss, Transitions
 from pala.gorila.networks import QNetwork
 from pala.gorila.node import Formats, Node, Rules
-from pala.gorila.parts import GorilaParts
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import assign
 from pala.gorila.shard import ServedModel, Shard
@@ -104,33 +103,34 @@ class Rank:
         )  # fmt: skip
 
         def send(peer: int, data: np.ndarray) -> Bytes:
-            cluster[peer].node.on_message(rank, data.copy())
+            cluster[peer]._node.on_message(rank, data.copy())
             return Bytes(data)
 
-        self.node = Node(StepBudget(rank, 2, 10**6), rules, 0, self.shard, store, send)
+        self._node = Node(StepBudget(rank, 2, 10**6), rules, 0, self.shard, store, send)
         self.tape, self.target_tape = CheckedTape(network), CheckedTape(target_network)
         self.taken, self.asked = 0, 0
         exchange: Any = self
-        parts = GorilaParts(
-            CONFIG, rank, rank, rules, 1, torch.device("cpu"), network, flat, self.tape, target, self.target_tape,
-            torch.zeros_like(flat.data), store, LossFilter(5.0, 1000),
-        )  # fmt: skip
+        self.dqn = DQN(network.distribution, self.tape, flat, self.target_tape, target, gorila)
         progress = Progress(Counters(), torch.Generator().manual_seed(rank), ExchangeState([0, 0]))
-        self.worker = Worker(parts, make_envs(env, 1, Noise), exchange, progress, Interrupt())
+        self.worker = Worker(CONFIG, rank, make_envs(env, 1, Noise), self.dqn, exchange, progress, Interrupt())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.node, name)
+        return getattr(self._node, name)
+
+    @contextmanager
+    def node(self) -> Iterator[Rank]:
+        yield self
 
     @property
     def global_steps(self) -> int:
         return 10**7  # so that epsilon is small: actions are the network's
 
     def stepped(self, steps: int, experience: Experience) -> None:
-        self.node.stepped(steps)
-        self.node.experienced(experience)
+        self._node.stepped(steps)
+        self._node.experienced(experience)
 
     def next_batch(self, timeout_s: float) -> Batch | None:
-        batch = self.node.next_batch()
+        batch = self._node.next_batch()
         if batch is not None:
             self.on_sample(batch)
         return batch
@@ -141,14 +141,14 @@ class Rank:
 
     def take_parameters(self, flat: Tensor) -> bool:
         before = flat.clone()
-        changed = self.node.take_parameters(flat)
+        changed = self._node.take_parameters(flat)
         assert changed is not flat.equal(before)
         self.asked, self.taken = self.asked + 1, self.taken + changed
         return changed
 
     def take_target(self, flat: Tensor) -> bool:
         before = flat.clone()
-        changed = self.node.take_target(flat)
+        changed = self._node.take_target(flat)
         assert changed is not flat.equal(before)
         return changed
 
@@ -161,15 +161,16 @@ def test_minibatches_are_learned_from_with_the_target_network_as_it_is_then(monk
     sampled: list[np.ndarray] = []
     learned: list[Transitions] = []
 
-    def watched(tape: CheckedTape, next_values: Tensor, flat: FlatParameters, batch: Transitions, *rest: Any) -> Loss:
-        (rank,) = (rank for rank in cluster if rank.tape is tape)
+    def watched(dqn: DQN, batch: Transitions, next_values: Tensor, between: Callable[[], None]) -> Loss:
+        (rank,) = (rank for rank in cluster if rank.dqn is dqn)
         values = rank.target_tape.network(batch.next_observations).detach()
         torch.testing.assert_close(next_values, values, rtol=1e-4, atol=1e-5)
         if rank is cluster[0]:
             learned.append(batch)
-        return differentiate(tape, next_values, flat, batch, *rest)
+        return differentiate(dqn, batch, next_values, between)
 
-    monkeypatch.setattr(worker_module, "differentiate", watched)
+    differentiate = DQN.differentiate
+    monkeypatch.setattr(DQN, "differentiate", watched)
     cluster[0].on_sample = lambda batch: sampled.append(batch.observations.copy())
     for rank in cluster:
         rank.worker.reset(np.arange(2) + 2 * rank.worker._envs.num_envs)

@@ -141,7 +141,7 @@ def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatc
     def note(parts: GorilaParts, previous: Path | None) -> None:
         before_training(parts, previous)
         assert parts.store is not None
-        streams.append(str(parts.store._rng.bit_generator.state))
+        streams.append(str(parts.store.rng.bit_generator.state))
 
     monkeypatch.setattr(GorilaParts, "before_training", note)
     trained = train(2, gorila(tmp_path, steps=100))
