@@ -58,7 +58,7 @@ class Company:
         if lost or peer not in self.alive or source in self.members[peer].gone:
             return
         member = self.members[peer]
-        member.count(message)
+        member.merge(message)
         refusal = member.hear(message) if message.kind in ABOUT_MEMBERS else None
         assert refusal is None, (pair, message.kind, refusal)
         self.check(peer)
@@ -301,7 +301,7 @@ def test_messages_that_cannot_be_are_refused() -> None:
         (Kind.ASK_LEAVE, 5, 0, number(5)), (Kind.MAY_LEAVE, 1, 2, number(2)), (Kind.MUST_STAY, 0, 2, number(3)),
     ):  # fmt: skip
         member, message = company.members[receiver], Message(kind, sender, round_, 1.0, Stop.NONE, counters)
-        member.count(message)
+        member.merge(message)
         assert member.hear(message) is not None, (kind, round_)
         assert member.roles == company.roles and not member.gone and member.may_leave is None
 
@@ -327,7 +327,7 @@ def test_any_messages_are_taken_or_refused_and_shards_stay() -> None:
             if sender == receiver or sender in member.gone:
                 continue
             message = Message(kind, sender, number, 1.0, Stop.NONE, counters)
-            member.count(message)
+            member.merge(message)
             if kind in ABOUT_MEMBERS:
                 member.hear(message)
             roles = member.roles

@@ -33,7 +33,7 @@ _MOST_UNDER_WAY = 4  # steps that an actor may be ahead of what its replay has r
 
 
 class GorilaExchange(Exchange, Receiver):
-    """What the loop of one rank sees of the others: its node, under the lock, and what waits."""
+    """The others as the loop of one rank sees them: its node, under a lock, and what waits."""
 
     def __init__(
         self,

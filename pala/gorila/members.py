@@ -55,7 +55,7 @@ class Members:
 
     # ---- what comes ----------------------------------------------------------------------------------------------
 
-    def count(self, message: Message) -> None:
+    def merge(self, message: Message) -> None:
         """Take over the counters of any message. A spare that has made steps, or that sends anything but messages about
         members, trains from now on."""
         self.budget.news(message.local_steps, message.stop)
@@ -65,7 +65,7 @@ class Members:
             self._admit()
 
     def hear(self, message: Message) -> Refusal | None:
-        """Take in a message of one of the kinds `ABOUT_MEMBERS`, which `count` has seen."""
+        """Take in a message of one of the kinds `ABOUT_MEMBERS`, which `merge` has seen."""
         kind, sender = message.kind, message.sender
         if kind not in ABOUT_LEAVING:
             return None
@@ -192,10 +192,10 @@ class Members:
 
 
 class Missing(NamedTuple):
-    """What training cannot go on without."""
+    """A loss without which training cannot go on."""
 
     ranks: list[int]  # that had it
-    what: str
+    what: str  # completes the sentence "rank N has died, which ..."
 
 
 def lost_by_deaths(roles: Roles, gone: Sequence[int], living: Collection[int], is_over: bool) -> Missing | None:

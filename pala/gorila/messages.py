@@ -6,7 +6,7 @@ import enum
 
 
 class Kind(enum.IntEnum):
-    """What a message is for."""
+    """The purpose of a message."""
 
     STOP = 3  # training ends
     GRADIENT = 5  # of a shard's slice, computed with the parameters of version `round`

@@ -37,7 +37,7 @@ from pala.networks.network import FlatParameters
 
 
 class Formats(NamedTuple):
-    """How steps travel."""
+    """The formats in which steps travel."""
 
     reset: FramesFormat
     experience: ExperienceFormat
@@ -285,7 +285,7 @@ class Node:
         if isinstance(message, Refusal):
             refusal: Refusal | None = message
         else:
-            self.members.count(message)
+            self.members.merge(message)
             refusal = self._act_on(message, data[self._wire.control_bytes :])
         if refusal is not None:
             self.counts["messages_refused"] += 1

@@ -83,7 +83,7 @@ class SleepingGorila(Sleeping, Receiver):
         message = self._wire.decode_from(received.source, received.data)
         if isinstance(message, Refusal):
             return message
-        self.members.count(message)
+        self.members.merge(message)
         return self.members.hear(message)
 
     def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:

@@ -44,7 +44,7 @@ class ReplayStore:
         self._min_steps = min_steps
 
     def __len__(self) -> int:
-        """Transitions that can be sampled."""
+        """Return the number of transitions that can be sampled."""
         return sum(map(len, self._replays.values()))
 
     @property
@@ -110,7 +110,7 @@ class ReplayStore:
     def load(self, prefix: Path) -> None:
         """Take what `save` wrote; `begin` must follow for each actor. What is loaded pays for no minibatch.
 
-        Raises PalaError, as `Replay.load`.
+        Raises PalaError if a file cannot be read or is of another memory.
         """
         for actor, replay in self._replays.items():
             replay.load(_path(prefix, actor))
