@@ -50,7 +50,8 @@ class GorilaExchange(Exchange, Receiver):
 
         `version`, `shard`, `store`: as for a `Node`. `slept`: what a spare has slept by; it has to `take_place`.
         """
-        self._comm, self._interrupt, self.message_bytes = comm, interrupt, rules.wire.most_bytes
+        self._comm, self._interrupt = comm, interrupt
+        self.message_bytes = rules.wire.most_bytes
         self._experience: list[Bytes] = []  # that may not have left
         self._said_not_finite = False
         if slept is not None:

@@ -33,7 +33,8 @@ class Members:
         tell: Callable[[int, Kind, int], Packet],
     ) -> None:
         """Begin with the roles of the ranks that train first. `tell`: sends a rank a message of a kind and round."""
-        self.budget, self.roles, self.rank, self.tell = budget, roles, budget.rank, tell
+        self.budget, self.rank = budget, budget.rank
+        self.roles, self.tell = roles, tell
         self.on_gone: Callable[[int], object] = lambda rank: None  # that rank has died or left
         self.on_change: Callable[[], object] = lambda: None  # a rank has gone or come, and training goes on
         self.fault = ""  # why training cannot go on

@@ -80,12 +80,12 @@ def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats
     lengths = [4 * (part.stop - part.start) for part in parts]
     part: Sizes = {Format.FLOAT32: range(min(lengths), max(lengths) + 1, 4)}
     sizes: dict[Kind, Sizes] = {
-        Kind.GRADIENT: part, Kind.GRADIENT_AND_FETCH: part, Kind.PARAMETERS: part, Kind.TARGET: part,
-        Kind.FETCH: NOTHING, Kind.FETCH_TARGET: NOTHING, Kind.SAMPLE: NOTHING, **dict.fromkeys(ABOUT_MEMBERS, NOTHING),
+        **dict.fromkeys((Kind.GRADIENT, Kind.GRADIENT_AND_FETCH, Kind.PARAMETERS, Kind.TARGET), part),
+        **dict.fromkeys((*_QUESTIONS.values(), *ABOUT_MEMBERS), NOTHING),
         Kind.RESET: {Format.ARRAYS: formats.reset.sizes},
         Kind.EXPERIENCE: {Format.ARRAYS: formats.experience.sizes},
         Kind.BATCH: {Format.ARRAYS: formats.batch.sizes},
-    }  # fmt: skip
+    }
     return Wire(num_ranks, flat.data.numel(), flat.signature, sizes)
 
 
@@ -109,9 +109,11 @@ class Node:
 
         `send(rank, bytes)`: takes the bytes over. `members`: what a spare that has slept knows; it has to `join`.
         """
-        self.budget, self.rules, self.shard, self.store = budget, rules, shard, store
-        self._config, self._wire, self._formats, self._parts = rules.config, rules.wire, rules.formats, rules.slices
-        self._rank, self._send_bytes = budget.rank, send
+        self.budget, self._rank = budget, budget.rank
+        self.rules, self._config = rules, rules.config
+        self._wire, self._formats = rules.wire, rules.formats
+        self._parts, self._send_bytes = rules.slices, send
+        self.shard, self.store = shard, store
         self.versions = [version] * len(self._parts)  # of the parameters last taken
         self._targets = [targets_at(version, self._config)] * len(self._parts)
         self.arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice

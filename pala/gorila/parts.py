@@ -180,7 +180,8 @@ class GorilaParts(Parts[GorilaExchange]):
         return self.rules.roles.shards.index(self.rank) if self.rank in self.rules.roles.shards else None
 
     def make_exchange(self, comm: Communicator, start: ExchangeState, interrupt: Interrupt) -> GorilaExchange:
-        index, dqn, shard = self._shard_index, self.dqn, None
+        index, dqn = self._shard_index, self.dqn
+        shard: Shard | None = None
         if index is not None:
             begin = ServedModel(self.flat.data, dqn.squares, dqn.target.data, dqn.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)

@@ -260,9 +260,7 @@ class Replay:
         return stacks.reshape(len(rows), *self._observation_shape)
 
     def _rings(self) -> list[np.ndarray]:
-        return [
-            self._frames, self._past_frames, self._is_transition, self._actions, self._rewards, self._terminated
-        ]  # fmt: skip
+        return [self._frames, self._past_frames, self._is_transition, self._actions, self._rewards, self._terminated]
 
     def _slabs(self) -> Iterator[np.ndarray]:
         """Yield views of all that is filled. The heads come first and say how much that is."""

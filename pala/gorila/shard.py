@@ -111,9 +111,14 @@ class Shard:
             adagrad_(self.parameters, gradient, self.squares, config.adagrad_learning_rate, config.adagrad_epsilon)
         else:
             rmsprop_(
-                self.parameters, gradient, self.squares, config.rmsprop_learning_rate,
-                config.rmsprop_alpha, config.rmsprop_epsilon, epsilon_inside_root=True,
-            )  # fmt: skip
+                self.parameters,
+                gradient,
+                self.squares,
+                config.rmsprop_learning_rate,
+                config.rmsprop_alpha,
+                config.rmsprop_epsilon,
+                epsilon_inside_root=True,
+            )
 
 
 def _is_of_shard(state: RankState) -> bool:
@@ -155,13 +160,11 @@ def assemble(states: Sequence[RankState], parameters: int | None = None) -> Serv
         raise PalaError(f"The checkpoints hold {found} parameters, but the run's network has {parameters}.")
     counters = [state.counters["gorila"] for state in in_order]
     num_targets = max(counts["num_targets"] for counts in counters)
+    # A shard that saved just before the others copied their targets copies its own now.
+    targets = ["target" if counts["num_targets"] == num_targets else "parameters" for counts in counters]
     return ServedModel(
         torch.cat([state.tensors["parameters"] for state in in_order]),
         torch.cat([state.tensors["squares"] for state in in_order]),
-        # A shard that saved just before the others copied their targets copies its own now.
-        torch.cat([
-            state.tensors["target" if counts["num_targets"] == num_targets else "parameters"]
-            for state, counts in zip(in_order, counters, strict=True)
-        ]),
+        torch.cat([state.tensors[name] for state, name in zip(in_order, targets, strict=True)]),
         max(counts["version"] for counts in counters),
-    )  # fmt: skip
+    )

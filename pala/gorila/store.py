@@ -123,8 +123,9 @@ class ReplayStore:
         counts = self.rng.multinomial(self._minibatch_size, lengths / lengths.sum())
         parts = [
             replay.sample(count, self.rng)
-            for replay, count in zip(self._replays.values(), counts, strict=True) if count
-        ]  # fmt: skip
+            for replay, count in zip(self._replays.values(), counts, strict=True)
+            if count
+        ]
         return parts[0] if len(parts) == 1 else Batch(*map(np.concatenate, zip(*parts, strict=True)))
 
 

@@ -59,8 +59,9 @@ class Worker(Loop):
         frame_stack: int = 1,
     ) -> None:
         super().__init__(config.run, exchange, progress, interrupt, dqn.flat.data.device)
-        self._config, self._rank, self._envs, self._dqn = config, rank, envs, dqn
-        self._frame_stack = frame_stack
+        self._config, self._rank = config, rank
+        self._envs, self._frame_stack = envs, frame_stack
+        self._dqn = dqn
         self._acts = rank in exchange.roles.actors
         self._learns = rank in exchange.roles.learners
         self._means = Means()
