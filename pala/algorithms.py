@@ -114,7 +114,7 @@ class _Gorila(Algorithm):
         self, comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
         sleeping: Any = None,
     ) -> Agent[Any]:  # fmt: skip
-        from pala.gorila.parts import build
+        from pala.gorila.agent import build
 
         return build(comm, config, envs, make_network, sleeping)
 

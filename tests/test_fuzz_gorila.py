@@ -20,9 +20,9 @@ from pala.gorila.replay import Batch, experience_of, reset_frames
 from pala.gorila.roles import assign
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
+from support.gorila_ranks import CPU, GLOBAL, Rank, make_config, make_network, make_ranks, play
+from support.gorila_ranks import without_patience as without_patience
 from test_fuzz import damaged, damages, fuzz
-from test_gorila_node import CPU, GLOBAL, Rank, make_config, make_network, make_ranks, play
-from test_gorila_node import without_patience as without_patience
 from test_replay import Game, Row, told
 
 # ---- what is joined --------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Pair:
         return (message.kind, message.round, data[header:]) == (was.kind, was.round, of[header:])
 
     def drawn(self) -> set[Row]:
-        return set(told(self.store._sample())) | set(told(self.store._sample())) if len(self.store) else set()
+        return set(told(self.store.sample())) | set(told(self.store.sample())) if len(self.store) else set()
 
 
 fates = st.one_of(
@@ -197,7 +197,7 @@ def test_after_whatever_was_refused_or_taken_the_ranks_learn_on() -> None:
                 rank.node.look(now_s)
 
         for rank in cluster:
-            rank.exchange._wait = time_passes  # type: ignore[method-assign]
+            rank.exchange.wait = time_passes  # type: ignore[method-assign]
         lockstep = play(cluster)
         for _ in range(30):
             next(lockstep)
@@ -212,6 +212,6 @@ def test_after_whatever_was_refused_or_taken_the_ranks_learn_on() -> None:
         for _ in range(40):
             next(lockstep)
         assert shard.version >= before + 8
-        assert bool(shard.parameters.isfinite().all()) and len(cluster[2].node._batches) <= 1
+        assert bool(shard.parameters.isfinite().all()) and len(cluster[2].node.batches) <= 1
 
     check()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pala.config import GorilaConfig, NetworkConfig, from_table
-from pala.gorila.dqn import LossFilter, Transitions, differentiate, dqn_loss, epsilon_at, epsilon_greedy, targets
+from pala.gorila.dqn import DQN, LossFilter, Transitions, dqn_loss, epsilon_at, epsilon_greedy, targets
 from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import ServedModel, Shard, assemble, slices
@@ -43,6 +43,12 @@ def tape_of(network: QNetwork, precision: str = "float32") -> Tape:
     tape = make_tape(network, config, 1, observations)
     tape.begin()
     return tape
+
+
+def make_dqn(network: QNetwork, target: QNetwork, config: GorilaConfig, precision: str = "float32") -> DQN:
+    flat, target_flat = FlatParameters(network, CPU), FlatParameters(target, CPU)
+    tapes = tape_of(network, precision), tape_of(target, precision)
+    return DQN(network.distribution, tapes[0], flat, tapes[1], target_flat, config)
 
 
 def next_values(target_tape: Tape, batch: Transitions) -> torch.Tensor:
@@ -128,11 +134,10 @@ def test_the_flat_gradient_is_that_of_the_clipped_error(kind, double):
     """Against autograd of the sum of (clipped error, taken as a constant) times -Q(s, a): DQN's own words."""
     network, target, batch = make_network(kind, 3), make_network(kind, 4), make_batch(kind)
     plain = copy.deepcopy(network)
-    flat = FlatParameters(network, CPU)
+    dqn = make_dqn(network, target, GorilaConfig(gamma=GAMMA, double_dqn=double))
+    flat = dqn.flat
     flat.gradient.fill_(9.0)  # of an earlier minibatch
-    config = GorilaConfig(gamma=GAMMA, double_dqn=double)
-    tapes = tape_of(network), tape_of(target)
-    loss = differentiate(tapes[0], next_values(tapes[1], batch), flat, batch, config)
+    loss = dqn.differentiate(batch, *dqn.next_values([batch]))
     chosen = plain(batch.observations)[torch.arange(COUNT), batch.actions]
     following = next_values(AutogradTape(target), batch)
     errors = targets(AutogradTape(plain), following, batch, GAMMA, double) - chosen.detach()
@@ -143,24 +148,24 @@ def test_the_flat_gradient_is_that_of_the_clipped_error(kind, double):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6)
     assert flat.gradient.norm() > 0.01
     assert float(loss.absolute_error) == pytest.approx(float(errors.abs().mean()), rel=1e-4)
-    assert all(parameter.grad is None for parameter in target.parameters())
+    assert not dqn.target.gradient.any()
     assert not any(term.requires_grad for term in loss)
     first = flat.gradient.clone()
-    differentiate(tapes[0], next_values(tapes[1], batch), flat, batch, config)  # the next minibatch
+    dqn.differentiate(batch, *dqn.next_values([batch]))  # the next minibatch
     assert flat.gradient.equal(first)
 
 
 @pytest.mark.parametrize("double", [False, True])
 def test_bfloat16_is_near_float32(double):
     network, target, batch = make_network("image", 3), make_network("image", 4), make_batch("image")
-    flat = FlatParameters(network, CPU)
     config = GorilaConfig(gamma=GAMMA, double_dqn=double)
     found = []
     for precision in ("float32", "bfloat16"):
-        tapes = tape_of(network, precision), tape_of(target, precision)
-        y = targets(tapes[0], next_values(tapes[1], batch), batch, GAMMA, double)
-        loss = differentiate(tapes[0], next_values(tapes[1], batch), flat, batch, config)
-        found.append((y, loss.total.reshape(1), flat.gradient.clone()))
+        dqn = make_dqn(network, target, config, precision)
+        (following,) = dqn.next_values([batch])
+        y = targets(dqn.tape, following, batch, GAMMA, double)
+        loss = dqn.differentiate(batch, following)
+        found.append((y, loss.total.reshape(1), dqn.flat.gradient.clone()))
     for exact, near in zip(*found, strict=True):
         assert near.dtype == torch.float32
         assert 0 < float((near - exact).norm() / exact.norm()) < 0.1
@@ -360,8 +365,9 @@ def test_a_shard_of_a_network_learns_what_it_is_taught(optimiser):
     shards = [Shard(ServedModel.fresh(flat.data), part, config) for part in parts]
     batch = make_batch()._replace(terminated=torch.ones(COUNT, dtype=torch.bool))
     tape, losses = tape_of(network), []
+    dqn = DQN(network.distribution, tape, flat, tape, flat, config)
     for _ in range(300):
-        losses.append(float(differentiate(tape, next_values(tape, batch), flat, batch, config).total))
+        losses.append(float(dqn.differentiate(batch, *dqn.next_values([batch])).total))
         for shard, part in zip(shards, parts, strict=True):
             shard.apply(flat.gradient[part], shard.version)
             flat.data[part] = shard.parameters

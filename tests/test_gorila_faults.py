@@ -22,9 +22,9 @@ from pala.gorila.watch import Watch
 from pala.system.errors import EndError
 from pala.testing.faults import Fault, fail_at, fail_at_message, stop_at_message
 from pala.testing.memory import Killed, MemoryCommunicator
+from support.gorila_ranks import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
+from support.gorila_ranks import without_patience as without_patience
 from support.memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, stop_when, stopped_well, train
-from test_gorila_node import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
-from test_gorila_node import without_patience as without_patience
 
 SILENT = "has not answered for 1 s ('gorila.patience_s'), which"
 FEW = replace(SEPARATE, replay="global", num_replays=1, num_actors=1, num_learners=1, num_shards=1)
@@ -137,7 +137,7 @@ def test_a_learner_without_an_actor_takes_over_those_of_the_dead_learner() -> No
         next(lockstep)
     assert cluster[1].worker.counters.updates >= before + 40 // 4
     assert cluster[4].sent[Kind.BATCH] > 0 and all(rank.node.members.fault == "" for rank in cluster)
-    assert len(cluster[1].node._batches) <= 1, "one asked for at each replay"
+    assert len(cluster[1].node.batches) <= 1, "one asked for at each replay"
 
 
 @pytest.mark.slow
@@ -233,7 +233,8 @@ def test_a_shard_that_dies_before_its_slice_is_fetched_leaves_no_policy(
         if exchange._comm.rank == 1:
             exchange._comm.die()
         elif has_left:
-            exchange._members.budget.rank_left(exchange._comm.rank)
+            with exchange.node() as node:
+                node.budget.rank_left(exchange._comm.rank)
         return final_parameters(exchange, timeout_s)
 
     monkeypatch.setattr(GorilaExchange, "final_parameters", dies_before)
@@ -259,7 +260,7 @@ def test_a_question_or_an_answer_that_is_lost_is_asked_for_again(lost: Kind) -> 
             rank.node.look(now_s)
 
     for rank in cluster:
-        rank.exchange._wait = time_passes
+        rank.exchange.wait = time_passes
 
     def hears(rank: int):
         def heard(source: int, data: bytes) -> None:

@@ -5,185 +5,41 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pala.comm.base import Bytes, Received
-from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
-from pala.envs.vector import make_envs
-from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.wire import Message
+from pala.comm.base import Bytes
+from pala.config import Config, GorilaConfig
+from pala.exchange.budget import Stop
 from pala.gorila import worker as worker_module
-from pala.gorila.dqn import LossFilter
-from pala.gorila.exchange import GorilaExchange
 from pala.gorila.messages import Kind
-from pala.gorila.networks import QNetwork
-from pala.gorila.node import Formats, Rules
-from pala.gorila.parts import GorilaParts
-from pala.gorila.roles import assign
-from pala.gorila.shard import ServedModel, Shard
-from pala.gorila.store import ReplayStore
-from pala.gorila.worker import Worker
-from pala.networks.network import FlatParameters
-from pala.networks.tape import AutogradTape
 from pala.system.errors import EndError, PalaError
-from pala.system.interrupt import Interrupt
+from support.gorila_ranks import (
+    CELLS,
+    ENV_SEEDS,
+    GLOBAL,
+    LOCAL,
+    MANY,
+    SEED,
+    SEPARATE,
+    Corridor,
+    Rank,
+    make_config,
+    make_network,
+    make_ranks,
+    play,
+    play_steps,
+)
+from support.gorila_ranks import without_patience as without_patience
 from support.helpers import slow_but_for
 from test_fuzz import damaged, damages, fuzz
-
-torch.set_num_threads(1)  # a second thread only costs time on tensors this small
-CPU = torch.device("cpu")
-CELLS, SEED = 5, 3
-
-
-class Corridor(gymnasium.Env):
-    """A corridor of cells: every step costs 0.1, its right end pays 3 and ends the episode, as does a time limit."""
-
-    observation_space = Box(0, 1, (CELLS,), np.float32)
-    action_space = Discrete(3, start=-1)  # left, stay, right
-    limit = 7
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.at, self.steps = int(self.np_random.integers(CELLS - 1)), 0
-        return self.look(), {}
-
-    def look(self) -> np.ndarray:
-        return np.eye(CELLS, dtype=np.float32)[self.at]
-
-    def step(self, action):
-        self.at = min(max(self.at + int(action), 0), CELLS - 1)
-        self.steps += 1
-        at_end = self.at == CELLS - 1
-        return self.look(), 3.0 if at_end else -0.1, at_end, self.steps == self.limit, {}
-
-
-def make_network() -> QNetwork:
-    torch.manual_seed(SEED)
-    return QNetwork(Corridor.observation_space, Corridor.action_space, NetworkConfig(mlp_hidden=(8,)))
-
-
-def make_config(num_envs: int = 1, total_steps: int = 10**9, **gorila: Any) -> Config:
-    small = {
-        "replay_capacity_steps": 60, "min_replay_steps": 20, "minibatch_size": 8, "target_period_updates": 7,
-        "epsilon_decay_steps": 150, "loss_filter_deviations": 0.0, "adagrad_learning_rate": 0.05,
-    }  # fmt: skip
-    return Config(
-        algorithm="gorila", total_steps=total_steps, env=EnvConfig(num_envs=num_envs),
-        gorila=GorilaConfig(**small | gorila), run=RunConfig(log_interval_s=1e6, checkpoint_interval_s=1e6),
-    )  # fmt: skip
-
-
-SEPARATE = {"roles": "separate", "num_actors": 1, "num_learners": 1}
-GLOBAL = SEPARATE | {"replay": "global", "num_replays": 1}
-
-
-class Rank:
-    """All that a rank has of a real one, but for MPI: its bytes arrive at once at the rank that they are sent to."""
-
-    def __init__(self, rank: int, config: Config, cluster: list[Rank], num_ranks: int, base_steps: int = 0) -> None:
-        self.rank, self.cluster, self.sent = rank, cluster, Counter[Kind]()
-        self.last: dict[Kind, tuple[int, bytes]] = {}  # of each kind, its receiver and the bytes
-        gorila, roles = config.gorila, assign(config.gorila, num_ranks)
-        envs = make_envs(config.env, 1, Corridor)
-        network, target_network = make_network(), make_network()
-        self.flat, self.target = FlatParameters(network, CPU), FlatParameters(target_network, CPU)
-        formats = Formats.of(config.env, 1, gorila, Corridor.observation_space, num_actions=3)
-        rules = Rules.of(gorila, roles, num_ranks, self.flat, formats)
-        self.parts, self.wire = rules.slices, rules.wire
-        self.shard, self.store = None, None
-        if rank in roles.shards:
-            begin = ServedModel.fresh(self.flat.data)
-            self.shard = Shard(begin, self.parts[roles.shards.index(rank)], gorila)
-        if rank in roles.replays:
-            self.store = ReplayStore(
-                [actor for actor in roles.actors if roles.replay_of(actor) == rank], gorila.replay_capacity_steps,
-                config.env.num_envs, Corridor.observation_space, 1, min_steps=gorila.min_replay_steps,
-                update_period_steps=gorila.update_period_steps, minibatch_size=gorila.minibatch_size,
-                rng=np.random.default_rng(SEED),
-            )  # fmt: skip
-        budget = StepBudget(rank, num_ranks, config.total_steps, base_steps=base_steps)
-        comm: Any = SimpleNamespace(rank=rank, open_transport=lambda: AtOnce(self.send))
-        self.exchange = GorilaExchange(comm, rules, budget, 0, self.shard, self.store, Interrupt())
-        self.node = self.exchange._node
-        self.filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
-        parts = GorilaParts(
-            rank, config, envs, CPU, network, self.flat, rank, rules, 1, AutogradTape(network), self.target,
-            AutogradTape(target_network), torch.zeros_like(self.flat.data), self.store, self.filter,
-        )  # fmt: skip
-        parts.generator = torch.Generator().manual_seed(SEED)
-        self.worker = Worker(parts, self.exchange, Interrupt())
-
-    def send(self, peer: int, packet: Bytes) -> None:
-        data = packet.data
-        message = self.wire.decode(data)
-        assert isinstance(message, Message)
-        self.sent[message.kind] += 1
-        self.last[message.kind] = peer, data.tobytes()
-        self.cluster[peer].hear(self.rank, data.tobytes())
-
-    def hear(self, source: int, data: bytes) -> None:
-        self.exchange.on_message(Received(source, np.frombuffer(bytearray(data), np.uint8), False, 0.0))
-
-
-class AtOnce:
-    """In the place of the transport."""
-
-    def __init__(self, send: Callable[[int, Bytes], None]) -> None:
-        self.send = send
-
-    def start(self, receiver: object) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def hurry(self, waiting: bool) -> None: ...
-
-    def raise_failure(self) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def without_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(worker_module, "_PATIENCE_S", 0.0)
-    yield
-
-
-def make_ranks(num_ranks: int, config: Config, base_steps: int = 0) -> list[Rank]:
-    cluster: list[Rank] = []
-    cluster += [Rank(rank, config, cluster, num_ranks, base_steps) for rank in range(num_ranks)]
-    return cluster
-
-
-ENV_SEEDS = np.array([11, 12, 13])
-
-
-def play(ranks: list[Rank]) -> Iterator[None]:
-    """Lockstep for ever: who acts goes first, then who learns; shards and replays just answer."""
-    roles = ranks[0].node.roles
-    order = [ranks[rank] for rank in dict.fromkeys((*roles.actors, *roles.learners))]
-    for rank in order:
-        rank.worker.reset(ENV_SEEDS[: rank.worker._envs.num_envs])
-    while True:
-        for rank in order:
-            rank.worker._advance()
-        yield
-
-
-def play_steps(ranks: list[Rank], steps: int) -> None:
-    """So many steps of each environment."""
-    lockstep = play(ranks)
-    for _ in range(steps):
-        next(lockstep)
-
 
 # ---- plain DQN -------------------------------------------------------------------------------------------------------
 
@@ -337,9 +193,9 @@ def test_a_learner_asks_for_parameters_with_every_third_gradient() -> None:
     assert (learner.sent[Kind.GRADIENT], learner.sent[Kind.GRADIENT_AND_FETCH]) == (20, 10)
     assert cluster[2].sent[Kind.FETCH] == 140 // (3 * 4)  # the actor's own pace
     assert server.sent[Kind.PARAMETERS] == 10 + cluster[2].sent[Kind.FETCH]
-    assert learner.node._versions == [27]
-    learner.exchange.take_parameters(learner.flat.data)
-    assert learner.node._versions == [30]
+    assert learner.node.versions == [27]
+    learner.node.take_parameters(learner.flat.data)
+    assert learner.node.versions == [30]
     assert learner.flat.data.equal(server.shard.parameters)
 
 
@@ -371,8 +227,8 @@ def test_targets_come_when_a_shards_version_passes_a_multiple_of_the_period() ->
     shards[1].apply(gradients[0][learner.parts[1]], 0)  # another learner's came to this one only
     for number, gradient in enumerate(gradients[1:10], 1):
         learner.node.send_gradient(gradient)
-        learner.exchange.take_parameters(learner.flat.data)
-        learner.exchange.take_target(learner.target.data)
+        learner.node.take_parameters(learner.flat.data)
+        learner.node.take_target(learner.target.data)
         assert [shard.version for shard in shards] == [number, number + 1]
         for shard, part in zip(shards, learner.parts, strict=True):
             assert learner.flat.data[part].equal(shard.parameters)
@@ -394,12 +250,12 @@ def test_a_target_that_is_long_under_way_is_asked_for_once() -> None:
     learner.hear = hear
     for _ in range(3):
         learner.node.send_gradient(gradient)
-        learner.exchange.take_parameters(learner.flat.data)
-        learner.exchange.take_target(learner.target.data)
+        learner.node.take_parameters(learner.flat.data)
+        learner.node.take_target(learner.target.data)
     assert learner.sent[Kind.FETCH_TARGET] == len(held) == 1
     assert not learner.target.data.equal(server.shard.target)
     Rank.hear(learner, 0, held[0])
-    learner.exchange.take_target(learner.target.data)
+    learner.node.take_target(learner.target.data)
     assert learner.target.data.equal(server.shard.target)
 
 
@@ -417,7 +273,7 @@ def test_an_actor_is_no_more_than_four_steps_ahead_of_what_its_replay_has_receiv
         waits[len(under_way)] += 1
         under_way.popleft().pending = 0
 
-    actor.exchange._transport.send, actor.exchange._wait = send, wait
+    actor.transport.send, actor.exchange.wait = send, wait
     play_steps(cluster, 10)
     assert waits == {5: 6}
     actor.exchange.stop_now(Stop.SIGNAL)  # then nobody is waited for
@@ -434,13 +290,13 @@ def test_an_old_gradient_is_discarded_counted_and_answered_with_what_is_new() ->
     gradient = torch.ones(len(server.flat.data))
     for _ in range(3):
         ahead.exchange.send_gradient(gradient)
-        ahead.exchange.take_parameters(ahead.flat.data)
+        ahead.node.take_parameters(ahead.flat.data)
     before = server.shard.parameters.clone()
     behind.exchange.send_gradient(gradient)  # computed with version 0, three updates ago
     assert server.shard.parameters.equal(before)
     figures = server.exchange.metrics()
     assert (figures["gradients_stale"], figures["server_updates"]) == (1, 3)
-    behind.exchange.take_parameters(behind.flat.data)
+    behind.node.take_parameters(behind.flat.data)
     assert behind.flat.data.equal(before)
     behind.exchange.send_gradient(gradient)
     figures = server.exchange.metrics()
@@ -479,7 +335,7 @@ def test_minibatches_with_a_planted_outlier_send_no_gradient_and_are_counted() -
     learner.exchange.next_batch = watched
     for step in range(220):
         if step == 120:
-            actor.worker._envs.vector_env.envs[0].step = lambda _: (
+            actor.envs.vector_env.envs[0].step = lambda _: (
                 np.eye(CELLS, dtype=np.float32)[0],
                 1e6,
                 False,
@@ -487,7 +343,7 @@ def test_minibatches_with_a_planted_outlier_send_no_gradient_and_are_counted() -
                 {},
             )
         if step == 124:
-            del actor.worker._envs.vector_env.envs[0].step
+            del actor.envs.vector_env.envs[0].step
         next(lockstep)
     assert 3 < sum(planted) < 20
     assert not any(planted[:20])
@@ -615,8 +471,8 @@ def trace(rank: Rank) -> tuple:
     """What a message may change, but for the news of steps."""
     node, shard, store = rank.node, rank.shard, rank.store
     served = shard and (shard.version, shard.stale, shard.not_finite, shard.parameters.tolist(), shard.target.tolist())
-    held = store and (len(store), store._steps, list(store._waiting), store.owed)
-    return served, held, len(node._batches), sorted(node._arrived), sorted(node._arrived_targets), rank.sent.copy()
+    held = store and (len(store), store.steps, list(store.waiting), store.owed)
+    return served, held, len(node.batches), sorted(node.arrived), sorted(node.arrived_targets), rank.sent.copy()
 
 
 def test_a_message_of_a_kind_that_roles_do_not_exchange_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -741,9 +597,6 @@ def test_any_bytes_are_taken_or_refused_without_a_trace() -> None:
 
 
 # ---- deaths ----------------------------------------------------------------------------------------------------------
-
-LOCAL = {"roles": "separate", "num_actors": 2, "num_learners": 2}  # ranks: shard, 2 learners, 2 actors
-MANY = LOCAL | {"replay": "global", "num_replays": 2, "num_shards": 2}  # 2 shards, 2 replays, 2 learners, 2 actors
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,12 @@ from pala.comm.base import Communicator
 from pala.config import Config, GorilaConfig
 from pala.envs.vector import Envs
 from pala.exchange.budget import Stop
+from pala.gorila.agent import GorilaAgent, build
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.members import Members
-from pala.gorila.parts import GorilaParts, build
-from pala.gorila.shard import assemble
 from pala.gorila.sleeping import SleepingGorila
-from pala.system.errors import EndError
-from pala.testing.faults import Fault, fail_at, fail_at_message
+from pala.system.errors import EndError, PalaError
+from pala.testing.faults import fail_at, fail_at_message
 from pala.testing.memory import Killed, MemoryCommunicator
 from support.helpers import slow_but_for, wait_for
 from support.memory_jobs import (
@@ -41,8 +40,6 @@ from support.memory_jobs import (
 from support.run_folders import intervals
 
 BUNDLED = replace(GORILA, num_shards=1)
-FEW = replace(SEPARATE, num_shards=1, num_learners=1, num_actors=2)  # ranks: shard, learner, 2 actors
-REMOTE = replace(FEW, replay="global", num_replays=1)  # ranks: shard, replay, learner, 2 actors
 
 
 def with_spares(folder: Path, spares: int, config: GorilaConfig = BUNDLED, steps: int = ENDLESS) -> Config:
@@ -50,7 +47,7 @@ def with_spares(folder: Path, spares: int, config: GorilaConfig = BUNDLED, steps
     return replace(plain, env=replace(plain.env, id="Paced-v0"), run=replace(plain.run, spares=spares))
 
 
-# ---- roles -----------------------------------------------------------------------------------------------------------
+# ---- places ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dead", slow_but_for([1, 2], 2))
@@ -70,38 +67,22 @@ def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "ranks", "fault"),
-    [(FEW, 4, fail_at(1, 10)), (REMOTE, 5, fail_at_message(1, 60)), (REMOTE, 5, fail_at_message(4, 60))],
-    ids=["the only learner", "the only replay", "actor"],
-)
-def test_a_spare_takes_the_only_role_of_a_rank(
-    config: GorilaConfig, ranks: int, fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_replay_of_a_spare_is_sampled_by_all_where_replay_is_global(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And who is left learns on."""
-    dead, learner = fault.rank, config.num_shards + config.num_replays  # type: ignore[union-attr]
-    spare = ranks
-    at_spare: set[int] = set()
+    """The other learners hear of it by its steps."""
+    config = with_spares(tmp_path, 1, replace(BUNDLED, replay="global"))
+    job = train(4, config, [fail_at(2, 5)], on_count=stop_when(3, updates=60))
+    assert stopped_well(job, but_for=[2]) and ranks_in(job, "joined_ranks") == [3]
+    assert job.total("gradients_sent", rank=3) > 40
+    assert max(record["replay_transitions"] for record in intervals(job.run, 3)) > 60
+    assert job.total("messages_refused") == 0 and "refused a message" not in capsys.readouterr().err
 
-    def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
-        if comm.world.dead:
-            at_spare.add(updates)
-            if len(at_spare) > 600:
-                comm.interrupt.signal = SIGUSR1
 
-    job = train(ranks + 1, with_spares(tmp_path, 1, config), [fault], on_count=on_count)
-    assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
-    assert ranks_in(job, "joined_ranks") == [spare]
-    assert "refused a message" not in capsys.readouterr().err, "a replay asked for a model, which it does not need"
-    states = job.states()
-    if dead == learner:
-        assert job.total("gradients_sent", rank=spare) > 200
-    elif config is REMOTE and dead == 1:
-        assert max(record["replay_transitions"] for record in intervals(job.run, spare)) > 60
-    else:
-        assert own_steps(states)[spare] > 60
-    assert assemble(states).version > 200
+def test_ranks_of_one_role_each_have_no_spares(tmp_path: Path) -> None:
+    errors = train(6, with_spares(tmp_path, 1, replace(SEPARATE, num_shards=1))).results[:5]
+    sentence = "'run.spares' is 1, but 'gorila.roles' is 'separate', in which a spare takes no place; leave"
+    assert all(isinstance(error, PalaError) and sentence in str(error) for error in errors), errors
 
 
 def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
@@ -156,12 +137,6 @@ def test_two_that_die_one_after_the_other_and_a_sleeping_spare(tmp_path: Path) -
     job = train(6, with_spares(tmp_path, 3), faults, on_count=on_count)
     assert stopped_well(job, but_for=[1, 2, 3]) and ranks_in(job, "joined_ranks") == [4, 5]
     assert ranks_in(job, "lost_ranks") == [1, 2]
-
-
-def test_when_the_last_learner_and_the_last_spare_die_the_job_ends_with_the_reason(tmp_path: Path) -> None:
-    job = train(5, with_spares(tmp_path, 1, FEW), [fail_at(1, 5), fail_at(4, 5)])
-    for rank in (0, 2, 3):
-        assert "Rank 4 has died, which was the last learner; nothing" in str(job.results[rank]), job.results[rank]
 
 
 # ---- ranks that leave ------------------------------------------------------------------------------------------------
@@ -255,7 +230,7 @@ def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
 
     def build_slowly(
         comm: Communicator, config: Config, envs: Envs, make_network: None, sleeping: SleepingGorila | None = None
-    ) -> GorilaParts:
+    ) -> GorilaAgent:
         if sleeping is not None:
             wakes_up.set()
         parts = build(comm, config, envs, make_network, sleeping)

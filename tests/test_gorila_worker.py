@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -12,32 +12,21 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor
 
-from pala.comm.base import Bytes
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig
-from pala.envs.vector import make_envs
-from pala.exchange.budget import StepBudget, Stop
-from pala.gorila import worker as worker_module
-from pala.gorila.dqn import Loss, LossFilter, Transitions, differentiate
+from pala.gorila.dqn import DQN, Loss, Transitions
 from pala.gorila.networks import QNetwork
-from pala.gorila.node import Formats, Node, Rules
-from pala.gorila.parts import GorilaParts
-from pala.gorila.replay import Batch, Experience
-from pala.gorila.roles import assign
-from pala.gorila.shard import ServedModel, Shard
-from pala.gorila.store import ReplayStore
-from pala.gorila.worker import Worker
+from pala.gorila.replay import Batch
 from pala.networks.make import make_tape
-from pala.networks.network import FlatParameters
 from pala.networks.tape import Tape
-from pala.system.interrupt import Interrupt
+from support.gorila_ranks import Rank, make_ranks, play_steps
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 SPACE, ACTIONS, STEPS = Box(0, 255, (1, 36, 36), np.uint8), Discrete(3), 30
 CONFIG = Config(
     algorithm="gorila", env=EnvConfig(num_envs=2), network=NetworkConfig((4, 4, 4), conv_hidden=8),
     gorila=GorilaConfig(
-        num_shards=2, replay_capacity_steps=200, min_replay_steps=20, minibatch_size=5, update_period_steps=1,
-        target_period_updates=15,
+        num_shards=2, replay_capacity_steps=200, min_replay_steps=10, minibatch_size=5, update_period_steps=1,
+        target_period_updates=15, epsilon_first=0.1,
     ),
 )  # fmt: skip
 
@@ -83,98 +72,62 @@ class CheckedTape(Tape):
         return outputs
 
 
-class Rank:
-    """One of two, each with a shard; in the place of its exchange, too. Messages arrive at once."""
+class Watched(Rank):
+    """One of two ranks, each with a shard; it counts what it takes of them."""
 
-    waited_s, stop = 0.0, Stop.NONE
+    make_env, make_tape = Noise, CheckedTape
 
-    def __init__(self, rank: int, cluster: list[Rank]) -> None:
-        gorila, env, roles = CONFIG.gorila, CONFIG.env, assign(CONFIG.gorila, 2)
-        torch.manual_seed(0)
-        network, target_network = (QNetwork(SPACE, ACTIONS, CONFIG.network) for _ in range(2))
-        flat, target = (FlatParameters(n, torch.device("cpu")) for n in (network, target_network))
-        target.data.copy_(flat.data)
-        rules = Rules.of(gorila, roles, 2, flat, Formats.of(env, 1, gorila, SPACE, num_actions=3))
-        self.shard = Shard(ServedModel.fresh(flat.data), rules.slices[rank], gorila)
-        store = ReplayStore(
-            [rank], gorila.replay_capacity_steps, env.num_envs, SPACE, 1, min_steps=gorila.min_replay_steps // 2,
-            update_period_steps=gorila.update_period_steps, minibatch_size=gorila.minibatch_size,
-            rng=np.random.default_rng(rank),
-        )  # fmt: skip
-
-        def send(peer: int, data: np.ndarray) -> Bytes:
-            cluster[peer].node.on_message(rank, data.copy())
-            return Bytes(data)
-
-        self.node = Node(StepBudget(rank, 2, 10**6), rules, 0, self.shard, store, send)
-        self.tape, self.target_tape = CheckedTape(network), CheckedTape(target_network)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.taken, self.asked = 0, 0
-        exchange: Any = self
-        parts = GorilaParts(
-            rank, CONFIG, make_envs(env, 1, Noise), torch.device("cpu"), network, flat, rank, rules, 1, self.tape,
-            target, self.target_tape, torch.zeros_like(flat.data), store, LossFilter(5.0, 1000),
-        )  # fmt: skip
-        parts.generator = torch.Generator().manual_seed(rank)
-        self.worker = Worker(parts, exchange, Interrupt())
+        take_parameters, take_target = self.node.take_parameters, self.node.take_target
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.node, name)
+        def watch(take: Callable[[Tensor], bool], flat: Tensor) -> bool:
+            before = flat.clone()
+            changed = take(flat)
+            assert changed is not flat.equal(before)
+            return changed
 
-    @property
-    def global_steps(self) -> int:
-        return 10**7  # so that epsilon is small: actions are the network's
+        def watch_parameters(flat: Tensor) -> bool:
+            changed = watch(take_parameters, flat)
+            self.asked, self.taken = self.asked + 1, self.taken + changed
+            return changed
 
-    def stepped(self, steps: int, experience: Experience) -> None:
-        self.node.stepped(steps)
-        self.node.experienced(experience)
+        self.node.take_parameters = watch_parameters  # type: ignore[method-assign]
+        self.node.take_target = lambda flat: watch(take_target, flat)  # type: ignore[method-assign]
 
-    def next_batch(self, timeout_s: float) -> Batch | None:
-        batch = self.node.next_batch()
-        if batch is not None:
-            self.on_sample(batch)
-        return batch
-
-    def on_sample(self, batch: Batch) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def take_parameters(self, flat: Tensor) -> bool:
-        before = flat.clone()
-        changed = self.node.take_parameters(flat)
-        assert changed is not flat.equal(before)
-        self.asked, self.taken = self.asked + 1, self.taken + changed
-        return changed
-
-    def take_target(self, flat: Tensor) -> bool:
-        before = flat.clone()
-        changed = self.node.take_target(flat)
-        assert changed is not flat.equal(before)
-        return changed
+    def make_network(self) -> QNetwork:
+        torch.manual_seed(0)
+        return QNetwork(SPACE, ACTIONS, CONFIG.network)
 
 
 @pytest.mark.slow
 def test_minibatches_are_learned_from_with_the_target_network_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its values were computed ahead, perhaps before it changed; and in the order in which they were sampled."""
-    cluster: list[Rank] = []
-    cluster += [Rank(0, cluster), Rank(1, cluster)]
+    cluster = make_ranks(2, CONFIG, make_rank=Watched)
     sampled: list[np.ndarray] = []
     learned: list[Transitions] = []
 
-    def watched(tape: CheckedTape, next_values: Tensor, flat: FlatParameters, batch: Transitions, *rest: Any) -> Loss:
-        (rank,) = (rank for rank in cluster if rank.tape is tape)
+    def watched(dqn: DQN, batch: Transitions, next_values: Tensor, between: Callable[[], None]) -> Loss:
+        (rank,) = (rank for rank in cluster if rank.dqn is dqn)
         values = rank.target_tape.network(batch.next_observations).detach()
         torch.testing.assert_close(next_values, values, rtol=1e-4, atol=1e-5)
         if rank is cluster[0]:
             learned.append(batch)
-        return differentiate(tape, next_values, flat, batch, *rest)
+        return differentiate(dqn, batch, next_values, between)
 
-    monkeypatch.setattr(worker_module, "differentiate", watched)
-    cluster[0].on_sample = lambda batch: sampled.append(batch.observations.copy())
-    for rank in cluster:
-        rank.worker.reset(np.arange(2) + 2 * rank.worker._envs.num_envs)
-    for _ in range(STEPS):
-        for rank in cluster:
-            rank.worker._advance()
+    differentiate = DQN.differentiate
+    monkeypatch.setattr(DQN, "differentiate", watched)
+    next_batch = cluster[0].node.next_batch
+
+    def sample() -> Batch | None:
+        batch = next_batch()
+        if batch is not None:
+            sampled.append(batch.observations.copy())
+        return batch
+
+    cluster[0].node.next_batch = sample  # type: ignore[method-assign]
+    play_steps(cluster, STEPS)
     assert len(learned) == len(sampled) > 2 * CONFIG.gorila.target_period_updates
     assert all(
         batch.observations.numpy().tolist() == seen.tolist() for batch, seen in zip(learned, sampled, strict=True)
@@ -184,13 +137,8 @@ def test_minibatches_are_learned_from_with_the_target_network_as_it_is_then(monk
 
 @pytest.mark.slow
 def test_weights_are_made_ready_anew_exactly_when_they_change() -> None:
-    cluster: list[Rank] = []
-    cluster += [Rank(0, cluster), Rank(1, cluster)]
-    for rank in cluster:
-        rank.worker.reset(np.arange(2) + 2 * rank.worker._envs.num_envs)
-    for _ in range(STEPS):
-        for rank in cluster:
-            rank.worker._advance()
+    cluster = make_ranks(2, CONFIG, make_rank=Watched)
+    play_steps(cluster, STEPS)
     for rank in cluster:
         learned = rank.worker.counters.updates
         assert learned == (2 * STEPS - 10) // CONFIG.gorila.update_period_steps

@@ -14,7 +14,7 @@ import pytest
 from pala.config import Config, EnvConfig, GorilaConfig
 from pala.envs.vector import Envs
 from pala.gorila import parts
-from pala.gorila.parts import GorilaParts
+from pala.gorila.agent import GorilaAgent
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
 from pala.gorila.store import ReplayStore
@@ -135,14 +135,14 @@ def test_a_replay_that_cannot_be_removed_ends_no_job(tmp_path: Path, monkeypatch
 
 def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as they were drawn before, nor as another rank draws them."""
-    streams, before_training = [], GorilaParts.before_training
+    streams, before_training = [], GorilaAgent.before_training
 
-    def note(parts: GorilaParts, previous: Path | None) -> None:
+    def note(parts: GorilaAgent, previous: Path | None) -> None:
         before_training(parts, previous)
         assert parts.store is not None
-        streams.append(str(parts.store._rng.bit_generator.state))
+        streams.append(str(parts.store.rng.bit_generator.state))
 
-    monkeypatch.setattr(GorilaParts, "before_training", note)
+    monkeypatch.setattr(GorilaAgent, "before_training", note)
     trained = train(2, gorila(tmp_path, steps=100))
     for steps in (200, 300):
         assert trained.resume(2, steps).ended_well()

@@ -1,4 +1,4 @@
-"""Deep Q-learning: the loss and its gradient, epsilon-greedy actions, and the learner's filter of losses.
+"""Deep Q-learning: the loss and its gradient, epsilon-greedy actions, and the filter of losses.
 
 [DQN] Mnih et al. 2015, Nature 518; [Gorila] Nair et al. 2015, arXiv 1507.04296.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pala.config import GorilaConfig
+from pala.networks.distributions import Distribution
 from pala.networks.network import FlatParameters
 from pala.networks.tape import Tape
 
@@ -42,7 +43,7 @@ class Loss(NamedTuple):
 
 @torch.no_grad()
 def targets(tape: Tape, next_values_NA: Tensor, batch: Transitions, gamma: float, double: bool) -> Tensor:
-    """y [N] = r + gamma Q_target(s', a'), or r where terminated. `next_values_NA`: Q_target(s', ·).
+    """Return y [N] = r + gamma Q_target(s', a'), or r where terminated. `next_values_NA`: Q_target(s', ·).
 
     a' is the best by the target network [DQN], or by the network itself (`double`: van Hasselt et al. 2016, eq. 4).
     """
@@ -52,31 +53,17 @@ def targets(tape: Tape, next_values_NA: Tensor, batch: Transitions, gamma: float
 
 
 def dqn_loss(values_NA: Tensor, actions_N: Tensor, targets_N: Tensor) -> Loss:
-    """Mean Huber loss of y - Q(s, a): its gradient by Q is the error clipped to [-1, 1] ([DQN], Methods), over N."""
+    """Return the mean Huber loss of y - Q(s, a).
+
+    Its gradient by Q is the error clipped to [-1, 1] ([DQN], Methods), over N.
+    """
     values_N = values_NA.gather(-1, actions_N.unsqueeze(-1)).squeeze(-1)
     total = functional.huber_loss(values_N, targets_N, delta=1.0)
     return Loss(total, (targets_N - values_N).abs().mean(), values_N.mean())
 
 
-def differentiate(
-    tape: Tape, next_values_NA: Tensor, flat: FlatParameters, batch: Transitions, config: GorilaConfig,
-    between: Callable[[], None] = lambda: None,
-) -> Loss:  # fmt: skip
-    """The minibatch's loss; its gradient by the parameters of the tape's network, those in `flat`, goes to
-    `flat.gradient`: autograd down to the values, then the tape. `between` is called between the passes."""
-    targets_N = targets(tape, next_values_NA, batch, config.gamma, config.double_dqn)
-    (values_NA,) = tape.forward(batch.observations)
-    between()
-    values_TNA = values_NA.unsqueeze(0).requires_grad_()  # T is 1
-    loss = dqn_loss(values_TNA[0], batch.actions, targets_N)
-    if tape.adds:
-        flat.gradient.zero_()
-    tape.backward(torch.autograd.grad(loss.total, values_TNA))
-    return Loss(*(term.detach() for term in loss))
-
-
 def epsilon_greedy(values_BA: Tensor, epsilon: float, generator: torch.Generator) -> Tensor:
-    """Actions [B] int64 from 0: the best, or with probability epsilon any of them, each as likely."""
+    """Return actions [B] int64 from 0: the best, or with probability epsilon any of them, each as likely."""
     count, num_actions = values_BA.shape
     random_B = torch.randint(num_actions, (count,), generator=generator, device=values_BA.device)
     explores_B = torch.rand(count, generator=generator, device=values_BA.device) < epsilon
@@ -84,7 +71,7 @@ def epsilon_greedy(values_BA: Tensor, epsilon: float, generator: torch.Generator
 
 
 def epsilon_at(global_steps: int, config: GorilaConfig) -> float:
-    """Epsilon after so many steps of all ranks: the first one until learning begins, then falling linearly."""
+    """Return epsilon: the first one until learning begins, then falling linearly with the steps of all ranks."""
     progress = (global_steps - config.min_replay_steps) / config.epsilon_decay_steps
     return config.epsilon_first + (config.epsilon_last - config.epsilon_first) * min(max(progress, 0.0), 1.0)
 
@@ -94,10 +81,10 @@ _LEAST_DEVIATION = 1e-6  # after losses that do not vary at all, nothing else wo
 
 @dataclass
 class LossFilter:
-    """Tells the losses that are far above a running mean, whose gradients a learner discards [Gorila].
+    """A running mean of the losses; those far above it are outliers, whose gradients a learner discards [Gorila].
 
-    Of the n-th loss x the weight is w = 1 / min(n, horizon): at first the plain mean and standard deviation of what was
-    seen, then exponential ones:
+    The weight of the n-th loss x is w = 1 / min(n, horizon): at first the plain mean and standard deviation of what
+    was seen, then exponential ones:
 
         mean <- mean + w (x - mean)        variance <- (1 - w) (variance + w (x - mean)²)
 
@@ -114,7 +101,7 @@ class LossFilter:
     discarded: int = 0
 
     def accepts(self, loss: float) -> bool:
-        """Whether this loss's gradient may be used; takes the loss into account, so ask once for each."""
+        """Tell whether this loss's gradient may be used, and take the loss into account: ask once for each."""
         limit = self._limit()
         accepted = math.isfinite(loss) and loss <= limit
         if math.isfinite(loss):
@@ -133,3 +120,64 @@ class LossFilter:
         difference = loss - self.mean
         self.mean += weight * difference
         self.variance = (1 - weight) * (self.variance + weight * difference * difference)
+
+
+class DQN:
+    """The two networks of a rank, and the gradient of one by what the other says of a minibatch.
+
+    The optimiser is the shards' (`Shard`); `squares` and `version` are what they begin with.
+    """
+
+    def __init__(
+        self,
+        distribution: Distribution,
+        tape: Tape,
+        flat: FlatParameters,
+        target_tape: Tape,
+        target: FlatParameters,
+        config: GorilaConfig,
+    ) -> None:
+        self.distribution, self._config = distribution, config
+        self.tape, self.flat = tape, flat
+        self.target_tape, self.target = target_tape, target
+        self.squares = torch.zeros_like(flat.data)  # of the gradients: the optimiser's state
+        self.version = 0  # gradients that are in the parameters
+        self.filter = LossFilter(config.loss_filter_deviations, config.loss_filter_horizon_updates)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that checkpoints keep, by its name there; each shard's keeps its part."""
+        return {"parameters": self.flat.data, "squares": self.squares, "target": self.target.data}
+
+    def act(self, observations: Tensor, epsilon: float, generator: torch.Generator) -> Tensor:
+        """Return an epsilon-greedy action [B] for each observation."""
+        (values_BA,) = self.tape.peek(observations)
+        return epsilon_greedy(values_BA, epsilon, generator)
+
+    def next_values(self, batches: Sequence[Transitions]) -> list[Tensor]:
+        """Return Q_target(s', ·), [N, A], of each minibatch, computed in one pass if that is faster.
+
+        They stay right until the target network changes.
+        """
+        following = [batch.next_observations for batch in batches]
+        if self.target_tape.joins and len(following) > 1:
+            (values,) = self.target_tape.peek(torch.cat(following))
+            return list(values.split([len(observations) for observations in following]))
+        return [self.target_tape.peek(observations)[0] for observations in following]
+
+    def differentiate(
+        self, batch: Transitions, next_values_NA: Tensor, between: Callable[[], None] = lambda: None
+    ) -> Loss:
+        """Return the minibatch's loss, and write its gradient to `flat.gradient`.
+
+        Autograd goes down to the values, then the tape. `between`: called between the passes.
+        """
+        targets_N = targets(self.tape, next_values_NA, batch, self._config.gamma, self._config.double_dqn)
+        (values_NA,) = self.tape.forward(batch.observations)
+        between()
+        values_TNA = values_NA.unsqueeze(0).requires_grad_()  # T is 1
+        loss = dqn_loss(values_TNA[0], batch.actions, targets_N)
+        if self.tape.adds:
+            self.flat.gradient.zero_()
+        self.tape.backward(torch.autograd.grad(loss.total, values_TNA))
+        return Loss(*(term.detach() for term in loss))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,24 +33,34 @@ _MOST_UNDER_WAY = 4  # steps that an actor may be ahead of what its replay has r
 
 
 class GorilaExchange(Exchange, Receiver):
-    """What the loop of one rank sees of the others."""
+    """The others as the loop of one rank sees them: its node, under a lock, and what waits."""
 
     def __init__(
-        self, comm: Communicator, rules: Rules, budget: StepBudget, version: int, shard: Shard | None,
-        store: ReplayStore | None, interrupt: Interrupt, slept: SleepingGorila | None = None,
-    ) -> None:  # fmt: skip
-        """`version`, `shard`, `store`: as a `Node`'s. `slept`: by which a spare has waited for its turn; it has to
-        `take_place`. Collective, but for a spare."""
-        self._comm, self._interrupt, self.message_bytes = comm, interrupt, rules.wire.most_bytes
-        self._changed = threading.Condition()
+        self,
+        comm: Communicator,
+        rules: Rules,
+        budget: StepBudget,
+        version: int,
+        shard: Shard | None,
+        store: ReplayStore | None,
+        interrupt: Interrupt,
+        slept: SleepingGorila | None = None,
+    ) -> None:
+        """Make the rank's node and open its transport. Collective, except for a spare.
+
+        `version`, `shard`, `store`: as for a `Node`. `slept`: what a spare has slept by; it has to `take_place`.
+        """
+        self._comm, self._interrupt = comm, interrupt
+        self.message_bytes = rules.wire.most_bytes
         self._experience: list[Bytes] = []  # that may not have left
         self._said_not_finite = False
         if slept is not None:
-            self._transport = slept.transport
-            with slept.changed:
+            self._changed, self._transport = slept.changed, slept.transport
+            with self._changed:
                 self._node = Node(budget, rules, version, shard, store, self._send, slept.members)
                 slept.awake = self
             return
+        self._changed = threading.Condition()
         self._transport = comm.open_transport()
         self._node = Node(budget, rules, version, shard, store, self._send)
         self._transport.start(self)
@@ -60,6 +70,12 @@ class GorilaExchange(Exchange, Receiver):
         return self._node.members
 
     # ---- the loop's thread ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def node(self) -> Iterator[Node]:
+        """Lock the rank's node for the block. Nothing in it waits."""
+        with self._changed:
+            yield self._node
 
     @property
     def global_steps(self) -> int:
@@ -75,7 +91,7 @@ class GorilaExchange(Exchange, Receiver):
 
     @property
     def roles(self) -> Roles:
-        """Which ranks have which role now."""
+        """The ranks that have each role now."""
         return self._node.roles
 
     @property
@@ -89,7 +105,7 @@ class GorilaExchange(Exchange, Receiver):
             self._members.send_stop()
 
     def take_place(self, flat: Tensor, target: Tensor) -> bool:
-        """A rank that has slept takes its place, and copies the model, which is waited for. False if training ended
+        """Train from now on, as a spare that has slept; wait for the model, and copy it. False if training ended
         before. Not collective."""
         with self._changed:
             if self._node.budget.stop is not Stop.NONE:
@@ -125,38 +141,19 @@ class GorilaExchange(Exchange, Receiver):
         return True
 
     def _is_let_go(self) -> bool:
-        """What the first shard says of this rank's leaving; it is asked again, since any message can be refused. False
-        if training ends."""
+        """Ask the first shard whether this rank may leave, until it answers, since any message can be refused. False if
+        training ends."""
         members = self._members
         while True:
             with self._changed:
                 members.ask_to_leave()
-            asked_s = time.monotonic()
-            self._wait_until(partial(self._is_answered, asked_s + members.watch.patience_s / 4))
+            again_s = time.monotonic() + members.watch.patience_s / 4
+            self._wait_until(lambda: members.may_leave is not None or time.monotonic() > again_s)  # noqa: B023
             if members.may_leave is not None or self.stop is not Stop.NONE:
                 return bool(members.may_leave)
 
-    def _is_answered(self, again_s: float) -> bool:
-        """Or it is time to ask again."""
-        return self._members.may_leave is not None or time.monotonic() > again_s
-
-    def take_parameters(self, flat: Tensor) -> bool:
-        """Copy what came of the parameters into the network's; whether anything came."""
-        with self._changed:
-            return self._node.take_parameters(flat)
-
-    def take_target(self, flat: Tensor) -> bool:
-        """Copy what came of the target network; whether anything came."""
-        with self._changed:
-            return self._node.take_target(flat)
-
-    def reset(self, frames: np.ndarray) -> None:
-        """This rank's environments begin new games; frames [B, *frame]."""
-        with self._changed:
-            self._node.reset(frames)
-
     def stepped(self, steps: int, experience: Experience) -> None:
-        """This rank's environments made so many steps. Waits while many of their experiences are under way."""
+        """Count steps of this rank's environments, and hand them to the replay. Waits while many are under way."""
         with self._changed:
             self._node.stepped(steps)
             self._members.send_stop()
@@ -166,37 +163,27 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.poll()
         self._wait_until(self._replay_keeps_up)
 
-    def ask_for_parameters(self) -> None:
-        """For a learner that has no gradient to send, which would bring newer ones."""
-        with self._changed:
-            self._node.ask_for_parameters()
-
-    def ask_for_batches(self) -> None:
-        """Once, when training begins."""
-        with self._changed:
-            self._node.ask_for_batches()
-
     def next_batch(self, timeout_s: float = 0.0) -> Batch | None:
-        """A minibatch to learn from, if there is one or one comes within so many seconds."""
+        """Return a minibatch to learn from, if there is one or one comes within `timeout_s`."""
         self._transport.poll()
         with self._changed:
             batch = self._node.next_batch()
             if batch is None and timeout_s > 0:
-                self._wait(timeout_s)
+                self.wait(timeout_s)
                 batch = self._node.next_batch()
         return batch
 
     @property
     def samples_itself(self) -> bool:
-        """As a `Node`'s."""
+        """True if this rank's learner samples its own replay and no other."""
         return self._node.samples_itself
 
     def poll(self) -> None:
-        """Look after what comes, in the midst of something long."""
+        """Move messages on, in the midst of something long."""
         self._transport.poll()
 
     def send_gradient(self, gradient: Tensor) -> None:
-        """To the shards; waits for their answer to the one before."""
+        """Send a gradient to the shards, when they have answered the one before."""
         self._wait_until(lambda: self._node.may_send_gradient)
         with self._changed:
             if self._node.budget.stop is Stop.NONE:
@@ -204,9 +191,9 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.poll()
 
     def idle(self) -> None:
-        """For a rank that only answers others: until a message comes, asleep."""
+        """Wait asleep until a message comes, on a rank that only answers others."""
         with self._changed:
-            self._wait(0.1)
+            self.wait(0.1)
 
     def close(self, timeout_s: float) -> Stop:
         with self._changed:
@@ -225,7 +212,7 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.abandon()
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        """The shards' slices put together."""
+        """Put the shards' slices together."""
 
         def join(survivors: Survivors) -> tuple[Tensor, Sequence[int]]:
             rules, shard = self._node.rules, self._node.shard
@@ -245,26 +232,16 @@ class GorilaExchange(Exchange, Receiver):
         node = self._node
         with self._changed:
             counts, node.counts = node.counts, Counter()
-            figures: dict[str, Any] = {key: counts[key] for key in _COUNTS}
-            if node.shard is not None:
-                shard = node.shard
-                figures |= {
-                    "server_updates": shard.version, "gradients_stale": shard.stale,
-                    "gradients_not_finite": shard.not_finite,
-                }  # fmt: skip
-                shard.stale = shard.not_finite = 0
-            if node.store is not None:
-                not_finite = node.store.take_not_finite()
-                if not_finite and not self._said_not_finite:
-                    self._said_not_finite = True
-                    say(
-                        f"[rank {self._comm.rank}] left {not_finite} transitions out whose rewards are not finite. "
-                        "Later ones are only counted ('rewards_not_finite')."
-                    )
-                figures |= {
-                    "replay_transitions": len(node.store), "minibatches_owed": node.store.owed,
-                    "rewards_not_finite": not_finite,
-                }  # fmt: skip
+            figures = {key: counts[key] for key in _COUNTS}
+            for part in (node.shard, node.store):
+                figures |= part.take_figures() if part is not None else {}
+        not_finite = figures.get("rewards_not_finite", 0)
+        if not_finite and not self._said_not_finite:
+            self._said_not_finite = True
+            say(
+                f"[rank {self._comm.rank}] left {not_finite} transitions out whose rewards are not finite. "
+                "Later ones are only counted ('rewards_not_finite')."
+            )
         return figures
 
     def state(self) -> ExchangeState:
@@ -275,7 +252,7 @@ class GorilaExchange(Exchange, Receiver):
             return ExchangeState(budget.local_steps.tolist(), budget.base_steps, lost=lost)
 
     def shard_state(self) -> tuple[dict[str, Tensor], int]:
-        """(copies of this rank's slices, version) for the checkpoint; ({}, 0) without a shard."""
+        """Return copies of this rank's slices and their version, for the checkpoint; ({}, 0) without a shard."""
         with self._changed:
             shard = self._node.shard
             if shard is None:
@@ -284,19 +261,19 @@ class GorilaExchange(Exchange, Receiver):
             return {name: tensor.clone() for name, tensor in tensors.items()}, shard.version
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Or until training ends."""
+        """Block until `condition()` holds or training ends. With the lock held, it is looked at after each message."""
         wait = LongWait(self._comm.rank, "the answer of a shard or a replay")
         while True:
             with self._changed:
                 if condition() or self.stop is not Stop.NONE:
                     return
-                self._wait(_NAP_S)
+                self.wait(_NAP_S)
             if self._interrupt.signal is not None:
                 self.stop_now(Stop.SIGNAL)
             wait.look()
 
-    def _wait(self, timeout_s: float) -> None:
-        """Until a message comes, asleep. With the lock held, which is given up meanwhile."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait asleep until a message comes. With the lock held, which is given up meanwhile."""
         begin = time.perf_counter()
         self._transport.hurry(True)
         self._changed.wait(timeout_s)
@@ -308,7 +285,7 @@ class GorilaExchange(Exchange, Receiver):
         return len(self._experience) <= _MOST_UNDER_WAY or self._node.replay_is_silent
 
     def _forget_all_but(self, living: Sequence[int]) -> None:
-        """Who has not come to the end has died. Raises EndError if it served a shard."""
+        """Count the ranks that have not come to the end as dead. Raises EndError if one served a shard."""
         for rank in set(self._node.budget.living) - set(living):
             self._members.peer_died(rank)
         self._raise_failure()

@@ -1,120 +1,122 @@
-"""Who is there: what a rank of Gorila knows of the others, whether it has a place or sleeps. No torch, MPI, threads,
-clock.
+"""Who is there: what a rank of Gorila, awake or asleep, knows of the others. No torch, MPI, threads, clock.
 
-    a rank dies ──▶ first shard ──GO──▶ spare, which wakes up ──JOIN──▶ all others
     a rank is told to leave ──ASK_LEAVE──▶ first shard ──MAY_LEAVE──▶ the rank, which goes ──LEAVE──▶ all others
 
-A message can be refused. So with each ping the first shard says again what it has told spares to do (GO; a spare that
-has done it answers), and who has joined (PLACE).
+A spare wakes up by itself when it is needed (`StepBudget.is_needed`), and acts, learns and holds replay as every
+bundled rank does. The shards hear of it by its first question, all others by the steps that it makes. Shards have no
+successors: no other rank has their part of the parameters.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from pala.comm.base import Packet
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message, Refusal
-from pala.gorila.messages import ORDERS, Kind
-from pala.gorila.places import Places, lost_by_deaths, lost_by_silence
+from pala.gorila.messages import ABOUT_LEAVING, ABOUT_MEMBERS, ANSWERS, Kind
+from pala.gorila.roles import Roles
 from pala.gorila.watch import Watch
 
 NOBODY_ELSE = "no other rank can do what it does"
 
 
 class Members:
-    """What one rank knows. Whoever has it may set `on_gone` and `on_change`."""
+    """The roles of all ranks now, who answers, who may leave, and whether training can go on."""
 
     def __init__(
-        self, budget: StepBudget, places: Places, patience_s: float, tell: Callable[[int, Kind, int], Packet]
+        self,
+        budget: StepBudget,
+        roles: Roles,
+        patience_s: float,
+        tell: Callable[[int, Kind, int], Packet],
     ) -> None:
-        """`tell`: sends a rank a message of this kind and round."""
-        self.budget, self.places, self.rank, self.tell = budget, places, budget.rank, tell
+        """Begin with the roles of the ranks that train first. `tell`: sends a rank a message of a kind and round."""
+        self.budget, self.rank = budget, budget.rank
+        self.roles, self.tell = roles, tell
         self.on_gone: Callable[[int], object] = lambda rank: None  # that rank has died or left
-        self.on_change: Callable[[], object] = lambda: None  # somebody has gone or come, and training goes on
+        self.on_change: Callable[[], object] = lambda: None  # a rank has gone or come, and training goes on
         self.fault = ""  # why training cannot go on
-        self.order: int | None = None  # the place that this rank, a spare, has been told to take
         self.may_leave: bool | None = None  # the first shard's answer, when it has come
+        self.gone: list[int] = []  # ranks that have died or left, in the order in which this rank heard of it
         self._let_go: set[int] = set()  # of the first shard: ranks that it has allowed to leave
-        self.is_first = self.rank == places.roles.shards[0]
-        self.watch = Watch(self._watched(), patience_s, self._ping)
+        self._has_spares = budget.size > len(roles.everybody)
+        self.watch = Watch(self._watched(), patience_s, lambda rank: self.tell(rank, Kind.PING, 0))
 
     @property
     def has_left(self) -> bool:
         """True of a rank that was told to go, and has told the others."""
         return self.rank in self.budget.left
 
+    @property
+    def is_first(self) -> bool:
+        """True of the rank that serves the first shard, without which there is no job."""
+        return self.rank == self.roles.shards[0]
+
     # ---- what comes ----------------------------------------------------------------------------------------------
 
+    def merge(self, message: Message) -> None:
+        """Take over the counters of any message. A spare that has made steps, or that sends anything but messages about
+        members, trains from now on."""
+        self.budget.merge(message.local_steps, message.stop)
+        if self._has_spares:
+            if message.kind not in ABOUT_MEMBERS and message.sender not in self.roles.everybody:
+                self.budget.rank_joined(message.sender)
+            self._admit()
+
     def hear(self, message: Message) -> Refusal | None:
-        """A message of one of the kinds `ABOUT_MEMBERS`, whose counters are known."""
+        """Take in a message of one of the kinds `ABOUT_MEMBERS`, which `merge` has seen."""
         kind, sender = message.kind, message.sender
-        if kind in (Kind.STOP, Kind.PING):
+        if kind not in ABOUT_LEAVING:
             return None
-        place, rank = divmod(message.round - 1, self.places.size)
-        if kind in (*ORDERS, Kind.PLACE) and sender != self.places.roles.shards[0]:
-            return Refusal(f"rank {sender} is not the first shard, but its kind is {kind.name}")
-        if place < 0 or (kind is not Kind.PLACE and rank != (self.rank if kind in ORDERS else sender)):
+        if message.round != self._number(self.rank if kind in ANSWERS else sender):
             return Refusal("it is about another rank")
-        if kind is Kind.ASK_LEAVE:
-            return self._hear_question(place, sender)
-        if kind in (Kind.MAY_LEAVE, Kind.MUST_STAY):
-            self.may_leave = kind is Kind.MAY_LEAVE
-            return None
         if kind is Kind.LEAVE:
-            return self._hear_leave(place, sender)
-        if kind is Kind.GO:
-            return self._hear_order(place, sender)
-        reason = self.places.take(place, rank)
-        if reason:
-            return Refusal(reason)
-        if rank in self.budget.present:
-            self.budget.rank_joined(rank)
-        self._changed()
+            return self._hear_leave(sender)
+        if kind is Kind.ASK_LEAVE:
+            return self._hear_question(sender)
+        if sender != self.roles.shards[0]:
+            return Refusal(f"rank {sender} is not the first shard, but its kind is {kind.name}")
+        self.may_leave = kind is Kind.MAY_LEAVE
         return None
 
-    def _hear_leave(self, place: int, rank: int) -> Refusal | None:
-        if place in self.places.first_roles.shards or place != self.places.place_of(rank):
-            return Refusal(f"rank {rank} has not place {place} to leave")
+    def _hear_leave(self, rank: int) -> Refusal | None:
+        if rank in self.roles.shards or rank not in self.roles.everybody:
+            return Refusal(f"rank {rank} has no role that it can leave")
         self.budget.rank_left(rank)
         self._lose(rank)
         return None
 
-    def _hear_question(self, place: int, rank: int) -> Refusal | None:
-        """A rank asks whether it may leave. If several ask at once, only so many may as the others can do without."""
-        if not self.is_first or place != self.places.place_of(rank):
-            return Refusal(f"this rank cannot let rank {rank} go from place {place}")
+    def _hear_question(self, rank: int) -> Refusal | None:
+        """Answer a rank that asks whether it may leave. If several ask at once, some must stay for the others' sake."""
+        if not self.is_first or rank not in self.roles.everybody:
+            return Refusal(f"this rank cannot let rank {rank} go")
         if self.budget.stop is not Stop.NONE:
             return None
         stays = bool(self.why_stay(rank))
         if not stays:
             self._let_go.add(rank)
-        self.tell(rank, Kind.MUST_STAY if stays else Kind.MAY_LEAVE, self._number(place, rank))
-        return None
-
-    def _hear_order(self, place: int, first: int) -> Refusal | None:
-        if self.budget.stop is not Stop.NONE:
-            return None
-        if (place, self.rank) in self.places.replaced:
-            self.tell(first, Kind.JOIN, self._number(place, self.rank))  # it has not heard that
-        elif self.rank not in self.places.spares or not self.places.can_be_taken(place):
-            return Refusal(f"this rank cannot take place {place}")
-        else:
-            self.order = place
+        self.tell(rank, Kind.MUST_STAY if stays else Kind.MAY_LEAVE, self._number(rank))
         return None
 
     def peer_died(self, rank: int) -> None:
-        """Actors, learners and replay may die, as long as somebody else has their role or can take it; when training
-        ends, everybody but the shards."""
+        """Count a rank as dead. Training goes on if another has its roles; once it ends, if it serves no shard."""
         self.budget.peer_died(rank)
         self._lose(rank)
 
     def _lose(self, rank: int) -> None:
         self.watch.forget(rank)
-        self.places.lose(rank)
+        if rank not in self.gone:
+            self.gone.append(rank)
         self.on_gone(rank)
         self._changed()
+
+    def _admit(self) -> None:
+        """Give the spares that train by now their roles."""
+        before, self.roles = self.roles, self.roles.with_spares(self.budget.living)
+        if self.roles is not before:
+            self._changed()
 
     def _changed(self) -> None:
         if self.has_left:
@@ -122,112 +124,107 @@ class Members:
         self.judge_deaths()
         if not self.fault and self.budget.stop is Stop.NONE:
             self.watch.attend(self._watched())
-            self._give_places()
             self.on_change()
 
     # ---- what this rank does -------------------------------------------------------------------------------------
 
     def look(self, now_s: float) -> None:
-        """Some times a second: see who answers. Nothing once training ends."""
-        if self.budget.stop is not Stop.NONE or self.has_left:
-            return
-        self.watch.look(now_s)
-        self.judge_silence()
-        self._give_places()
+        """Look which ranks answer, some times a second; not once training ends."""
+        if self.budget.stop is Stop.NONE and not self.has_left:
+            self.watch.look(now_s)
+            self.judge_silence()
 
     def judge_deaths(self) -> None:
-        """Training goes on as long as all shards live, and somebody of each other role; when it ends, shards do."""
+        """Find the fault, if any: training needs all shards, and one rank of each other role until it ends."""
         is_over = self.budget.stop is not Stop.NONE
-        if not self.fault and (loss := lost_by_deaths(self.places, self.budget.living, is_over)):
+        if not self.fault and (loss := lost_by_deaths(self.roles, self.gone, self.budget.living, is_over)):
             (rank,) = loss.ranks
             fate = "left" if rank in self.budget.left else "died"
-            self.fault = f"Rank {rank} has {fate}, which {loss.what}; {_END}"
+            spares = ", of which no spare has a copy" if self._has_spares and rank in self.roles.shards else ""
+            self.fault = f"Rank {rank} has {fate}, which {loss.what}{spares}; {_END}"
 
     def judge_silence(self) -> None:
-        """Training goes on as long as all shards answer, and somebody of each other role."""
+        """Find the fault, if any: training needs an answer of all shards, and of one rank of each other role."""
         silent = self.watch.silent
-        if silent and (loss := lost_by_silence(self.places, self.budget.living, silent)):
+        if silent and (loss := lost_by_silence(self.roles, self.budget.living, silent)):
             self.fault = (
                 f"Rank {', '.join(map(str, loss.ranks))} has not answered for {self.watch.patience_s:g} s "
                 f"('gorila.patience_s'), which {loss.what}; {_END}"
             )
 
     def join(self) -> None:
-        """This rank, a spare, takes the place that it was told to."""
-        assert self.order is not None
-        self.places.take(self.order, self.rank, certain=True)
+        """Train from now on, as a spare that is needed."""
         self.budget.rank_joined(self.rank)
-        self._tell_others(Kind.JOIN, self.order)
-        self._changed()
+        self._admit()
 
     def why_stay(self, rank: int | None = None) -> str:
-        """Why this rank, or another, cannot leave: what others need of it, or nothing. Spares take what places they
-        can; who is silent does nothing for others."""
+        """Return why this rank, or another, cannot leave, or nothing. Silent ranks can do nothing in its place."""
         rank = self.rank if rank is None else rank
-        if rank in self.places.roles.shards:
+        if rank in self.roles.shards:
             return "it serves a shard"
-        without, going, silent = copy.deepcopy(self.places), {rank, *self._let_go}, self.watch.silent
-        for gone in sorted(going):
-            without.lose(gone)
-        without.give(unfit=silent)
-        successors = dict(without.orders)
-        for spare, place in successors.items():
-            without.take(place, spare, certain=True)
-        living = {*self.budget.living, *successors} - going
-        lost = lost_by_deaths(without, living, is_over=False) or lost_by_silence(without, living, silent)
+        going, silent = {rank, *self._let_go}, self.watch.silent
+        gone, living = [*self.gone, *sorted(going)], set(self.budget.living) - going
+        lost = lost_by_deaths(self.roles, gone, living, is_over=False) or lost_by_silence(self.roles, living, silent)
         return NOBODY_ELSE if lost else ""
 
     def ask_to_leave(self) -> None:
-        """`may_leave` tells when the first shard has answered."""
+        """Ask the first shard; `may_leave` tells when it has answered."""
         self.may_leave = None
-        self.tell(self.places.roles.shards[0], Kind.ASK_LEAVE, self._number(self.own_place, self.rank))
+        self.tell(self.roles.shards[0], Kind.ASK_LEAVE, self._number(self.rank))
 
     def leave(self) -> None:
-        """This rank does nothing more; tell the others, who go on."""
-        place = self.own_place
+        """Do nothing more from now on, and tell the others, which continue."""
         self.budget.rank_left(self.rank)
-        self._tell_others(Kind.LEAVE, place)
+        for peer in self.budget.present:
+            if peer != self.rank:
+                self.tell(peer, Kind.LEAVE, self._number(self.rank))
 
     def send_stop(self) -> None:
         """Tell others that training ends, if it does and they have not been told."""
         for peer in self.budget.tell_stop():
             self.tell(peer, Kind.STOP, 0)
 
-    @property
-    def own_place(self) -> int:
-        """Of this rank, which does not sleep."""
-        place = self.places.place_of(self.rank)
-        assert place is not None, "a rank that sleeps has none"
-        return place
-
-    def _give_places(self) -> None:
-        """If this rank is the first shard, tell spares to take the places of those who are gone."""
-        if self.is_first:
-            for spare, place in self.places.give(self.watch.silent):
-                self.tell(spare, Kind.GO, self._number(place, spare))
-
-    def _tell_others(self, kind: Kind, place: int) -> None:
-        for peer in self.budget.present:
-            if peer != self.rank:
-                self.tell(peer, kind, self._number(place, self.rank))
-
     def _watched(self) -> set[int]:
-        watched = self.places.roles.watched_by(self.rank)
-        if self.is_first:
-            watched |= {*self.places.spares}
-        return watched.intersection(self.budget.present).difference(self.places.gone)
+        return self.roles.watched_by(self.rank).intersection(self.budget.present).difference(self.gone)
 
-    def _ping(self, rank: int) -> Packet:
-        if self.is_first:
-            if rank in self.places.orders:
-                self.tell(rank, Kind.GO, self._number(self.places.orders[rank], rank))
-            for place, holder in self.places.replaced:
-                self.tell(rank, Kind.PLACE, self._number(place, holder))
-        return self.tell(rank, Kind.PING, 0)
+    def _number(self, rank: int) -> int:
+        """Return the `round` of a message about a rank that leaves; never 0, as other messages have."""
+        return 1 + rank * self.budget.size + rank
 
-    def _number(self, place: int, rank: int) -> int:
-        """A place and a rank in one; never 0, as other messages have."""
-        return 1 + place * self.places.size + rank
+
+class Missing(NamedTuple):
+    """A loss without which training cannot go on."""
+
+    ranks: list[int]  # that had it
+    what: str  # completes the sentence "rank N has died, which ..."
+
+
+def lost_by_deaths(roles: Roles, gone: Sequence[int], living: Collection[int], is_over: bool) -> Missing | None:
+    """Return what no rank has any more. When training `is_over`, only shards are needed."""
+    for index, rank in enumerate(roles.shards):
+        if rank in gone:
+            return Missing([rank], f"served shard {index} of the parameters")
+    if is_over:
+        return None
+    if dead := [rank for rank in gone if rank in roles.replays and rank not in roles.actors]:
+        return Missing(dead[-1:], "held the replay of other ranks")
+    for ranks, name in ((roles.learners, "learner"), (roles.actors, "actor")):
+        if set(ranks).isdisjoint(living):
+            return Missing([rank for rank in gone if rank in ranks][-1:], f"was the last {name}")
+    return None
+
+
+def lost_by_silence(roles: Roles, living: Collection[int], silent: Collection[int]) -> Missing | None:
+    """Return what no rank has that answers. A spare takes the place of the dead, not of the silent."""
+    for index, rank in enumerate(roles.shards):
+        if rank in silent:
+            return Missing([rank], f"serves shard {index}")
+    answering = set(living) - set(silent)
+    for ranks, verb in ((roles.replays, "holds replay"), (roles.learners, "learns"), (roles.actors, "acts")):
+        quiet = [rank for rank in ranks if rank in silent]
+        if quiet and answering.isdisjoint(ranks):
+            return Missing(quiet, f"{verb}, as no other rank does that answers")
+    return None
 
 
 _END = "nothing can be learned without it, so the job ends here. Go on from the last checkpoint by `--resume`."

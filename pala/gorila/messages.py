@@ -6,7 +6,7 @@ import enum
 
 
 class Kind(enum.IntEnum):
-    """What a message is for."""
+    """The purpose of a message."""
 
     STOP = 3  # training ends
     GRADIENT = 5  # of a shard's slice, computed with the parameters of version `round`
@@ -21,18 +21,14 @@ class Kind(enum.IntEnum):
     BATCH = 14  # a minibatch of transitions
     PING = 15  # that it is received shows that its receiver answers
     LEAVE = 16  # its sender, told to go, does nothing more; these are its last steps
-    GO = 17  # the first shard tells a spare to take a place
-    JOIN = 18  # its sender, a spare, has a place from now on
-    PLACE = 19  # the first shard says again who has joined
     ASK_LEAVE = 20  # its sender, told to go, asks the first shard whether it may
     MAY_LEAVE = 21  # the first shard's answer: yes
     MUST_STAY = 22  # the first shard's answer: no
 
 
-ABOUT_MEMBERS = (
-    Kind.STOP, Kind.PING, Kind.LEAVE, Kind.GO, Kind.JOIN, Kind.PLACE, Kind.ASK_LEAVE, Kind.MAY_LEAVE, Kind.MUST_STAY,
-)  # fmt: skip
-"""What is said of who is there; nothing is behind its counters. All but the first two hold a place and a rank
-(`places.py`)."""
-ORDERS = (Kind.GO, Kind.MAY_LEAVE, Kind.MUST_STAY)
-"""What the first shard says to a rank of itself."""
+ANSWERS = (Kind.MAY_LEAVE, Kind.MUST_STAY)
+"""What the first shard says to a rank that has asked whether it may leave."""
+ABOUT_LEAVING = (Kind.LEAVE, Kind.ASK_LEAVE, *ANSWERS)
+"""Messages whose `round` numbers the rank that leaves (`Members`): one of another kind, damaged, is not believed."""
+ABOUT_MEMBERS = (Kind.STOP, Kind.PING, *ABOUT_LEAVING)
+"""Messages about who is there, with nothing behind the counters; all that a rank that sleeps sends and takes."""

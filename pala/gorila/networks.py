@@ -13,7 +13,7 @@ from pala.system.errors import PalaError
 
 
 class QNetwork(TrunkNetwork):
-    """observations [B, ...] -> values [B, A] of the actions, which `distribution` numbers.
+    """A network from observations [B, ...] to values [B, A] of the actions, which `distribution` numbers.
 
     DQN's published network has `conv_channels` 32, 64, 64. The head's initial weights: 1. Raises PalaError for actions
     or observations that it cannot take.
@@ -37,7 +37,7 @@ class QNetwork(TrunkNetwork):
 
 
 def numbered(action_space: gymnasium.Space) -> Categorical:
-    """What numbers the actions. Raises PalaError for actions without numbers."""
+    """Return the numbering of the actions. Raises PalaError for actions without numbers."""
     if not isinstance(action_space, gymnasium.spaces.Discrete):
         raise PalaError(f"DQN needs Discrete actions, not {action_space}; set 'algorithm' to 'a2c'.")
     distribution = distribution_of(action_space)
@@ -48,7 +48,7 @@ def numbered(action_space: gymnasium.Space) -> Categorical:
 def q_network(
     observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config, make_network: MakeNetwork | None
 ) -> Network:
-    """PALA's, or the user's own."""
+    """Return the user's own network, or PALA's if there is none."""
     own = own_network(config, make_network)
     if own is None:
         return QNetwork(observation_space, action_space, config.network)

@@ -3,10 +3,10 @@
     actor ──EXPERIENCE──▶ replay ──BATCH──▶ learner ──GRADIENT──▶ shards ──PARAMETERS──▶ learner, actor
 
 What a rank has to tell itself goes without a message. Every message carries everybody's steps (`StepBudget`). Once
-training ends, nobody is answered any more: gradients that still come are applied, and that is all.
+training ends, a rank answers no more: it applies the gradients that still come, and that is all.
 
-With a message that is refused a question may be lost, or its answer. So what does not come is asked for again, and who
-answers twice does no harm.
+With a message that is refused a question may be lost, or its answer. So a rank asks again for what does not come, and
+two answers do no harm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from pala.exchange.wire import NOTHING, Format, Message, Refusal, Sizes, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
 from pala.gorila.members import Members
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
-from pala.gorila.places import Places
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
 from pala.gorila.shard import Shard, slices, targets_at
@@ -38,7 +37,7 @@ from pala.networks.network import FlatParameters
 
 
 class Formats(NamedTuple):
-    """How steps travel."""
+    """The formats in which steps travel."""
 
     reset: FramesFormat
     experience: ExperienceFormat
@@ -48,7 +47,7 @@ class Formats(NamedTuple):
     def of(
         cls, env: EnvConfig, frame_stack: int, gorila: GorilaConfig, space: gymnasium.Space, num_actions: int
     ) -> Formats:
-        """The formats of what these environments give."""
+        """Return the formats of what these environments give."""
         return cls(
             FramesFormat(env.num_envs, space, frame_stack),
             ExperienceFormat(env.num_envs, num_actions, space, frame_stack),
@@ -60,7 +59,7 @@ _AnyFormat = FramesFormat | ExperienceFormat | BatchFormat
 
 
 class Rules(NamedTuple):
-    """What all ranks of a run keep to."""
+    """The configuration, first roles, layout and messages that all ranks of a run share."""
 
     config: GorilaConfig
     roles: Roles  # when training begins
@@ -70,68 +69,81 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, config: GorilaConfig, roles: Roles, num_ranks: int, flat: FlatParameters, formats: Formats) -> Rules:
-        """`flat`: any rank's parameters. Raises PalaError for more shards than parameters."""
+        """Return the rules of these roles. `flat`: any rank's parameters. Raises PalaError for more shards than
+        parameters."""
         parts = slices(flat.data.numel(), len(roles.shards))
         return cls(config, roles, parts, formats, _make_wire(num_ranks, flat, parts, formats))
 
 
 def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats: Formats) -> Wire:
-    """The messages of a run of Gorila."""
+    """Return the messages of a run of Gorila."""
     lengths = [4 * (part.stop - part.start) for part in parts]
     part: Sizes = {Format.FLOAT32: range(min(lengths), max(lengths) + 1, 4)}
     sizes: dict[Kind, Sizes] = {
-        Kind.GRADIENT: part, Kind.GRADIENT_AND_FETCH: part, Kind.PARAMETERS: part, Kind.TARGET: part,
-        Kind.FETCH: NOTHING, Kind.FETCH_TARGET: NOTHING, Kind.SAMPLE: NOTHING, **dict.fromkeys(ABOUT_MEMBERS, NOTHING),
+        **dict.fromkeys((Kind.GRADIENT, Kind.GRADIENT_AND_FETCH, Kind.PARAMETERS, Kind.TARGET), part),
+        **dict.fromkeys((*_QUESTIONS.values(), *ABOUT_MEMBERS), NOTHING),
         Kind.RESET: {Format.ARRAYS: formats.reset.sizes},
         Kind.EXPERIENCE: {Format.ARRAYS: formats.experience.sizes},
         Kind.BATCH: {Format.ARRAYS: formats.batch.sizes},
-    }  # fmt: skip
+    }
     return Wire(num_ranks, flat.data.numel(), flat.signature, sizes)
 
 
 class Node:
-    """One rank. The loop's thread calls the methods; `on_message` and `peer_died` come with messages, `look` with
-    time. Who is there is the business of its `members`."""
+    """One rank. The loop's thread calls the methods; `on_message` comes with messages, `look` with time.
+
+    `members` know who is there, and hear of deaths.
+    """
 
     def __init__(
-        self, budget: StepBudget, rules: Rules, version: int, shard: Shard | None, store: ReplayStore | None,
-        send: Callable[[int, np.ndarray], Bytes], members: Members | None = None,
-    ) -> None:  # fmt: skip
-        """`version`: of the parameters that all begin with. `shard`, `store`: of a rank that has such a role.
-        `send(rank, bytes)`: takes the bytes over. `members`: what a spare that has slept knows; it has to `join`."""
-        self.budget, self.rules, self.shard, self.store = budget, rules, shard, store
-        self._config, self._wire, self._formats, self._parts = rules.config, rules.wire, rules.formats, rules.slices
-        self._rank, self._send_bytes = budget.rank, send
-        self._versions = [version] * len(self._parts)  # of the parameters last taken
+        self,
+        budget: StepBudget,
+        rules: Rules,
+        version: int,
+        shard: Shard | None,
+        store: ReplayStore | None,
+        send: Callable[[int, np.ndarray], Bytes],
+        members: Members | None = None,
+    ) -> None:
+        """Begin with parameters of this `version`. `shard`, `store`: of a rank that has such a role.
+
+        `send(rank, bytes)`: takes the bytes over. `members`: what a spare that has slept knows; it has to `join`.
+        """
+        self.budget, self._rank = budget, budget.rank
+        self.rules, self._config = rules, rules.config
+        self._wire, self._formats = rules.wire, rules.formats
+        self._parts, self._send_bytes = rules.slices, send
+        self.shard, self.store = shard, store
+        self.versions = [version] * len(self._parts)  # of the parameters last taken
         self._targets = [targets_at(version, self._config)] * len(self._parts)
-        self._arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
-        self._arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
+        self.arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
+        self.arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
         self._open: dict[tuple[int, Kind], int] = {}  # (rank, what it owes) -> the period in which it was asked
         # Steps of all ranks before which no replay that begins empty is sampled. A spare's peers have learned.
         begins_empty = members is None and not (store is not None and len(store))
         self._learns_after = budget.global_steps + self._config.min_replay_steps if begins_empty else 0
         self._periods = 0  # each as long as the patience, as `look` last counted them
-        self._samples, self._sampled = False, tuple[int, ...]()  # ranks whose replay this learner samples, once it does
+        self._samples = False  # whether this rank has begun to learn
+        self._sampled: tuple[int, ...] = ()  # ranks whose replay it samples then
         self._num_gradients = self._steps_since_fetch = self._num_steps = 0
-        self._batches: deque[tuple[int, Batch]] = deque()  # replay rank, minibatch
+        self.batches: deque[tuple[int, Batch]] = deque()  # replay rank, minibatch
         self.counts: Counter[str] = Counter()
         self.refusals: deque[str] = deque()  # sentences, the first of each sender
         self._next_step: dict[int, int] = {}  # actor -> number of its step, or new games, that is to come
         self._refused: set[int] = set()
-        places = Places(rules.roles, budget.size)
-        self.members = members or Members(budget, places, self._config.patience_s, self._send)
+        self.members = members or Members(budget, rules.roles, self._config.patience_s, self._send)
         self.members.tell = self._send  # of a rank that has slept, its sleeping node's before
         self.members.on_gone, self.members.on_change = self._forget, self._share_out_replays
 
     @property
     def roles(self) -> Roles:
-        """Which ranks have which role now."""
-        return self.members.places.roles
+        """The ranks that have each role now."""
+        return self.members.roles
 
     # ---- actor ---------------------------------------------------------------------------------------------------
 
     def stepped(self, steps: int) -> None:
-        """This rank's environments made so many steps; asks for parameters if it is time and no learner did."""
+        """Count steps of this rank's environments; ask for parameters if it is time and no learner did."""
         self.budget.add_steps(steps)
         period = self._config.parameters_period_updates * self._config.update_period_steps
         # Before learners can learn, parameters are what all begin with. Others hear too late how far learners are.
@@ -141,19 +153,20 @@ class Node:
         self._steps_since_fetch += steps  # those just made: a learner on this rank may still fetch after them
 
     def reset(self, frames: np.ndarray) -> None:
-        """This rank's environments begin new games; frames [B, *frame]."""
+        """Begin new games in this rank's environments; frames [B, *frame]."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
-            self.store.begin(self.members.own_place, frames)
+            self.store.begin(self._rank, frames)
         else:
             self._num_steps += 1
             self._send_arrays(replay, Kind.RESET, self._formats.reset, frames, self._num_steps)
 
     def experienced(self, experience: Experience) -> Bytes | None:
-        """What `stepped` counted. Returns the message, if one is needed: a silent replay gets none."""
+        """Hand a step to the replay, after `stepped`. Returns the message, if one is needed: a silent replay gets
+        none."""
         replay = self.roles.replay_of(self._rank)
         if replay == self._rank and self.store is not None:
-            self.store.add(self.members.own_place, experience)
+            self.store.add(self._rank, experience)
             self._serve()
             return None
         self._num_steps += 1
@@ -164,21 +177,21 @@ class Node:
 
     @property
     def replay_is_silent(self) -> bool:
-        """Whether the replay of this actor is, or nobody has taken its place yet."""
+        """True if the replay of this actor does not answer, or is gone."""
         replay = self.roles.replay_of(self._rank)
         return replay in self.members.watch.silent or replay not in self.budget.living
 
     def take_parameters(self, flat: Tensor) -> bool:
         """Copy what has come since the last call, and tell whether anything has. `flat`: the network's parameters."""
-        before = list(self._versions)
+        before = list(self.versions)
         for index, rank in enumerate(self.roles.shards):
             if rank == self._rank and self.shard is not None:
-                if self.shard.version > self._versions[index]:
+                if self.shard.version > self.versions[index]:
                     self._take(flat, index, self.shard.version, self.shard.parameters)
-            elif index in self._arrived:
-                version, values = self._arrived.pop(index)
+            elif index in self.arrived:
+                version, values = self.arrived.pop(index)
                 self._take(flat, index, version, torch.from_numpy(values))
-        return self._versions != before
+        return self.versions != before
 
     def take_target(self, flat: Tensor) -> bool:
         """Copy what has come of the target network since the last call, and tell whether anything has."""
@@ -188,8 +201,8 @@ class Node:
                 if self.shard.num_targets > self._targets[index]:
                     flat[self._parts[index]].copy_(self.shard.target)
                     self._targets[index], taken = self.shard.num_targets, True
-            elif index in self._arrived_targets:
-                self._targets[index], values = self._arrived_targets.pop(index)
+            elif index in self.arrived_targets:
+                self._targets[index], values = self.arrived_targets.pop(index)
                 flat[self._parts[index]].copy_(torch.from_numpy(values))
                 taken = True
         return taken
@@ -197,23 +210,23 @@ class Node:
     # ---- learner -------------------------------------------------------------------------------------------------
 
     def ask_for_batches(self) -> None:
-        """Once, when training begins: every replay that this learner samples owes it one minibatch from now on."""
+        """Ask every replay that this learner samples for one minibatch, once, when training begins."""
         self._samples = True
         self._share_out_replays()
 
     def next_batch(self) -> Batch | None:
-        """The next minibatch, if there is one; asks for another."""
+        """Return the next minibatch, if there is one, and ask for another."""
         self._serve()
-        if not self._batches:
+        if not self.batches:
             return None
-        rank, batch = self._batches.popleft()
+        rank, batch = self.batches.popleft()
         if rank in self._sampled:
             self._ask(rank, Kind.BATCH)
         return batch
 
     @property
     def samples_itself(self) -> bool:
-        """Whether this learner samples its own rank's replay and no other."""
+        """True if this learner samples its own rank's replay and no other."""
         return self._sampled == (self._rank,)
 
     @property
@@ -222,12 +235,12 @@ class Node:
         return not (self._next_fetches and self._is_owed(Kind.PARAMETERS))
 
     def send_gradient(self, gradient: Tensor) -> None:
-        """The flat gradient, whose norm is finite, computed with the parameters that were last taken."""
+        """Send each shard its part of a flat gradient, which is finite and of the parameters that were last taken."""
         kind = Kind.GRADIENT_AND_FETCH if self._next_fetches else Kind.GRADIENT
         self._num_gradients += 1
         host = gradient.detach().cpu()
         for index, rank in enumerate(self.roles.shards):
-            part, version = host[self._parts[index]], self._versions[index]
+            part, version = host[self._parts[index]], self.versions[index]
             if rank == self._rank and self.shard is not None:
                 self.shard.apply(part, version, is_finite=True)
                 continue
@@ -238,7 +251,8 @@ class Node:
         self.counts["gradients_sent"] += 1
 
     def ask_for_parameters(self) -> None:
-        """Unless they are on their way already. The period counts what is sent, so it says nothing of what is not."""
+        """Ask the shards, unless parameters are on their way already. For a learner without a gradient to send, too,
+        whose period would never end."""
         if self._is_owed(Kind.PARAMETERS):
             return
         self._steps_since_fetch = 0
@@ -253,31 +267,27 @@ class Node:
     # ---- spare ---------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Take the place that this rank was told to, and ask for a model if it learns or acts; `has_model` tells when
-        it has come."""
+        """Train from now on, as a spare that is needed, and ask for a model; `has_model` tells when it has come."""
         self.members.join()
-        self._periods = self._periods_awake()  # that it has slept as well
-        roles = self.roles
-        for rank in roles.shards:
-            if self._rank in (*roles.learners, *roles.actors):
-                self._ask(rank, Kind.PARAMETERS)
-            if self._rank in roles.learners:
-                self._ask(rank, Kind.TARGET)
+        self._periods = self._periods_awake()  # also those that it has slept
+        for rank in self.roles.shards:
+            self._ask(rank, Kind.PARAMETERS)
+            self._ask(rank, Kind.TARGET)
 
     @property
     def has_model(self) -> bool:
-        """Whether nothing of the model is still to come."""
+        """True if nothing of the model is still to come."""
         return not (self._is_owed(Kind.PARAMETERS) or self._is_owed(Kind.TARGET))
 
     # ---- what comes ----------------------------------------------------------------------------------------------
 
     def on_message(self, source: int, data: np.ndarray) -> None:
-        """Any bytes from any rank."""
+        """Take in any bytes from any rank."""
         message = self._wire.decode_from(source, data)
         if isinstance(message, Refusal):
             refusal: Refusal | None = message
         else:
-            self.budget.merge(message.local_steps, message.stop)
+            self.members.merge(message)
             refusal = self._act_on(message, data[self._wire.control_bytes :])
         if refusal is not None:
             self.counts["messages_refused"] += 1
@@ -286,13 +296,13 @@ class Node:
                 self.refusals.append(f"refused a message from rank {source}: {refusal.reason}")
 
     def _forget(self, rank: int) -> None:
-        """It has died or left: nothing will come of it."""
+        """Expect nothing more of a rank that has died or left."""
         self._open = {of: asked for of, asked in self._open.items() if of[0] != rank}
         if self.store is not None:
             self.store.forget(rank)
 
     def look(self, now_s: float) -> None:
-        """Some times a second: see who answers, and ask again for what has not come. Nothing once training ends."""
+        """Look which ranks answer, some times a second, and ask again for what has not come; not once training ends."""
         self.members.look(now_s)
         if self.budget.stop is not Stop.NONE or self.members.has_left:
             return
@@ -307,12 +317,12 @@ class Node:
         return int(self.members.watch.awake_s / self._config.patience_s)
 
     def _act_on(self, message: Message, payload: np.ndarray) -> Refusal | None:
-        """Dispatch; a Refusal if its way is none of `_WAYS`, or the payload says what cannot be."""
+        """Dispatch a message. Returns a Refusal if its way is none of `_WAYS`, or the payload says what cannot be."""
         if message.kind in ABOUT_MEMBERS:
             return self.members.hear(message)
         senders, receivers = _WAYS[message.kind]
         for rank, roles in ((message.sender, senders), (self._rank, receivers)):
-            if not self.members.places.may_be(rank, roles):
+            if not self.roles.has_any(rank, roles):
                 return Refusal(f"rank {rank} is none of the {' or '.join(roles)}, but its kind is {message.kind.name}")
         if "shards" in receivers:
             return self._as_shard(message, payload)
@@ -347,9 +357,9 @@ class Node:
             return Refusal("its parameters are not finite")
         self._open.pop((message.sender, Kind(message.kind)), None)
         if message.kind is Kind.TARGET:
-            self._arrived_targets[index] = message.round, values
+            self.arrived_targets[index] = message.round, values
             return None
-        self._arrived[index] = message.round, values
+        self.arrived[index] = message.round, values
         self.counts["parameters_received"] += 1
         return None
 
@@ -358,7 +368,7 @@ class Node:
         if isinstance(batch, Refusal):
             return batch
         if self._open.pop((message.sender, Kind.BATCH), None) is not None:  # or it was asked for twice
-            self._batches.append((message.sender, batch))
+            self.batches.append((message.sender, batch))
         return None
 
     def _as_replay(self, message: Message, payload: np.ndarray) -> Refusal | None:
@@ -371,13 +381,11 @@ class Node:
             return None
         if source not in self.roles.actors or self.roles.replay_of(source) != self._rank:
             return Refusal("this rank holds no replay of its sender")
-        actor = self.members.places.place_of(source)
-        assert actor is not None
         if message.kind is Kind.RESET:
             frames = self._formats.reset.decode(payload)
             if isinstance(frames, Refusal):
                 return frames
-            store.begin(actor, frames)
+            store.begin(source, frames)
             self._next_step[source] = message.round + 1
             return None
         experience = self._formats.experience.decode(payload)
@@ -385,12 +393,12 @@ class Node:
             return experience
         expected, self._next_step[source] = self._next_step.get(source), message.round + 1
         if expected is None:  # the first frames were refused, so these are the first
-            store.begin(actor, experience.frames)
-            store.lose_step(actor)
+            store.begin(source, experience.frames)
+            store.lose_step(source)
             return None
         if message.round != expected:  # steps between were refused, or not sent
-            store.lose_step(actor)
-        store.add(actor, experience)
+            store.lose_step(source)
+        store.add(source, experience)
         self._serve()
         return None
 
@@ -398,7 +406,7 @@ class Node:
 
     def _take(self, flat: Tensor, index: int, version: int, values: Tensor) -> None:
         flat[self._parts[index]].copy_(values)
-        self._versions[index] = version
+        self.versions[index] = version
         target = targets_at(version, self._config)
         rank = self.roles.shards[index]
         if target > self._targets[index] and rank != self._rank and self._rank in self.roles.learners:
@@ -406,17 +414,17 @@ class Node:
             self._ask(rank, Kind.TARGET)
 
     def _share_out_replays(self) -> None:
-        """Among the learners that live. Those that are new to this one owe it a minibatch, too."""
+        """Share replays out among the learners that live, and ask those that are new to this one for a minibatch."""
         if not self._samples:
             return
         self._sampled = self.roles.sampled_by(self._rank, set(self.budget.living))
-        have = {rank for rank, _ in self._batches}
+        have = {rank for rank, _ in self.batches}
         for rank in self._sampled:
             if rank not in have and (rank, Kind.BATCH) not in self._open:
                 self._ask(rank, Kind.BATCH)
 
     def _ask(self, rank: int, what: Kind) -> None:
-        """Perhaps not for the first time."""
+        """Ask `rank` for `what`; asking again is harmless."""
         self._open[rank, what] = self._periods
         if rank != self._rank:
             self._send(rank, _QUESTIONS[what])
@@ -432,12 +440,12 @@ class Node:
         for learner, batch in self.store.serve():
             if learner == self._rank:
                 self._open.pop((learner, Kind.BATCH), None)
-                self._batches.append((learner, batch))
+                self.batches.append((learner, batch))
             else:
                 self._send_arrays(learner, Kind.BATCH, self._formats.batch, batch)
 
     def _send(self, rank: int, kind: Kind, round_: int = 0, values: np.ndarray | None = None) -> Bytes:
-        """A message with nothing, or with float32 values, which are copied."""
+        """Send a message with nothing, or with float32 values, which are copied."""
         payload = np.empty(0, np.uint8) if values is None else values.view(np.uint8)
         data = np.empty(self._wire.control_bytes + len(payload), np.uint8)
         data[self._wire.control_bytes :] = payload
@@ -457,9 +465,9 @@ class Node:
         return self._send_bytes(rank, data)
 
 
-# How to ask for what.
+# The question that asks for each kind.
 _QUESTIONS = {Kind.PARAMETERS: Kind.FETCH, Kind.TARGET: Kind.FETCH_TARGET, Kind.BATCH: Kind.SAMPLE}
-# The fields of `Roles` that the sender and the receiver of each kind have, any of them.
+# Of each kind, the fields of `Roles` of which its sender and its receiver must have one.
 _WAYS: dict[enum.IntEnum, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Kind.GRADIENT: (("learners",), ("shards",)),
     Kind.GRADIENT_AND_FETCH: (("learners",), ("shards",)),

@@ -33,8 +33,8 @@ _SLAB_BYTES = 16 << 20  # of one read or write
 
 
 class Experience(NamedTuple):
-    """What one step of B environments adds to a replay memory. Of the observations only the newest frame: the others
-    came before."""
+    """The part of one step of B environments that a replay memory adds: of observations the newest frame, since the
+    others came before."""
 
     actions: np.ndarray  # [B] int64, from 0
     rewards: np.ndarray  # [B] float32
@@ -60,9 +60,9 @@ class Batch(NamedTuple):
 
 
 def experience_of(actions: np.ndarray, step: Step, frame_stack: int = 1) -> Experience:
-    """The experience of one step: `actions` [B] and what `Envs.step` gave for them. Frames are views of the step's.
+    """Return the experience of one step of `actions` [B]. Frames are views of the step's.
 
-    Raises PalaError, as `reset_frames`.
+    Raises PalaError if there is more in an episode's first observation than one frame.
     """
     first = np.zeros(len(actions), bool)  # not after a lost life: the game and its stack of frames go on
     first[[episode.env_index for episode in step.episodes]] = True
@@ -72,7 +72,7 @@ def experience_of(actions: np.ndarray, step: Step, frame_stack: int = 1) -> Expe
 
 
 def reset_frames(observations: np.ndarray, frame_stack: int = 1) -> np.ndarray:
-    """The frames [B, *frame] of a reset's observations [B, *obs]: views.
+    """Return the frames [B, *frame] of a reset's observations [B, *obs]: views.
 
     Raises PalaError if there is more in an episode's first observation than one frame.
     """
@@ -81,7 +81,7 @@ def reset_frames(observations: np.ndarray, frame_stack: int = 1) -> np.ndarray:
 
 
 def frame_shape(observation_space: gymnasium.Space, frame_stack: int) -> tuple[int, ...]:
-    """Shape of one frame: with a stack of 1 that of the observation."""
+    """Return the shape of one frame: with a stack of 1 that of the observation."""
     shape = observation_space.shape or ()
     assert frame_stack == 1 or shape[0] == frame_stack
     return shape if frame_stack == 1 else shape[1:]
@@ -146,12 +146,12 @@ class Replay:
             ) from None
 
     def __len__(self) -> int:
-        """Transitions that can be sampled."""
+        """Return the number of transitions that can be sampled."""
         return int(np.count_nonzero(self._is_transition))
 
     @property
     def memory_bytes(self) -> int:
-        """What the memory takes when it is full."""
+        """Bytes that the memory takes when it is full."""
         return self._heads.nbytes + sum(ring.nbytes for ring in self._rings())
 
     def begin(self, frames: np.ndarray) -> None:
@@ -179,12 +179,14 @@ class Replay:
         self._place(self._envs, experience.frames, experience.first)
 
     def lose_step(self) -> None:
-        """A step of all environments has not come: what follows must not be joined to what was before, nor be seen
-        through a stack of frames of which one is missing."""
+        """Count a step of all environments as lost.
+
+        What follows must not be joined to what was before, nor be seen through a stack that lacks a frame.
+        """
         self._missing[:] = self._stack
 
     def sample(self, count: int, rng: np.random.Generator) -> Batch:
-        """`count` transitions, each drawn uniformly from all (so one can come twice). Raises ValueError if empty."""
+        """Draw `count` transitions uniformly, each from all, so one can come twice. Raises ValueError if empty."""
         if not self._is_transition.any():
             raise ValueError("The replay memory is empty: nothing can be sampled yet.")
         envs, rows = self._draw(count, rng)
@@ -197,7 +199,7 @@ class Replay:
         )
 
     def save(self, path: Path) -> None:
-        """Write what is filled, atomically. Raises OSError.
+        """Write the rows that are filled, atomically. Raises OSError.
 
         A file of our own, since what holds gigabytes must not be copied as a whole: a line of text, the arrays' bytes,
         and their CRC.
@@ -238,7 +240,7 @@ class Replay:
         self._past_frames[envs, rows] = np.where(first, 0, np.minimum(past, self._stack - 1))
 
     def _draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(environments, rows) of `count` transitions: uniform over all rows, and drawn again where there is a gap."""
+        """Draw (environments, rows) of `count` transitions: uniformly over all rows, and again where there is a gap."""
         ends = np.cumsum(np.minimum(self._heads, self._rows))  # the rings' newest rows in one line
         drawn = rng.integers(ends[-1], size=count)
         while True:
@@ -250,7 +252,7 @@ class Replay:
             drawn[gaps] = rng.integers(ends[-1], size=np.count_nonzero(gaps))
 
     def _observations(self, envs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The observations [N, *obs] whose newest frames are in `rows` [N]."""
+        """Return the observations [N, *obs] whose newest frames are in `rows` [N]."""
         ages = np.arange(self._stack - 1, -1, -1)
         past = self._past_frames[envs, rows % self._ring_rows]
         stacks = self._frames[envs[:, None], (rows[:, None] - ages) % self._ring_rows]
@@ -258,12 +260,10 @@ class Replay:
         return stacks.reshape(len(rows), *self._observation_shape)
 
     def _rings(self) -> list[np.ndarray]:
-        return [
-            self._frames, self._past_frames, self._is_transition, self._actions, self._rewards, self._terminated
-        ]  # fmt: skip
+        return [self._frames, self._past_frames, self._is_transition, self._actions, self._rewards, self._terminated]
 
     def _slabs(self) -> Iterator[np.ndarray]:
-        """Views of all that is filled, one after the other. The heads come first and say how much that is."""
+        """Yield views of all that is filled. The heads come first and say how much that is."""
         yield self._heads
         filled = min(max(int(self._heads.max()) + 1, 0), self._ring_rows)
         for ring in self._rings():
@@ -292,7 +292,7 @@ class Replay:
             raise PalaError(f"Replay memory '{path}' cannot be read ({error}).") from None
 
     def _can_be_drawn_from(self) -> bool:
-        """Whether `_draw` ends: each transition is one of the newest rows. A file may come from elsewhere."""
+        """Tell whether `_draw` ends: each transition is one of the newest rows. A file may come from elsewhere."""
         if (self._heads < -1).any() or (self._heads > 1 << 53).any() or (self._actions < 0).any():
             return False
         back = np.arange(self._rows)

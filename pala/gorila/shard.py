@@ -19,7 +19,7 @@ from pala.system.files import is_number
 
 
 def slices(num_parameters: int, num_shards: int) -> list[slice]:
-    """Each shard's part of the flat vector: in order, without gap, of lengths that differ by at most one.
+    """Return each shard's part of the flat vector: in order, without gap, of lengths that differ by at most one.
 
     Raises PalaError for more shards than parameters.
     """
@@ -32,26 +32,26 @@ def slices(num_parameters: int, num_shards: int) -> list[slice]:
 
 
 def targets_at(version: int, config: GorilaConfig) -> int:
-    """How often the target network has been copied when so many gradients have been applied."""
+    """Return how often the target network has been copied after `version` gradients."""
     return version // config.target_period_updates
 
 
 class ServedModel(NamedTuple):
-    """What all shards serve together: flat vectors of the whole network, and how many gradients are in them."""
+    """The model that all shards serve together: flat vectors of the whole network."""
 
     parameters: Tensor
     squares: Tensor
     target: Tensor
-    version: int = 0
+    version: int = 0  # gradients that are in it
 
     @classmethod
     def fresh(cls, parameters: Tensor) -> ServedModel:
-        """That of a new run; copies the parameters."""
+        """Return a new run's, with copies of the parameters."""
         return cls(parameters.clone(), torch.zeros_like(parameters), parameters.clone())
 
 
 class Shard:
-    """Applies gradients to its slice of the parameters, in the order in which they come.
+    """A slice of the parameters, to which gradients are applied in the order in which they come.
 
     | attribute | meaning |
     |---|---|
@@ -65,7 +65,7 @@ class Shard:
     """
 
     def __init__(self, begin: ServedModel, part: slice, config: GorilaConfig) -> None:
-        """Copies `part` of what the run begins with, to the host."""
+        """Copy `part` of what the run begins with to the host."""
         self.parameters, self.squares, self.target = (
             vector[part].detach().to("cpu", copy=True) for vector in (begin.parameters, begin.squares, begin.target)
         )
@@ -74,7 +74,7 @@ class Shard:
 
     @property
     def num_targets(self) -> int:
-        """How often the target was copied."""
+        """Copies of the target so far."""
         return targets_at(self.version, self._config)
 
     def apply(self, gradient: Tensor, computed_at_version: int, is_finite: bool = False) -> bool:
@@ -95,19 +95,34 @@ class Shard:
             self.target.copy_(self.parameters)
         return True
 
+    def take_figures(self) -> dict[str, int]:
+        """Return the figures for the metrics, and begin to count anew."""
+        figures = {
+            "server_updates": self.version,
+            "gradients_stale": self.stale,
+            "gradients_not_finite": self.not_finite,
+        }
+        self.stale = self.not_finite = 0
+        return figures
+
     def _step(self, gradient: Tensor) -> None:
         config = self._config
         if config.optimiser == "adagrad":
             adagrad_(self.parameters, gradient, self.squares, config.adagrad_learning_rate, config.adagrad_epsilon)
         else:
             rmsprop_(
-                self.parameters, gradient, self.squares, config.rmsprop_learning_rate,
-                config.rmsprop_alpha, config.rmsprop_epsilon, epsilon_inside_root=True,
-            )  # fmt: skip
+                self.parameters,
+                gradient,
+                self.squares,
+                config.rmsprop_learning_rate,
+                config.rmsprop_alpha,
+                config.rmsprop_epsilon,
+                epsilon_inside_root=True,
+            )
 
 
 def _is_of_shard(state: RankState) -> bool:
-    """Whether what is read of it is there: it may come from elsewhere."""
+    """Tell whether a checkpoint holds what is read of it: the file may come from elsewhere."""
     counts = state.counters.get("gorila")
     if not isinstance(counts, dict) or "mean_square" in state.tensors:
         return False
@@ -125,8 +140,10 @@ def _is_of_shard(state: RankState) -> bool:
 
 
 def assemble(states: Sequence[RankState], parameters: int | None = None) -> ServedModel:
-    """What the checkpoints of a run's ranks hold of its shards, which together must have so many `parameters`. Raises
-    PalaError if a shard is missing."""
+    """Return the model whose slices the checkpoints of a run's ranks hold.
+
+    Raises PalaError if a shard is missing, or the slices are not `parameters` long together.
+    """
     if not all(_is_of_shard(state) for state in states):
         raise PalaError(OF_ANOTHER_ALGORITHM)
     saved = {state.counters["gorila"]["shard"]: state for state in states if state.tensors}
@@ -143,13 +160,11 @@ def assemble(states: Sequence[RankState], parameters: int | None = None) -> Serv
         raise PalaError(f"The checkpoints hold {found} parameters, but the run's network has {parameters}.")
     counters = [state.counters["gorila"] for state in in_order]
     num_targets = max(counts["num_targets"] for counts in counters)
+    # A shard that saved just before the others copied their targets copies its own now.
+    targets = ["target" if counts["num_targets"] == num_targets else "parameters" for counts in counters]
     return ServedModel(
         torch.cat([state.tensors["parameters"] for state in in_order]),
         torch.cat([state.tensors["squares"] for state in in_order]),
-        # A shard that saved just before the others copied their targets copies its own now.
-        torch.cat([
-            state.tensors["target" if counts["num_targets"] == num_targets else "parameters"]
-            for state, counts in zip(in_order, counters, strict=True)
-        ]),
+        torch.cat([state.tensors[name] for state, name in zip(in_order, targets, strict=True)]),
         max(counts["version"] for counts in counters),
-    )  # fmt: skip
+    )

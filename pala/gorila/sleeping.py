@@ -11,7 +11,6 @@ from pala.exchange.sleeping import Beginning, Sleeping
 from pala.exchange.wire import NOTHING, Message, Refusal, Wire
 from pala.gorila.members import Members
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
-from pala.gorila.places import Places
 from pala.gorila.roles import assign
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
@@ -19,30 +18,31 @@ from pala.system.output import say
 
 
 class SleepingGorila(Sleeping, Receiver):
-    """Waits until the first shard gives this rank a place. What it knows of the others it goes on with."""
+    """A rank that waits until it is needed, and then continues with what it knows of the others."""
 
     def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
-        """Collective."""
+        """Open the transport and hear from now on. Collective."""
         spares = config.run.spares
-        budget = budget_of(comm, begin.start, config.total_steps, config.run.spares)
-        places = Places(assign(config.gorila, comm.size - spares, spares), comm.size)
-        self.members = Members(budget, places, config.gorila.patience_s, self._tell)
+        roles = assign(config.gorila, comm.size - spares, spares)
+        budget = budget_of(comm, begin.start, config.total_steps, spares)
+        self.members = Members(budget, roles, config.gorila.patience_s, self._tell)
         self._wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(ABOUT_MEMBERS, NOTHING))
-        self.changed = threading.Condition()  # its lock: what comes is heard under it
-        self.awake: Receiver | None = None  # who hears in its place from then on; set with the lock held
+        self.changed = threading.Condition()  # with the lock under which messages are taken in, also by `awake`
+        self.awake: Receiver | None = None  # what hears in its place from then on; set with the lock held
         self._refused: set[int] = set()
-        super().__init__(budget, comm.open_transport(), interrupt)
+        super().__init__(self.members.budget, comm.open_transport(), interrupt)
         self.transport.start(self)
 
     @property
     def is_needed(self) -> bool:
         if self.members.fault:
             raise EndError(self.members.fault)
-        return self.members.order is not None and self._budget.stop is Stop.NONE
+        with self.changed:
+            return self._budget.is_needed
 
     def _wait(self, timeout_s: float) -> None:
         with self.changed:
-            if not (self.members.order is not None or self.members.fault or self._budget.stop is not Stop.NONE):
+            if not (self._budget.is_needed or self.members.fault or self._budget.stop is not Stop.NONE):
                 self.changed.wait(timeout_s)
 
     def _end(self, reason: Stop) -> None:
@@ -84,7 +84,7 @@ class SleepingGorila(Sleeping, Receiver):
         message = self._wire.decode_from(received.source, received.data)
         if isinstance(message, Refusal):
             return message
-        self._budget.merge(message.local_steps, message.stop)
+        self.members.merge(message)
         return self.members.hear(message)
 
     def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:

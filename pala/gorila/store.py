@@ -20,11 +20,11 @@ from pala.system.errors import PalaError
 
 
 class ReplayStore:
-    """A `Replay` for each actor that feeds this rank, sampled as if they were one."""
+    """One `Replay` for each actor that feeds this rank, sampled as if they were one."""
 
     def __init__(
         self,
-        actors: Sequence[int],  # their places
+        actors: Sequence[int],  # their ranks
         capacity_steps: int,  # of each
         num_envs: int,  # of each
         observation_space: gymnasium.Space,
@@ -36,24 +36,26 @@ class ReplayStore:
         rng: np.random.Generator,
     ) -> None:
         self._replays = {actor: Replay(capacity_steps, num_envs, observation_space, frame_stack) for actor in actors}
-        self._update_period_steps, self._minibatch_size, self._rng = update_period_steps, minibatch_size, rng
-        self._waiting: deque[int] = deque()  # learners, each once
-        self._steps = self._served = 0
+        self._update_period_steps, self._minibatch_size = update_period_steps, minibatch_size
+        self.rng = rng
+        self.waiting: deque[int] = deque()  # learners, each once
+        self.steps = 0  # that have come
+        self._served = 0
         self._min_steps = min_steps
 
     def __len__(self) -> int:
-        """Transitions that can be sampled."""
+        """Return the number of transitions that can be sampled."""
         return sum(map(len, self._replays.values()))
 
     @property
     def memory_bytes(self) -> int:
-        """What the replay takes when it is full."""
+        """Bytes that the replay takes when it is full."""
         return sum(replay.memory_bytes for replay in self._replays.values())
 
     @property
     def owed(self) -> int:
         """Minibatches that may be sampled before more steps come."""
-        return max(self._steps - self._min_steps, 0) // self._update_period_steps - self._served
+        return max(self.steps - self._min_steps, 0) // self._update_period_steps - self._served
 
     def begin(self, actor: int, frames: np.ndarray) -> None:
         """Take the frames of a reset of this actor's environments: before its first `add`, and after `load`."""
@@ -62,39 +64,39 @@ class ReplayStore:
     def add(self, actor: int, experience: Experience) -> None:
         """Take one step of all environments of this actor."""
         self._replays[actor].add(experience)
-        self._steps += len(experience.actions)
+        self.steps += len(experience.actions)
 
     def lose_step(self, actor: int) -> None:
-        """A step of this actor was refused."""
+        """Count a step of this actor as lost: what came before it is not joined to what follows."""
         self._replays[actor].lose_step()
 
-    def take_not_finite(self) -> int:
-        """Transitions that were left out for their rewards since the last call."""
-        count = sum(replay.not_finite for replay in self._replays.values())
+    def take_figures(self) -> dict[str, int]:
+        """Return the figures for the metrics, and begin to count anew."""
+        not_finite = sum(replay.not_finite for replay in self._replays.values())
         for replay in self._replays.values():
             replay.not_finite = 0
-        return count
+        return {"replay_transitions": len(self), "minibatches_owed": self.owed, "rewards_not_finite": not_finite}
 
     def ask(self, learner: int) -> None:
         """Put a learner that wants a minibatch at the end of the queue, unless it is there."""
-        if learner not in self._waiting:
-            self._waiting.append(learner)
+        if learner not in self.waiting:
+            self.waiting.append(learner)
 
     def forget(self, learner: int) -> None:
         """Leave a learner out that died. Of an actor that died, what it played stays and is sampled on."""
-        self._waiting = deque(other for other in self._waiting if other != learner)
+        self.waiting = deque(other for other in self.waiting if other != learner)
 
     def serve(self) -> list[tuple[int, Batch]]:
-        """(learner, minibatch) for all who can be served now, in the order in which they asked."""
-        if not self._waiting or self.owed <= 0 or not len(self):  # it may hold nothing but gaps, whatever was added
+        """Return (learner, minibatch) for all that can be served now, in the order in which they asked."""
+        if not self.waiting or self.owed <= 0 or not len(self):  # it may hold nothing but gaps, whatever was added
             return []
-        learners = [self._waiting.popleft() for _ in range(min(len(self._waiting), self.owed))]
+        learners = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.owed))]
         self._served += len(learners)
-        return [(learner, self._sample()) for learner in learners]
+        return [(learner, self.sample()) for learner in learners]
 
     def reseed(self, rng: np.random.Generator) -> None:
         """Draw minibatches from this stream from now on."""
-        self._rng = rng
+        self.rng = rng
 
     def save(self, prefix: Path) -> None:
         """Write PREFIX-actor-NNNN.replay for each actor, each file atomically. Raises OSError."""
@@ -102,27 +104,28 @@ class ReplayStore:
             replay.save(_path(prefix, actor))
 
     def is_saved(self, prefix: Path) -> bool:
-        """Whether there is a file of each actor."""
+        """Tell whether there is a file of each actor."""
         return all(_path(prefix, actor).exists() for actor in self._replays)
 
     def load(self, prefix: Path) -> None:
         """Take what `save` wrote; `begin` must follow for each actor. What is loaded pays for no minibatch.
 
-        Raises PalaError, as `Replay.load`.
+        Raises PalaError if a file cannot be read or is of another memory.
         """
         for actor, replay in self._replays.items():
             replay.load(_path(prefix, actor))
-        self._steps, self._served = len(self), 0
-        self._min_steps = max(self._min_steps, self._steps)
+        self.steps, self._served = len(self), 0
+        self._min_steps = max(self._min_steps, self.steps)
 
-    def _sample(self) -> Batch:
-        """Uniform over all transitions: so many of each replay as it happens, then uniform within it."""
+    def sample(self) -> Batch:
+        """Draw uniformly from all transitions: first how many of each replay, then which."""
         lengths = np.array([len(replay) for replay in self._replays.values()])
-        counts = self._rng.multinomial(self._minibatch_size, lengths / lengths.sum())
+        counts = self.rng.multinomial(self._minibatch_size, lengths / lengths.sum())
         parts = [
-            replay.sample(count, self._rng)
-            for replay, count in zip(self._replays.values(), counts, strict=True) if count
-        ]  # fmt: skip
+            replay.sample(count, self.rng)
+            for replay, count in zip(self._replays.values(), counts, strict=True)
+            if count
+        ]
         return parts[0] if len(parts) == 1 else Batch(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -130,7 +133,7 @@ _FITTING = 0.9  # of the memory that is available: networks and emulators need s
 
 
 def check_memory(reserved_bytes: int, available_bytes: int, capacity_steps: int) -> None:
-    """Raises PalaError if the replay of this host's ranks, `reserved_bytes` when full, leaves too little of its memory.
+    """Raise PalaError if the replay of this host's ranks, `reserved_bytes` when full, leaves too little of its memory.
 
     `capacity_steps`: the configuration's, of all ranks.
     """

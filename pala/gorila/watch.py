@@ -21,18 +21,18 @@ class _Ping(NamedTuple):
 
 
 class Watch:
-    """The ranks of which this one looks whether they answer. `silent`: those that have not for `patience_s`."""
+    """The ranks that this one pings. `silent`: those that have not answered for `patience_s`."""
 
     def __init__(self, ranks: Iterable[int], patience_s: float, ping: Callable[[int], Packet]) -> None:
-        """`ping(rank)` sends a message to that rank."""
+        """Begin with these ranks. `ping(rank)`: sends a message to that rank."""
         self.silent: set[int] = set()
         self.patience_s, self._ping = patience_s, ping
         self._pings: dict[int, _Ping | None] = dict.fromkeys(ranks)
         self._looked_s: float | None = None
-        self.awake_s = 0.0  # since the first look, but for the time in which this rank was itself stopped
+        self.awake_s = 0.0  # since the first look, without the time in which this rank was itself stopped
 
     def look(self, now_s: float) -> None:
-        """Some times a second, at whatever time."""
+        """Judge the pings that were sent and send new ones. Called some times a second, at any time."""
         part_s = self.patience_s / _PARTS
         if self._looked_s is not None:
             self.awake_s += min(now_s - self._looked_s, part_s)
@@ -48,11 +48,11 @@ class Watch:
                 self._pings[rank] = _Ping(self._ping(rank), self.awake_s)
 
     def attend(self, ranks: Iterable[int]) -> None:
-        """From now on these are the ranks; of those that were among them before, all is known that was."""
+        """Watch these ranks from now on, and keep what is known of those that were watched before."""
         self._pings = {rank: self._pings.get(rank) for rank in ranks}
         self.silent.intersection_update(self._pings)
 
     def forget(self, rank: int) -> None:
-        """It has died."""
+        """Stop watching a rank that has died or left."""
         self._pings.pop(rank, None)
         self.silent.discard(rank)

@@ -8,24 +8,23 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from pala.config import Config
 from pala.exchange.budget import Stop
-from pala.gorila.dqn import Transitions, differentiate, epsilon_at, epsilon_greedy
+from pala.gorila.dqn import DQN, Loss, Transitions, epsilon_at
 from pala.gorila.exchange import GorilaExchange
+from pala.gorila.node import Node
 from pala.gorila.replay import experience_of, reset_frames
+from pala.run.agent import Agent
 from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
-
-if TYPE_CHECKING:
-    from pala.config import Config
-    from pala.gorila.parts import GorilaParts
 
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
 _MOST_NOT_FINITE = 100
@@ -34,8 +33,7 @@ _MOST_AHEAD = 256  # transitions at hand, if one minibatch has not more
 
 
 def minibatches_at_hand(config: Config) -> int:
-    """So many a learner of its own replay has at once, where each rank learns: what a step of its environments pays
-    for."""
+    """Return how many minibatches a bundled learner has at once: what a step of its environments pays for."""
     paid = config.env.num_envs // config.gorila.update_period_steps
     return max(1, min(paid, _most_at_hand(config)))
 
@@ -49,32 +47,38 @@ class Worker(Loop):
 
     _exchange: GorilaExchange
 
-    def __init__(self, parts: GorilaParts, exchange: GorilaExchange, interrupt: Interrupt) -> None:
-        super().__init__(parts, exchange, interrupt)
-        self._rank, self._config = parts.rank, parts.config
-        self._envs, self._frame_stack = parts.envs, parts.frame_stack
-        roles = exchange.roles
-        self._acts, self._learns = parts.rank in roles.actors, parts.rank in roles.learners
-        self._tape, self._flat, self._target_tape, self._target = (
-            parts.tape, parts.flat, parts.target_tape, parts.target
-        )  # fmt: skip
-        self._actions, self._filter = parts.network.distribution, parts.filter
+    def __init__(
+        self,
+        agent: Agent[GorilaExchange],
+        dqn: DQN,
+        exchange: GorilaExchange,
+        interrupt: Interrupt,
+        frame_stack: int = 1,
+    ) -> None:
+        super().__init__(agent, exchange, interrupt)
+        self._config, self._rank = agent.config, agent.rank
+        self._envs, self._frame_stack = agent.envs, frame_stack
+        self._dqn = dqn
+        self._acts = agent.rank in exchange.roles.actors
+        self._learns = agent.rank in exchange.roles.learners
         self._means = Means()
         self._ahead: deque[Transitions] = deque()  # minibatches to learn from
         self._next_values: deque[Tensor] = deque()  # the target network's, [N, A], for the first of them
         self._is_behind = False  # of an actor: more is to be learned before it plays on
         self._not_finite_in_a_row = 0
-        self._logged_steps, self._logged_discarded = self.counters.local_steps, self._filter.discarded
+        self._logged_steps, self._logged_discarded = self.counters.local_steps, dqn.filter.discarded
 
     def reset(self, env_seeds: np.ndarray) -> None:
-        self._tape.begin()
-        self._target_tape.begin()
+        self._dqn.tape.begin()
+        self._dqn.target_tape.begin()
         if self._acts:
             observations = self._envs.reset(env_seeds)
-            self._exchange.reset(reset_frames(observations, self._frame_stack))
+            with self._exchange.node() as node:
+                node.reset(reset_frames(observations, self._frame_stack))
             self._observations = self._to_device(observations)
         if self._learns:
-            self._exchange.ask_for_batches()
+            with self._exchange.node() as node:
+                node.ask_for_batches()
 
     def _advance(self) -> None:
         if self._acts and not self._is_behind:
@@ -85,16 +89,21 @@ class Worker(Loop):
             with self._exchanging():
                 self._exchange.idle()
 
+    @contextmanager
+    def _node(self) -> Iterator[Node]:
+        """Give the rank's node to the block, whose time is the exchange's."""
+        with self._exchanging(), self._exchange.node() as node:
+            yield node
+
     def _act(self) -> None:
-        """One step of all environments."""
-        with self._exchanging():
-            changed = self._exchange.take_parameters(self._flat.data)
+        """Make one step of all environments."""
+        with self._node() as node:
+            changed = node.take_parameters(self._dqn.flat.data)
         with self._watch.section("inference"):
             if changed:
-                self._tape.begin()
-            (values,) = self._tape.peek(self._observations)
-            actions = epsilon_greedy(values, self._epsilon(), self._generator)
-            env_actions = self._actions.to_env(actions).cpu().numpy()
+                self._dqn.tape.begin()
+            actions = self._dqn.act(self._observations, self._epsilon(), self._generator)
+            env_actions = self._dqn.distribution.to_env(actions).cpu().numpy()
         with self._watch.section("environment"):
             step = self._envs.step(env_actions)
         with self._watch.section("inference"):
@@ -107,7 +116,7 @@ class Worker(Loop):
             self._exchange.stepped(self._envs.num_envs, experience)
 
     def _learn_what_is_due(self) -> bool:
-        """For a short while; True if more is due."""
+        """Learn for a short while; return whether more is due."""
         until = time.perf_counter() + _SHORT_S
         patience_s = 0.0 if self._acts else _PATIENCE_S
         while time.perf_counter() < until and self._exchange.stop is Stop.NONE and self._interrupt.signal is None:
@@ -120,8 +129,8 @@ class Worker(Loop):
         return True
 
     def _read_ahead(self, patience_s: float) -> None:
-        """Take what is due: a learner that samples its own replay alone gets nothing else by waiting. Others wait for
-        their turn."""
+        """Take the minibatches that are due. A learner that samples its own replay alone takes several, since it gets
+        nothing else by waiting; others wait for their turn."""
         with self._exchanging():
             batch = self._exchange.next_batch(patience_s)
             while batch is not None:
@@ -129,42 +138,40 @@ class Worker(Loop):
                 may_go_on = self._exchange.samples_itself and len(self._ahead) < _most_at_hand(self._config)
                 batch = self._exchange.next_batch(0.0) if may_go_on else None
 
-    def _look_ahead(self) -> None:
-        """The target network's values for all minibatches at hand, which stay right until it changes; in one pass if
-        that is faster."""
-        batches = [batch.next_observations for batch in self._ahead]
-        if self._target_tape.joins and len(batches) > 1:
-            (values,) = self._target_tape.peek(torch.cat(batches))
-            self._next_values = deque(values.split([len(batch) for batch in batches]))
-        else:
-            self._next_values = deque(self._target_tape.peek(batch)[0] for batch in batches)
-        self._see_to_messages()
-
     def _see_to_messages(self) -> None:
-        """In the midst of an update: other learners wait for a shard's answer."""
+        """Move messages on in the midst of an update: other learners wait for a shard's answer."""
         begin = time.perf_counter()
         self._exchange.poll()
         self._watch.move(time.perf_counter() - begin, "update", "exchange")
 
     def _learn(self) -> None:
-        """One gradient, of the first minibatch at hand."""
-        with self._exchanging():
-            changed = self._exchange.take_parameters(self._flat.data)
-            target_changed = self._exchange.take_target(self._target.data)
+        """Compute the gradient of the first minibatch at hand, and send it unless the filter discards it."""
+        with self._node() as node:
+            changed = node.take_parameters(self._dqn.flat.data)
+            target_changed = node.take_target(self._dqn.target.data)
         with self._watch.section("update"):
             if changed:
-                self._tape.begin()
+                self._dqn.tape.begin()
             if target_changed:
-                self._target_tape.begin()
+                self._dqn.target_tape.begin()
             if target_changed or not self._next_values:
-                self._look_ahead()
-            loss = differentiate(
-                self._tape, self._next_values.popleft(), self._flat, self._ahead.popleft(), self._config.gorila,
-                self._see_to_messages,
-            )  # fmt: skip
-            error = float(loss.absolute_error)
-            finite = math.isfinite(error) and math.isfinite(float(self._flat.gradient.norm()))
-            accepted = self._filter.accepts(error if finite else math.nan)
+                self._next_values = deque(self._dqn.next_values(self._ahead))
+                self._see_to_messages()
+            batch, next_values = self._ahead.popleft(), self._next_values.popleft()
+            loss = self._dqn.differentiate(batch, next_values, self._see_to_messages)
+            accepted = self._judge(loss)
+        if accepted:
+            self._means.add(loss=loss.total, absolute_error=loss.absolute_error, action_value=loss.value)
+            with self._exchanging():
+                self._exchange.send_gradient(self._dqn.flat.gradient)
+        elif not self._acts:  # an actor asks at its steps
+            with self._node() as node:
+                node.ask_for_parameters()
+
+    def _judge(self, loss: Loss) -> bool:
+        """Count the update and tell whether its gradient may be used. Raises PalaError if none is finite any more."""
+        error = float(loss.absolute_error)
+        finite = math.isfinite(error) and math.isfinite(float(self._dqn.flat.gradient.norm()))
         self.counters.updates += 1
         self.counters.applied += finite
         self._not_finite_in_a_row = 0 if finite else self._not_finite_in_a_row + 1
@@ -175,24 +182,18 @@ class Worker(Loop):
                 "Resume from the last checkpoint with a smaller learning rate, or look at the environment's "
                 "rewards and observations."
             )
-        if not accepted:
-            if not self._acts:  # who acts asks at its steps
-                with self._exchanging():
-                    self._exchange.ask_for_parameters()
-            return
-        self._means.add(loss=loss.total, absolute_error=loss.absolute_error, action_value=loss.value)
-        with self._exchanging():
-            self._exchange.send_gradient(self._flat.gradient)
+        return self._dqn.filter.accepts(error if finite else math.nan)
 
     def _epsilon(self) -> float:
         return epsilon_at(self._exchange.global_steps, self._config.gorila)
 
     def _interval_figures(self, seconds: float) -> Record:
         steps, self._logged_steps = self.counters.local_steps - self._logged_steps, self.counters.local_steps
-        discarded = self._filter.discarded - self._logged_discarded
-        self._logged_discarded = self._filter.discarded
-        return self._means.take() | self._exchange.metrics() | {
+        loss_filter = self._dqn.filter
+        discarded, self._logged_discarded = loss_filter.discarded - self._logged_discarded, loss_filter.discarded
+        own = {
             "local_steps_per_s": steps / seconds,
             "epsilon": self._epsilon(),
             "gradients_filtered": discarded,
-        }  # fmt: skip
+        }
+        return self._means.take() | self._exchange.metrics() | own

@@ -16,10 +16,10 @@ import torch
 from pala.comm.base import Communicator
 from pala.config import Config
 from pala.exchange.budget import ExchangeState
-from pala.gorila.dqn import Transitions, differentiate
+from pala.gorila.agent import GorilaAgent, build
+from pala.gorila.dqn import Transitions
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
-from pala.gorila.parts import GorilaParts, build
 from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.worker import minibatches_at_hand
 from pala.lab.benchmark.measure import ContinuedEnvs, Trial, clock, flops_of
@@ -49,27 +49,27 @@ def flops_per_step(
     return round(passes * forward * per_step), round(backward * per_step)
 
 
-def network_us(agent: GorilaParts, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
+def network_us(agent: GorilaAgent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
     """Microseconds a step of `forward` (the target network's pass over all minibatches that training has at hand),
     `backward` (the gradient with the network's own pass, and the weights taken anew) and `optimiser` (a shard of all
     parameters)."""
-    gorila, now = config.gorila, clock(agent.device)
+    gorila, dqn, now = config.gorila, agent.dqn, clock(agent.device)
     count = gorila.minibatch_size
-    at_hand = minibatches_at_hand(config) if agent.target_tape.joins else 1
+    at_hand = minibatches_at_hand(config) if dqn.target_tape.joins else 1
     images = torch.from_numpy(np.resize(observations, (at_hand * count, *observations.shape[1:]))).to(agent.device)
     zeros = torch.zeros(count, device=agent.device)
     batch = Transitions(images[:count], zeros.long(), zeros, images[:count], zeros.bool())
     shard = Shard(ServedModel.fresh(agent.flat.data), slice(None), gorila)
     sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
-    agent.target_tape.begin()
+    dqn.target_tape.begin()
     while turns < 2 or now() < end:
         begin = now()
-        (values,) = agent.target_tape.peek(images)
+        (values,) = dqn.target_tape.peek(images)
         sums["forward"] += now() - begin
         for next_values in values.split(count):
             times = [now()]
-            agent.tape.begin()
-            differentiate(agent.tape, next_values, agent.flat, batch, gorila)
+            dqn.tape.begin()
+            dqn.differentiate(batch, next_values)
             times.append(now())
             shard.apply(agent.flat.gradient.cpu(), shard.version)
             times.append(now())

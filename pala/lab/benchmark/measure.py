@@ -30,7 +30,7 @@ from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.messages import Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Wire
-from pala.gorila.parts import GorilaParts
+from pala.gorila.agent import GorilaAgent
 from pala.networks.conv_tape import fast_linear
 from pala.networks.network import Network
 from pala.networks.optimisers import clip_gradient_, rmsprop_
@@ -116,7 +116,7 @@ class ContinuedEnvs(Envs):
         self.real.close()
 
 
-def environment_us(envs: ContinuedEnvs, agent: A2CAgent | GorilaParts, seconds: float) -> float:
+def environment_us(envs: ContinuedEnvs, agent: A2CAgent | GorilaAgent, seconds: float) -> float:
     """Microseconds a step of the environments alone, with random actions."""
     distribution = agent.network.distribution
     generator = torch.Generator(agent.device)

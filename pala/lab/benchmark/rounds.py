@@ -16,8 +16,8 @@ from pala.comm.base import Communicator
 from pala.config import Config
 from pala.config.checks import check_exchange
 from pala.exchange.make import check_placement
-from pala.gorila.parts import GorilaParts
-from pala.gorila.parts import build as build_gorila
+from pala.gorila.agent import GorilaAgent
+from pala.gorila.agent import build as build_gorila
 from pala.lab.benchmark import gorila
 from pala.lab.benchmark.analysis import BASELINE
 from pala.lab.benchmark.measure import (
@@ -64,7 +64,7 @@ class Rounds:
         self.precision = first.config.network.precision  # that `auto` means
         both = first.network.is_image and has_bfloat16(self.device)
         self.precisions = request.precisions or comm.bcast(("float32", "bfloat16") if both else ("float32",))
-        self.agents: dict[str, A2CAgent | GorilaParts] = {}
+        self.agents: dict[str, A2CAgent | GorilaAgent] = {}
         self.trials: dict[Key, Trial] = {}
         for precision in self.precisions:
             self._add(precision)
@@ -85,7 +85,7 @@ class Rounds:
         with_precision = replace(self.config.network, precision=cast(Any, precision))
         config = replace(self.config, network=with_precision)
         self.agents[precision] = agent = self._build(config)
-        if isinstance(agent, GorilaParts):
+        if isinstance(agent, GorilaAgent):
             self.trials[precision, GORILA] = gorila.GorilaTrial(self.comm, config, self.envs)
             return
         for kind in self.exchanges:
@@ -93,7 +93,7 @@ class Rounds:
             trial = Trial(self.comm, replace(config, exchange=exchange), self.envs, agent, self.first_weights)
             self.trials[precision, kind] = trial
 
-    def _build(self, config: Config) -> A2CAgent | GorilaParts:
+    def _build(self, config: Config) -> A2CAgent | GorilaAgent:
         """Whatever exchange the preset names: it may be one of those that are left out here."""
         if self.is_gorila:
             return build_gorila(self.comm, gorila.with_short_replay(config), self.envs.real)
@@ -136,8 +136,8 @@ class Rounds:
             parts["network"][precision] = self.comm.allgather(times | {"matrix_gflops": rate})
         return parts
 
-    def _network_us(self, agent: A2CAgent | GorilaParts, seconds: float) -> dict[str, float]:
-        if isinstance(agent, GorilaParts):
+    def _network_us(self, agent: A2CAgent | GorilaAgent, seconds: float) -> dict[str, float]:
+        if isinstance(agent, GorilaAgent):
             return gorila.network_us(agent, self.config, self.envs.observations, seconds)
         agent.a2c.mean_square.zero_()
         return network_us(agent, self.config, self.envs.observations, seconds)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pala.comm.agreement import collectively, from_first, sum_on_host
@@ -17,11 +16,10 @@ from pala.comm.base import Communicator
 from pala.config import ENV_OPERATION, Config, EnvConfig
 from pala.envs.vector import AtariEnvs, Envs
 from pala.exchange.budget import budget_of
-from pala.gorila.dqn import LossFilter
+from pala.gorila.dqn import DQN, LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
 from pala.gorila.node import Formats, Rules
-from pala.gorila.places import check_spares
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import ServedModel, Shard, assemble, targets_at
 from pala.gorila.sleeping import SleepingGorila
@@ -30,7 +28,6 @@ from pala.gorila.worker import Worker
 from pala.networks.make import blank_observations, make_tape
 from pala.networks.network import FlatParameters, Network
 from pala.networks.own import MakeNetwork
-from pala.networks.tape import Tape
 from pala.run import checkpoint
 from pala.run.agent import Agent, Saved, device_and_precision
 from pala.system.errors import PalaError, reason
@@ -44,38 +41,33 @@ _SAVE_REPLAY_S = 3600.0
 
 
 @dataclass
-class GorilaParts(Agent[GorilaExchange]):
-    """The ranks share one model, of which each shard serves a slice."""
+class GorilaAgent(Agent[GorilaExchange]):
+    """What one rank has of the one model that all ranks share, of which each shard serves a slice."""
 
-    place: int  # whose roles it takes: a rank's own, or the one in which a spare takes over
     rules: Rules
     frame_stack: int  # frames of an observation of which each step brings one; 1: whole observations
-    tape: Tape
-    target: FlatParameters
-    target_tape: Tape
-    squares: Tensor  # the optimiser's state, of the whole network
+    dqn: DQN
     store: ReplayStore | None  # of a rank that holds replay
-    filter: LossFilter
-    version: int = 0  # gradients that are in the parameters
 
     @property
     def acts(self) -> bool:
-        return self.place in self.rules.roles.actors
+        return self.rank in self.rules.roles.with_spares([self.rank]).actors
 
     @property
     def shared_tensors(self) -> list[Tensor]:
-        return [self.flat.data, self.squares, self.target.data]
+        return list(self.dqn.tensors.values())
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def restore(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
-        """Shards and counters; a rank's own only if the job has its old ranks. Collective."""
+        """Restore shards and counters, and this rank's own if the job has its old ranks. Collective."""
         if saved.own is None:
             saved.say_ranks_changed(comm, "the shards' parameters are shared out anew")
         joint = self._restore_shards(comm, saved)
         if saved.own is not None:
-            limits = {"deviations": self.filter.deviations, "horizon": self.filter.horizon}  # they may have changed
-            self.filter = LossFilter(**saved.own.counters["gorila"]["filter"] | limits)
+            old, dqn = saved.own.counters["gorila"]["filter"], self.dqn
+            limits = {"deviations": dqn.filter.deviations, "horizon": dqn.filter.horizon}  # they may have changed
+            dqn.filter = LossFilter(**old | limits)
         has_replay = self._restore_replay(comm, saved)
         gorila, left = self.config.gorila, self.config.total_steps - joint["base_steps"]
         if comm.rank == 0 and not has_replay and 0 < left < gorila.min_replay_steps + gorila.update_period_steps:
@@ -86,7 +78,7 @@ class GorilaParts(Agent[GorilaExchange]):
         return saved.own.counters if saved.own is not None else joint
 
     def _restore_shards(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
-        """Rank 0 reads them for all. Returns the counters for another number of ranks. Collective."""
+        """Read all shards on rank 0 for all ranks. Returns the counters for another number of ranks. Collective."""
 
         def read() -> tuple[dict[str, Any], int]:
             states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
@@ -95,16 +87,16 @@ class GorilaParts(Agent[GorilaExchange]):
                 mine.copy_(of_all)
             before = saved.config.gorila.optimiser
             if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
-                self.squares.zero_()
+                self.dqn.squares.zero_()
                 say(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
             return states[0].counters | checkpoint.joint_counters(states), begin.version
 
-        joint, self.version = from_first(comm, read)
+        joint, self.dqn.version = from_first(comm, read)
         self.share(comm)
         return joint
 
     def _restore_replay(self, comm: Communicator, saved: Saved) -> bool:
-        """What was saved of it, if anything was and the job has its old ranks; whether it is there. Collective."""
+        """Load the replay if it was saved and the job has its old ranks; return whether it is there. Collective."""
         prefix = self._replay_prefix(saved.segment)
         found = self.store is None or self.store.is_saved(prefix)
         changed, is_wanted = _changed(saved.config.env, self.config.env), self.config.gorila.save_replay
@@ -127,23 +119,26 @@ class GorilaParts(Agent[GorilaExchange]):
         return (before.replays, before.actors) == (now.replays, now.actors)
 
     def state(self, exchange: GorilaExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        index = self._shard_index
+        index, dqn = self._shard_index, self.dqn
         tensors: dict[str, Tensor] = {}
         if exchange is not None:
-            tensors, self.version = exchange.shard_state()
+            tensors, dqn.version = exchange.shard_state()
         elif index is not None:
-            part = self.rules.slices[index]
-            tensors = {
-                "parameters": self.flat.data[part], "squares": self.squares[part], "target": self.target.data[part],
-            }  # fmt: skip
-        return tensors, {"gorila": {
-            "shard": index, "num_shards": len(self.rules.roles.shards), "version": self.version,
-            "num_targets": targets_at(self.version, self.config.gorila), "filter": asdict(self.filter),
-        }}  # fmt: skip
+            tensors = {name: tensor[self.rules.slices[index]] for name, tensor in dqn.tensors.items()}
+        counters = {
+            "shard": index,
+            "num_shards": len(self.rules.roles.shards),
+            "version": dqn.version,
+            "num_targets": targets_at(dqn.version, self.config.gorila),
+            "filter": asdict(dqn.filter),
+        }
+        return tensors, {"gorila": counters}
 
     def before_training(self, previous: Path | None) -> None:
-        """From now on a resume begins with the new segment; the replay of the one before would only take room, and so
-        does a file that cannot be removed."""
+        """Warn of settings, and after a resume draw minibatches anew and delete the replay of the segment before.
+
+        From now on a resume begins with the new segment. A file that cannot be removed only takes room.
+        """
         if self.rank == 0:
             _warn_of_staleness(self.config, self.rules.roles)
             _warn_of_first_target(self.config)
@@ -155,8 +150,10 @@ class GorilaParts(Agent[GorilaExchange]):
             self.store.reseed(stream(self.config.seed, self.rank, f"replay after {previous.name}"))
 
     def after_training(self, comm: Communicator, segment: Path) -> None:
-        """The replay: who has none, or a fast disk, waits for the others, and a signal does not hurry it. Collective.
-        Raises EndError when they have not saved theirs after an hour."""
+        """Save the replay, and wait for ranks with a slower disk; a signal does not hurry it. Collective.
+
+        Raises EndError when the others have not saved theirs after an hour.
+        """
         if not self.config.gorila.save_replay:
             return
         if self.store is not None:
@@ -176,34 +173,38 @@ class GorilaParts(Agent[GorilaExchange]):
         return self.rules.roles.shards.index(self.rank) if self.rank in self.rules.roles.shards else None
 
     def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> GorilaExchange:
-        index, shard = self._shard_index, None
+        index, dqn = self._shard_index, self.dqn
+        shard: Shard | None = None
         if index is not None:
-            begin = ServedModel(self.flat.data, self.squares, self.target.data, self.version)
+            begin = ServedModel(self.flat.data, dqn.squares, dqn.target.data, dqn.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)
         budget = budget_of(comm, self.start, self.config.total_steps, self.config.run.spares)
-        return GorilaExchange(comm, self.rules, budget, self.version, shard, self.store, interrupt)
+        return GorilaExchange(comm, self.rules, budget, dqn.version, shard, self.store, interrupt)
 
     def take_place(self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt) -> GorilaExchange | None:
         budget = sleeping.members.budget
         exchange = GorilaExchange(comm, self.rules, budget, 0, None, self.store, interrupt, sleeping)
-        if not exchange.take_place(self.flat.data, self.target.data):
+        if not exchange.take_place(self.flat.data, self.dqn.target.data):
             return None
-        if self.store is not None:
-            say(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
+        say(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
         return exchange
 
     def make_loop(self, exchange: GorilaExchange, interrupt: Interrupt) -> Worker:
-        return Worker(self, exchange, interrupt)
+        return Worker(self, self.dqn, exchange, interrupt, self.frame_stack)
 
 
 def build(
-    comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+    comm: Communicator,
+    config: Config,
+    envs: Envs,
+    make_network: MakeNetwork | None = None,
     sleeping: SleepingGorila | None = None,
-) -> GorilaParts:  # fmt: skip
-    """Networks with the seed's first weights, and what the rank's roles need. `sleeping`: of a spare that is needed,
-    and alone in `comm`. Collective."""
-    rank, place, roles = _find_place(comm, config, sleeping)
+) -> GorilaAgent:
+    """Build networks with the seed's first weights, and what the rank's roles need. `sleeping`: of a spare that is
+    needed, and alone in `comm`. Collective."""
+    rank, roles = _find_roles(comm, config, sleeping)
     device, config = device_and_precision(comm, config, envs)
+    frame_stack = config.env.frame_stack if isinstance(envs, AtariEnvs) else 1
 
     def make_one() -> Network:
         with torch_weights(config.seed):
@@ -212,7 +213,6 @@ def build(
     network, target_network = collectively(comm, lambda: _two_of(make_one))
     flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
     collectively(comm, lambda: _check_alike(flat, target))
-    frame_stack = config.env.frame_stack if isinstance(envs, AtariEnvs) else 1
 
     def make_rules() -> Rules:
         num_actions = network.distribution.num_outputs
@@ -227,18 +227,14 @@ def build(
         for net in (network, target_network)
     )
     target.data.copy_(flat.data)
-    store = collectively(comm, lambda: _make_store(rank, place, config, roles, envs, frame_stack))
+    dqn = DQN(network.distribution, tape, flat, target_tape, target, config.gorila)
+    store = collectively(comm, lambda: _make_store(rank, config, roles, envs, frame_stack))
     _check_memory(comm, config, store)
-    gorila = config.gorila
-    loss_filter = LossFilter(gorila.loss_filter_deviations, gorila.loss_filter_horizon_updates)
-    return GorilaParts(
-        rank, config, envs, device, network, flat, place, rules, frame_stack, tape, target, target_tape,
-        torch.zeros_like(flat.data), store, loss_filter,
-    )  # fmt: skip
+    return GorilaAgent(rank, config, envs, device, network, flat, rules, frame_stack, dqn, store)
 
 
 def _two_of(make_one: Callable[[], Network]) -> tuple[Network, Network]:
-    """The network that learns and its target network. Raises PalaError if they share parameters."""
+    """Return the network that learns and its target network. Raises PalaError if they share parameters."""
     made = make_one(), make_one()
     first, second = (set(map(id, network.parameters())) for network in made)
     if first & second:
@@ -255,30 +251,24 @@ def _check_alike(flat: FlatParameters, target: FlatParameters) -> None:
         )
 
 
-def _find_place(comm: Communicator, config: Config, sleeping: SleepingGorila | None) -> tuple[int, int, Roles]:
-    """Which rank of the job this is, whose roles it takes, and the roles of all. Collective."""
+def _find_roles(comm: Communicator, config: Config, sleeping: SleepingGorila | None) -> tuple[int, Roles]:
+    """Return which rank of the job this is, and the roles with which it began. Collective."""
+    spares = config.run.spares
     if sleeping is not None:
-        members, place = sleeping.members, sleeping.members.order
-        assert place is not None
-        return members.rank, place, members.places.first_roles
-
-    def make_roles() -> Roles:
-        roles = assign(config.gorila, comm.size, config.run.spares)
-        check_spares(roles, config.run.spares)
-        return roles
-
-    return comm.rank, comm.rank, collectively(comm, make_roles)
+        members = sleeping.members
+        return members.rank, assign(config.gorila, members.budget.size - spares, spares)
+    return comm.rank, collectively(comm, lambda: assign(config.gorila, comm.size, spares))
 
 
 def _changed(before: EnvConfig, now: EnvConfig) -> list[str]:
-    """Settings that differ and may change what a transition means."""
+    """Return the settings that differ and may change what a transition means."""
     then = asdict(before)
     return [f"'env.{key}'" for key in then if key not in ENV_OPERATION and then[key] != getattr(now, key)]
 
 
 def _warn_of_staleness(config: Config, roles: Roles) -> None:
-    """A learner computes a gradient while its last one is under way, and environments that step together pay for
-    several minibatches at once: in so many updates most gradients come. Say it if they will be discarded."""
+    """Say it if many gradients will be discarded as too old. A learner computes one while its last is under way, and
+    environments that step together pay for several minibatches at once."""
     gorila, num_learners = config.gorila, len(roles.learners)
     at_once = config.env.num_envs // gorila.update_period_steps if roles.learners == roles.actors else 0
     usual = num_learners * (2 * gorila.parameters_period_updates + at_once)
@@ -302,26 +292,30 @@ def _warn_of_first_target(config: Config) -> None:
         )
 
 
-def _make_store(
-    rank: int, place: int, config: Config, roles: Roles, envs: Envs, frame_stack: int
-) -> ReplayStore | None:
-    """The store of a place that holds replay, for those of the actors who feed it; None for others."""
-    if place not in roles.replays:
+def _make_store(rank: int, config: Config, first_roles: Roles, envs: Envs, frame_stack: int) -> ReplayStore | None:
+    """Return the store of a rank that holds replay, for the actors that feed it; None for others."""
+    gorila, num_actors = config.gorila, len(first_roles.actors)
+    roles = first_roles.with_spares([rank])
+    if rank not in roles.replays:
         return None
-    gorila, num_actors = config.gorila, len(roles.actors)
     least = num_actors * envs.num_envs
     if gorila.replay_capacity_steps < least:
         raise PalaError(
             f"'gorila.replay_capacity_steps' is {gorila.replay_capacity_steps:,}, less than a step of each environment "
             f"of {counted(num_actors, 'actor')} ('env.num_envs' is {envs.num_envs:,}): raise it to {least:,} at least."
         )
-    actors = [actor for actor in roles.actors if roles.replay_of(actor) == place]
+    actors = roles.actors_of(rank)
     return ReplayStore(
-        actors, gorila.replay_capacity_steps // num_actors, envs.num_envs, envs.observation_space, frame_stack,
+        actors,
+        gorila.replay_capacity_steps // num_actors,
+        envs.num_envs,
+        envs.observation_space,
+        frame_stack,
         min_steps=math.ceil(gorila.min_replay_steps * len(actors) / num_actors),
-        update_period_steps=gorila.update_period_steps, minibatch_size=gorila.minibatch_size,
+        update_period_steps=gorila.update_period_steps,
+        minibatch_size=gorila.minibatch_size,
         rng=stream(config.seed, rank, "replay"),
-    )  # fmt: skip
+    )
 
 
 def _check_memory(comm: Communicator, config: Config, store: ReplayStore | None) -> None:
