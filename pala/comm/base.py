@@ -2,8 +2,8 @@
 
 | part | MPI | threads of one process | simulated |
 |---|---|---|---|
-| `Communicator` | `mpi.py` | `memory.py` | - |
-| `Transport` | `data_proxy.py` | `memory_transport.py` | `simulate/virtual_network.py` |
+| `Communicator` | `mpi.py` | `pala/testing/memory.py` | - |
+| `Transport` | `data_proxy.py` | `pala/testing/memory_transport.py` | `pala/lab/simulate/virtual_network.py` |
 
 A `Communicator` is for collectives, at the start and the end; exchanges that need every rank use it while training
 runs, too. A `Transport` is for messages from rank to rank, while training runs.

@@ -39,12 +39,11 @@ def wait_asleep(
     done: Callable[[], bool], timeout_s: float | None, interrupt: Interrupt, longest_sleep_s: float = 0.01,
     wait: LongWait | None = None, sleep: Callable[[float], object] = time.sleep,
 ) -> None:  # fmt: skip
-    """Wait until `done()`. Raises EndError after `timeout_s`, or 10 s after a signal.
+    """Wait until `done()`; after a signal, not for long. Raises EndError when time is up.
 
-    `wait`: tells that it takes long. `sleep(seconds)` may return early, when `done()` is worth another look.
+    `wait`: says that it takes long. `sleep(seconds)` may return early, when `done()` is worth another look.
     """
-    wait = wait or LongWait()
-    sleep_s = 1e-4
+    wait, sleep_s = wait or LongWait(), 1e-4
     signalled_s: float | None = None
     while not done():
         wait.look()
