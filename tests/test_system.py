@@ -22,7 +22,7 @@ import torch
 
 from pala.config import EnvConfig
 from pala.envs.vector import make_envs
-from pala.system import output, waiting
+from pala.system import waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
@@ -30,7 +30,6 @@ from pala.system.launcher import Launch
 from pala.system.output import say, tell
 from pala.system.resources import most_cores, share_of_cores, usable_cores
 from pala.system.seeding import derive, stream
-from support.helpers import wait_for
 
 
 @pytest.fixture
@@ -330,33 +329,6 @@ def test_what_is_said_is_one_line(capsys):
     say("one")
     say("two\n")
     assert capsys.readouterr().err == "one\ntwo\n"
-
-
-_SPEAKS = "import os; from pala.system.output import wait_until_read; os.write(1, b'x' * 99); wait_until_read({most})"
-
-
-def test_waits_until_its_reader_has_all_of_it() -> None:
-    speaker = subprocess.Popen([sys.executable, "-c", _SPEAKS.format(most=60)], stdout=subprocess.PIPE)
-    assert speaker.stdout is not None
-    wait_for(lambda: output._bytes_unread(speaker.stdout.fileno()) == 99, what="its words")
-    with pytest.raises(subprocess.TimeoutExpired):
-        speaker.wait(0.3)  # it waits: nobody has read
-    assert len(os.read(speaker.stdout.fileno(), 200)) == 99
-    assert speaker.wait(30) == 0
-    speaker.stdout.close()
-
-
-@pytest.mark.parametrize("output", ["a file", "nobody reads"])
-def test_waits_for_no_reader_that_does_not_come(output: str, tmp_path: Path) -> None:
-    most = 0.1 if output == "nobody reads" else 3600
-    with open(tmp_path / "file", "wb") as file:
-        speaker = subprocess.Popen(
-            [sys.executable, "-c", _SPEAKS.format(most=most)],
-            stdout=file if output == "a file" else subprocess.PIPE,
-        )
-        assert speaker.wait(30) == 0
-    if speaker.stdout is not None:
-        speaker.stdout.close()
 
 
 def test_streams_differ_by_seed_rank_and_purpose_only():

@@ -32,8 +32,8 @@ def collectively(comm: Communicator, action: Callable[[], T]) -> T:
 
 
 def from_first(comm: Communicator, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 alone, and return its value on every rank. If it fails, that is raised on all, as by
-    `collectively`. Collective."""
+    """Run `action` on rank 0 alone and return its value on every rank; raise its PalaError or OSError on all.
+    Collective."""
     return comm.bcast(collectively(comm, lambda: action() if comm.rank == 0 else None))  # type: ignore[return-value]
 
 
@@ -43,8 +43,8 @@ def sum_on_host(comm: Communicator, mine: int) -> int:
 
 
 def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
-    """Threads that this rank may use. Of `spares`, the last ranks, each takes the others' cores for free: it will train
-    when one of the ranks that do is gone. Collective."""
+    """Return how many threads this rank may use. The last `spares` ranks sleep, so their share does not make the
+    others' smaller: a spare trains only when another rank is gone. Collective."""
     mine = os.sched_getaffinity(0)
     ranks = comm.allgather((comm.host, mine))
     busy = [cores for host, cores in ranks[: comm.size - spares] if host == comm.host]
@@ -53,7 +53,7 @@ def cores_per_rank(comm: Communicator, spares: int = 0) -> int:
 
 
 def cores_of_hosts(comm: Communicator) -> dict[str, set[int]]:
-    """Return the number of cores that each host's ranks may use together. Collective."""
+    """Return the cores that the ranks of each host may use together. Collective."""
     hosts: dict[str, set[int]] = {}
     for host, cores in comm.allgather((comm.host, os.sched_getaffinity(0))):
         hosts.setdefault(host, set()).update(cores)

@@ -1,5 +1,5 @@
 """A rank without the others. It calls nothing that communicates, so it may be used while a transport is open: a spare
-that takes a place builds all it needs so, while its transport's thread may be inside MPI."""
+that takes a place builds its network and environments by it, while its transport's thread may be inside MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Alone(Communicator):
-    """Rank 0 of one, which builds what it trains with, and does not train."""
+    """Rank 0 of one. It builds what a rank trains with, and does not train."""
 
     rank, size, outlives_ranks = 0, 1, False
 
@@ -23,7 +23,7 @@ class Alone(Communicator):
         self.host = host
 
     def barrier(self) -> None:
-        """There is nobody to meet."""
+        """Return at once: there is no other rank."""
 
     def allgather(self, value: T) -> list[T]:
         return [value]
@@ -41,25 +41,25 @@ class Alone(Communicator):
         return lambda: True
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        """One value is its own sum and maximum."""
+        """Leave the array: one value is its own sum and maximum."""
 
     def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
         raise NotImplementedError("a rank alone does not train")
 
     def deaths(self) -> Deaths:
-        raise NotImplementedError("a rank alone has nobody to lose")
+        raise NotImplementedError("a rank alone has no other rank to lose")
 
     def is_alone(self) -> bool:
         return True
 
     def open_transport(self) -> Transport:
-        raise NotImplementedError("a rank alone has nobody to send to")
+        raise NotImplementedError("a rank alone has no peer")
 
     def are_on_one_host(self) -> bool:
         return True
 
     def share_memory(self, num_bytes: int) -> SharedBlock:
-        raise NotImplementedError("a rank alone has nobody to share memory with")
+        raise NotImplementedError("a rank alone shares no memory")
 
     def facts(self) -> dict[str, Any]:
         return {}

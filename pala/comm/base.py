@@ -2,13 +2,16 @@
 
 | part | MPI | threads of one process | simulated |
 |---|---|---|---|
-| `Communicator` | `mpi.py` | `memory.py` | - |
-| `Transport` | `data_proxy.py` | `memory_transport.py` | `simulate/virtual_network.py` |
+| `Communicator` | `mpi.py` | `pala/testing/memory.py` | - |
+| `Transport` | `data_proxy.py` | `pala/testing/memory_transport.py` | `pala/lab/simulate/virtual_network.py` |
 
 A `Communicator` is for collectives, at the start and the end; exchanges that need every rank use it while training
 runs, too. A `Transport` is for messages from rank to rank, while training runs.
 
-Nothing in this package knows what a message means. Nothing outside it calls MPI, but for the doctor.
+Three words say how a rank ends. `close`: all ranks end together. `leave`: this rank goes and the others continue.
+`abandon`: this rank has failed and waits for nothing.
+
+Nothing in this package knows what a message means. Nothing outside it calls MPI, except the doctor.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ class Packet(Protocol):
     """A message to be sent, perhaps to several peers: bytes, or in a simulated network any object."""
 
     pending: int
-    """Copies that have not left yet: the transport still reads its bytes. The sender may fill it anew when there are
-    none."""
+    """Copies that have not left yet. While there are any, the transport reads the bytes, and the sender must keep
+    them."""
 
     @property
     def data(self) -> Any:
-        """uint8 [bytes]; of a simulated network whatever its receivers take."""
+        """The message as uint8 [bytes]; in a simulated network any object that its receivers take."""
 
     def ready(self) -> bool:
         """Return False while its bytes are still being copied from a GPU."""
@@ -79,7 +82,7 @@ class Receiver(abc.ABC):
         """Note that a rank has died; what was under way to or from it is lost."""
 
     def on_tick(self) -> None:  # noqa: B027  most need none
-        """About ten times a second, however long the learner is busy: this rank is not suspended."""
+        """Note that this rank is not suspended. Called about ten times a second, however long the learner is busy."""
 
     @property
     def patience_s(self) -> float:
@@ -87,12 +90,13 @@ class Receiver(abc.ABC):
         return float("inf")
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
-        """Return memory for the next bulk message, uint8 [num_bytes]; None: the transport uses its own, as is always
-        allowed. Asked once a message; nothing else is written there until `on_message` returns."""
+        """Return memory for the next bulk message, uint8 [num_bytes], or None, and then the transport uses its own.
+
+        Asked once a message. Nothing else is written there until `on_message` returns."""
         return None
 
     def give_up_memory(self) -> None:  # noqa: B027
-        """Never use the last of that memory again: a message that is too late still writes to it."""
+        """Never use again what `memory_for` returned last: a message that is too late still writes to it."""
 
 
 class Transport(abc.ABC):
@@ -108,19 +112,19 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
-        """Send `packet.data` soon; `packet.pending` rises by one now, and falls by one when it has left, or cannot.
-        `bulk`: a large message; a receiver takes them in one at a time. Any thread."""
+        """Send `packet.data` soon. `packet.pending` rises by one now, and falls by one when the copy has left, or
+        cannot. `bulk`: a large message; a receiver takes in one of these at a time. Any thread."""
 
     def poll(self) -> None:  # noqa: B027  a simulated network has nothing to poll
-        """Move on what there is to send and to receive, at once. The learner's thread, without any lock held."""
+        """Send and receive what can move now, without waiting. The learner's thread, without any lock held."""
 
     def has_sent(self) -> bool:
         """Return True if everything that was to be sent has left. Any thread."""
         return True
 
     def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:
-        """Until everything that was to be sent has left, or a signal comes, but for peers that are stopped not longer
-        than so. The learner's thread, without any lock held."""
+        """Wait until everything that was to be sent has left, a signal comes, or `patience_s` is over, as when a peer
+        is stopped. The learner's thread, without any lock held."""
         deadline = time.monotonic() + patience_s
         self.hurry(True)
         while not self.has_sent() and time.monotonic() < deadline and interrupt.signal is None:
@@ -130,17 +134,17 @@ class Transport(abc.ABC):
         self.hurry(False)
 
     def hurry(self, waiting: bool) -> None:  # noqa: B027
-        """Whether this rank's learner is waiting for a message. Any thread."""
+        """Set whether this rank's learner is waiting for a message. Any thread."""
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:  # noqa: B027
-        """Receive what is still coming until every rank that lives has closed. From now on the receiver sends nothing.
+        """Receive what is still coming until every living rank has closed; the receiver sends nothing any more.
         Collective.
 
         Raises EndError if the others have not closed after `timeout_s` seconds, or soon after a signal.
         """
 
     def abandon(self) -> None:  # noqa: B027
-        """End this failed rank's thread and leave whatever is on its way. Not collective."""
+        """End the transport's thread on this rank, which has failed; what is under way is lost. Not collective."""
 
     def raise_failure(self) -> None:  # noqa: B027
         """Raise in the caller's thread what ended the transport's own."""
@@ -151,13 +155,13 @@ class Transport(abc.ABC):
 
 class Deaths(abc.ABC):
     """The set of ranks that have died, as far as this rank has been told. A rank that has ended is not among them, but
-    nobody waits for it any more. Not collective."""
+    no rank waits for it any more. Not collective."""
 
     ranks: set[int]
 
     @abc.abstractmethod
     def look(self) -> set[int]:
-        """Ranks that died since the last look."""
+        """Return the ranks that died since the last look."""
 
     def end_if_any(self) -> None:
         """Raise EndError if a rank has died, for an exchange that needs every rank."""
@@ -172,7 +176,7 @@ class Deaths(abc.ABC):
 class SharedBlock(abc.ABC):
     """Memory that all ranks of one host see."""
 
-    data: np.ndarray  # uint8 [bytes], anything at first
+    data: np.ndarray  # uint8 [bytes], with any content at first
 
     @abc.abstractmethod
     def fence(self) -> None:
@@ -180,11 +184,11 @@ class SharedBlock(abc.ABC):
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Give the memory back: the array must not be used any more. Collective."""
+        """Give the memory back; after that the array must not be used. Collective."""
 
 
 class Survivors(abc.ABC):
-    """Those ranks that live, inside `Communicator.with_survivors`, whose limits hold here, too. Every method is
+    """The living ranks, inside `Communicator.with_survivors`, whose time limit holds here, too. Every method is
     collective among them."""
 
     members: Sequence[int]
@@ -192,14 +196,14 @@ class Survivors(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        """Reduce in place to the sum or maximum over all members, element by element; the wait sleeps."""
+        """Reduce the array in place to the sum or maximum over all members, element by element; the wait sleeps."""
 
 
 class Communicator(abc.ABC):
-    """The ranks of one job. Every method says whether it is collective; those that are wait asleep for the slowest.
+    """The ranks of one job. Every method says whether it is collective; a collective one waits asleep for the slowest.
 
-    From the start of a transport to its end it alone communicates: nothing here may be called, but for
-    `facts`, `depart` and `outlives_ranks`."""
+    From the start of a transport to its end the transport alone communicates: meanwhile only `facts`, `depart` and
+    `outlives_ranks` may be called."""
 
     rank: int
     size: int
@@ -207,7 +211,7 @@ class Communicator(abc.ABC):
     """Name of the host that this rank is on."""
 
     def watch_signals(self, interrupt: Interrupt) -> None:  # noqa: B027
-        """Let a signal end the waits below as well, after a while, by an EndError. Not collective."""
+        """Let a signal end the waits of this communicator, after a while, by an EndError. Not collective."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
@@ -215,7 +219,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def allgather(self, value: T) -> list[T]:
-        """Every rank's value, by rank. Collective."""
+        """Return every rank's value, by rank. Collective."""
 
     @abc.abstractmethod
     def bcast(self, value: T, root: int = 0) -> T:
@@ -231,20 +235,21 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def ibarrier(self) -> Callable[[], bool]:
-        """Begin a barrier; what is returned says whether all have come, and never waits. Collective. Raises EndError,
-        then or later, if a rank has died."""
+        """Begin a barrier and return a function that says, without waiting, whether all ranks have come. Collective.
+        Both raise EndError if a rank has died."""
 
     @abc.abstractmethod
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        """Reduce in place to the sum or maximum over all ranks. The wait may spin, so it should follow a `barrier`.
+        """Reduce the array in place to the sum or maximum over all ranks. The wait may spin, so call `barrier` first.
         Collective. Raises EndError if a rank has died."""
 
     @abc.abstractmethod
     def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
-        """`action(those who live)`, in which it may communicate; if one dies meanwhile, all do it again without it: so
-        it may run several times, and each time all have the same members. Returns when all have done it.
-        Collective, for all who live. Raises EndError when the others do not come, or have not done it, within
-        `timeout_s` (None: no limit), or soon after a signal."""
+        """Run `action(survivors)`, in which ranks may communicate, and return its value when all living ranks are done.
+
+        If a rank dies meanwhile, all others run it again without that rank. So it may run several times, and each time
+        all ranks have the same members. Collective for the living. Raises EndError when the others do not come, or are
+        not done, within `timeout_s` (None: no limit), or soon after a signal."""
 
     @abc.abstractmethod
     def deaths(self) -> Deaths:
@@ -257,11 +262,11 @@ class Communicator(abc.ABC):
     @property
     @abc.abstractmethod
     def outlives_ranks(self) -> bool:
-        """Whether the others go on when a rank ends before them."""
+        """True if the others continue when a rank ends before them."""
 
     def depart(self) -> None:  # noqa: B027
-        """Detach this rank so that the others notice: its process must end without another call of this communicator.
-        Only if they outlive it. Not collective."""
+        """Leave the job. The others are told of it as of a death, and continue: only where they outlive this rank,
+        whose process must end without another call of this communicator. Not collective."""
 
     @abc.abstractmethod
     def open_transport(self) -> Transport:
@@ -269,13 +274,12 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def are_on_one_host(self) -> bool:
-        """Whether all ranks share memory. Collective."""
+        """Return True if all ranks share memory. Collective."""
 
     @abc.abstractmethod
     def share_memory(self, num_bytes: int) -> SharedBlock:
-        """Return memory that the ranks of one host share. Collective. Raises PalaError if there is not as much shared
-        memory."""
+        """Return memory that the ranks of one host share. Collective. Raises PalaError if there is too little of it."""
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what carries the messages, for run.json: `mpi`, `mpi_standard`, `mpi_thread_level`. Not collective."""
+        """Return run.json's facts of the library below: `mpi`, `mpi_standard`, `mpi_thread_level`. Not collective."""

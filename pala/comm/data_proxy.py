@@ -90,7 +90,7 @@ class DataProxy(ThreadedTransport):
             self._wake.clear()
 
     def _poll(self) -> bool:
-        self._tell_of_deaths()
+        self._report_deaths()
         moved = self._empty_outboxes()
         moved |= self._take_in()
         moved |= self._empty_outboxes()  # answers to what came
@@ -99,25 +99,26 @@ class DataProxy(ThreadedTransport):
                 self._sends.remove(send)
                 moved = True
                 if fate is _Fate.LOST:
-                    self._tell_of_deaths()  # at once: who has sent its last news must not count on the dead
+                    self._report_deaths()  # at once: a rank that has sent its last news must not count on the dead
                 self._has_left(send.packet)
         return moved
 
     def _take_in(self) -> bool:
-        """Some of what has come; True if there was anything. Who sends faster than this rank hears has to wait, and
-        what is to be sent has not. What is under way is not limited: peers that stop in the midst would use it up."""
+        """Receive up to 32 messages, then let sends proceed: a fast sender must not starve this rank's own sends.
+
+        Return True if any arrived. What is under way has no limit: peers that stop in the midst would use it up."""
         for turn in range(_MOST_AT_ONCE):
             if not (self._start_receive() or self._complete_receives()):
                 return turn > 0
         self._complete_receives()
         return True
 
-    def _tell_of_deaths(self) -> None:
+    def _report_deaths(self) -> None:
         for rank in self._deaths.look():
             self._receiver.on_death(rank)
 
     def _start_receive(self) -> bool:
-        """Begin to receive a message that has come; one bulk message at a time."""
+        """Begin to receive a message that has come; one bulk message at a time. Return True if there was one."""
         coming = next((r for r in self._receives if r.tag == _BULK_TAG and not r.too_late), None)
         may_come = coming is None or self.now_s() - coming.begin_s > self._receiver.patience_s
         status = MPI.Status()
@@ -141,7 +142,7 @@ class DataProxy(ThreadedTransport):
         return True
 
     def _memory_for(self, tag: int, count: int, coming: _Receive | None) -> np.ndarray:
-        """Return memory for a message. One of the wrong size is received all the same, so that it can be refused."""
+        """Return memory for a message. A message of the wrong size is received, too, so that it can be rejected."""
         if tag == _BULK_TAG:
             if coming is not None:
                 coming.too_late = True
@@ -152,6 +153,7 @@ class DataProxy(ThreadedTransport):
         return np.empty(count, np.uint8)
 
     def _complete_receives(self) -> bool:
+        """Hand over the messages that have come whole, in their senders' order. Return True if there was one."""
         completed = False
         incomplete: set[int] = set()  # sources whose messages after one that is still coming must wait for it:
         for receive in self._receives[:]:  # MPI keeps the order in which they begin, not that in which they end
@@ -181,11 +183,13 @@ class DataProxy(ThreadedTransport):
 
 
 class _Fate(enum.Enum):
+    """Fates of a send or a receive."""
+
     UNDER_WAY, DONE, LOST = range(3)
 
 
 def _test(request: MPI.Request) -> _Fate:
-    """Return what has become of it; LOST with a peer that died."""
+    """Return the fate of a send or receive; LOST if its peer has died."""
     try:
         return _Fate.DONE if request.Test() else _Fate.UNDER_WAY
     except MPI.Exception as error:

@@ -3,7 +3,7 @@
 MPI's blocking collectives spin while they wait. Ranks come at unlike times, and where they share cores those that wait
 would take the time of those that are waited for; so all come together asleep first.
 
-What they do when one dies: `ulfm.py`.
+`ulfm.py` has what ranks do when one of them dies.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 
 class _Survivors(Survivors):
     def __init__(self, comm: MPI.Comm, world: MPI.Comm, timeout_s: float | None, interrupt: Interrupt) -> None:
-        """`comm`: of those in `world` who live."""
-        self._comm, self._timeout_s, self._interrupt = comm, timeout_s, interrupt
-        self.members: Sequence[int] = sorted(
-            MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world.group)
-        )  # fmt: skip
+        """Make the group of `comm`, which holds the living ranks of `world`."""
+        self._comm = comm
+        self._timeout_s = timeout_s
+        self._interrupt = interrupt
+        ranks = MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world.group)
+        self.members: Sequence[int] = sorted(ranks)
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         request = self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
@@ -71,7 +72,10 @@ class MpiCommunicator(Communicator):
     """Communication between all ranks of an mpi4py communicator, `mpi`."""
 
     def __init__(self, comm: MPI.Comm) -> None:
-        self.mpi, self.rank, self.size, self.host = comm, comm.rank, comm.size, MPI.Get_processor_name()
+        self.mpi = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.host = MPI.Get_processor_name()
         self._interrupt = Interrupt()
 
     def watch_signals(self, interrupt: Interrupt) -> None:
@@ -122,7 +126,7 @@ class MpiCommunicator(Communicator):
             except MPI.Exception as error:
                 if not is_death(error):
                     raise
-                living.Revoke()  # nobody waits in the action for somebody who has left it
+                living.Revoke()  # no rank waits in the action for one that has left it
                 whole = False
             # Asleep again: in the action some may have much to do, and others nothing.
             end = Barrier(living, whole)
@@ -135,8 +139,8 @@ class MpiCommunicator(Communicator):
     def _shrink(self, timeout_s: float | None, interrupt: Interrupt) -> MPI.Comm:
         """Return a communicator of the living ranks, which all have just come; this one where no rank outlives another.
 
-        Shrinking blocks, and Open MPI 5.0 has no other way: a thread does it, so that a rank which is stopped in just
-        that moment keeps nobody from hearing signals."""
+        Shrinking blocks, and Open MPI 5.0 has no other way: a thread does it, so that the others hear signals though a
+        rank is stopped in just that moment."""
         if not can_survive():
             return self.mpi
         shrunken: Future[MPI.Comm] = Future()
@@ -144,7 +148,7 @@ class MpiCommunicator(Communicator):
         def shrink() -> None:
             try:
                 shrunken.set_result(self.mpi.Shrink())
-            except BaseException as error:  # whatever it is, who waits must hear of it
+            except BaseException as error:  # whatever it is, the thread that waits must hear of it
                 shrunken.set_exception(error)
 
         threading.Thread(target=shrink, name="pala-shrink", daemon=True).start()
@@ -156,7 +160,7 @@ class MpiCommunicator(Communicator):
 
     @property
     def num_dead(self) -> int:
-        """Ranks that this one has been told are dead; 0 where nobody would outlive them. Not collective."""
+        """Number of ranks known to be dead here; 0 where no rank would outlive them. Not collective."""
         return self.mpi.Get_failed().size if can_survive() else 0
 
     @property
@@ -185,12 +189,14 @@ class MpiCommunicator(Communicator):
 
     def facts(self) -> dict[str, Any]:
         return {
-            "mpi": MPI.Get_library_version().strip("\0").splitlines()[0], "mpi_standard": list(MPI.Get_version()),
+            "mpi": MPI.Get_library_version().strip("\0").splitlines()[0],
+            "mpi_standard": list(MPI.Get_version()),
             "mpi_thread_level": MPI.Query_thread(),
-        }  # fmt: skip
+        }
 
     @contextmanager
     def _ending_at_a_death(self) -> Iterator[None]:
+        """Raise EndError for an MPI call inside that failed because a rank has died."""
         try:
             yield
         except MPI.Exception as error:

@@ -19,7 +19,7 @@ import mpi4py
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch
-from pala.system.output import say, wait_until_read
+from pala.system.output import say
 from pala.system.waiting import wait_asleep
 
 if TYPE_CHECKING:
@@ -29,16 +29,17 @@ _had_spares = False
 _FINALIZE_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, or a share of it
 _ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
+_READ_S = 0.5  # when a rank aborts, MPICH's launcher drops what it has not read by then, as the error message
 
 
 def has_started_mpi() -> bool:
-    """Whether MPI has been initialised in this process, by whomever."""
+    """Return True if MPI has been initialised in this process, by PALA or by a script."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
 
 
 def start_mpi_or_exit() -> MpiCommunicator:
-    """Start MPI, as a program's first step; end the program where that fails. One rank speaks for all."""
+    """Start MPI, as a program's first step; end the program where that fails. Rank 0 prints an error of all ranks."""
     try:
         return start_mpi()
     except PalaError as error:
@@ -94,7 +95,7 @@ def note_spares() -> None:
 
 
 def _apart(ranks: int, library: str) -> str:
-    # Each task would train alone, and nobody would say so (open-mpi/ompi#13523).
+    # Each task would train alone, and no message would say so (open-mpi/ompi#13523).
     return (
         f"srun started {ranks} tasks, but to MPI each is alone ({library}). Start them by mpirun in the batch script "
         "(launch/slurm/), or by `srun --mpi=pmi2` for MPICH; for Open MPI `srun --mpi=pmix` needs a Slurm with PMIx."
@@ -109,8 +110,8 @@ def _mixed(ranks: int, library: str) -> str:
 
 
 def check_slurm_tasks(size: int, spares: int) -> None:
-    """Say so if the job's number of ranks, with its spares or without, is not that of the tasks which Slurm allocated:
-    often a forgotten `-np`.
+    """Print a line if the job has neither with nor without its spares as many ranks as Slurm allocated tasks: often
+    `-np` was forgotten.
 
     In a task of srun, which daemons of mpirun are too, `SLURM_NTASKS` is not the allocation's.
     """
@@ -121,12 +122,13 @@ def check_slurm_tasks(size: int, spares: int) -> None:
 
 
 def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], NoReturn]:
-    """Let the other ranks end; returns how this one is to exit, with which status. Collective for all who live.
+    """Come together with the other ranks and return a function by which this rank exits with a status. Collective for
+    all living ranks.
 
-    All come together asleep first: the launcher ends the job when one exits with another status than 0, and the first
-    may still be saying its last words; and for a rank that is stopped MPI_Finalize would spin. Without one that does
-    not come the job ends. MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after a death
-    nobody calls it, nor without `finalize`: spares have ended before, which not every rank may have heard.
+    All come together asleep first: the launcher ends the job when a rank exits with a status other than 0, while
+    another may still print its last lines; and MPI_Finalize would spin while it waits for a rank that is stopped. If a
+    rank does not come, the job ends. MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after
+    a death no rank calls it. Nor does it without `finalize`: spares have ended before, and not every rank may know.
     """
     from mpi4py import MPI
 
@@ -139,27 +141,27 @@ def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
         return lambda status: _exit_at_once(status or 1)
     if comm.num_dead > 0 or not finalize:
         return _exit_at_once
-    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # somebody may die now, still
+    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # a rank may still die now
     MPI.Finalize()
     faulthandler.cancel_dump_traceback_later()
     return sys.exit
 
 
 def leave_job() -> NoReturn:
-    """End this rank alone: the others, who go on, take it for dead. Where they outlive it."""
+    """End this rank's process alone. The others take it for dead and continue: only where they outlive it."""
     _exit_at_once(0)
 
 
 def _exit_at_once(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk must not keep it
+        with contextlib.suppress(OSError, ValueError):  # a full disk must not keep the process
             stream.flush()
     os._exit(status)
 
 
 def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
-    """Say what went wrong on this rank and end it; and with it the job on all ranks, where others cannot go on without
-    this one."""
+    """Print what went wrong on this rank and end it; end the job on all ranks if the others cannot continue without
+    it."""
     from pala.comm.ulfm import is_death
 
     status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1
@@ -167,7 +169,7 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         say(f"pala: error: {error}")
     elif is_death(error):
         say(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
-        wait_until_read()
+        time.sleep(_READ_S)
         comm.mpi.Abort(1)
     elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
         why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
@@ -179,6 +181,6 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
         time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
-    wait_until_read()
+    time.sleep(_READ_S)
     comm.mpi.Abort(status)
     raise error  # not reached

@@ -16,8 +16,8 @@ _ABANDON_S = 5.0  # a thread ends within its longest sleep, if nothing holds it
 
 
 class ThreadedTransport(Transport):
-    """Outboxes that are emptied between two steps of the learner (`poll`), or by a thread of its own when the learner
-    does not poll. What fails on that thread is raised again in the learner's."""
+    """Transport with outboxes. They are emptied between two steps of the learner (`poll`), or by the transport's own
+    thread when the learner does not poll. What fails on that thread is raised again in the learner's."""
 
     def __init__(self, name: str) -> None:
         self.failure: BaseException | None = None
@@ -25,19 +25,22 @@ class ThreadedTransport(Transport):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._bulk_outbox: deque[tuple[int, Packet]] = deque()
         self._small_outbox: deque[tuple[int, Packet]] = deque()
-        self._wake, self._ticked_s = threading.Event(), 0.0
-        self._closing, self._is_abandoned = False, False
+        self._wake = threading.Event()
+        self._ticked_s = 0.0
+        self._closing = False
+        self._is_abandoned = False
         self._num_pending = 0  # copies of packets that have not left
-        self._polling, self._counting = threading.Lock(), threading.Lock()
+        self._polling = threading.Lock()
+        self._counting = threading.Lock()
 
     def start(self, receiver: Receiver) -> None:
-        """Report messages and deaths to `receiver` from now on, on whichever thread polls; `on_tick` on this one's
-        own."""
+        """Report messages and deaths to `receiver` from now on, on the thread that polls; `on_tick` always on the
+        transport's own."""
         self._receiver = receiver
         self._thread.start()
 
     def now_s(self) -> float:
-        """Goes on while the host is suspended: who was suspended has been away."""
+        """Return the time of a clock that runs while the host is suspended: a suspended rank has been away."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def poll(self) -> None:
@@ -48,7 +51,7 @@ class ThreadedTransport(Transport):
                 self._polling.release()
 
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
-        """Send with the next poll."""
+        """Put the packet into an outbox; the next poll sends it."""
         with self._counting:
             packet.pending += 1
             self._num_pending += 1
@@ -81,25 +84,25 @@ class ThreadedTransport(Transport):
 
     @abstractmethod
     def _poll_until_closed(self) -> None:
-        """Poll and sleep until the transport is closed or abandoned: what its thread runs."""
+        """Poll and sleep until the transport is closed or abandoned. Runs on the transport's thread."""
 
     def _tick(self) -> None:
-        """Call `on_tick` when it is due; the thread asks whenever it looks."""
+        """Call the receiver's `on_tick` if it is due."""
         if (now_s := self.now_s()) > self._ticked_s + 0.9 * TICK_S:
             self._receiver.on_tick()
             self._ticked_s = now_s
 
     @abstractmethod
     def _poll(self) -> bool:
-        """One look at everything, with `_polling` held; True if something moved."""
+        """Look once at all sends and receives, with `_polling` held. Return True if something moved."""
 
     @abstractmethod
     def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
-        """Begin to send."""
+        """Begin to send a packet to a peer."""
 
     def _has_left(self, packet: Packet) -> None:
-        """Return True when no copy of the packet needs its bytes any more."""
-        with self._counting:  # another thread may be sending it to somebody else
+        """Count a copy of the packet as left: the transport does not read its bytes for that copy any more."""
+        with self._counting:  # another thread may be sending it to another peer
             packet.pending -= 1
             self._num_pending -= 1
 
@@ -110,7 +113,7 @@ class ThreadedTransport(Transport):
             self.failure = error
 
     def _empty_outboxes(self) -> bool:
-        """Begin to send all that may leave; True if anything did."""
+        """Begin to send every packet that may leave. Return True if there was one."""
         begun = False
         while self._small_outbox:
             self._send_now(*self._small_outbox.popleft(), bulk=False)

@@ -18,22 +18,23 @@ from pala.system.launcher import can_survive
 
 def is_death(error: BaseException) -> bool:
     """Return True if an MPI call failed because a rank that it needed is dead."""
-    return can_survive() and isinstance(error, MPI.Exception) and error.Get_error_class() in (
-        MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED,
-    )  # fmt: skip
+    if not can_survive() or not isinstance(error, MPI.Exception):
+        return False
+    return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
 
 class MpiDeaths(Deaths):
     """The deaths among the ranks of an MPI communicator."""
 
     def __init__(self, comm: MPI.Comm, polls: bool = True) -> None:
-        """`polls`: each look calls MPI's progress, for it hears of deaths only then; False where somebody else does."""
+        """Watch `comm`. `polls`: each look calls MPI's progress, for MPI hears of deaths only then; False where another
+        caller does."""
         self._comm, self._polls = comm, polls
         self.ranks: set[int] = set()
 
     def look(self) -> set[int]:
-        """Ranks that died since the last look (without `polls` a fifth of a microsecond when there are none). They are
-        acknowledged: receives from any source go on without them."""
+        """Return the ranks that died since the last look, and acknowledge them: receives from any source go on without
+        them. Without `polls` a look that finds none takes a fifth of a microsecond."""
         if not can_survive():
             return set()
         if self._polls:
@@ -59,10 +60,10 @@ class MpiDeaths(Deaths):
 
 
 class Barrier:
-    """A barrier that is waited for asleep, by `done`, and that does not wait for the dead. Making one is collective."""
+    """A barrier without the dead, which a rank can wait for asleep, by `done`. Making one is collective."""
 
     def __init__(self, comm: MPI.Comm, holds: bool = True) -> None:
-        """`holds`: something that this rank says of itself; `everywhere` then tells whether all have said so."""
+        """Begin the barrier. `holds`: a fact about this rank; `everywhere` then tells whether it holds on all."""
         self._flag, self._died = array("i", [int(holds)]), False
         # An agreement completes when all who live take part in it.
         self._request = comm.Iagree(self._flag) if can_survive() else comm.Ibarrier()
@@ -74,10 +75,10 @@ class Barrier:
         except MPI.Exception as error:
             if not is_death(error):
                 raise
-            self._died = True  # somebody died before it was complete: it is complete all the same
+            self._died = True  # a rank died before the barrier was complete: it is complete all the same
             return True
 
     @property
     def everywhere(self) -> bool:
-        """True if, when the barrier was done, nobody had died and all who came said that it holds; the same on all."""
+        """True if no rank had died when the barrier was done and all ranks said that it holds; the same on all."""
         return bool(self._flag[0]) and not self._died

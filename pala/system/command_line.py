@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import itertools
 import math
@@ -15,13 +14,12 @@ from typing import Any, TypeVar
 
 import tyro
 
-from pala.system.errors import PalaError, nearest, reason
+from pala.system.errors import PalaError, closest, nearest, reason
 from pala.system.launcher import Launch
 from pala.system.output import say, tell
 
 C = TypeVar("C")
 _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
-_LONGEST = 200  # names are compared up to here
 
 
 def read_command(program: str, arguments: list[str], default: C) -> C:
@@ -103,10 +101,10 @@ def _nearest_option(name: str, known: list[str]) -> str:
     for candidates in (within, known):
         ends = {option.rpartition(".")[2]: option for option in reversed(candidates)}
         short = [option for end, option in ends.items() if "".join(word[0] for word in end.split("-")) == last]
-        alike = difflib.get_close_matches(last[:_LONGEST], ends, n=1, cutoff=0.75)
+        alike = closest(last, ends, 0.75)
         if short or alike:
-            return short[-1] if short else ends[alike[0]]
-    return next(iter(difflib.get_close_matches(name[:_LONGEST], known, n=1, cutoff=0.6)), "")
+            return short[-1] if short else ends[alike]
+    return closest(name, known, 0.6)
 
 
 def _check_switches(arguments: list[str], switches: set[str]) -> None:

@@ -12,15 +12,16 @@ from pala.system.output import say
 
 
 def set_torch(threads: int) -> None:
-    """Set how torch computes in this process. After environments are made: their modules may have set it otherwise."""
+    """Set how torch computes in this process. To be called after environments are made: their modules may change it."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     torch.set_default_dtype(torch.float32)
 
 
 def use_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device by `choose_device`, tried and made the current one, on which streams and graphs are made. Where
-    a GPU is seen that cannot be used, as one that torch is not built for, `auto` is the CPU. Raises PalaError."""
+    """Return the device by `choose_device`, after a trial, as the current one, on which streams and graphs are made.
+
+    If a GPU cannot be used, as one that torch is not built for, `auto` means the CPU. Raises PalaError."""
     device = choose_device(name, local_rank)
     if device.type == "cpu":
         return device
@@ -37,8 +38,8 @@ def use_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto`: CUDA if there is any; `cuda`: the ranks of a node take its GPUs in turn. `local_rank`: which one this is
-    there, where the launcher does not say it. Raises PalaError."""
+    """Return the device that 'run.device' names. `auto`: CUDA if there is any; `cuda`: the ranks of a node take its
+    GPUs in turn. `local_rank`: this rank's number on its node, if the launcher does not tell it. Raises PalaError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -59,7 +60,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the processor or GPU has instructions for bfloat16."""
+    """Return True if the processor or GPU has instructions for bfloat16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)  # torch also counts where it is emulated
     try:

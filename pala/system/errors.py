@@ -17,20 +17,25 @@ class PalaError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
-    matches = difflib.get_close_matches(name[:_LONGEST], list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{matches[0]}'?" if matches else ""
+    """Return `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
+    match = closest(name, known, 0.5)
+    return f"; did you mean '{match}'?" if match else ""
+
+
+def closest(name: str, known: Iterable[str], cutoff: float) -> str:
+    """Return the known name closest to `name`, or an empty string if none is as alike as `cutoff`, in [0, 1]."""
+    return next(iter(difflib.get_close_matches(name[:_LONGEST], list(known), n=1, cutoff=cutoff)), "")
 
 
 def reason(error: Exception) -> str:
-    """Return why something failed, in words: of the system's errors without their number."""
+    """Return why something failed, in words; an error of the system without its number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.strerror} ('{error.filename}')" if error.filename is not None else error.strerror
 
 
 class SaveError(OSError):
-    """A file of the run cannot be written. What was written before is kept."""
+    """A fault in writing a file of the run. What was written before is kept."""
 
     @classmethod
     def of(cls, error: OSError) -> SaveError:
@@ -39,8 +44,8 @@ class SaveError(OSError):
 
 
 class EndError(PalaError):
-    """Ends the whole job, though other ranks live: they do not answer, cannot go on without one that is gone, or are no
-    better off."""
+    """An error that ends the whole job, though other ranks live: they do not answer, cannot continue without a rank
+    that is gone, or have the same fault."""
 
 
 class CollectiveError(PalaError):

@@ -26,14 +26,16 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
-    """`write_atomically` of `json_text`."""
+    """Write a value as JSON, as `write_atomically` does."""
     write_atomically(path, (json_text(value, indent) + "\n").encode())
 
 
 @contextlib.contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """`write_atomically` for what is too large to be held as bytes: the file takes its place when the block ends."""
-    _refuse_device(path)
+    """Open a file that takes its place whole when the block ends: `write_atomically` for what is too large as bytes."""
+    # A pipe or a device, `/dev/stdout` too, is for all programs: root's file would take its place.
+    if os.path.realpath(path.parent) == "/dev" or (path.exists() and not (path.is_file() or path.is_dir())):
+        raise OSError(f"'{path}' is a pipe or a device, not a file")
     neighbour = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # several may write at once
     try:
         with os.fdopen(os.open(neighbour, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
@@ -47,17 +49,8 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def _refuse_device(path: Path) -> None:
-    """Raise OSError for a pipe or a device, `/dev/stdout` too: root's file would take its place for all programs."""
-    with contextlib.suppress(FileNotFoundError):
-        kind = path.lstat().st_mode
-        is_usual = stat.S_ISREG(kind) or stat.S_ISLNK(kind) or stat.S_ISDIR(kind)
-        if not is_usual or os.path.realpath(path.parent) == "/dev":
-            raise OSError(f"'{path}' is a pipe or a device, not a file")
-
-
 def open_to_read(path: Path) -> BinaryIO:
-    """A regular file: reading a folder fails, and a pipe or a device might never end. Raises OSError."""
+    """Open a regular file. Raises OSError for a folder, and for a pipe or a device, which might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would be waited for
     return _regular(descriptor, path, "rb")
 
@@ -115,7 +108,7 @@ def _refuse_link(path: str, status: os.stat_result) -> None:
 
 
 def append_lines(path: Path, lines: str) -> None:
-    """Append whole lines. If the last one there has no end (a full disk, a killed rank), they begin one of their own.
+    """Append whole lines. If the last line there has no end (a full disk, a killed rank), they begin on a new one.
     Raises OSError."""
     with open_to_append(path) as file:
         is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
@@ -146,7 +139,8 @@ def read_json(path: Path, last_line: bool = False) -> Any:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON as every reader takes it, a line unless indented: what is not finite, which JSON cannot say, is null."""
+    """Return a value as JSON that every reader takes, on one line unless indented. A number that is not finite is
+    null."""
     style: dict[str, Any] = {"indent": indent, "separators": (",", ":") if indent is None else None, "allow_nan": False}
     try:
         return json.dumps(value, **style)
@@ -163,17 +157,17 @@ def _finite(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether what a JSON file holds is a number that any arithmetic can take: an integer there may have any length."""
+    """Return True for a number that any arithmetic can take: an integer in a JSON file may have any length."""
     return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def dated(name: str) -> str:
-    """A name with the local time, to the second."""
+    """Return a name with the local time, to the second."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def make_output_folder(output: Path | None, what: str) -> Path:
-    """A new folder for what a program writes, by default `runs/WHAT-TIME`. Raises PalaError if it exists already."""
+    """Make a folder for a program's output, by default `runs/WHAT-TIME`. Raises PalaError if it exists already."""
     path = output or Path("runs") / dated(what)
     try:
         path.mkdir(parents=True)
@@ -187,7 +181,7 @@ def make_output_folder(output: Path | None, what: str) -> Path:
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries, so that a rename in it outlives a crash of the machine.
 
-    Not every file system can. An error is none of the caller's: the file is whole and has its name already.
+    Not every file system can. An error does not concern the caller: the file is whole and has its name already.
     """
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -16,16 +16,16 @@ LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
 
 
 def hangup() -> tuple[signal.Signals, ...]:
-    """SIGHUP, which a terminal sends when it is closed; nothing where it is ignored, as under nohup."""
+    """Return SIGHUP, which a terminal sends when it is closed; nothing where it is ignored, as under nohup."""
     return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 
 
 class Interrupt:
-    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP; training looks at it every step and ends with a checkpoint. A second
-    SIGINT, some seconds later, raises KeyboardInterrupt: perhaps an environment does not come back. SIGUSR2 asks this
-    rank alone to leave; training looks at that after every update.
+    """The signal that ends training: SIGTERM, SIGINT, SIGUSR1 or SIGHUP. Training looks at it every step and ends with
+    a checkpoint. A second SIGINT, some seconds later, raises KeyboardInterrupt: perhaps an environment does not come
+    back. SIGUSR2 asks this rank alone to leave; training looks at that after every update.
 
-    Open MPI's mpirun kills its ranks 0.2 s after it passed on the first two. SIGUSR1 it passes on, and no more.
+    Open MPI's mpirun kills its ranks 0.2 s after it has passed on SIGTERM or SIGINT. It only passes on SIGUSR1.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class Interrupt:
 
     @contextmanager
     def raised_at_once(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt where a signal meets the block, or at its begin if one has come before; for what does
-        not look."""
+        """Raise KeyboardInterrupt when a signal comes inside the block, at its beginning if one came before. For code
+        that does not look at `signal`."""
         try:
             self._raises = True
             if self.signal is not None:

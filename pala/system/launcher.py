@@ -33,7 +33,7 @@ def _environment_int(*names: str) -> int | None:
 
 
 def _tasks_of_step_here() -> int | None:
-    """Return how many tasks of srun's step run on this node, by `2(x3),1` and the node's number in the step."""
+    """Return how many tasks of srun's step run on this node: srun tells `2(x3),1` and the node's number in the step."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     of_nodes = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
     node = _environment_int("SLURM_NODEID")
@@ -42,20 +42,20 @@ def _tasks_of_step_here() -> int | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """Facts that the launcher gives in the environment, before MPI itself is asked: Open MPI's, one that speaks PMI, or
-    srun.
+    """Facts that the launcher gives in the environment before MPI starts: Open MPI's, one that speaks PMI, or srun.
 
-    An mpirun inside a task of srun is the nearer one. `SLURM_NTASKS` would be the allocation's; only a task of srun has
-    `SLURM_STEP_NUM_TASKS`, a batch script and what its mpirun starts on that node have not.
+    An mpirun inside a task of srun is the nearer one. `SLURM_NTASKS` would be the allocation's. Only a task of srun has
+    `SLURM_STEP_NUM_TASKS`: a batch script and the ranks of its mpirun on that node lack it.
     """
 
     rank: int
     size: int
-    local_rank: int | None = None  # among those of this host; None: it does not say
+    local_rank: int | None = None  # among the ranks of this host; None: the launcher does not tell
     local_size: int = 1
 
     @classmethod
     def detect(cls) -> Launch:
+        """Return the facts of this process; alone without a launcher."""
         return cls(
             rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0,
             size=_environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") or 1,
@@ -73,8 +73,8 @@ def can_survive() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when what started it ends, even if the rank is stopped: a launcher that gives up a
-    job does not wait for that. Nothing is changed without a launcher."""
+    """Have the kernel kill this rank when its launcher ends, even if the rank is stopped: a launcher that gives up a
+    job does not wait for stopped ranks. Nothing is changed without a launcher."""
     launch = Launch.detect()
     # The signal comes when the thread ends that started the process. PRRTE starts 32 and more by threads of their own.
     if launch.size > 1 and launch.local_size < 32:
@@ -100,8 +100,8 @@ def launcher_process() -> int | None:
 
 
 def terminal_size(stream: int = 1) -> tuple[int, int] | None:
-    """(columns, lines) of the terminal that the job's output (2: its standard error) reaches, or None if it goes to a
-    file or pipe.
+    """Return (columns, lines) of the terminal that the job's output (2: its standard error) reaches, or None if it goes
+    to a file or pipe.
 
     `isatty` cannot tell: Open MPI gives every rank a pseudo-terminal even when its own output goes to a file, and
     MPICH gives every rank a pipe even on a terminal. The launcher's own output decides, so this walks up to it.
@@ -125,7 +125,7 @@ def terminal_size(stream: int = 1) -> tuple[int, int] | None:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started."""
+    """Return the seconds since this process was started."""
     with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:  # a name that was cut within a letter
         start_ticks = int(file.read().rsplit(")", 1)[1].split()[19])
     # Not /proc/uptime: in a container that may be the container's, and these ticks are the host's.

@@ -15,7 +15,7 @@ from pala.system.search_path import find_own_modules
 
 
 def name_of(thing: object) -> str | None:
-    """`module:name`, if that leads to this very object in other processes, too."""
+    """Return `module:name` if that leads to this very object in other processes, too; otherwise None."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str)) or module == "__main__" or not _may_be_named(module):
         return None
@@ -28,7 +28,7 @@ def name_of(thing: object) -> str | None:
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, arguments) of `name` or `name(key=value, ...)` with plain values. Raises ValueError for anything else."""
+    """Return (name, arguments) of `name` or `name(key=value, ...)` with plain values. Raises ValueError."""
     name, bracket, rest = text.partition("(")
     try:
         call = ast.parse(f"f({rest}", mode="eval").body if bracket else ast.Call(ast.Name("f"), [], [])
@@ -40,7 +40,7 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def import_named(text: str, source: str) -> Any:
-    """Return what `module:name` leads to: a function or a class, not of Python's own modules. `source`: the file or key
+    """Return the function or class that `module:name` leads to, outside Python's own modules. `source`: the file or key
     that gives the name, which is trusted. Raises PalaError."""
     module, _, name = text.partition(":")
     parts = name.split(".")
@@ -67,7 +67,7 @@ def import_module(module: str, source: str) -> ModuleType:
 
 
 def cannot_be_loaded(what: str, error: Exception) -> PalaError:
-    """The sentence for code that fails when it is imported or unpickled."""
+    """Return the error for code that fails when it is imported or unpickled."""
     return PalaError(
         f"{what} cannot be loaded ({type(error).__name__}: {error}); start from where its modules can be imported, or "
         f"install them into '{sys.prefix}'."
@@ -75,5 +75,5 @@ def cannot_be_loaded(what: str, error: Exception) -> PalaError:
 
 
 def _may_be_named(module: str) -> bool:
-    """Python's own modules have nothing that a run could want, and some of their functions do harm."""
+    """Return False for Python's own modules: a run needs none of them, and some of their functions do harm."""
     return module.partition(".")[0] not in (*sys.stdlib_module_names, *sys.builtin_module_names)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import stat
-import struct
 import sys
-import termios
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -21,8 +16,9 @@ SUPERVISED, ANNOUNCEMENT = "PALA_SUPERVISED", "pala-announcement:"
 
 
 def announce(stage: str) -> None:
-    """Tell the supervisor (`launch/supervise.py`) how far this rank's start has come; it shows nobody. A rank that ends
-    before MPI_Init leaves the others waiting in it for ever where MPI is fault-tolerant."""
+    """Tell the supervisor (`launch/supervise.py`) how far this rank's start has come; the supervisor does not show it.
+
+    Where MPI is fault-tolerant, a rank that ends before MPI_Init leaves the others waiting in it for ever."""
     if os.environ.get(SUPERVISED):
         say(f"{ANNOUNCEMENT} {stage} {Launch.detect().rank}")
 
@@ -31,15 +27,15 @@ _divert: Callable[[str], bool] | None = None
 
 
 def divert(show: Callable[[str], bool] | None) -> None:
-    """Give what this process says to `show`, which returns whether it could; None: to nobody any more."""
+    """Give the lines for standard error to `show`, which returns False if it cannot show one; None ends this."""
     global _divert
     _divert = show
 
 
 def say(message: str) -> None:
-    """One line to the job's standard error, written at once and whole, so that lines of ranks do not mix.
+    """Print one line to the job's standard error, at once and whole, so that lines of ranks do not mix.
 
-    Where it cannot be written (a log on a full disk, a launcher that is gone) it is lost: no reason to stop training.
+    A line that cannot be written (a full disk, a launcher that is gone) is lost: no reason to stop training.
     """
     message = printable(message.rstrip("\n"))
     if _divert is not None and _divert(message):
@@ -50,8 +46,10 @@ def say(message: str) -> None:
 
 
 def tell(message: str) -> None:
-    """Some lines to standard output, written at once. Where they cannot be written (a full disk, a reader that is gone)
-    they are lost, and all after them: no reason to stop training."""
+    """Print lines to standard output, at once.
+
+    Lines that cannot be written (a full disk, a reader that is gone) are lost, with all after them: no reason to stop
+    training."""
     message = printable(message)
     try:
         try:
@@ -67,35 +65,15 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} 
 
 
 def printable(message: str) -> str:
-    """Return a text with its control characters, except for line ends and tabs, written out: a run from elsewhere could
+    """Return a text with its control characters written out, except line ends and tabs: a run from elsewhere could
     control the terminal by them."""
     return message.translate(_CONTROLS)
 
 
-def wait_until_read(most_s: float = 2.0) -> None:
-    """Wait until whoever reads this process's standard output and error has all of it, if they are pipes.
-
-    Before an abort: MPICH's launcher drops what it has not read by then, and with it the sentence that says why.
-    """
-    end_s = time.monotonic() + most_s
-    while any(_bytes_unread(stream) for stream in (1, 2)) and time.monotonic() < end_s:
-        time.sleep(0.01)
-
-
-def _bytes_unread(descriptor: int) -> int:
-    try:
-        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            return 0
-        (number,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
-    except OSError:  # closed
-        return 0
-    return int(number)
-
-
 @cache
 def one_sentence_for_mistakes() -> None:
-    """From here on a mistake that nobody catches is printed as its sentence, one that all ranks raise by rank 0
-    alone."""
+    """Print only the error message, without a traceback, for a PalaError that is not caught from now on. One that all
+    ranks raise is printed by rank 0 alone."""
     before, rank = sys.excepthook, Launch.detect().rank
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

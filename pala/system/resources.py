@@ -20,7 +20,7 @@ _CGROUP, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def physical_cores(cpus: set[int]) -> int:
-    """Return how many cores these processors are, of which one may be two or more."""
+    """Return the number of cores that these processors belong to: a core may have two processors or more."""
 
     def core(cpu: int) -> str:
         try:
@@ -32,8 +32,8 @@ def physical_cores(cpus: set[int]) -> int:
 
 
 def share_of_cores(mine: set[int], on_this_host: list[set[int]], most: float = math.inf) -> int:
-    """Threads for a rank that may run on the cores `mine`, when the ranks of its host have these sets (its own too) and
-    may use `most` cores' worth of time between them.
+    """Return the threads of a rank that may run on the cores `mine`. The ranks of its host have the sets
+    `on_this_host`, its own too, and may use `most` cores' worth of time together.
 
     Every core is divided by the ranks that may use it: right for ranks bound to cores of their own, for ranks that
     share the host or a part of it, and for anything between.
@@ -43,9 +43,10 @@ def share_of_cores(mine: set[int], on_this_host: list[set[int]], most: float = m
 
 
 def most_cores(seen: set[int]) -> float:
-    """Return how many cores' worth of time a job may use here whose ranks may run on these cores between them: a
-    container's or a job's quota, or what Slurm has allocated where it does not confine jobs to their cores. Infinite if
-    nothing says so."""
+    """Return how many cores' worth of time a job may use whose ranks here may run on the cores `seen`.
+
+    It is a container's or a job's quota, or Slurm's allocation where Slurm does not confine jobs to their cores;
+    infinite without either."""
     allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")
     confined = len(seen) < (os.cpu_count() or 1)
     return min(cpu_quota() or math.inf, int(allocated) if allocated.isdecimal() and not confined else math.inf)
@@ -58,7 +59,7 @@ def usable_cores() -> int:
 
 @contextmanager
 def on_cores(cores: set[int]) -> Iterator[None]:
-    """Inside the block this thread, and those that it starts, may run on these cores."""
+    """Let this thread, and those that it starts, run on these cores inside the block."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -67,9 +68,9 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def cgroup_numbers(controller: str, *names: str) -> Iterator[list[int]]:
-    """Numbers in these files of this process's control group and of each above it, where they set a limit: a job's may
-    stand in any. `controller`: of the hierarchies of version 1; "" for that of version 2."""
+def _cgroup_numbers(controller: str, *names: str) -> Iterator[list[int]]:
+    """Yield the numbers in these files of this process's control group and of each above it that sets a limit: a job's
+    limit may be in any of them. `controller`: of version 1's hierarchies; "" for version 2's."""
     for folder in _own_groups(controller):
         with suppress(OSError, ValueError):
             yield [int(word) for name in names for word in (folder / name).read_text(encoding="ascii").split()]
@@ -91,25 +92,23 @@ def _own_groups(controller: str) -> Iterator[Path]:
 
 
 def cpu_quota() -> float | None:
-    """Cores' worth of time that a container's or a job's control group may use; None: as much as there is."""
-    found = (cgroup_numbers("", "cpu.max"), cgroup_numbers("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    """Return the cores' worth of time that a container's or a job's control group may use; None without a limit."""
+    found = (_cgroup_numbers("", "cpu.max"), _cgroup_numbers("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
     return min((quota / period for limits in found for quota, period in limits if quota > 0), default=None)
 
 
 def available_memory_bytes() -> int:
-    """Available memory of the machine, or what a container's or a job's limit leaves if that is less."""
+    """Return the machine's available memory, or what a container's or a job's limit leaves if that is less."""
     table = Path("/proc/meminfo").read_text(encoding="ascii")
-    match = re.search(r"MemAvailable:\s+(\d+) kB", table)
-    available = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([
-        available, *_left_by_limits("", "memory.max", "memory.current", "inactive_file"),
-        *_left_by_limits("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ])  # fmt: skip
+    available = int(re.findall(r"MemAvailable:\s+(\d+) kB", table)[0]) * 1024
+    version_2 = _left_by_limits("", "memory.max", "memory.current", "inactive_file")
+    version_1 = _left_by_limits("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return min([available, *version_2, *version_1])
 
 
 def _left_by_limits(controller: str, limit: str, used: str, idle_files: str) -> Iterator[int]:
-    """Bytes that this process's control group, and each above it, may still take, where they set a limit. What the
-    kernel keeps of files that are not in use, it gives up."""
+    """Yield the bytes that this process's control group, and each above it, may still take, where it sets a limit. The
+    kernel gives up what it keeps of files that are not in use."""
     for folder in _own_groups(controller):
         with suppress(OSError, ValueError):
             limit_bytes, used_bytes = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
@@ -141,11 +140,11 @@ def prepare(threads: int) -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Around an import that loads torch: Python's garbage collector never looks at what that makes.
+    """Keep Python's garbage collector from the objects that an import of torch inside the block makes.
 
-    It stays for good. To go through it again and again took 40 % of the processor time of a rank's start and end, and a
-    part of each later collection. Nothing happens where torch is loaded: what a user's program has made since then may
-    be garbage one day.
+    They stay for good. To go through them again and again took 40 % of the processor time of a rank's start and end,
+    and a part of each later collection. Nothing happens where torch is loaded: what a user's program has made since
+    then may be garbage one day.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -18,14 +18,14 @@ def stream(seed: int, rank: int, purpose: str) -> np.random.Generator:
 
 
 def derive(seed: int, rank: int, purpose: str, count: int = 1) -> np.ndarray:
-    """`count` seeds, int32 in [0, 2**31), for libraries that want a number."""
+    """Return `count` seeds, int32 in [0, 2**31), for libraries that take a number."""
     return stream(seed, rank, purpose).integers(0, 2**31 - 1, size=count, dtype=np.int64).astype(np.int32)
 
 
 @contextmanager
 def torch_weights(seed: int) -> Iterator[None]:
-    """Inside the block, what draws from torch's global generator, as new networks do, draws the run's first weights.
-    They are float32. Behind it the generator goes on as before."""
+    """Seed torch's global generator for the run's first weights inside the block; new networks there are float32.
+    After the block the generator continues as before."""
     import torch
 
     with _TORCH:

@@ -11,12 +11,12 @@ from typing import Any
 
 
 def counted(number: int, what: str) -> str:
-    """`1 run`, `2 runs`."""
+    """Return a number with its noun: `1 run`, `2 runs`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `16 min`, `3 h 20 min`."""
+    """Return a time in words: `45 s`, `16 min`, `3 h 20 min`."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """Enough digits to tell returns apart."""
+    """Return a number with enough digits to tell returns apart."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 1 or size == 0 else f"{value:.3g}"
 
@@ -44,7 +44,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, form: str) -> str:
-        """`1,930 (1,850-2,010)` for the form `,.0f`."""
+        """Return `1,930 (1,850-2,010)` for the form `,.0f`."""
         return f"{self.median:{form}} ({self.low:{form}}-{self.high:{form}})"
 
 
@@ -69,7 +69,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    """CSV of rows with the same keys, under a line with these; empty if there are none."""
+    """Return rows with the same keys as CSV, below a line with the keys; an empty text without rows."""
     file = io.StringIO()
     if rows:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

@@ -11,12 +11,12 @@ from pala.system.output import say
 
 _PATIENCE_AFTER_SIGNAL_S = 10.0
 _COMPLAIN_AFTER_S = 60.0
-_AWAY_S = 5.0  # between two looks, which are milliseconds apart: this process was stopped, perhaps with all others
+_AWAY_S = 5.0  # looks are milliseconds apart: after a longer gap this process was stopped, perhaps with all others
 
 
 class LongWait:
-    """A rank's wait for `what`, from now on. It says so each minute, if `what` is given; while this process is stopped
-    no time passes."""
+    """A rank's wait for `what`, from now on. If `what` is given, a line each minute tells of the wait. Time in which
+    this process is stopped does not count."""
 
     def __init__(self, rank: int = 0, what: str = "") -> None:
         self._rank, self._what = rank, what
@@ -25,7 +25,7 @@ class LongWait:
         self.took_s = 0.0
 
     def look(self) -> None:
-        """Now; as often as may be."""
+        """Count the time since the last look. To be called often."""
         now = time.monotonic()
         if now - self._last_look <= _AWAY_S:
             self.took_s += now - self._last_look
