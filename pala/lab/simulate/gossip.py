@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -176,31 +175,13 @@ class GossipCluster(VirtualCluster):
         return self._control_bytes + self.costs.model_bytes * is_model
 
 
-class SharedMemoryCluster(GossipCluster):
-    """GALA on one host: a rank writes its model to a buffer that its peer reads when it mixes. No messages, so nothing
-    is looked for, nothing is on its way, and a model is copied once."""
-
-    def _carry(self, ticket: int) -> None:
-        message = self.on_their_way[ticket]
-        if message.bulk:
-            self._owed_s[message.sender] += self.costs.send_s
-            self.bytes_sent += self.costs.model_bytes
-        self._at(self.now, self._deliver, ticket)
-
-
 def predict_gossip(cluster: Cluster, costs: Costs, topology: str, seed: int) -> Prediction:
-    """Gossip with this topology over MPI."""
+    """Predict gossip with this topology over MPI."""
     return measured(GossipCluster(cluster, costs, topology, seed), cluster.warm_up_updates, cluster.updates_a_rank)
 
 
-def predict_shared_memory(cluster: Cluster, costs: Costs, seed: int) -> Prediction:
-    """GALA: a ring in the memory of one host, and its own mixing."""
-    costs = replace(costs, mixing="uniform")
-    return measured(SharedMemoryCluster(cluster, costs, "ring", seed), cluster.warm_up_updates, cluster.updates_a_rank)
-
-
 def measured(cluster: GossipCluster, warm_up_updates: int, updates: int) -> Prediction:
-    """Play so many updates of a rank that never waits, and look at those after the warm-up."""
+    """Play until a rank that never waits has made `updates`, and return what those after the warm-up show."""
     num_ranks = len(cluster.ranks)
     update_s = cluster.costs.update_s * sorted(cluster.slowness)[num_ranks // 2]
     begin_s, duration_s = warm_up_updates * update_s, (updates - warm_up_updates) * update_s

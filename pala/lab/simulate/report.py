@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pala.lab.simulate.methods import METHODS
 from pala.report.pictures import new_figure, tidy, write_picture
-from pala.system.text import Spread, counted, table
+from pala.system.text import counted, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,11 +23,6 @@ def markdown(simulation: dict[str, Any]) -> str:
     for straggler in sorted({row["straggler"] for row in rows}):
         title = "All ranks alike" if straggler == 1 else f"One rank {straggler:g} times slower"
         sections.append(f"## {title}\n\n" + _table([row for row in rows if row["straggler"] == straggler], options))
-    if simulation["comparison"]:
-        sections.append(
-            "## Beside what was measured\n\nSteps of all ranks a second, median (range over rounds); ratios are "
-            "predicted over measured.\n\n" + _comparison_table(simulation["comparison"])
-        )
     sections += [_notes(rows), f"{simulation['date']}, commit {simulation['git_commit']}"
                  f"{' (changed)' if simulation['git_dirty'] else ''}: `{simulation['command']}`"]  # fmt: skip
     return "\n\n".join(sections) + "\n"
@@ -72,26 +67,6 @@ def _cells(row: dict[str, Any], link_bytes_per_s: float) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _comparison_table(rows: list[dict[str, Any]]) -> str:
-    header = (
-        "measured in", "ranks", "hosts", "cores a host", "link, Gbit/s", "exchange", "predicted", "measured", "ratio",
-        "predicted of none", "measured of none", "models an update: predicted", "measured models",
-    )  # fmt: skip
-    lines = []
-    for row in rows:
-        link = f"{row['link_gbit']:g}" if row["link_gbit"] else ""
-        job = (row["file"], str(row["ranks"]), str(row["hosts"]), f"{row['cores_per_host']:g}", link)
-        none, gossip, of_none, models = row["none"], row["gossip"], row["of_none"], row["models_an_update"]
-        lines += [
-            (*job, "none", f"{none['predicted']:,.0f}", Spread(**none["measured"]).text(",.0f"),
-             f"{none['predicted'] / none['measured']['median']:.3f}", "", "", "", ""),
-            (*job, "gossip", Spread(**gossip["predicted"]).text(",.0f"), Spread(**gossip["measured"]).text(",.0f"),
-             f"{gossip['predicted']['median'] / gossip['measured']['median']:.3f}", f"{of_none['predicted']:.3f}",
-             Spread(**of_none["measured"]).text(".3f"), f"{models['predicted']:.2f}", f"{models['measured']:.2f}"),
-        ]  # fmt: skip
-    return table(header, lines)
-
-
 def _notes(rows: list[dict[str, Any]]) -> str:
     simulated = [row for row in rows if "reason" not in row]
     updates = sorted({row["updates_a_rank"] for row in simulated})
@@ -117,7 +92,7 @@ def draw(simulation: dict[str, Any], output: Path) -> None:
     figure = new_figure(6.6 * len(stragglers), 5.2)
     panels = figure.subplots(1, len(stragglers), sharey=True, squeeze=False)[0]
     for axes, straggler in zip(panels, stragglers, strict=True):
-        _draw_efficiency(axes, [row for row in rows if row["straggler"] == straggler], simulation["options"])
+        _draw_efficiency(axes, [row for row in rows if row["straggler"] == straggler])
     panels[0].set_ylabel("efficiency: steps/s over those of\nas many single ranks, none of them slow")
     handles, labels = panels[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
@@ -129,7 +104,7 @@ def draw(simulation: dict[str, Any], output: Path) -> None:
     write_picture(figure, output)
 
 
-def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]], options: dict[str, Any]) -> None:
+def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]]) -> None:
     """One line a method, and above them what is possible: as fast as if nobody exchanged anything."""
     ranks, straggler = sorted({row["ranks"] for row in rows}), rows[0]["straggler"]
     possible = [(count - 1 + 1 / straggler) / count for count in ranks]
@@ -141,7 +116,7 @@ def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]], options: dict[str, 
             [row["ranks"] for row in mine], [row["efficiency"] for row in mine], color=style.colour,
             marker=style.marker, markersize=style.marker_size,
             markerfacecolor="none" if style.is_hollow else style.colour, linewidth=1.4,
-            label=f"{options['shards']} parameter servers" if method == "servers" else style.label,
+            label=style.label,
         )  # fmt: skip
     axes.set_title("all ranks alike" if straggler == 1 else f"one rank {straggler:g} times slower", fontsize=11)
     axes.set_xscale("log", base=2)
