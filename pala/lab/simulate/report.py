@@ -6,26 +6,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.lab.simulate.methods import METHODS
+from pala.report.page import Column, Form, Page, origin, table
 from pala.report.pictures import new_figure, tidy, write_picture
-from pala.system.text import counted, table
+from pala.system.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def markdown(simulation: dict[str, Any]) -> str:
-    """All tables, as readable in a terminal or a log as on a page."""
+    """Return all tables, as readable in a terminal or a log as on a page."""
     options, measured, rows = simulation["options"], simulation["measured"], simulation["predictions"]
-    sections = [
-        f"# Prediction: {measured['environment']} in {measured['precision']}, up to {max(options['ranks']):,} ranks",
-        _inputs(simulation),
-    ]
+    most = max(options["ranks"])
+    page = Page(f"Prediction: {measured['environment']} in {measured['precision']}, up to {most:,} ranks")
+    page.add(_inputs(simulation))
     for straggler in sorted({row["straggler"] for row in rows}):
         title = "All ranks alike" if straggler == 1 else f"One rank {straggler:g} times slower"
-        sections.append(f"## {title}\n\n" + _table([row for row in rows if row["straggler"] == straggler], options))
-    sections += [_notes(rows), f"{simulation['date']}, commit {simulation['git_commit']}"
-                 f"{' (changed)' if simulation['git_dirty'] else ''}: `{simulation['command']}`"]  # fmt: skip
-    return "\n\n".join(sections) + "\n"
+        alike = [row for row in rows if row["straggler"] == straggler]
+        reasons = dict.fromkeys(f"{row['method']}: {row['reason']}." for row in alike if "reason" in row)
+        page.section(title, "", "\n\n".join([table(_columns(options), alike), *reasons]))
+    return page.add(_notes(rows), origin(simulation)).text()
 
 
 def _inputs(simulation: dict[str, Any]) -> str:
@@ -43,28 +43,36 @@ def _inputs(simulation: dict[str, Any]) -> str:
     )
 
 
-def _table(rows: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    header = (
-        "method", "ranks", "global steps/s", "efficiency", "waiting", "models an update", "distance", "MB/s a rank",
-        "MB/s in all", "busiest link, MB/s", "its load",
-    )  # fmt: skip
+def _columns(options: dict[str, Any]) -> list[Column[dict[str, Any]]]:
     link_bytes_per_s = options["bandwidth_gbit"] * 1e9 / 8
-    reasons = dict.fromkeys(f"{row['method']}: {row['reason']}." for row in rows if "reason" in row)
-    return "\n\n".join([table(header, [_cells(row, link_bytes_per_s) for row in rows]), *reasons])
+
+    def simulated(title: str, key: str, form: Form, unit: float = 1) -> Column[dict[str, Any]]:
+        """Return a column that is empty in rows that were not simulated."""
+        return Column(title, lambda row: None if row.get(key) is None else row[key] / unit, form)
+
+    return [
+        Column("method", lambda row: row["method"]),
+        Column("ranks", lambda row: row["ranks"]),
+        simulated("global steps/s", "steps_per_s", ",.0f"),
+        simulated("efficiency", "efficiency", ".3f"),
+        simulated("waiting", "wait_share", ".1%"),
+        simulated("models an update", "models_an_update", ".2f"),
+        Column("distance", _distance),
+        Column("MB/s a rank", _megabytes_a_rank, ".1f"),
+        simulated("MB/s in all", "bytes_per_s", ",.0f", unit=1e6),
+        simulated("busiest link, MB/s", "busiest_link_bytes_per_s", ",.0f", unit=1e6),
+        simulated("its load", "busiest_link_bytes_per_s", ".0%", unit=link_bytes_per_s),
+    ]
 
 
-def _cells(row: dict[str, Any], link_bytes_per_s: float) -> tuple[str, ...]:
-    names = (row["method"], str(row["ranks"]))
-    if "reason" in row:
-        return (*names, *[""] * 9)
-    models, distance, link = row["models_an_update"], row["distance"], row["busiest_link_bytes_per_s"]
-    return (
-        *names, f"{row['steps_per_s']:,.0f}", f"{row['efficiency']:.3f}", f"{row['wait_share']:.1%}",
-        "" if models is None else f"{models:.2f}",
-        "" if distance is None else f"{distance:.2f}{' +' if row['distance_grows'] else ''}",
-        f"{row['bytes_per_s'] / row['ranks'] / 1e6:.1f}", f"{row['bytes_per_s'] / 1e6:,.0f}", f"{link / 1e6:,.0f}",
-        f"{link / link_bytes_per_s:.0%}",
-    )  # fmt: skip
+def _distance(row: dict[str, Any]) -> str:
+    if row.get("distance") is None:
+        return ""
+    return f"{row['distance']:.2f}{' +' if row['distance_grows'] else ''}"
+
+
+def _megabytes_a_rank(row: dict[str, Any]) -> float | None:
+    return row["bytes_per_s"] / row["ranks"] / 1e6 if "bytes_per_s" in row else None
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
