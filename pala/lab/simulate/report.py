@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pala.lab.simulate.methods import METHODS
 from pala.report.page import Column, Form, Page, origin, table
-from pala.report.pictures import new_figure, tidy, write_picture
+from pala.report.panels import tidy_ranks
+from pala.report.pictures import new_figure, write_picture
 from pala.system.text import counted
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _notes(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(simulation: dict[str, Any], output: Path) -> None:
-    """Efficiency over the number of ranks, without and with a slow rank. Raises PalaError."""
+    """Draw efficiency over the number of ranks, without and with a slow rank. Raises PalaError."""
     rows = [row for row in simulation["predictions"] if "reason" not in row]
     stragglers = sorted({row["straggler"] for row in rows})
     figure = new_figure(6.6 * len(stragglers), 5.2)
@@ -113,7 +114,7 @@ def draw(simulation: dict[str, Any], output: Path) -> None:
 
 
 def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """One line a method, and above them what is possible: as fast as if nobody exchanged anything."""
+    """Draw a line a method, and above them what is possible: the speed of ranks that exchange nothing."""
     ranks, straggler = sorted({row["ranks"] for row in rows}), rows[0]["straggler"]
     possible = [(count - 1 + 1 / straggler) / count for count in ranks]
     axes.plot(ranks, possible, color="black", linewidth=0.8, linestyle=(0, (4, 4)), label="no exchange")
@@ -127,9 +128,5 @@ def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]]) -> None:
             label=style.label,
         )  # fmt: skip
     axes.set_title("all ranks alike" if straggler == 1 else f"one rank {straggler:g} times slower", fontsize=11)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45, ha="right", rotation_mode="anchor")
-    axes.minorticks_off()
+    tidy_ranks(axes, ranks, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_ylim(0, 1.05)
-    tidy(axes)
-    axes.set_xlabel("ranks")
