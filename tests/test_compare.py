@@ -24,11 +24,12 @@ import pytest
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
 from pala.config.influence import differences
 from pala.lab.compare import __main__ as compare_program
-from pala.lab.compare import measures, pictures, scaling
+from pala.lab.compare import execute, measures, pictures, scaling
 from pala.lab.compare.__main__ import Command, compare
 from pala.lab.compare.collect import copies_in, keep, load, without_paths
 from pala.lab.compare.comparison import Comparison
-from pala.lab.compare.execute import chosen, task_of
+from pala.lab.compare.execute import Task, chosen
+from pala.lab.compare.made import Published, fingerprint
 from pala.lab.compare.notes import notes
 from pala.lab.compare.plan import Cell, Plan, Planned, options
 from pala.report.runs import ARCHIVE, published
@@ -85,6 +86,11 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of a report's time."""
     monkeypatch.setattr(pictures, "draw", lambda comparison, folder: [])
+
+
+def task_of(planned: Planned, results: Path) -> Task | None:
+    """Return what a run needs, beside what is in the results now."""
+    return execute.task_of(planned, Published(copies_in(results)))
 
 
 def plan_of(text: str = PRESET) -> Plan:
@@ -241,6 +247,20 @@ def test_only_what_decides_a_run_differs() -> None:
     assert differences(in_bfloat16, in_either) == differences(in_float32, in_either) == {}
     assert differences(in_either, in_bfloat16) == {"network.precision": ("auto", "bfloat16")}
     assert differences(in_float32, in_bfloat16) == {"network.precision": ("float32", "bfloat16")}
+
+
+def test_a_fingerprint_is_of_what_decides_a_run() -> None:
+    config = Config()
+    same = replace(config, total_steps=1, run=RunConfig(threads=8, name="x"), network=NetworkConfig(precision="float32"))
+    assert fingerprint(same, 2) == fingerprint(config, 2)
+    decayed = replace(config, a2c=replace(config.a2c, learning_rate_decay="linear"))
+    others = {
+        fingerprint(config, 2), fingerprint(config, 3), fingerprint(replace(config, seed=2), 2),
+        fingerprint(config, 2, own_network=True), fingerprint(config, 2, own_environment=True),
+        fingerprint(replace(config, exchange=ExchangeConfig(topology="ring")), 2),
+        fingerprint(decayed, 2), fingerprint(replace(decayed, total_steps=1), 2),
+    }  # fmt: skip
+    assert len(others) == 8
 
 
 # ---- what a run still needs ------------------------------------------------------------------------------------------

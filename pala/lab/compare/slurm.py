@@ -13,7 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pala.lab.compare.collect import copies_in
 from pala.lab.compare.execute import Task, locked, task_of, tasks_of, why_unfinished
+from pala.lab.compare.made import Published
 from pala.lab.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -168,11 +170,12 @@ def _ask(command: list[str]) -> str:
 
 
 def unfinished(runs: Sequence[Planned], results: Path) -> list[tuple[Planned, str]]:
-    """Those of the runs that are missing or not complete, each with why, and where its output is."""
+    """Return those of the runs that are missing or not complete, each with why, and where its output is."""
     found: list[tuple[Planned, str]] = []
+    published = Published(copies_in(results))
     for run in runs:
         try:
-            task = task_of(run, results)
+            task = task_of(run, published)
             why = why_unfinished(task) if task is not None else ""
         except PalaError as error:
             why = str(error)
