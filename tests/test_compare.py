@@ -251,7 +251,9 @@ def test_only_what_decides_a_run_differs() -> None:
 
 def test_a_fingerprint_is_of_what_decides_a_run() -> None:
     config = Config()
-    same = replace(config, total_steps=1, run=RunConfig(threads=8, name="x"), network=NetworkConfig(precision="float32"))
+    same = replace(
+        config, total_steps=1, run=RunConfig(threads=8, name="x"), network=NetworkConfig(precision="float32")
+    )
     assert fingerprint(same, 2) == fingerprint(config, 2)
     decayed = replace(config, a2c=replace(config.a2c, learning_rate_decay="linear"))
     others = {

@@ -65,7 +65,7 @@ class Made:
 
     @property
     def fingerprint(self) -> str:
-        """What it has in common with the same training."""
+        """The hash that all runs of the same training have."""
         own = run_folder.from_python(self.record["segments"][-1])
         return fingerprint(self.config, self.ranks, own.environment, own.network)
 

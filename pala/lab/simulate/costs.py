@@ -67,7 +67,7 @@ class Costs:
         return self.steps_per_update / self.update_s
 
     def draw(self, uniform: np.ndarray | float) -> np.ndarray:
-        """Update times, seconds, for numbers that are uniform in [0, 1]. Updates are taken to be independent."""
+        """Return update times, seconds, for numbers that are uniform in [0, 1]. Updates are taken to be independent."""
         return np.asarray(np.interp(uniform, self._grid, self.update_quantiles_s))
 
     @cached_property

@@ -131,14 +131,14 @@ class GossipCluster(VirtualCluster):
             self._leave(ticket)
 
     def _announce(self, ticket: int) -> None:
-        """The receiver has seen that a model wants to come."""
+        """Note that the receiver has seen that a model wants to come."""
         queue = self._announced[self.on_their_way[ticket].receiver]
         queue.append(ticket)
         if len(queue) == 1:
             self._call(ticket)
 
     def _call(self, ticket: int) -> None:
-        """The receiver copies the model, or tells the sender of another host to let it go."""
+        """Let the receiver copy the model, or tell the sender of another host to let it go."""
         if self._within_host(ticket):
             self._take_in(ticket)
         else:
@@ -151,13 +151,13 @@ class GossipCluster(VirtualCluster):
         self._at(begin_s + self._cluster.latency_s, self._arrive, ticket)
 
     def _arrive(self, ticket: int) -> None:
-        """The first byte is at the receiver's host."""
+        """Receive a message whose first byte is at the receiver's host."""
         message = self.on_their_way[ticket]
         _, end_s = self._links_in[self._cluster.host_of(message.receiver)].carry(self.now, self._bytes(ticket))
         self._at_poll(message.receiver, end_s, self._deliver if not message.bulk else self._take_in, ticket)
 
     def _take_in(self, ticket: int) -> None:
-        """A model has come as a whole; the receiver can turn to the next."""
+        """Deliver a model that has come as a whole; the receiver can turn to the next."""
         number = self.on_their_way[ticket].receiver
         self._owed_s[number] += self.costs.receive_s + self._protocol_s
         self._deliver(ticket)
@@ -205,6 +205,6 @@ def measured(cluster: GossipCluster, warm_up_updates: int, updates: int) -> Pred
 
 
 def _counts(cluster: GossipCluster) -> np.ndarray:
-    """Updates, models, bytes, seconds of waiting, and the bytes of each link."""
+    """Return updates, models, bytes, seconds of waiting, and the bytes of each link."""
     counts = (cluster.updates, cluster.models_sent, cluster.bytes_sent, cluster.waited_s)
     return np.array([*counts, *cluster.link_bytes], np.float64)
