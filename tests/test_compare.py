@@ -24,11 +24,12 @@ import pytest
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
 from pala.config.influence import differences
 from pala.lab.compare import __main__ as compare_program
-from pala.lab.compare import measures, pictures, scaling
+from pala.lab.compare import execute, measures, pictures, scaling
 from pala.lab.compare.__main__ import Command, compare
 from pala.lab.compare.collect import copies_in, keep, load, without_paths
 from pala.lab.compare.comparison import Comparison
-from pala.lab.compare.execute import chosen, task_of
+from pala.lab.compare.execute import Task, chosen
+from pala.lab.compare.made import Published, fingerprint
 from pala.lab.compare.notes import notes
 from pala.lab.compare.plan import Cell, Plan, Planned, options
 from pala.report.runs import ARCHIVE, published
@@ -85,6 +86,11 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of a report's time."""
     monkeypatch.setattr(pictures, "draw", lambda comparison, folder: [])
+
+
+def task_of(planned: Planned, results: Path) -> Task | None:
+    """Return what a run needs, beside what is in the results now."""
+    return execute.task_of(planned, Published(copies_in(results)))
 
 
 def plan_of(text: str = PRESET) -> Plan:
@@ -241,6 +247,22 @@ def test_only_what_decides_a_run_differs() -> None:
     assert differences(in_bfloat16, in_either) == differences(in_float32, in_either) == {}
     assert differences(in_either, in_bfloat16) == {"network.precision": ("auto", "bfloat16")}
     assert differences(in_float32, in_bfloat16) == {"network.precision": ("float32", "bfloat16")}
+
+
+def test_a_fingerprint_is_of_what_decides_a_run() -> None:
+    config = Config()
+    same = replace(
+        config, total_steps=1, run=RunConfig(threads=8, name="x"), network=NetworkConfig(precision="float32")
+    )
+    assert fingerprint(same, 2) == fingerprint(config, 2)
+    decayed = replace(config, a2c=replace(config.a2c, learning_rate_decay="linear"))
+    others = {
+        fingerprint(config, 2), fingerprint(config, 3), fingerprint(replace(config, seed=2), 2),
+        fingerprint(config, 2, own_network=True), fingerprint(config, 2, own_environment=True),
+        fingerprint(replace(config, exchange=ExchangeConfig(topology="ring")), 2),
+        fingerprint(decayed, 2), fingerprint(replace(decayed, total_steps=1), 2),
+    }  # fmt: skip
+    assert len(others) == 8
 
 
 # ---- what a run still needs ------------------------------------------------------------------------------------------
@@ -424,11 +446,10 @@ def test_networks_from_python_are_told_apart_by_their_parameters(there: Path, no
     for name, parameters in (("a", 10), ("b", 20), ("c", 20)):
         seeded = replace(config, seed=ord(name))
         make_run(there / "mine" / name, seeded, 1, python_network=True, parameters=parameters)
-    page, rows = report(there / "mine")
+    _, rows = report(there / "mine")
     assert sorted(row["variant"] for row in rows) == [
         f"gossip (network from Python, {parameters} parameters)" for parameters in (10, 20, 20)
     ]
-    assert "from Python, whose code is not compared: `a`, `b`, `c`" in section(page, "To bear in mind")
 
 
 def test_another_evaluation_is_refused(there: Path, no_pictures: None) -> None:
@@ -656,7 +677,7 @@ def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) ->
     page, _ = report(preset=str(write_preset(PRESET.replace("Pole = 20", "Pole = 10"))))
     # At i = 150 of 250 episodes, so after 151 / 250 of 3000 steps and, at 100 and 200 steps/s, of 30 and 15 s.
     assert cells_of(page, "The way to a target return")[1][3:] == ["10.0", "2 of 2", "1,812", "0.2"]
-    assert "different hosts" not in page
+    assert "hosts" not in section(page, "To bear in mind")
     assert "learning" in section(page, "To bear in mind") and "intervals of one game go from the lowest run" in page
 
 
@@ -805,8 +826,7 @@ def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> N
         page, rows = report(same_name.parent)
         assert [row["run"] for row in rows] == ["gossip-Pole-1-1", "gossip-Pole-1-1-2", "mine"]
     assert [row["variant"] for row in rows] == ["gossip", "gossip", "gossip (learning rate 0.0007)"]
-    said = section(page, "To bear in mind")
-    assert "Runs were made on different hosts" in said and "another run with the same seed: `gossip-Pole-1-1-2`" in said
+    assert "Do not compare speeds over unlike hosts." in section(page, "To bear in mind")
 
 
 def test_a_run_that_is_added_by_a_link_as_well_counts_once(there: Path, no_pictures: None) -> None:
@@ -839,7 +859,7 @@ def test_a_run_made_again_for_more_steps_replaces_the_shorter_one(there: Path, n
     page, rows = report()
     assert [(row["run"], row["global_steps"]) for row in rows] == [("gossip-Pole-1-1-2", "9000")]
     assert cells_of(page, "Scores")[0][3:6] == ["1", "9,000", "50.0"]
-    assert "Left out for a longer run of the same seed: `gossip-Pole-1-1`." in page
+    assert "Left out for a longer run of the same seed: `gossip-Pole-1-1`" in page
 
 
 @pytest.mark.slow
@@ -849,7 +869,8 @@ def test_variants_may_differ_in_budget_alone(there: Path, no_pictures: None) -> 
         make_run(run.folder, run.config, run.cell.ranks)
     page, rows = report()
     assert all(row["run"].startswith(f"{row['variant']}-Pole-") for row in rows) and len(rows) == len(plan.runs)
-    assert "Runs differ in the budget" in page
+    assert "Runs differ in budget; runs.csv has each." in page
+    assert {row["budget"] for row in rows} == {"3000", "9000"}
 
 
 def test_a_rate_that_decays_with_another_budget_is_another_training(there: Path) -> None:
@@ -928,13 +949,17 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     page, rows = report()
     said = section(page, "To bear in mind")
     for words in (
-        "Not completed, so in the learning curves only: `none-Pole-1-2`.", f"{'b' * 10}: `none-Pole-1-1`.",
-        "Made from a changed working tree: `none-Pole-1-1`.", "Runs differ in threads.",
-        "Lost ranks, so without a speed: `none-Pole-1-1`.", "Spares took places: `none-Pole-1-1`.",
-        "within which staleness is the most. 5 s: `gossip-Pole-1-1`",
-        "Without an evaluation of the final policy: `gossip-Pole-1-2`.", "A variant has a single run",
+        "Not completed, so in the learning curves alone: `none-Pole-1-2`; without an evaluation of the final policy: "
+        "`gossip-Pole-1-2`.",
+        "Runs differ in commits, threads, log interval; runs.csv has each. Do not compare speeds over unlike threads.",
+        "Lost ranks, so without a speed: `none-Pole-1-1`; spares took places: `none-Pole-1-1`.",
+        "A variant has a single run",
     ):  # fmt: skip
         assert words in said
+    facts = ("commits", "threads", "log_interval")
+    odd_row = next(row for row in rows if row["run"] == "none-Pole-1-1")
+    assert [odd_row[fact] for fact in facts] == [f"{'b' * 10} (changed)", "7 a rank", "30 s"]
+    assert f"- commit: {'a' * 10} | {'b' * 10} (changed)" in page
     assert [row["completed"] for row in rows] == ["True", "True", "True", "False"]
     assert [row[3] for row in cells_of(page, "Scores")] == ["2", "1"]
     assert [row["steps_per_s"] == "" for row in rows] == [run["lost_ranks"] == "1" for run in rows]
@@ -943,9 +968,9 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
 def test_jobs_on_other_hosts_of_a_cluster_are_not_called_another_machine(there: Path, no_pictures: None) -> None:
     for run in plan_of().runs:
         make_run(run.folder, run.config, run.cell.ranks, hosts=[f"node{run.config.seed}"])
-    page, _ = report()
-    assert "do not compare their speeds" not in page
-    assert "Runs were made on different hosts: their speeds compare only if these are alike." in page
+    page, rows = report()
+    assert "Runs differ in hosts; runs.csv has each. Do not compare speeds over unlike hosts." in page
+    assert {row["hosts"] for row in rows} == {"node1", "node2"}
 
 
 def test_a_run_without_a_place_is_told_before_anything_is_trained(there: Path) -> None:
@@ -1033,10 +1058,7 @@ def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures
         make_run(run.folder, run.config, run.cell.ranks, score=human[run.cell.game])
     page, rows = report()
     assert [row[3] for row in cells_of(page, "All games together")] == ["100 % [100 %, 100 %]"] * 4
-    assert {row["game"] for row in rows} == set(human) and "unlike numbers" not in page
-    for folder in (plan.runs[0].folder, Path("results/tiny/runs") / plan.runs[0].folder.name):
-        shutil.rmtree(folder)
-    assert "Games have unlike numbers of runs, by which they weigh in the table over all games." in report()[0]
+    assert {row["game"] for row in rows} == set(human)
 
 
 @pytest.mark.parametrize(("variants", "seeds"), slow_among([(1, 1), (3, 3)], 3))

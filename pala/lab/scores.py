@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +26,12 @@ from pala.config import Config
 from pala.config.influence import differences, phrase
 from pala.evaluation.record import action_words, final_evaluation
 from pala.evaluation.references import human_normalised, rom_of, score_table
+from pala.report.page import Column, Form, Page, table, write_texts
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.errors import PalaError, reason
-from pala.system.files import refuse_links, write_atomically
-from pala.system.text import counted, csv_text, short_number, table
+from pala.system.errors import PalaError
+from pala.system.files import refuse_links
+from pala.system.text import counted, csv_text, short_number
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"
 _EPSILON, _NOOPS = 0.05, 30  # of DQN's evaluations (Mnih et al. 2015)
@@ -54,12 +55,12 @@ class Run:
 
     @property
     def actions(self) -> str:
-        """How the evaluation chose them, in words."""
+        """Return how the evaluation chose actions, in words."""
         return action_words(self.evaluation.get("greedy", False), self.evaluation.get("epsilon"))
 
     @property
     def protocol(self) -> str:
-        """In what the evaluation differs from DQN's, in words."""
+        """Return in what the evaluation differs from DQN's, in words."""
         found = self.evaluation
         alike = not found.get("greedy", False) and found.get("epsilon", _EPSILON) == _EPSILON
         noops = found.get("noop_max", _NOOPS)
@@ -68,7 +69,7 @@ class Run:
         return ", ".join([*words, *(phrase(key, value) for key, value in differing)])
 
     def row(self) -> Row:
-        """Its line in runs.csv."""
+        """Return the run's line in runs.csv."""
         return {
             "game": self.rom, "run": self.name, "seed": self.config.seed, "ranks": self.last.get("ranks"),
             "steps": self.evaluation["global_steps"], "mean_return": self.evaluation["mean_return"],
@@ -79,7 +80,7 @@ class Run:
 
 
 def read(folder: Path) -> Run | str:
-    """A run, or why it does not count. Raises PalaError."""
+    """Return a run, or why it does not count. Raises PalaError."""
     record = run_folder.read(folder)
     refuse_links(folder)
     config = run_folder.config_of(folder, record)
@@ -102,7 +103,7 @@ def read(folder: Path) -> Run | str:
 
 
 def game_rows(runs: Sequence[Run]) -> list[Row]:
-    """The lines of games.csv, one for each of the 49 games; what there is no run for is None."""
+    """Return the lines of games.csv, one for each of the 49 games; a value without a run is None."""
     rows = []
     for rom, published in score_table(PUBLISHED).items():
         own = [run.evaluation for run in runs if run.rom == rom]
@@ -122,7 +123,7 @@ def _mean(evaluations: Sequence[dict[str, Any]], key: str) -> float | None:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Agent -> mean and median over games of its human-normalised score, in percent; of those that have all games."""
+    """Return agent -> mean and median over games of the human-normalised score, in percent, if it has all games."""
     scores = {agent: [row[f"{agent}_normalised"] for row in rows] for agent in _AGENTS}
     return {
         agent: (statistics.fmean(values), statistics.median(values))
@@ -134,46 +135,43 @@ def summary(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def markdown(runs: Sequence[Run], left_out: Sequence[str]) -> str:
-    """The tables, and what limits them. `left_out`: which runs, and why."""
+    """Return the page of tables, and what limits them. `left_out`: the runs that do not count, and why."""
     rows = game_rows(runs)
     played = [row for row in rows if row["runs"]]
-    notes = "\n".join(f"- {note}" for note in _notes(rows, runs, left_out))
-    return f"""# Gorila on the 49 games
-
-{counted(len(runs), "completed run")} of {len(played)} of the {len(rows)} games. docs/gorila.md explains the columns;
-games.csv and runs.csv have all digits, and each run with its commit.
-
-{_games_table(rows)}
-
-## All games together
-
-Human-normalised score over games, in percent.
-
-{_summary_table(rows, played)}
-
-## To bear in mind
-
-{notes}
-"""
+    page = Page("Gorila on the 49 games")
+    page.add(
+        f"{counted(len(runs), 'completed run')} of {len(played)} of the {len(rows)} games. docs/gorila.md explains the "
+        "columns;\ngames.csv and runs.csv have all digits, and each run with its commit.",
+        table(_GAMES, rows),
+    )
+    lead = "Human-normalised score over games, in percent."
+    page.section("All games together", lead, table(_SUMMARY, _summary_rows(rows, played)))
+    page.section("To bear in mind", "", "\n".join(f"- {note}" for note in _notes(rows, runs, left_out)))
+    return page.text()
 
 
-def _games_table(rows: Sequence[Row]) -> str:
-    names, counts = list(_AGENTS.values()), ("runs", "episodes", "steps")
-    header = ("game", "random", "human", *names, *counts, *(f"{name}, %" for name in names))
-    forms: dict[str, Callable[[float], str]] = dict.fromkeys(("random", "human", *_AGENTS), short_number)
-    forms |= dict.fromkeys(counts, "{:,.0f}".format)
-    forms |= {f"{agent}_normalised": "{:,.1f}".format for agent in _AGENTS}
-    return table(header, [
-        (row["game"], *("" if row[key] is None else form(row[key]) for key, form in forms.items())) for row in rows
-    ])  # fmt: skip
+def _of(key: str, form: Form, title: str = "") -> Column[Row]:
+    return Column(title or key, lambda row: row[key], form)
 
 
-def _summary_table(rows: Sequence[Row], played: Sequence[Row]) -> str:
+_GAMES = [
+    _of("game", ""),
+    _of("random", short_number),
+    _of("human", short_number),
+    *(_of(agent, short_number, name) for agent, name in _AGENTS.items()),
+    *(_of(count, ",.0f") for count in ("runs", "episodes", "steps")),
+    *(_of(f"{agent}_normalised", ",.1f", f"{name}, %") for agent, name in _AGENTS.items()),
+]
+_SUMMARY = [_of("games", ""), _of("agent", ""), _of("mean", ",.1f"), _of("median", ",.1f")]
+
+
+def _summary_rows(rows: Sequence[Row], played: Sequence[Row]) -> list[Row]:
+    """Return rows of all games, and of those that were played if these are others."""
     groups = [rows] if len(played) in (0, len(rows)) else [rows, played]
-    return table(("games", "agent", "mean", "median"), [
-        (str(len(group)), _AGENTS[agent], f"{mean:,.1f}", f"{median:,.1f}")
+    return [
+        {"games": len(group), "agent": _AGENTS[agent], "mean": mean, "median": median}
         for group in groups for agent, (mean, median) in summary(group).items()
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
 def _notes(rows: Sequence[Row], runs: Sequence[Run], left_out: Sequence[str]) -> list[str]:
@@ -195,8 +193,8 @@ def _notes(rows: Sequence[Row], runs: Sequence[Run], left_out: Sequence[str]) ->
 
 
 def _other_settings(run: Run, other: Run) -> str:
-    """In which settings a run differs from another, in words: ranks and budget too, but not the game, the seed, or what
-    does not decide how it learns."""
+    """Return in which settings a run differs from another, in words: ranks and budget too, but neither the game, the
+    seed, nor what does not decide how it learns."""
     wanted = replace(other.config, env=replace(other.config.env, id=run.config.env.id))
     found = {key: pair[0] for key, pair in differences(run.config, wanted).items()}
     if "ranks" in run.last and run.last["ranks"] != other.last.get("ranks"):
@@ -236,23 +234,17 @@ def write(folders: Sequence[Path], output: Path) -> Path:
         why = f": {next(iter(faults.values()))}" if faults else ""
         raise PalaError(f"There is no completed run of Gorila on one of the 49 games in the folders named{why}.")
     left_out = [why.replace(str(folder), folder.name) for folder, why in faults.items()]  # tables are published
-    texts = {
+    page, *_ = write_texts(output, {
         "scores.md": markdown(runs, left_out),
         "games.csv": csv_text(game_rows(runs)),
         "runs.csv": csv_text([run.row() for run in runs]),
-    }
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            write_atomically(output / name, text.encode())
-    except OSError as error:
-        raise PalaError(f"The tables cannot be written to '{output}': {reason(error)}; see '--output'.") from None
-    return output / "scores.md"
+    })  # fmt: skip
+    return page
 
 
 @exit_on_mistake()
 def main() -> None:
-    """What `python -m pala.lab.scores` runs."""
+    """Run `python -m pala.scores`."""
     command = read_command("pala.lab.scores", sys.argv[1:], Command())
     print(write(command.runs, command.output))
 

@@ -21,7 +21,7 @@ class Curve:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the last `window` values at each of them; of as many as there are at the beginning."""
+    """Return the mean of the last `window` values at each of them; of as many as there are at the beginning."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - window, 0)

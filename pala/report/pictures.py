@@ -33,8 +33,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def line_look(number: int) -> dict[str, Any]:
-    """Colour, style and marker of a picture's line with this number. 28 differ in colour and style; those of neighbours
-    differ in all three, so that they are told apart in grey."""
+    """Return colour, style and marker of a picture's line with this number. 28 differ in colour and style; those of
+    neighbours differ in all three, so that they are told apart in grey."""
     return {
         "color": COLOURS[number % len(COLOURS)], "linestyle": LINE_STYLES[number % len(LINE_STYLES)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -48,7 +48,7 @@ def tidy(panel: Axes, grid: str = "both") -> None:
 
 
 def legend(figure: Figure | SubFigure, axes: Axes) -> None:
-    """One legend for all panels, below them, in as many columns as their width holds."""
+    """Draw one legend for all panels, below them, in as many columns as their width holds."""
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
         return
@@ -90,7 +90,7 @@ def steps_label(frame_skips: set[int]) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """(seconds in the unit, its name) for an axis of this length."""
+    """Return (seconds in the unit, its name) for an axis of this length."""
     return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
 
 

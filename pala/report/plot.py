@@ -31,10 +31,10 @@ from pala.config import to_table
 from pala.config.influence import phrase, settings_that_matter
 from pala.report import runs as run_files
 from pala.report.curves import Curve, curve_of, learning_curve
-from pala.report.marks import draw_evaluations, draw_references, explain_ends, mark_of
+from pala.report.marks import draw_evaluations, draw_references, mark_of
+from pala.report.panels import Line, draw_learning_curves
 from pala.report.pictures import (
     COLOURS,
-    draw_group,
     legend,
     line_look,
     new_figure,
@@ -218,16 +218,10 @@ def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
     runs = [run for group in groups.values() for run in group]
     games = {run.game for run in runs}
     figure, axes, seconds = _panels([["steps", "time"]], runs, smooth)
+    lines = [Line(label, line_look(number), group) for number, (label, group) in enumerate(groups.items())]
     for axis in AXES:
-        curves = [
-            [learning_curve(r.over(axis, seconds), r.returns, smooth) for r in group] for group in groups.values()
-        ]
-        for number, label in enumerate(groups):
-            draw_group(axes[axis], curves[number], label, line_look(number))
-        explain_ends(axes[axis], curves)
-        marks = [mark_of(group, axis, seconds, line_look(number)) for number, group in enumerate(groups.values())]
-        draw_evaluations(axes[axis], marks)
-        draw_references(axes[axis], runs[0].reference if len(games) == 1 else None)
+        reference = runs[0].reference if len(games) == 1 else None
+        draw_learning_curves(axes[axis], lines, axis, seconds, smooth, reference)
     legend(figure, axes["steps"])
     if len(games) == 1:
         figure.suptitle(verbatim(games.pop()))

@@ -59,7 +59,7 @@ class RunData:
         return max(float(self.steps.max(initial=0)), self.last.get("global_steps", 0))
 
     def over(self, axis: Axis, seconds: float) -> np.ndarray:
-        """[E] where on an axis the episodes ended; `seconds` are in a unit of time."""
+        """Return [E] where on an axis the episodes ended; `seconds` are in a unit of time."""
         return self.steps if axis == "steps" else self.time_s / seconds
 
     def end(self, axis: Axis, seconds: float) -> float:

@@ -79,7 +79,7 @@ class Command:
 
 
 def parse(arguments: list[str]) -> Command:
-    """The command line over the preset over the defaults, checked and complete. Raises PalaError."""
+    """Return the command line over the preset over the defaults, checked and complete. Raises PalaError."""
     first = read_command(_PROGRAM, arguments, Command())
     config = load_preset(first.preset) if first.preset else Config()
     command = read_command(_PROGRAM, arguments, replace(first, config=config))
@@ -113,7 +113,7 @@ def parse(arguments: list[str]) -> Command:
 
 
 def _completed(command: Command) -> Command:
-    """The command with a value for each option that was not given."""
+    """Return the command with a value for each option that was not given."""
     cores = min(physical_cores(os.sched_getaffinity(0)), usable_cores())  # Open MPI starts no more ranks than the first
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
@@ -132,7 +132,7 @@ def _completed(command: Command) -> Command:
 
 
 def exchange_kinds() -> tuple[str, ...]:
-    """All kinds of exchange, first the one that the others are compared with."""
+    """Return all kinds of exchange, first the one that the others are compared with."""
     return tuple(sorted(KINDS, key=lambda kind: kind != BASELINE))
 
 
@@ -185,7 +185,7 @@ _End = PalaError | KeyboardInterrupt | SystemExit
 
 
 def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], _End | None]:
-    """The jobs, which take minutes each, and what ended them before the last, if something did."""
+    """Run the jobs, which take minutes each; return their results, and what ended them before the last, if anything."""
     jobs: list[dict[str, Any]] = []
     for ranks in command.ranks:
         try:
@@ -196,7 +196,7 @@ def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], 
 
 
 def _failure(stop: _End | None) -> tuple[list[str], int]:
-    """What to say of it, and the exit status."""
+    """Return what to say of an early end, and the exit status."""
     if stop is None:
         return [], 0
     if isinstance(stop, PalaError):
@@ -206,7 +206,7 @@ def _failure(stop: _End | None) -> tuple[list[str], int]:
 
 
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
-    """The result of one job, whose files are taken away when it has succeeded. Raises PalaError."""
+    """Run one job and return its result, whose files are taken away when it has succeeded. Raises PalaError."""
     assert command.seconds is not None
     folder = output / f"job-{ranks}-ranks"
     folder.mkdir()
@@ -239,7 +239,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
 
 @exit_on_mistake(OSError)
 def main() -> None:
-    """What `python -m pala.benchmark` runs."""
+    """Run `python -m pala.benchmark`."""
     for number in (signal.SIGTERM, *hangup()):  # so that the job is ended, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = parse(sys.argv[1:])

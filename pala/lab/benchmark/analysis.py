@@ -55,7 +55,7 @@ class Training:
 
 
 def parts_of(job: dict[str, Any]) -> list[Parts]:
-    """The parts of a job, for each of its precisions."""
+    """Return the parts of a job, for each of its precisions."""
     return [_parts(job, precision) for precision in job["precisions"]]
 
 
@@ -89,7 +89,7 @@ def _bound_steps_per_s(round_: dict[str, Any], precision: str, flops: float) -> 
 
 
 def training_of(job: dict[str, Any]) -> list[Training]:
-    """The training of a job, for each of its precisions and exchanges."""
+    """Return the training of a job, for each of its precisions and exchanges."""
     return [_training(job, precision, exchange) for precision in job["precisions"] for exchange in job["exchanges"]]
 
 
@@ -120,7 +120,8 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
 
 
 def _median_us(section: str, ranks: list[list[dict[str, Any]]]) -> float:
-    """Time a step that a section takes: the median over rounds of the mean over ranks, without ranks that made none."""
+    """Return the time a step that a section takes: the median over rounds of the mean over ranks, without ranks that
+    made none."""
     taken_us = (
         [1e6 * rank["time"][section] / rank["steps_per_s"] for rank in of_round if rank["steps_per_s"] > 0]
         for of_round in ranks
@@ -141,13 +142,13 @@ _FIGURES: dict[str, Callable[[list[float]], float]] = {
 
 
 def precision_of(benchmark: dict[str, Any]) -> str:
-    """What training by the benchmark's preset computes in."""
+    """Return the precision that training by the benchmark's preset computes in."""
     configured = str(benchmark["config"]["network"]["precision"])
     return configured if configured != "auto" else str(benchmark["jobs"][0]["precision"])
 
 
 def ranks_of(round_: dict[str, Any], precision: str, exchange: str) -> list[dict[str, Any]]:
-    """The figures of each rank of one measurement of training. Raises StopIteration if there is none."""
+    """Return the figures of each rank of one measurement of training. Raises StopIteration if there is none."""
     return next(
         row["ranks"] for row in round_["training"] if (row["precision"], row["exchange"]) == (precision, exchange)
     )
@@ -158,17 +159,17 @@ def _speed(ranks: list[dict[str, Any]]) -> float:
 
 
 def _ratio(values: Sequence[float], others: Sequence[float]) -> Spread:
-    """Spread of the ratios of `values` to `others`, pair by pair."""
+    """Return the spread of the ratios of `values` to `others`, pair by pair."""
     return Spread.of(value / other for value, other in zip(values, others, strict=True))
 
 
 def all_training(jobs: list[dict[str, Any]]) -> list[Training]:
-    """`training_of` each job, one after the other."""
+    """Return the training of all jobs, one after the other."""
     return [training for job in jobs for training in training_of(job)]
 
 
 def far_off(jobs: list[dict[str, Any]], lowest: float) -> list[str]:
-    """A sentence for each exchange whose training is below `lowest` of training without one."""
+    """Return a sentence for each exchange whose training is below `lowest` of training without one."""
     return [
         f"With {t.ranks} ranks in {t.precision}, training with exchange '{t.exchange}' is only {t.of_none.text('.2f')} "
         f"as fast as without; at least {lowest:g} is expected."

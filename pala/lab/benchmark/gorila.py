@@ -31,7 +31,8 @@ _MIN_REPLAY_STEPS, _CAPACITY_STEPS = 2_000, 100_000
 
 
 def with_short_replay(config: Config) -> Config:
-    """The same, but learning begins soon, and no rank sleeps. What is sampled may lie in a cache."""
+    """Return the configuration with learning that begins soon and ranks that do not sleep. What is sampled may lie in a
+    cache."""
     gorila = config.gorila
     return replace(config, run=replace(config.run, spares=0), gorila=replace(
         gorila, min_replay_steps=min(gorila.min_replay_steps, _MIN_REPLAY_STEPS), save_replay=False,
@@ -42,7 +43,7 @@ def with_short_replay(config: Config) -> Config:
 def flops_per_step(
     observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config
 ) -> tuple[int, int]:
-    """Floating-point operations of the forward passes and of the backward pass, as `measure.flops_per_step`."""
+    """Return the floating-point operations of the forward passes and of the backward pass of an observation."""
     gorila = config.gorila
     forward, backward = flops_of(q_network(observation_space, action_space, config, None), observation_space)
     passes, per_step = 3 if gorila.double_dqn else 2, gorila.minibatch_size / gorila.update_period_steps
@@ -50,9 +51,9 @@ def flops_per_step(
 
 
 def network_us(agent: GorilaAgent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
-    """Microseconds a step of `forward` (the target network's pass over all minibatches that training has at hand),
-    `backward` (the gradient with the network's own pass, and the weights taken anew) and `optimiser` (a shard of all
-    parameters)."""
+    """Return microseconds a step of `forward` (the target network's pass over all minibatches that training has at
+    hand), `backward` (the gradient with the network's own pass, and the weights taken anew) and `optimiser` (a shard of
+    all parameters)."""
     gorila, dqn, now = config.gorila, agent.dqn, clock(agent.device)
     count = gorila.minibatch_size
     at_hand = minibatches_at_hand(config) if dqn.target_tape.joins else 1
@@ -104,7 +105,7 @@ class GorilaTrial(Trial):
         return self._begin(parts, start, interrupt)
 
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
-        """As a `Trial`'s, from the last record before anything is learned."""
+        """Train, and return the records, from the last one before anything is learned."""
         self._envs.begin_anew(seeds)
         records = super().run(global_steps, seconds, seeds)
         learns = any(record["updates"] for record in records)  # else the budget was met before

@@ -52,7 +52,7 @@ _QUANTILES = 21
 def flops_per_step(
     observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config
 ) -> tuple[int, int]:
-    """Floating-point operations of one forward and one backward pass of one observation.
+    """Return the floating-point operations of one forward and one backward pass of one observation.
 
     Counted by torch's FlopCounterMode on autograd's path: twice the multiply-adds of matrices and convolutions. The
     backward pass has the gradients of all weights, and of all inputs but the observation.
@@ -61,7 +61,7 @@ def flops_per_step(
 
 
 def flops_of(network: Network, observation_space: gymnasium.Space) -> tuple[int, int]:
-    """The same of any network."""
+    """Return the floating-point operations of both passes of any network."""
     shape = observation_space.shape or ()
     observation = torch.zeros(1, *shape, dtype=torch.uint8 if network.is_image else torch.float32)
     counter = FlopCounterMode(display=False)
@@ -87,7 +87,7 @@ class ContinuedEnvs(Envs):
         self._stepped_at_s: list[float] = []
 
     def begin_anew(self, seeds: np.ndarray) -> None:
-        """Really begin new games; the next run begins with them."""
+        """Begin new games in the environments themselves; the next run begins with them."""
         self.observations = self.real.reset(seeds)  # the newest
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ class ContinuedEnvs(Envs):
         return step
 
     def take_durations_s(self, steps: int) -> list[float]:
-        """Seconds of every `steps` steps since the last call, with all that was done between them."""
+        """Return the seconds of every `steps` steps since the last call, with all that was done between them."""
         ends = self._stepped_at_s[::-steps][::-1]
         self._stepped_at_s = ends[-1:]
         return [end - begin for begin, end in pairwise(ends)]
@@ -117,7 +117,7 @@ class ContinuedEnvs(Envs):
 
 
 def environment_us(envs: ContinuedEnvs, agent: A2CAgent | GorilaAgent, seconds: float) -> float:
-    """Microseconds a step of the environments alone, with random actions."""
+    """Return microseconds a step of the environments alone, with random actions."""
     distribution = agent.network.distribution
     generator = torch.Generator(agent.device)
     envs.forget_durations()
@@ -134,8 +134,8 @@ def environment_us(envs: ContinuedEnvs, agent: A2CAgent | GorilaAgent, seconds: 
 
 
 def network_us(agent: A2CAgent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
-    """Microseconds a step of `forward` (all acting passes of a rollout and its bootstrap), `backward` and `optimiser`
-    (clipping and RMSprop)."""
+    """Return microseconds a step of `forward` (all acting passes of a rollout and its bootstrap), `backward` and
+    `optimiser` (clipping and RMSprop)."""
     tape, flat, settings, now = agent.a2c.tape, agent.flat, config.a2c, clock(agent.device)
     images = torch.from_numpy(observations).to(agent.device)
     batch = (settings.rollout_steps, len(images))
@@ -165,8 +165,8 @@ def network_us(agent: A2CAgent, config: Config, observations: np.ndarray, second
 
 
 def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float:
-    """The machine's rate: median over products of two square matrices, 10^9 floating-point operations a second, by the
-    faster of the two ways that training has, torch's product and that of its linear layers."""
+    """Return the machine's rate: median over products of two square matrices, 10^9 floating-point operations a second,
+    by the faster of the two ways that training has, torch's product and that of its linear layers."""
     dtype, now = getattr(torch, precision), clock(device)
     a, b, product = (torch.randn(_MATRIX, _MATRIX, device=device).to(dtype) for _ in range(3))
     ways: tuple[Callable[[], object], ...] = (lambda: torch.mm(a, b, out=product), lambda: fast_linear(a, b))
@@ -183,7 +183,7 @@ def matrix_gflops(device: torch.device, precision: str, seconds: float) -> float
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """A clock in seconds that first waits until the device has done all that was asked of it."""
+    """Return a clock in seconds that first waits until the device has done all that was asked of it."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -194,8 +194,8 @@ def clock(device: torch.device) -> Callable[[], float]:
 
 
 def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -> dict[str, float]:
-    """Microseconds of a whole model that gossip sends, by its own code, without MPI: `send`, the snapshot; `receive`,
-    its bytes copied, checked and added; `mix`. Medians. Caches are emptied before each, as by an update."""
+    """Return microseconds of a whole model that gossip sends, by its own code, without MPI: `send`, the snapshot;
+    `receive`, its bytes copied, checked and added; `mix`. Medians. Caches are emptied before each, as by an update."""
     now, other = clock(parameters.device), torch.zeros(_CACHE_BYTES // 4)
     mixed, codec = parameters.clone(), make_codec(config, parameters)
     wire = Wire(2, parameters.numel(), 0, gossip_sizes(codec.sizes))
@@ -280,7 +280,7 @@ class Trial:
         return records
 
     def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, Exchange]:
-        """What trains, from the first weights. Collective."""
+        """Return what trains, from the first weights. Collective."""
         agent = replace(self._agent, config=config)
         agent.flat.data.copy_(self._first_weights)
         agent.a2c.restart_mean_square(updates=0)
@@ -297,7 +297,7 @@ class Trial:
 
 
 def _process_figures() -> dict[str, float]:
-    """Processor time of this process, of PALA's own threads in it, and how many threads it has."""
+    """Return the processor time of this process, of PALA's own threads in it, and how many threads it has."""
     threads = [t.ident for t in threading.enumerate() if t.name.startswith("pala-") and t.ident is not None]
     return {
         "cpu_s": time.process_time(),
@@ -307,14 +307,14 @@ def _process_figures() -> dict[str, float]:
 
 
 def _seconds(records: list[Record]) -> float:
-    """From the first to the last."""
+    """Return the seconds from the first to the last."""
     return float(records[-1]["time_s"] - records[0]["time_s"]) if records else 0.0
 
 
 def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str, Any]:
-    """What a rank's records say of the time after the first interval, which is warm-up, and up to `until_s`, when the
-    first rank was done: until then all ranks trained. Where that is less than a tenth of all, as of a very short run,
-    what is after the first interval, or all."""
+    """Return what a rank's records say of the time after the first interval, which is warm-up, and up to `until_s`,
+    when the first rank was done: until then all ranks trained. Where that is less than a tenth of all, as of a very
+    short run, what is after the first interval, or all."""
     choices = ([record for record in records[1:] if record["time_s"] <= until_s], records[1:])
     kept = next((choice for choice in choices if _seconds(choice) > 0.1 * _seconds(records)), records)
     first, last, intervals = kept[0], kept[-1], kept[1:]

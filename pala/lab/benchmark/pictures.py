@@ -41,7 +41,8 @@ def draw(benchmark: dict[str, Any], output: Path) -> None:
 
 
 def _is_beyond_cores(job: dict[str, Any], machine: dict[str, Any]) -> bool:
-    """Whether the job had more ranks than cores on the host that started it; of others only their ranks are known."""
+    """Return whether the job had more ranks than cores on the host that started it; of others only their ranks are
+    known."""
     return sum(rank.get("host") == machine["host"] for rank in job["of_ranks"]) > machine["cores"]
 
 
@@ -54,7 +55,7 @@ def _mark_beyond_cores(axes: Axes, beyond: list[bool]) -> None:
 
 
 def _draw_split(axes: Axes, jobs: list[dict[str, Any]], beyond: list[bool]) -> None:
-    """Stacked bars, from top to bottom as in the tables; a gap after each number of ranks."""
+    """Draw stacked bars, from top to bottom as in the tables; a gap after each number of ranks."""
     bars: list[tuple[float, str, dict[str, float]]] = []  # place, label, pieces
     y = 0.0
     for job, is_beyond in zip(jobs, beyond, strict=True):
@@ -86,7 +87,7 @@ def _draw_split(axes: Axes, jobs: list[dict[str, Any]], beyond: list[bool]) -> N
 
 
 def _draw_speed(axes: Axes, jobs: list[dict[str, Any]]) -> None:
-    """A marker with its range for each kind of training; over those of a precision, their upper bound as a dash."""
+    """Draw a marker with its range for each kind of training; over those of a precision, their upper bound."""
     kinds = list(dict.fromkeys((t.precision, t.exchange) for t in all_training(jobs)))
     precisions = list(dict.fromkeys(precision for precision, _ in kinds))
     exchanges = list(dict.fromkeys(exchange for _, exchange in kinds))

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from pala.lab.benchmark.analysis import BASELINE, PARTS, Training, all_training, parts_of
+from pala.lab.benchmark.analysis import BASELINE, PARTS, Parts, Training, all_training, parts_of
+from pala.report.page import Column, Form, Page, origin, table
 from pala.run.metrics import SECTIONS
-from pala.system.text import table
+
+Job = dict[str, Any]
+
+_PARTS = "Microseconds a step of a rank; all ranks at the same time."
+_TRAINING = "Steps of all ranks a second, and their ratios within a round."
+_SPLIT = """Microseconds a step of a rank; processor time of the process and of the exchange's threads in wall time."""
+_EXCHANGE = "Median over rounds and ranks; of the updates without mix, the most."
+_PROTOCOL = """Microseconds of processor time a model, on both sides together and with the credit that goes back, \
+without the model's own bytes. All ranks are in one process: what more of them cost in jobs of 8 as well is the \
+caches', not the protocol's."""
+_RANKS = "Of the benchmark's processes, which hold a network for each precision."
 
 
 def markdown(benchmark: dict[str, Any]) -> str:
-    """All tables, as readable in a terminal or a log as on a page."""
+    """Return all tables, as readable in a terminal or a log as on a page."""
     jobs = benchmark["jobs"]
+    env = benchmark["config"]["env"]
+    page = Page(f"Benchmark: {env['id']}, {env['num_envs']} environments a rank, {_pace(benchmark['config'])}")
+    page.add(_conditions(benchmark))
+    page.section(
+        "The parts alone, and the bounds", _PARTS, table(_PARTS_COLUMNS, [p for j in jobs for p in parts_of(j)])
+    )
+    page.section("Training", _TRAINING, table(_TRAINING_COLUMNS, all_training(jobs)) + _left_out(jobs))
+    page.section("Where the time of a step goes", _SPLIT, table(_SPLIT_COLUMNS, all_training(jobs)))
+    page.section("What was exchanged", _EXCHANGE, _exchange_table(jobs) or "Nothing.")
+    page.section("What the protocol costs", _PROTOCOL, _protocol_table(benchmark))
+    page.section("Ranks", _RANKS, table(_RANKS_COLUMNS, jobs))
+    return page.add(origin(benchmark)).text()
+
+
+def _conditions(benchmark: dict[str, Any]) -> str:
+    jobs, machine = benchmark["jobs"], benchmark["machine"]
     flops = jobs[0]["flops_per_step"]
-    env, machine = benchmark["config"]["env"], benchmark["machine"]
     rounds = " or ".join(map(str, sorted({len(job["rounds"]) for job in jobs})))
+    cores = f"{machine['cores']} cores"
     gpus = sorted({rank["gpu"] for job in jobs for rank in job["of_ranks"] if rank["gpu"]})
-    sections = [
-        f"# Benchmark: {env['id']}, {env['num_envs']} environments a rank, {_pace(benchmark['config'])}",
-        f"{machine['cpu']}, {machine['cores']} cores{', ' if gpus else ''}{', '.join(gpus)}; "
+    return (
+        f"{', '.join([machine['cpu'], cores, *gpus])}; "
         f"{rounds} rounds of {benchmark['options']['seconds']:g} s a measurement, interleaved; "
         f"median (range) over rounds.{_slowed(benchmark['options'])}\n"
         f"A step is {flops['forward'] / 1e6:.3g} million floating-point operations forward and "
-        f"{flops['backward'] / 1e6:.3g} million backward.",
-        "## The parts alone, and the bounds\n\nMicroseconds a step of a rank; all ranks at the same time.\n\n"
-        + _parts_table(jobs),
-        "## Training\n\nSteps of all ranks a second, and their ratios within a round.\n\n"
-        + _training_table(jobs)
-        + _left_out(jobs),
-        "## Where the time of a step goes\n\nMicroseconds a step of a rank; processor time of the process and of the "
-        "exchange's threads in wall time.\n\n" + _split_table(jobs),
-        "## What was exchanged\n\nMedian over rounds and ranks; of the updates without mix, the most.\n\n"
-        + _exchange_table(jobs),
-        *_protocol_section(benchmark),
-        "## Ranks\n\nOf the benchmark's processes, which hold a network for each precision.\n\n" + _ranks_table(jobs),
-        f"{benchmark['date']}, commit {benchmark['git_commit']}{' (changed)' if benchmark['git_dirty'] else ''}: "
-        f"`{benchmark['command']}`",
-    ]
-    return "\n\n".join(sections) + "\n"
+        f"{flops['backward'] / 1e6:.3g} million backward."
+    )
 
 
 def _pace(config: dict[str, Any]) -> str:
-    """How often is learned."""
+    """Return how often training learns."""
     if config.get("algorithm") == "gorila":
         gorila = config["gorila"]
         return f"Gorila: a minibatch of {gorila['minibatch_size']} for {gorila['update_period_steps']} steps"
@@ -58,109 +71,98 @@ def _slowed(options: dict[str, Any]) -> str:
     )
 
 
-def _left_out(jobs: list[dict[str, Any]]) -> str:
+def _left_out(jobs: list[Job]) -> str:
     reasons = {(job["ranks"], *item) for job in jobs for item in job.get("left_out", {}).items()}
     return "".join(f"\n\nLeft out with {ranks} ranks: {kind}. {reason}" for ranks, kind, reason in sorted(reasons))
 
 
-def _parts_table(jobs: list[dict[str, Any]]) -> str:
-    header = ("ranks", "threads", "precision", "environment", *PARTS, "GFLOP/s", "lower bound", "upper bound, steps/s")
-    return table(header, [
-        (
-            str(p.ranks), str(p.threads), p.precision, f"{p.environment_us:.0f}",
-            *(f"{p.network_us[part]:.0f}" for part in PARTS), f"{p.matrix_gflops:.0f}",
-            f"{p.environment_us:.0f} + {p.operations_us:.0f}", p.bound_steps_per_s.text(",.0f"),
-        )
-        for job in jobs for p in parts_of(job)
-    ])  # fmt: skip
+# ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _training_table(jobs: list[dict[str, Any]]) -> str:
-    header = (
-        "ranks",
-        "precision",
-        "exchange",
-        "global steps/s",
-        "of none",
-        "of the upper bound",
-        "of the environments",
-    )
-    return table(header, [
-        (
-            *_names(t), t.steps_per_s.text(",.0f"), t.of_none.text(".3f") if t.of_none else "",
-            t.of_bound.text(".2f"), t.of_environments.text(".2f"),
-        )
-        for t in all_training(jobs)
-    ])  # fmt: skip
+def _part(name: str) -> Column[Parts]:
+    return Column(name, lambda parts: parts.network_us[name], ".0f")
 
 
-def _split_table(jobs: list[dict[str, Any]]) -> str:
-    header = ("ranks", "precision", "exchange", *SECTIONS, "processor a core", "exchange's threads")
-    return table(header, [
-        (
-            *_names(t), *(f"{t.split_us[s]:.1f}" for s in SECTIONS),
-            f"{t.cpu_per_core:.1%}", f"{t.exchange_thread_share:.2%}",
-        )
-        for t in all_training(jobs)
-    ])  # fmt: skip
+def _section(name: str) -> Column[Training]:
+    return Column(name, lambda training: training.split_us[name], ".1f")
 
 
-def _exchange_table(jobs: list[dict[str, Any]]) -> str:
-    header = (
-        "ranks", "precision", "exchange", "models sent an update", "mixed an update", "most updates without mix",
-        "relative distance", "progress kept", "KiB sent an update", "model, KiB",
-    )  # fmt: skip
-    sizes = {(job["ranks"], kind): size for job in jobs for kind, size in job["message_bytes"].items()}
-    rows = []
-    for t in all_training(jobs):
-        f = t.figures
-        row = (
-            _optional(f, "models_sent", ".2f"), _optional(f, "models_mixed", ".2f"),
-            _optional(f, "staleness_updates", ".0f"), _optional(f, "consensus_distance_relative", ".4f"),
-            _optional(f, "progress_kept", ".2f"),
-            _optional(f, "bytes_sent", ",.0f", 1024), f"{sizes[t.ranks, t.exchange] / 1024:,.0f}",
-        )  # fmt: skip
-        if t.exchange != BASELINE:
-            rows.append((*_names(t), *row))
-    return table(header, rows) if rows else "Nothing."
+def _figure(title: str, key: str, form: Form, unit: float = 1) -> Column[Training]:
+    """Return a column of a figure that not every exchange has."""
+    return Column(title, lambda training: training.figures[key] / unit if key in training.figures else None, form)
 
 
-def _protocol_section(benchmark: dict[str, Any]) -> list[str]:
-    if not benchmark["protocol_us"]:  # of gossip; Gorila has none
-        return []
-    return [
-        "## What the protocol costs\n\nMicroseconds of processor time a model, on both sides together and with the "
-        "credit that goes back, without the model's own bytes. All ranks are in one process: what more of them "
-        "cost in jobs of 8 as well is the caches', not the protocol's.\n\n"
-        + _protocol_table(benchmark["protocol_us"], benchmark.get("protocol_in_jobs_of_8_us", {}))
+def _most(title: str, value: Callable[[Job], list[float | None]], form: Form) -> Column[Job]:
+    """Return a column of the greatest value of a job's ranks, of those that have one."""
+    return Column(title, lambda job: max((found for found in value(job) if found is not None), default=None), form)
+
+
+def _mebibytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.0f}"
+
+
+def _threads(job: Job) -> list[float | None]:
+    return [rank["num_threads"] for round_ in job["rounds"] for row in round_["training"] for rank in row["ranks"]]
+
+
+_PARTS_COLUMNS: list[Column[Parts]] = [
+    Column("ranks", lambda parts: parts.ranks),
+    Column("threads", lambda parts: parts.threads),
+    Column("precision", lambda parts: parts.precision),
+    Column("environment", lambda parts: parts.environment_us, ".0f"),
+    *map(_part, PARTS),
+    Column("GFLOP/s", lambda parts: parts.matrix_gflops, ".0f"),
+    Column("lower bound", lambda parts: f"{parts.environment_us:.0f} + {parts.operations_us:.0f}"),
+    Column("upper bound, steps/s", lambda parts: parts.bound_steps_per_s, ",.0f"),
+]
+_NAMES: list[Column[Training]] = [
+    Column("ranks", lambda training: training.ranks),
+    Column("precision", lambda training: training.precision),
+    Column("exchange", lambda training: training.exchange),
+]
+_TRAINING_COLUMNS = [
+    *_NAMES,
+    Column("global steps/s", lambda training: training.steps_per_s, ",.0f"),
+    Column("of none", lambda training: training.of_none, ".3f"),
+    Column("of the upper bound", lambda training: training.of_bound, ".2f"),
+    Column("of the environments", lambda training: training.of_environments, ".2f"),
+]
+_SPLIT_COLUMNS = [
+    *_NAMES,
+    *map(_section, SECTIONS),
+    Column("processor a core", lambda training: training.cpu_per_core, ".1%"),
+    Column("exchange's threads", lambda training: training.exchange_thread_share, ".2%"),
+]
+_RANKS_COLUMNS = [
+    Column("ranks", lambda job: job["ranks"]),
+    _most("peak memory, MiB", lambda job: [rank["memory_peak_bytes"] for rank in job["of_ranks"]], _mebibytes),
+    _most("on the GPU, MiB", lambda job: [rank["device_memory_peak_bytes"] for rank in job["of_ranks"]], _mebibytes),
+    _most("threads of a process", _threads, ""),
+    _most("start to first step, s", lambda job: [rank["seconds_to_first_step"] for rank in job["of_ranks"]], ".1f"),
+]
+
+
+def _exchange_table(jobs: list[Job]) -> str:
+    kib = {(job["ranks"], kind): size / 1024 for job in jobs for kind, size in job["message_bytes"].items()}
+    columns = [
+        *_NAMES,
+        _figure("models sent an update", "models_sent", ".2f"),
+        _figure("mixed an update", "models_mixed", ".2f"),
+        _figure("most updates without mix", "staleness_updates", ".0f"),
+        _figure("relative distance", "consensus_distance_relative", ".4f"),
+        _figure("progress kept", "progress_kept", ".2f"),
+        _figure("KiB sent an update", "bytes_sent", ",.0f", unit=1024),
+        Column("model, KiB", lambda training: kib[training.ranks, training.exchange], ",.0f"),
     ]
+    return table(columns, [training for training in all_training(jobs) if training.exchange != BASELINE])
 
 
-def _protocol_table(costs_us: dict[str, float], in_jobs_us: dict[str, float]) -> str:
-    rows = [("a model", *(f"{cost:.1f}" for cost in costs_us.values()))]
-    if in_jobs_us:
-        rows.append(("a model, in jobs of 8", *(_optional(in_jobs_us, ranks, ".1f") for ranks in costs_us)))
-    return table(("ranks", *costs_us), rows)
+def _protocol_table(benchmark: dict[str, Any]) -> str:
+    """Return a row for each way to count; nothing where there is no protocol, as in Gorila."""
+    one, eight = benchmark["protocol_us"], benchmark.get("protocol_in_jobs_of_8_us", {})
+    rows = [("a model", one), ("a model, in jobs of 8", eight)]
 
+    def cost(ranks: str) -> Column[tuple[str, dict[str, float]]]:
+        return Column(ranks, lambda row: row[1].get(ranks), ".1f")
 
-def _optional(figures: dict[str, float], key: str, form: str, unit: float = 1) -> str:
-    return f"{figures[key] / unit:{form}}" if key in figures else ""
-
-
-def _ranks_table(jobs: list[dict[str, Any]]) -> str:
-    header = ("ranks", "peak memory, MiB", "on the GPU, MiB", "threads of a process", "start to first step, s")
-    rows = []
-    for job in jobs:
-        ranks = job["of_ranks"]
-        device = [rank["device_memory_peak_bytes"] for rank in ranks if rank["device_memory_peak_bytes"] is not None]
-        threads = [f["num_threads"] for r in job["rounds"] for row in r["training"] for f in row["ranks"]]
-        rows.append((
-            str(job["ranks"]), f"{max(rank['memory_peak_bytes'] for rank in ranks) / 2**20:,.0f}",
-            f"{max(device) / 2**20:,.0f}" if device else "", str(max(threads)),
-            f"{max(rank['seconds_to_first_step'] for rank in ranks):.1f}",
-        ))  # fmt: skip
-    return table(header, rows)
-
-
-def _names(training: Training) -> tuple[str, str, str]:
-    return str(training.ranks), training.precision, training.exchange
+    return table([Column("ranks", lambda row: row[0]), *map(cost, one)], [row for row in rows if row[1]])

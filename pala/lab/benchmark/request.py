@@ -30,7 +30,7 @@ class JobRequest:
 
 
 def read_request(arguments: list[str], ranks: int) -> JobRequest:
-    """The request that the program was started with. Raises PalaError."""
+    """Return the request that the program was started with. Raises PalaError."""
     if len(arguments) != 1:
         raise PalaError("This is the part of the benchmark that ranks run; start `python -m pala.benchmark`.")
     table = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))

@@ -71,7 +71,7 @@ class Rounds:
         self.rates: dict[Key, float] = {}  # global steps/s of the last run, for the next one's budget
 
     def _is_possible(self, kind: str) -> bool:
-        """Whether the ranks are where this exchange works; if not, `left_out` says why."""
+        """Return whether the ranks are where this exchange works; if not, `left_out` says why."""
         exchange = replace(self.config.exchange, kind=cast(Any, kind))
         try:
             check_exchange(exchange, source=f"With '--exchanges {kind}'")
@@ -94,7 +94,7 @@ class Rounds:
             self.trials[precision, kind] = trial
 
     def _build(self, config: Config) -> A2CAgent | GorilaAgent:
-        """Whatever exchange the preset names: it may be one of those that are left out here."""
+        """Build an agent for any exchange: the preset's may be one of those that are left out here."""
         if self.is_gorila:
             return build_gorila(self.comm, gorila.with_short_replay(config), self.envs.real)
         return build(self.comm, replace(config, exchange=replace(config.exchange, kind=cast(Any, BASELINE))), self.envs)
@@ -120,7 +120,7 @@ class Rounds:
         return parts | {"training": rows}
 
     def _measure_parts(self) -> dict[str, Any]:
-        """Each part on all ranks at the same time: they share the memory and its bandwidth, as in training."""
+        """Measure each part on all ranks at the same time: they share memory and its bandwidth, as in training."""
         seconds = _PART_SHARE * self.request.seconds
         self.comm.barrier()
         first = self.agents[self.precisions[0]]
@@ -143,7 +143,7 @@ class Rounds:
         return network_us(agent, self.config, self.envs.observations, seconds)
 
     def _measure_training(self, key: Key) -> list[dict[str, Any]]:
-        """One run of about the requested length; the figures of every rank."""
+        """Train for about the requested length; return the figures of every rank."""
         trial = self.trials[key]
         steps = trial.steps_per_update
         updates = max(_WARM_UP_UPDATES * self.comm.size, round(self.rates[key] * self.request.seconds / steps))

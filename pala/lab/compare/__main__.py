@@ -155,7 +155,7 @@ def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], re
 
 
 def _submission(plan: Plan, runs: Sequence[Planned], command: Command, results: Path) -> Submission:
-    """With a last job that does as this command, but for submitting."""
+    """Return the jobs, with a last one that does as this command, without submitting."""
     for note in left_out(plan):
         say(note)
     added = ["--add", *map(str, command.add)] if command.add else []
@@ -164,7 +164,7 @@ def _submission(plan: Plan, runs: Sequence[Planned], command: Command, results: 
 
 
 def _unfinished(runs: Sequence[Planned], results: Path) -> list[Planned]:
-    """What the jobs of a cluster have not finished, said one by one."""
+    """Return the runs that the jobs of a cluster have not finished, and say each."""
     found = unfinished(runs, results)
     for run, why in found:
         tell(f"      {run}: FAILED. {why}")
@@ -192,14 +192,14 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
 
 
 def _stop(number: int, frame: object) -> NoReturn:
-    """The job that runs gets a minute to write its checkpoint (`run_job`); a second signal kills it."""
+    """Exit: the job that runs gets a minute to write its checkpoint (`run_job`); a second signal kills it."""
     say("Stopping; a job that runs writes its checkpoint. The same command goes on later.")
     sys.exit(128 + number)
 
 
 @exit_on_mistake(OSError)
 def main() -> None:
-    """What `python -m pala.compare` runs."""
+    """Run `python -m pala.compare`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup()):
         signal.signal(number, _stop)
     command = read_command(_PROGRAM, sys.argv[1:], Command())

@@ -79,12 +79,14 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def without_paths(text: str) -> str:
-    """Absolute paths as their last names: what is published should not tell of a machine's folders."""
+    """Return text with absolute paths cut to their last names: what is published should not tell of a machine's
+    folders."""
     return _ABSOLUTE.sub("", _QUOTED.sub("", text))
 
 
 def _without_paths_but_settings(record: str) -> str:
-    """run.json: a setting that holds a path, as an argument of an environment, decides what the run is taken for."""
+    """Return run.json without paths, except in settings: one that holds a path, as an argument of an environment,
+    decides what the run is taken for."""
     clean = json.loads(without_paths(record))
     settings = json.loads(record)["config"]
     settings.setdefault("run", {})["dir"] = clean["config"].get("run", {}).get("dir", "")
@@ -92,7 +94,7 @@ def _without_paths_but_settings(record: str) -> str:
 
 
 def _begun(run: Path) -> Any:
-    """What tells a run from all others."""
+    """Return what tells a run from all others."""
     first = run_folder.read(run)["segments"][0]
     # Of a sweep, several runs may begin in the same second. As text, of which paths are left out in copies.
     command = without_paths(json_text(first.get("command")))
@@ -105,7 +107,7 @@ def _progress(run: Path) -> tuple[bool, int]:
 
 
 def load(folder: Path, plan: Plan) -> Run:
-    """A run and the place in the comparison that its own record gives it. Raises PalaError."""
+    """Return a run and the place in the comparison that its own record gives it. Raises PalaError."""
     run, ranks = runs.read(folder)
     if run.record["completed"] and "global_steps" not in run.last:
         raise PalaError(f"'{folder / 'run.json'}' is of a completed run, but its last segment has no 'global_steps'.")
@@ -115,10 +117,11 @@ def load(folder: Path, plan: Plan) -> Run:
 
 
 def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) -> Cell:
-    """The variant: of those with the run's method, the one from which it differs in the fewest settings. Of several
-    such the one that gives its run of this seed the same name (variants may differ in what does not decide how a run
-    learns, as threads), then one that has runs with as many ranks, then one with the same budget. Settings that differ
-    even so become part of the name, so that runs which are not alike are not mixed. `source`: the run's folder."""
+    """Return the cell of the variant: of those with the run's method, the one from which it differs in the fewest
+    settings. Of several such the one that gives its run of this seed the same name (variants may differ in what does
+    not decide how a run learns, as threads), then one that has runs with as many ranks, then one with the same budget.
+    Settings that differ even so become part of the name, so that runs which are not alike are not mixed. `source`: the
+    run's folder."""
     game, method, ranks = plan.game_of(config, source), config.exchange_kind.name, segment.get("ranks", 1)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
     alike = {variant: settings for variant, settings in wanted.items() if settings.exchange_kind.name == method}

@@ -31,7 +31,7 @@ class Comparison:
 
     @classmethod
     def of(cls, preset: Preset, runs: Sequence[Run]) -> Comparison:
-        """The comparison of these runs, sorted and grouped."""
+        """Return the comparison of these runs, sorted and grouped."""
         variants = _names(preset, runs)
 
         def place(run: Run) -> tuple[Any, ...]:
@@ -69,15 +69,15 @@ class Comparison:
         return looks
 
     def common_steps(self, cell: Cell) -> int:
-        """The smallest budget among completed runs of a cell's game and number of ranks."""
+        """Return the smallest budget among completed runs of a cell's game and number of ranks."""
         return min(
             run.last["global_steps"] for other, runs in self.cells.items() for run in runs
             if (other.game, other.ranks) == (cell.game, cell.ranks)
         )  # fmt: skip
 
     def without_exchange(self, cell: Cell) -> list[Run]:
-        """The completed runs that a cell's speed is compared with: of independent learners, with the fewest other
-        settings that differ. Empty if there are none."""
+        """Return the completed runs that a cell's speed is compared with: of independent learners, with the fewest
+        other settings that differ. Empty if there are none."""
         mine = self.cells[cell][0].config
 
         def distance(runs: list[Run]) -> int:
@@ -90,8 +90,8 @@ class Comparison:
         return min(independent, key=distance, default=[])
 
     def speeds_over_ranks(self) -> dict[tuple[str, str], dict[int, float]]:
-        """(game, variant) -> ranks -> median of steps a second; only of those with several numbers of ranks, and of
-        none if they were disturbed."""
+        """Return (game, variant) -> ranks -> median of steps a second; only of those with several numbers of ranks, and
+        of none if they were disturbed."""
         found: dict[tuple[str, str], dict[int, float]] = {}
         if not self.preset.undisturbed:
             return found
@@ -102,12 +102,12 @@ class Comparison:
         return {key: speeds for key, speeds in found.items() if len(speeds) > 1}
 
     def is_independent(self, game: str, variant: str) -> bool:
-        """Whether the ranks of a variant's completed runs exchange nothing."""
+        """Return whether the ranks of a variant's completed runs exchange nothing."""
         runs = [run for cell, of in self.cells.items() for run in of if (cell.game, cell.variant) == (game, variant)]
         return all(run.is_independent for run in runs)
 
     def ranks_beyond_cores(self, game: str) -> set[int]:
-        """The numbers of ranks with which a completed run of a game had more ranks than cores."""
+        """Return the numbers of ranks with which a completed run of a game had more ranks than cores."""
         return {cell.ranks for cell, of in self.cells.items() for r in of if cell.game == game and r.is_beyond_cores}
 
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pala.config import load_preset
-from pala.config.influence import differences
-from pala.evaluation.record import final_evaluation
 from pala.lab.compare.collect import copies_in, load
+from pala.lab.compare.made import Made, Published
 from pala.lab.compare.plan import Plan, Planned, options
-from pala.report.runs import config_as_computed
 from pala.run import run_folder
 from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder
@@ -64,23 +62,29 @@ def locked(runs: Iterable[Planned]) -> Iterator[None]:
         yield
 
 
-def task_of(planned: Planned, results: Path) -> Task | None:
-    """What a run needs; None if it is complete, here or in the results. Raises PalaError if it was made otherwise than
-    the plan wants it."""
-    folder = planned.folder
-    if not (folder / "run.json").exists():
-        copies = [copy for copy in copies_in(results) if _may_be(planned, copy)]
-        if any(not _misfits(planned, copy) and _needs(planned, copy) in ("", "evaluate") for copy in copies):
-            return None
-        if longer := [copy for copy in copies if _hides(copy, planned)]:
-            raise PalaError(
-                f"'{longer[0]}' is this run with 'total_steps' {run_folder.config_of(longer[0]).total_steps:,}, and "
-                f"the comparison now asks for {planned.config.total_steps:,}: of two runs of a seed only the longer "
-                "one is reported. Put the preset back, or give the comparison another 'name'."
-            )
-        over = load_preset(planned.game_preset)
-        return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
-    if misfits := _misfits(planned, folder):
+def task_of(planned: Planned, published: Published) -> Task | None:
+    """Return what a run needs; None if it is complete, here or in the results. Raises PalaError if it was made
+    otherwise than the plan wants it."""
+    if (planned.folder / "run.json").exists():
+        return _rest_of(planned, Made.read(planned.folder))
+    copies = published.of(planned)
+    wanted = planned.config.total_steps
+    if any(copy.config.total_steps <= wanted and copy.lacks(planned) != "resume" for copy in copies):
+        return None
+    if longer := [copy for copy in copies if copy.is_longer_than(planned)]:
+        raise PalaError(
+            f"'{longer[0].folder}' is this run with 'total_steps' {longer[0].config.total_steps:,}, and the comparison "
+            f"now asks for {wanted:,}: of two runs of a seed only the longer one is reported. Put the preset back, or "
+            "give the comparison another 'name'."
+        )
+    over = load_preset(planned.game_preset)
+    return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
+
+
+def _rest_of(planned: Planned, made: Made) -> Task | None:
+    """Return what a run needs that has begun in its own folder. Raises PalaError if it was made otherwise."""
+    folder = made.folder
+    if misfits := made.misfits(planned):
         key, (found, asked) = next(iter(misfits.items()))
         if key == "ranks":
             raise WrongRanksError(
@@ -91,10 +95,10 @@ def task_of(planned: Planned, results: Path) -> Task | None:
             f"Run '{folder}' was made with '{key}' {found!r}, but the comparison now asks for {asked!r}. Put the "
             "preset back, give the comparison another 'name', or move the run away."
         )
-    needs = _needs(planned, folder)
+    needs = made.lacks(planned)
     trust = ["--trust-run"] if named_code(planned.config) else []  # the preset names it, too
     if needs == "resume":
-        over = run_folder.config_of(folder)
+        over = run_folder.config_of(folder, made.record)
         return _training(planned, needs, ["--resume", str(folder), *trust, *options(planned.config, over)])
     if needs == "evaluate":
         wanted = planned.config.evaluation
@@ -106,7 +110,7 @@ def task_of(planned: Planned, results: Path) -> Task | None:
 
 
 def why_unfinished(task: Task) -> str:
-    """A sentence on what a run still lacks."""
+    """Return a sentence on what a run still lacks."""
     if task.what == "train":
         return "It has not begun."
     if task.what == "evaluate":
@@ -115,73 +119,19 @@ def why_unfinished(task: Task) -> str:
     return f"It is not complete; its last start is '{last['status']}' in its record."
 
 
-def _may_be(planned: Planned, copy: Path) -> bool:
-    """Whether a folder of the results is of the game and seed that is planned. It may have another name there, but not
-    one that the comparison gives to another variant."""
-    found, wanted = run_folder.config_of(copy), planned.config
-    if (found.env.id, found.seed) != (wanted.env.id, wanted.seed):
-        return False
-    last = run_folder.read(copy)["segments"][-1]
-    if any(run_folder.from_python(last)):  # the plan's are by its settings alone
-        return False
-    return wanted.run.name in (copy.name, found.run.name) or found.run.name not in planned.others
-
-
-def _hides(copy: Path, planned: Planned) -> bool:
-    """Whether a page that has the copy would leave out what is planned, as the shorter of two (`is_shorter_than`)."""
-    record = run_folder.read(copy)
-    made = record["segments"][-1].get("global_steps", 0)
-    is_longer = record["completed"] and made > planned.config.total_steps
-    return is_longer and _misfits(planned, copy).keys() == {"total_steps"}
-
-
 def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
     launcher = launcher_of(planned.launcher, planned.cell.ranks + planned.config.run.spares)
     return Task(planned, what, [*launcher, "python", "-m", "pala.train", *arguments])
 
 
-def _needs(planned: Planned, folder: Path) -> str:
-    record, config = run_folder.read(folder), run_folder.config_of(folder)
-    ended_early = record["segments"][-1].get("stopped_early")  # by a callback
-    if not record["completed"] or ended_early or config.total_steps < planned.config.total_steps:
-        return "resume"
-    evaluation, wanted = final_evaluation(folder, record), planned.config.evaluation
-    if not wanted.episodes:
-        return ""
-    if (
-        evaluation is None
-        or evaluation["episodes"] < wanted.episodes
-        or evaluation.get("greedy", False) != wanted.greedy
-    ):
-        return "evaluate"
-    return ""
-
-
-def _misfits(planned: Planned, folder: Path) -> dict[str, tuple[object, object]]:
-    """Settings that a run was made with and the plan does not want -> both values."""
-    record = run_folder.read(folder)
-    config, ranks = config_as_computed(folder, record), record["segments"][-1].get("ranks")
-    wanted = planned.config
-    differing: dict[str, tuple[object, object]] = dict(differences(config, wanted))
-    if ranks != planned.cell.ranks:
-        differing["ranks"] = (ranks, planned.cell.ranks)
-    if config.total_steps > wanted.total_steps:
-        differing["total_steps"] = (config.total_steps, wanted.total_steps)
-    is_read = {"epsilon": wanted.algorithm == "gorila", "max_episode_steps": not wanted.env.is_atari}
-    for key in (key for key, holds in is_read.items() if holds and wanted.evaluation.episodes):
-        found, asked = getattr(config.evaluation, key), getattr(wanted.evaluation, key)
-        if found != asked:  # by which `pala.evaluate` scores the run, unless it makes no result of it
-            differing[f"evaluation.{key}"] = (found, asked)
-    return differing
-
-
 def tasks_of(runs: Sequence[Planned], results: Path) -> tuple[list[Task], dict[Planned, str]]:
-    """What runs still need; and why no job helps those that one has brought to another number of ranks. Raises
+    """Return what runs still need; and why no job helps those that one has brought to another number of ranks. Raises
     PalaError if a run that exists is not what the plan asks for."""
     tasks, unfit = [], {}
+    published = Published(copies_in(results))
     for run in runs:
         try:
-            if (task := task_of(run, results)) is not None:
+            if (task := task_of(run, published)) is not None:
                 tasks.append(task)
         except WrongRanksError as error:
             unfit[run] = str(error)
@@ -189,7 +139,7 @@ def tasks_of(runs: Sequence[Planned], results: Path) -> tuple[list[Task], dict[P
 
 
 def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
-    """The runs of the variants and games that are named; of all where none is. Raises PalaError."""
+    """Return the runs of the variants and games that are named; of all where none is. Raises PalaError."""
     variants, games = plan.preset.variants, plan.preset.games
     for word in only:
         if word not in variants and word not in games:
@@ -200,7 +150,7 @@ def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
 
 
 def nothing_missing(results: Path) -> str:
-    """What to say if there is no task."""
+    """Return what to say if there is no task."""
     return (
         f"Nothing is missing: all runs that were asked for are complete, here or in '{results}'. To make them anew, "
         "give the results another folder, as in `--output results/mine`, and move those in `runs/` away; "
@@ -223,7 +173,7 @@ class Executor:
         return not self.tasks and not self.unfit and not any(run.folder.exists() for run in self._runs)
 
     def run(self) -> list[Planned]:
-        """Returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
+        """Do the tasks; returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
         if another comparison runs in the same folder."""
         with locked(task.run for task in self.tasks):
             return self._run()
@@ -252,7 +202,7 @@ class Executor:
         return failures
 
     def _do(self, task: Task) -> str | None:
-        """What went wrong, if anything."""
+        """Do a task; returns what went wrong, if anything."""
         log = task.run.log
         try:
             folder = task.run.folder
@@ -263,7 +213,7 @@ class Executor:
         except PalaError as error:
             fault = str(error)
         try:
-            lacks = task_of(task.run, self._results)
+            lacks = task_of(task.run, Published(copies_in(self._results)))
             if lacks is None:
                 return None
             return fault or f"The job ended, but: {why_unfinished(lacks)} Its output is in '{log}'."

@@ -31,7 +31,7 @@ class Run(RunData):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of the run's folder."""
         return self.path.name
 
     @property
@@ -41,7 +41,7 @@ class Run(RunData):
 
     @property
     def is_independent(self) -> bool:
-        """Its ranks told each other nothing while they trained."""
+        """Whether the ranks told each other nothing while they trained."""
         return self.config.exchange_kind.independent
 
     @property
@@ -50,7 +50,7 @@ class Run(RunData):
         return bool(self.record["completed"])
 
     def is_shorter_than(self, other: Run) -> bool:
-        """The other is the same but for its larger budget, and has completed, with more steps."""
+        """Return whether the other is the same with a larger budget, and has completed, with more steps."""
         same = (self.cell, self.seed) == (other.cell, other.seed)
         is_larger = self.config.total_steps < other.config.total_steps and self.end_steps < other.end_steps
         return same and other.completed and is_larger
@@ -62,7 +62,7 @@ class Run(RunData):
 
     @property
     def was_resized(self) -> bool:
-        """Its starts had unlike numbers of ranks."""
+        """Whether the starts had unlike numbers of ranks."""
         return len({segment.get("ranks") for segment in self.segments}) > 1
 
     @property
@@ -115,16 +115,16 @@ class Run(RunData):
 
     @property
     def is_beyond_cores(self) -> bool:
-        """Its ranks outnumbered the cores of its hosts; of runs of earlier versions that is not known."""
+        """Whether the ranks outnumbered the cores of the hosts; unknown of runs of earlier versions."""
         return self.last.get("ranks", 1) > self.last.get("cores", math.inf)
 
     def mean(self, key: str) -> float | None:
-        """Mean of a key of the metrics over intervals and ranks; None if none has it."""
+        """Return the mean of a key of the metrics over intervals and ranks; None if none has it."""
         values = [record[key] for record in self.intervals if record.get(key) is not None]
         return statistics.fmean(values) if values else None
 
     def most(self, key: str) -> float | None:
-        """The greatest value of a key of the metrics, start-up included."""
+        """Return the greatest value of a key of the metrics, start-up included."""
         return max((r[key] for rank in self.ranks for r in rank if r.get(key) is not None), default=None)
 
     @property
@@ -136,7 +136,7 @@ class Run(RunData):
         return progress_kept((r["own_movement"] for r in records), (r["movement"] for r in records))
 
     def reaches(self, target: float) -> tuple[float, float] | None:
-        """(steps, seconds) when the mean of 100 episodes first is at least `target`; None if it never is."""
+        """Return (steps, seconds) when the mean of 100 episodes first is at least `target`; None if it never is."""
         index = first_at_least(self.returns, target)
         return None if index is None else (float(self.steps[index]), float(self.time_s[index]))
 
@@ -149,7 +149,8 @@ class Run(RunData):
 
 
 def settled(records: Sequence[Record]) -> list[Record]:
-    """A rank's intervals without the first of each segment, in which caches fill; with it if there is no other."""
+    """Return a rank's intervals without the first of each segment, in which caches fill; with it if there is no
+    other."""
     intervals = [i for i, record in enumerate(records) if record["type"] == "interval"]
     starts = [i for i, record in enumerate(records) if record["type"] == "start"]
     first = {next((i for i in intervals if i > start), -1) for start in starts}
@@ -157,8 +158,8 @@ def settled(records: Sequence[Record]) -> list[Record]:
 
 
 def since_resized(records: Sequence[Record], segments: Sequence[dict[str, Any]]) -> Sequence[Record]:
-    """A rank's records since the number of ranks last changed, which the rank may not have seen: it may not have been
-    there. `segments`: of run.json."""
+    """Return a rank's records since the number of ranks last changed, which the rank may not have seen: it may not have
+    been there. `segments`: of run.json."""
     pairs = itertools.pairwise(segments)
     changes = [now.get("segment", "") for then, now in pairs if then.get("ranks") != now.get("ranks")]
     if not changes:
@@ -168,22 +169,22 @@ def since_resized(records: Sequence[Record], segments: Sequence[dict[str, Any]])
 
 
 def first_at_least(returns: np.ndarray, target: float) -> int | None:
-    """Index of the first episode at which the mean of a whole window of episodes is at least `target`."""
+    """Return the index of the first episode at which the mean of a whole window of episodes is at least `target`."""
     reached = np.flatnonzero(running_mean(returns, WINDOW)[WINDOW - 1 :] >= target)
     return int(reached[0]) + WINDOW - 1 if len(reached) else None
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """Mean without the lowest and the highest quarter of the values, rounded down: of 1 to 3 values, their mean. Of the
-    last axis."""
+    """Return the mean over the last axis without the lowest and the highest quarter of the values, rounded down: of 1
+    to 3 values, their mean."""
     cut = values.shape[-1] // 4
     mean: np.ndarray = np.sort(values)[..., cut : values.shape[-1] - cut].mean(-1)
     return mean
 
 
 def bootstrap_interval(strata: Sequence[np.ndarray]) -> tuple[float, float]:
-    """95 % percentile interval of the interquartile mean of all values, resampled within each stratum (Agarwal et al.
-    2021, arXiv 2108.13264, section 4.1). The random numbers are the same each time."""
+    """Return the 95 % percentile interval of the interquartile mean of all values, resampled within each stratum
+    (Agarwal et al. 2021, arXiv 2108.13264, section 4.1). The random numbers are the same each time."""
     generator = np.random.default_rng(0)
     drawn = np.concatenate([generator.choice(values, (_RESAMPLES, len(values))) for values in strata], axis=1)
     low, high = np.percentile(interquartile_mean(drawn), (2.5, 97.5))
@@ -191,12 +192,12 @@ def bootstrap_interval(strata: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def median_reached(values: Sequence[float | None]) -> float | None:
-    """Median where None is later than everything; None if that is where the median lies."""
+    """Return the median where None is later than everything; None if that is where the median lies."""
     median = statistics.median(float("inf") if value is None else value for value in values)
     return None if median == float("inf") else median
 
 
 def efficiencies(speeds: dict[int, float]) -> dict[int, float]:
-    """Ranks -> speed a rank over that with the fewest ranks, from ranks -> speed of all."""
+    """Return ranks -> speed a rank over that with the fewest ranks, from ranks -> speed of all."""
     fewest = min(speeds)
     return {ranks: (speed / ranks) / (speeds[fewest] / fewest) for ranks, speed in speeds.items()}

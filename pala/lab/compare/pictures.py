@@ -4,7 +4,6 @@ of them."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,12 @@ from pala.lab.compare import scaling
 from pala.lab.compare.comparison import Comparison
 from pala.lab.compare.measures import WINDOW, Run, bootstrap_interval, interquartile_mean
 from pala.lab.compare.plan import Cell
-from pala.report.curves import Curve, curve_of, learning_curve, mean_of
-from pala.report.marks import draw_evaluations, draw_references, explain_ends, mark_of
+from pala.report.curves import Curve, curve_of, mean_of
+from pala.report.marks import draw_references
+from pala.report.panels import Line, draw_learning_curves
 from pala.report.pictures import (
     LINE_STYLES,
     MARKERS,
-    draw_group,
     legend,
     line_look,
     new_figure,
@@ -59,7 +58,7 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def _learning_curves(comparison: Comparison) -> Figure | None:
-    """A row of panels for each game and number of ranks; over steps and over time.
+    """Draw a row of panels for each game and number of ranks; over steps and over time.
 
     A game whose variants never have the same number of ranks gets a single row. Runs that have not completed are thin.
     What was disturbed is drawn over steps alone, variants that the preset's `drawn` leaves out not at all.
@@ -77,24 +76,17 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
         seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
         skips = {run.frame_skip for run in runs}
         lines = _lines(comparison, cells)
-        _draw_row(panels[0], lines, steps_label(skips), "steps", seconds)
+        axes: dict[Axis, str] = {"steps": steps_label(skips), "time": f"training time ({unit})"}
+        for (axis, label), panel in zip(axes.items(), panels, strict=False):
+            tidy_learning_curve(panel, label, WINDOW)
+            draw_learning_curves(panel, lines, axis, seconds, WINDOW, runs[0].reference)
         panels[0].set_title(f"{title} ({comparison.preset.name})", loc="left")
-        if timed:
-            label = f"training time ({unit})"
-            _draw_row(panels[1], lines, label, "time", seconds)
         legend(part, panels[0])
     return figure
 
 
-@dataclass(frozen=True)
-class _Line:
-    name: str
-    runs: list[Run]
-    look: dict[str, Any]
-
-
-def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[_Line]:
-    """The lines of a row of panels. Those of a variant with several numbers of ranks differ in their markers
+def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[Line]:
+    """Return the lines of a row of panels. Those of a variant with several numbers of ranks differ in their markers
     and styles."""
     several = len({cell.ranks for cell in cells}) > 1
     order = sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks))
@@ -104,21 +96,14 @@ def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[_Line]:
         if several:
             look["linestyle"] = LINE_STYLES[place % len(LINE_STYLES)]
         name = f"{cell.variant}, {counted(cell.ranks, 'rank')}" if several else cell.variant
-        lines.append(_Line(name, cells[cell], look))
+        complete, cut = ([run for run in cells[cell] if run.completed == is_complete] for is_complete in (True, False))
+        size = {0: "not completed", 1: "1 run"}.get(len(complete), f"mean of {len(complete)} runs")
+        lines.append(Line(f"{name}, {size}", look, complete, cut))
     return lines
 
 
-def _draw_row(panel: Axes, lines: list[_Line], x_label: str, axis: Axis, seconds: float) -> None:
-    """Draw a panel; `seconds` are in a unit of the time axis."""
-    tidy_learning_curve(panel, x_label, WINDOW)
-    groups = [_draw_variant(panel, line, axis, seconds) for line in lines]
-    explain_ends(panel, list(filter(None, groups)))
-    draw_evaluations(panel, [mark_of(line.runs, axis, seconds, line.look) for line in lines])
-    draw_references(panel, lines[0].runs[0].reference)
-
-
 def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
-    """Title of a row of panels -> the runs of each of its cells."""
+    """Return the title of each row of panels -> the runs of each of its cells."""
     cells: dict[Cell, list[Run]] = {}
     for run in runs:
         cells.setdefault(run.cell, []).append(run)
@@ -132,23 +117,8 @@ def _rows(runs: list[Run]) -> dict[str, dict[Cell, list[Run]]]:
     return rows
 
 
-def _draw_variant(panel: Axes, line: _Line, axis: Axis, seconds: float) -> list[Curve]:
-    """Draw the runs of a line; returns the curves of those that its mean is of."""
-    curves = [learning_curve(run.over(axis, seconds), run.returns, WINDOW) for run in line.runs]
-    complete = [curve for run, curve in zip(line.runs, curves, strict=True) if run.completed]
-    label = "" if complete else f"{line.name}, not completed"
-    for run, curve in zip(line.runs, curves, strict=True):
-        if not run.completed:
-            panel.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=label, **line.look | {"marker": ""})
-            label = ""
-    if complete:
-        size = f"mean of {len(complete)} runs" if len(complete) > 1 else "1 run"
-        draw_group(panel, complete, f"{line.name}, {size}", line.look)
-    return complete
-
-
 def curve_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """The mean curves and their ranges, for curves.csv."""
+    """Return the mean curves and their ranges, for curves.csv."""
     rows = []
     for cell, runs in comparison.cells.items():
         drawn = [run for run in runs if len(run.returns)]
@@ -171,7 +141,7 @@ def _curve_row(cell: Cell, num_runs: int, axis: str, curve: Curve, i: int) -> di
 
 
 def _final_scores(comparison: Comparison) -> Figure | None:
-    """A panel for each game: every run's evaluation as a dot, the interquartile mean with its interval as a bar."""
+    """Draw a panel for each game: each run's evaluation is a dot, the interquartile mean and its interval a bar."""
     scored = {cell: [run.score for run in runs if run.score is not None] for cell, runs in comparison.cells.items()}
     scored = {cell: scores for cell, scores in scored.items() if scores}
     sizes = Counter(cell.game for cell in scored)

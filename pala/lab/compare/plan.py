@@ -71,7 +71,7 @@ class Cell:
     ranks: int
 
     def run_name(self, seed: int) -> str:
-        """What the comparison calls its run with this seed."""
+        """Return the name that the comparison gives its run with this seed."""
         return f"{self.variant}-{self.game}-{self.ranks}-{seed}"
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Plan:
     """A checked preset, and the runs that it asks for."""
 
     def __init__(self, path: Path) -> None:
-        """By path, or by name (`pong`). Raises PalaError that names the file and the key."""
+        """Read a preset by path, or by name (`pong`). Raises PalaError that names the file and the key."""
         self.source = f"Preset '{path}'"
         self.file = presets.find(path, "compare")
         self.preset = build(Preset, presets.read(self.file), self.source)
@@ -178,7 +178,7 @@ class Plan:
             raise PalaError(f"{self.source}: 'slurm.ranks_per_node' is {preset.slurm.ranks_per_node}, below 0.")
 
     def ranks_of(self, variant: str) -> tuple[int, ...]:
-        """Of which numbers of ranks the comparison makes runs; none if those of this variant are made elsewhere."""
+        """Return the numbers of ranks of a variant's runs; none if these are made elsewhere."""
         return tuple(self.preset.variants.get(variant, {}).get("ranks", self.preset.ranks))
 
     def seeds_of(self, variant: str) -> tuple[int, ...]:
@@ -186,11 +186,11 @@ class Plan:
         return tuple(self.preset.variants[variant].get("seeds", self.preset.seeds))
 
     def games_of(self, variant: str) -> tuple[str, ...]:
-        """Which games the comparison makes runs of this variant on."""
+        """Return the games that a variant's runs are made on."""
         return tuple(self.preset.variants[variant].get("games", self.preset.games))
 
     def nodes(self, ranks: int) -> int:
-        """How many nodes of a cluster so many ranks span."""
+        """Return how many nodes of a cluster this number of ranks spans."""
         return math.ceil(ranks / (self.preset.slurm.ranks_per_node or ranks))
 
     def _needs_one_host(self, cell: Cell) -> bool:
@@ -215,7 +215,7 @@ class Plan:
         )
 
     def config_of(self, cell: Cell) -> Config:
-        """The settings of a variant on a game with so many ranks, but for the seed. Raises PalaError."""
+        """Return the settings of a variant on a game with this number of ranks, without the seed. Raises PalaError."""
         variant = self.preset.variants[cell.variant]
         config = self._games[cell.game]
         for where, table in (
@@ -228,7 +228,7 @@ class Plan:
         return config
 
     def game_of(self, config: Config, source: Path) -> str:
-        """The name of the game that a run plays. Raises PalaError if the preset has none."""
+        """Return the name of the game that a run plays. Raises PalaError if the preset has none."""
         if config.env.id not in self._game_of:
             raise PalaError(
                 f"Run '{source}' plays '{config.env.id}', which is none of the games of the comparison; "
@@ -250,7 +250,7 @@ def _over(config: Config, table: dict[str, Any], source: str) -> Config:
 
 
 def options(config: Config, over: Config) -> list[str]:
-    """The command line of pala.train that makes `config` of the settings `over`."""
+    """Return the command line of pala.train that makes `config` of the settings `over`."""
     known, words = flatten(to_table(over)), []
     for key, value in flatten(to_table(config)).items():
         if value == known[key]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ from pala.lab.compare.measures import (
     interquartile_mean,
     median_reached,
 )
-from pala.lab.compare.notes import commit, left_out, machine, not_begun, notes, versions
+from pala.lab.compare.notes import FACTS, ORIGIN, left_out, not_begun, notes
 from pala.lab.compare.plan import Cell, Plan
-from pala.system.errors import PalaError, reason
-from pala.system.files import write_atomically
-from pala.system.text import Spread, counted, csv_text, short_number, table
+from pala.report.page import Column, Form, Page, table, write_texts
+from pala.system.text import Spread, counted, csv_text, short_number
 
 
 def write(plan: Plan, runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -32,24 +32,19 @@ def write(plan: Plan, runs: Sequence[Run], folder: Path) -> list[Path]:
     comparison = Comparison.of(plan.preset, runs)
     gaps = [*not_begun(plan, runs), *left_out(plan)]
     drawn = pictures.draw(comparison, folder)
-    texts = {
+    page, *tables = write_texts(folder, {
         "compare.md": markdown(comparison, folder, [path.name for path in drawn], gaps),
         "runs.csv": csv_text([_row(comparison, run) for run in comparison.runs]),
         "curves.csv": csv_text(pictures.curve_rows(comparison)),
-    }
-    try:
-        for name, text in texts.items():
-            write_atomically(folder / name, text.encode())
-    except OSError as error:
-        raise PalaError(f"The report cannot be written to '{folder}': {reason(error)}.") from None
-    return [folder / "compare.md", *drawn, folder / "runs.csv", folder / "curves.csv"]
+    })  # fmt: skip
+    return [page, *drawn, *tables]
 
 
 # ---- CSV -------------------------------------------------------------------------------------------------------------
 
 
 def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
-    """All measures of a run; docs/compare.md explains the columns."""
+    """Return all measures of a run, and what may set it apart; docs/compare.md explains the columns."""
     evaluation, target = run.evaluation or {}, comparison.preset.target_return.get(run.cell.game)
     reached = run.reaches(target) if target is not None else None
     end = comparison.common_steps(run.cell) if run.completed else None
@@ -70,6 +65,7 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
         "starts": len(run.segments), "lost_ranks": run.num_lost,
         "git_commit": run.last.get("git_commit"), "git_dirty": run.last.get("git_dirty"),
         "hosts": " ".join(sorted(set(run.last.get("hosts", [])))),
+        **{name.replace(" ", "_"): fact.of(run) for name, fact in FACTS.items()},
     }  # fmt: skip
     return row if comparison.preset.undisturbed else row | dict.fromkeys(_OF_TIME)
 
@@ -81,31 +77,34 @@ _OF_TIME = ("training_s", "steps_per_s", "s_to_target", "time_exchange", "time_w
 
 
 def markdown(comparison: Comparison, folder: Path, images: Sequence[str], gaps: Sequence[str] = ()) -> str:
-    """The whole report, for this folder; `gaps`: sentences on what is not in it."""
+    """Return the whole report, for this folder; `gaps`: sentences on what is not in it."""
     preset, done = comparison.preset, sum(run.completed for run in comparison.runs)
-    limits = [*gaps, *notes(comparison)]
-    sections = [
-        f"# Comparison: {preset.name}",
+    groups = [Group(comparison, cell, runs) for cell, runs in comparison.cells.items()]
+    targets = [group for group in groups if group.target is not None]
+    exchanging = [group for group in groups if group.exchanges]
+    timed = preset.undisturbed
+    page = Page(f"Comparison: {preset.name}").add(
         f"{counted(done, 'completed run')} of {len(comparison.runs)} begun. Each measure is explained in "
         "docs/compare.md; all of them for every run are in runs.csv.",
         *(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in images),
-        _section("Scores", _SCORES, _scores(comparison)),
-        _section("All games together", _GAMES, _over_games(comparison)),
-        _section("Speed", _SPEED, _speed(comparison)),
-        _section("The way to a target return", _TARGET, _targets(comparison)),
-        _section("Scaling", _SCALING, _scaling(comparison)),
-        _section("What was exchanged", _EXCHANGE, _exchange(comparison)),
-        _section("To bear in mind", "", "\n".join(f"- {note}" for note in limits)),
-        _section("How it was made", _how(preset.name, folder), _origin(comparison)),
-    ]
-    return "\n\n".join(filter(None, sections)) + "\n"
+    )
+    page.section("Scores", _SCORES, table(_SCORES_COLUMNS, groups))
+    page.section("All games together", _GAMES, table(_GAMES_COLUMNS, _over_games(comparison)))
+    page.section("Speed", _SPEED, table(_SPEED_COLUMNS, groups) if timed else "")
+    page.section("The way to a target return", _TARGET, table(_TARGET_COLUMNS + _MINUTES * timed, targets))
+    page.section("Scaling", _SCALING, table(_SCALING_COLUMNS, _scaling(comparison)))
+    page.section("What was exchanged", _EXCHANGE, table(_EXCHANGE_COLUMNS, exchanging))
+    limits = [*gaps, *notes(comparison)]
+    page.section("To bear in mind", "", "\n".join(f"- {note}" for note in limits))
+    page.section("How it was made", _how(preset.name, folder), _origin(comparison))
+    return page.text()
 
 
 _SCORES = f"""Interquartile mean over runs [95 % bootstrap interval]. Evaluation: mean unclipped return of the final
 policy. Training: of the last {WINDOW} training episodes of all ranks (of all, if fewer). AUC: mean of the learning
 curve over the steps that all runs of the game and number of ranks have."""
 _GAMES = """Human-normalised score: interquartile mean over runs and games [95 % interval, bootstrapped within games],
-of variants that have played all games."""
+of variants that have played all games; a game with more runs weighs more."""
 _SPEED = """Steps of all ranks a second: median (range) over runs; the ratio to `none` is taken seed by seed. Shares of
 the learner's time: means."""
 _TARGET = f"""When the mean of {WINDOW} training episodes first was at least the target: median over runs, in which runs
@@ -127,149 +126,194 @@ def _how(name: str, folder: Path) -> str:
     return _HOW.format(preset=preset, command=command)
 
 
-def _section(title: str, text: str, content: str) -> str:
-    return "\n\n".join(filter(None, (f"## {title}", text, content))) if content else ""
-
-
 def _origin(comparison: Comparison) -> str:
-    facts = {"commit": commit, "versions": versions, "machine": machine}
     return "\n".join(
-        f"- {what}: {' | '.join(dict.fromkeys(map(fact, comparison.runs)))}" for what, fact in facts.items()
+        f"- {what}: {' | '.join(dict.fromkeys(map(fact, comparison.runs)))}" for what, fact in ORIGIN.items()
     )
 
 
-def _names(cell: Cell) -> tuple[str, str, str]:
-    return cell.game, str(cell.ranks), cell.variant
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completed runs of a cell, beside all others of the comparison: a row of most tables."""
+
+    comparison: Comparison
+    cell: Cell
+    runs: list[Run]
+
+    @property
+    def target(self) -> float | None:
+        """The return whose time is asked for."""
+        return self.comparison.preset.target_return.get(self.cell.game)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the ranks told each other something, and the metrics of it are there."""
+        if self.cell.ranks == 1 or self.runs[0].is_independent:
+            return False
+        return any(column.cell(self) for column in _EXCHANGE_COLUMNS[len(_NAMES) :])
+
+    def values(self, value: Callable[[Run], float | None]) -> list[float]:
+        """Return the values of those runs that have one."""
+        return _values(self.runs, value)
+
+    def mean(self, key: str) -> float | None:
+        """Return the mean over runs of their mean of a key of the metrics."""
+        values = self.values(lambda run: run.mean(key))
+        return statistics.fmean(values) if values else None
+
+    def most(self, key: str) -> float | None:
+        """Return the greatest value of a key of the metrics."""
+        return max(self.values(lambda run: run.most(key)), default=None)
+
+    def auc(self) -> list[float]:
+        """Return the runs' AUC over the steps that all runs of the game and number of ranks have."""
+        end = self.comparison.common_steps(self.cell)
+        return self.values(lambda run: run.auc(end))
+
+    def progress_kept(self) -> float | None:
+        """Return the mean over runs."""
+        values = self.values(lambda run: run.progress_kept)
+        return statistics.fmean(values) if values else None
+
+    def speeds_of_none(self) -> list[float]:
+        """Return the ratios of speeds to those without exchange, seed by seed: those were run one after the other."""
+        if self.runs[0].is_independent:
+            return []
+        baseline = self.comparison.without_exchange(self.cell)
+        speeds, others = ({run.seed: run.steps_per_s for run in of if run.steps_per_s} for of in (self.runs, baseline))
+        return [speeds[seed] / others[seed] for seed in speeds if seed in others]
+
+    def reached(self) -> list[tuple[float, float] | None]:
+        """Return for each run the steps and seconds at which it first reached the target, or None."""
+        assert self.target is not None
+        return [run.reaches(self.target) for run in self.runs]
 
 
 def _values(runs: Iterable[Run], value: Callable[[Run], float | None]) -> list[float]:
     return [found for run in runs if (found := value(run)) is not None]
 
 
-def _interval(strata: Sequence[Sequence[float]], form: Callable[[float], str] = short_number) -> str:
-    """`17.9 [16.2, 18.8]`; a single value has no interval."""
-    arrays = [np.array(values) for values in strata]
-    together = np.concatenate(arrays)
-    if not len(together):
-        return ""
-    text = form(float(interquartile_mean(together)))
-    if max(map(len, arrays)) == 1:
-        return text
-    low, high = bootstrap_interval(arrays)
-    return f"{text} [{form(low)}, {form(high)}]"
+def _over_games(comparison: Comparison) -> list[tuple[int, str, list[list[float]]]]:
+    """Return ranks, variant and each game's scores, of the variants that have played several games, and all."""
+    games, rows = list(comparison.preset.games), []
+    for ranks, variant in dict.fromkeys((cell.ranks, cell.variant) for cell in comparison.cells):
+        of_games = [comparison.cells.get(Cell(variant, game, ranks), []) for game in games]
+        scores = [_values(runs, lambda run: run.normalised) for runs in of_games]
+        if len(games) > 1 and all(scores):
+            rows.append((ranks, variant, scores))
+    return rows
+
+
+def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
+    return [
+        {"game": game, "variant": variant, "ranks": ranks, "speed": speed, "efficiency": efficiency, "N0": min(speeds)}
+        for (game, variant), speeds in comparison.speeds_over_ranks().items()
+        for (ranks, speed), efficiency in zip(speeds.items(), efficiencies(speeds).values(), strict=True)
+    ]
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+def _interval(form: Callable[[float], str] = short_number) -> Callable[[Sequence[Sequence[float]]], str]:
+    """Return a form for values by stratum: `17.9 [16.2, 18.8]`; a single value has no interval."""
+
+    def text(strata: Sequence[Sequence[float]]) -> str:
+        arrays = [np.array(values) for values in strata]
+        together = np.concatenate(arrays)
+        if not len(together):
+            return ""
+        mean = form(float(interquartile_mean(together)))
+        if max(map(len, arrays)) == 1:
+            return mean
+        low, high = bootstrap_interval(arrays)
+        return f"{mean} [{form(low)}, {form(high)}]"
+
+    return text
+
+
+def _spread(form: str) -> Callable[[Sequence[float]], str]:
+    """Return a form for values: `1,930 (1,850-2,010)`; a single value has no range."""
+
+    def text(values: Sequence[float]) -> str:
+        return Spread.of(values).text(form) if len(values) > 1 else "".join(f"{value:{form}}" for value in values)
+
+    return text
 
 
 def _percent(value: float) -> str:
     return f"{value:.0f} %"
 
 
-def _scores(comparison: Comparison) -> str:
-    header = ("game", "ranks", "variant", "runs", "steps", "evaluation", "human-normalised", "training", "AUC")
-    return _filled(header, [
-        (
-            *_names(cell), str(len(runs)), f"{statistics.median(run.last['global_steps'] for run in runs):,.0f}",
-            _interval([_values(runs, lambda run: run.score)]),
-            _interval([_values(runs, lambda run: run.normalised)], _percent),
-            _interval([_values(runs, lambda run: run.training_score)]),
-            _interval([_values(runs, lambda run, cell=cell: run.auc(comparison.common_steps(cell)))]),  # type: ignore[misc]
-        )
-        for cell, runs in comparison.cells.items()
-    ])  # fmt: skip
+def _or_not_reached(form: str) -> Callable[[Sequence[float | None]], str]:
+    """Return a form for when runs reached their target: the median, unless it is of those that never did."""
+
+    def text(values: Sequence[float | None]) -> str:
+        median = median_reached(values)
+        return "not reached" if median is None else f"{median:{form}}"
+
+    return text
 
 
-def _over_games(comparison: Comparison) -> str:
-    games = list(comparison.preset.games)
-    rows = []
-    for ranks, variant in dict.fromkeys((cell.ranks, cell.variant) for cell in comparison.cells):
-        of_games = [comparison.cells.get(Cell(variant, game, ranks), []) for game in games]
-        scores = [_values(runs, lambda run: run.normalised) for runs in of_games]
-        if len(games) > 1 and all(scores):
-            number = str(sum(map(len, scores)))
-            rows.append((str(ranks), variant, number, _interval(scores, _percent)))
-    return _filled(("ranks", "variant", "runs", "human-normalised"), rows)
+def _of(title: str, key: str, form: Form = "") -> Column[dict[str, Any]]:
+    return Column(title, lambda row: row[key], form)
 
 
-def _speed(comparison: Comparison) -> str:
-    if not comparison.preset.undisturbed:
-        return ""
-    header = ("game", "ranks", "variant", "steps/s", "of none", "exchanging", "waiting", "peak memory a rank, MiB")
-    rows = []
-    for cell, runs in comparison.cells.items():
-        speeds = _values(runs, lambda run: run.steps_per_s)
-        memory = _values(runs, lambda run: run.most("memory_peak_bytes"))
-        rows.append((
-            *_names(cell), _spread(speeds, ",.0f"),
-            _of_none(runs, comparison.without_exchange(cell)),
-            *(_mean(runs, key, ".1%") for key in ("time_exchange", "time_wait")),
-            f"{max(memory) / 2**20:,.0f}" if memory else "",
-        ))  # fmt: skip
-    return _filled(header, rows)
-
-
-def _of_none(runs: Sequence[Run], baseline: Sequence[Run]) -> str:
-    """Seed by seed: those runs were made one after the other."""
-    if runs[0].is_independent:
-        return ""
-    speeds, others = ({run.seed: run.steps_per_s for run in side if run.steps_per_s} for side in (runs, baseline))
-    ratios = [speeds[seed] / others[seed] for seed in speeds if seed in others]
-    return _spread(ratios, ".3f")
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    """`1,930 (1,850-2,010)`; a single value has no range."""
-    return Spread.of(values).text(form) if len(values) > 1 else "".join(f"{value:{form}}" for value in values)
-
-
-def _mean(runs: Sequence[Run], key: str, form: str) -> str:
-    values = _values(runs, lambda run: run.mean(key))
-    return f"{statistics.fmean(values):{form}}" if values else ""
-
-
-def _targets(comparison: Comparison) -> str:
-    rows = []
-    for cell, runs in comparison.cells.items():
-        target = comparison.preset.target_return.get(cell.game)
-        if target is None:
-            continue
-        reached = [run.reaches(target) for run in runs]
-        steps, seconds = (median_reached([pair[i] if pair else None for pair in reached]) for i in (0, 1))
-        number = sum(pair is not None for pair in reached)
-        rows.append((
-            *_names(cell), short_number(target), f"{number} of {len(runs)}",
-            f"{steps:,.0f}" if steps is not None else "not reached",
-            f"{seconds / 60:,.1f}" if seconds is not None else "not reached",
-        ))  # fmt: skip
-    header = ("game", "ranks", "variant", "target", "runs that reached it", "steps", "minutes")
-    shown = len(header) if comparison.preset.undisturbed else header.index("minutes")
-    return _filled(header[:shown], [row[:shown] for row in rows])
-
-
-def _scaling(comparison: Comparison) -> str:
-    rows = [
-        (game, variant, str(ranks), f"{speed:,.0f}", f"{efficiency:.2f}", str(min(speeds)))
-        for (game, variant), speeds in comparison.speeds_over_ranks().items()
-        for (ranks, speed), efficiency in zip(speeds.items(), efficiencies(speeds).values(), strict=True)
-    ]  # fmt: skip
-    return _filled(("game", "variant", "ranks", "steps/s", "efficiency", "N₀"), rows)
-
-
-def _exchange(comparison: Comparison) -> str:
-    header = ("game", "ranks", "variant", "progress kept", "relative distance", "staleness, updates", "most")
-    rows = []
-    for cell, runs in comparison.cells.items():
-        if cell.ranks == 1 or runs[0].is_independent:
-            continue
-        most = _values(runs, lambda run: run.most("staleness_updates"))
-        kept = _values(runs, lambda run: run.progress_kept)
-        values = (
-            f"{statistics.fmean(kept):.2f}" if kept else "", _mean(runs, "consensus_distance_relative", ".4f"),
-            _mean(runs, "staleness_updates", ".1f"),
-            f"{max(most):.0f}" if most else "",
-        )  # fmt: skip
-        if any(values):
-            rows.append((*_names(cell), *values))
-    return _filled(header, rows)
-
-
-def _filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return table(header, rows) if rows else ""
+_NAMES: list[Column[Group]] = [
+    Column("game", lambda group: group.cell.game),
+    Column("ranks", lambda group: group.cell.ranks),
+    Column("variant", lambda group: group.cell.variant),
+]
+_SCORES_COLUMNS = [
+    *_NAMES,
+    Column("runs", lambda group: len(group.runs)),
+    Column("steps", lambda group: statistics.median(run.last["global_steps"] for run in group.runs), ",.0f"),
+    Column("evaluation", lambda group: [group.values(lambda run: run.score)], _interval()),
+    Column("human-normalised", lambda group: [group.values(lambda run: run.normalised)], _interval(_percent)),
+    Column("training", lambda group: [group.values(lambda run: run.training_score)], _interval()),
+    Column("AUC", lambda group: [group.auc()], _interval()),
+]
+_GAMES_COLUMNS: list[Column[tuple[int, str, list[list[float]]]]] = [
+    Column("ranks", lambda row: row[0]),
+    Column("variant", lambda row: row[1]),
+    Column("runs", lambda row: sum(map(len, row[2]))),
+    Column("human-normalised", lambda row: row[2], _interval(_percent)),
+]
+_SPEED_COLUMNS = [
+    *_NAMES,
+    Column("steps/s", lambda group: group.values(lambda run: run.steps_per_s), _spread(",.0f")),
+    Column("of none", lambda group: group.speeds_of_none(), _spread(".3f")),
+    Column("exchanging", lambda group: group.mean("time_exchange"), ".1%"),
+    Column("waiting", lambda group: group.mean("time_wait"), ".1%"),
+    Column("peak memory a rank, MiB", lambda group: group.most("memory_peak_bytes"), lambda num: f"{num / 2**20:,.0f}"),
+]
+_TARGET_COLUMNS = [
+    *_NAMES,
+    Column("target", lambda group: group.target, short_number),
+    Column(
+        "runs that reached it",
+        lambda group: f"{sum(pair is not None for pair in group.reached())} of {len(group.runs)}",
+    ),
+    Column("steps", lambda group: [pair and pair[0] for pair in group.reached()], _or_not_reached(",.0f")),
+]
+_MINUTES: list[Column[Group]] = [
+    Column("minutes", lambda group: [pair and pair[1] / 60 for pair in group.reached()], _or_not_reached(",.1f")),
+]
+_SCALING_COLUMNS = [
+    _of("game", "game"),
+    _of("variant", "variant"),
+    _of("ranks", "ranks"),
+    _of("steps/s", "speed", ",.0f"),
+    _of("efficiency", "efficiency", ".2f"),
+    _of("N₀", "N0"),
+]
+_EXCHANGE_COLUMNS = [
+    *_NAMES,
+    Column("progress kept", lambda group: group.progress_kept(), ".2f"),
+    Column("relative distance", lambda group: group.mean("consensus_distance_relative"), ".4f"),
+    Column("staleness, updates", lambda group: group.mean("staleness_updates"), ".1f"),
+    Column("most", lambda group: group.most("staleness_updates"), ".0f"),
+]

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from pala.lab.compare.comparison import Comparison
 from pala.lab.compare.measures import WINDOW, Run, efficiencies
-from pala.report.curves import learning_curve
 from pala.report.marks import draw_references, shade_beyond_cores
+from pala.report.panels import Line, draw_lines, tidy_ranks
 from pala.report.pictures import (
     MARKERS,
-    draw_group,
     line_look,
     new_figure,
     steps_label,
-    tidy,
     tidy_learning_curve,
     time_unit,
 )
@@ -30,8 +28,8 @@ _PALEST = 0.9  # of the colour map: what comes after is too pale on white
 
 
 def draw(comparison: Comparison) -> Figure | None:
-    """For each game steps a second and efficiency over the number of ranks; below them, for each variant, the learning
-    curves of its numbers of ranks over steps and over time. None if no variant has several numbers of ranks."""
+    """Draw for each game steps a second and efficiency over the number of ranks; below them, for each variant, the
+    learning curves of its numbers of ranks over steps and over time. None if no variant has several."""
     lines = comparison.speeds_over_ranks()
     if not lines:
         return None
@@ -63,7 +61,7 @@ def draw(comparison: Comparison) -> Figure | None:
 
 
 def _over_ranks(comparison: Comparison, game: str, variant: str) -> dict[int, list[Run]]:
-    """Ranks -> the completed runs that have episodes."""
+    """Return ranks -> the completed runs that have episodes."""
     found = {
         cell.ranks: [run for run in runs if len(run.returns)]
         for cell, runs in comparison.cells.items() if (cell.game, cell.variant) == (game, variant)
@@ -74,7 +72,8 @@ def _over_ranks(comparison: Comparison, game: str, variant: str) -> dict[int, li
 def _draw_speeds(
     speed: Axes, efficiency: Axes, comparison: Comparison, game: str, lines: dict[str, dict[int, float]]
 ) -> None:
-    """Both axes of the speeds are logarithmic, so that a speed in proportion to the ranks is a straight line."""
+    """Draw speeds and efficiencies. Both axes of the speeds are logarithmic, so that a speed in proportion to the ranks
+    is a straight line."""
     counts = sorted({ranks for of in lines.values() for ranks in of})
     for variant, of in lines.items():
         look = line_look(comparison.looks[variant])
@@ -85,12 +84,8 @@ def _draw_speeds(
     speed.plot(counts, [ideal * ranks for ranks in counts], **_GUIDE)
     efficiency.axhline(1, label="speed in proportion to ranks", **_GUIDE)
     for panel, label in ((speed, "steps of all ranks a second"), (efficiency, "efficiency")):
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(counts, [str(ranks) for ranks in counts])
-        panel.xaxis.minorticks_off()
+        tidy_ranks(panel, counts)
         shade_beyond_cores(panel, counts, comparison.ranks_beyond_cores(game).intersection(counts))
-        tidy(panel)
-        panel.set_xlabel("ranks")
         panel.set_ylabel(label)
     speed.set_yscale("log")
     _label_plainly(speed.yaxis, "{x:,.0f}")
@@ -99,7 +94,7 @@ def _draw_speeds(
 
 
 def _looks(counts: set[int]) -> dict[int, dict[str, Any]]:
-    """Number of ranks -> the look of its curves: the more, the darker."""
+    """Return number of ranks -> the look of its curves: the more, the darker."""
     from matplotlib import colormaps
 
     step = _PALEST / max(1, len(counts) - 1)
@@ -112,13 +107,16 @@ def _looks(counts: set[int]) -> dict[int, dict[str, Any]]:
 def _draw_curves(
     over_steps: Axes, over_time: Axes, groups: dict[int, list[Run]], looks: dict[int, dict[str, Any]], seconds: float
 ) -> None:
-    """`seconds`: in the unit of time. That axis is logarithmic: twice the speed moves a curve by the same length."""
+    """Draw curves, where `seconds` are in the unit of time. That axis is logarithmic: twice the speed moves a curve by
+    the same length."""
     tidy_learning_curve(over_steps, steps_label({run.frame_skip for of in groups.values() for run in of}), WINDOW)
     tidy_learning_curve(over_time, "", WINDOW)
-    for ranks, of in groups.items():
-        label, look = counted(ranks, "rank") + (f", {len(of)} runs" if len(of) > 1 else ""), looks[ranks]
-        draw_group(over_steps, [learning_curve(run.steps, run.returns, WINDOW) for run in of], label, look)
-        draw_group(over_time, [learning_curve(run.time_s / seconds, run.returns, WINDOW) for run in of], label, look)
+    lines = [
+        Line(counted(ranks, "rank") + (f", {len(of)} runs" if len(of) > 1 else ""), looks[ranks], of)
+        for ranks, of in groups.items()
+    ]
+    draw_lines(over_steps, lines, "steps", seconds, WINDOW)
+    draw_lines(over_time, lines, "time", seconds, WINDOW)
     over_time.set_xscale("log")
     _label_plainly(over_time.xaxis, "{x:g}")
 

@@ -13,7 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pala.lab.compare.collect import copies_in
 from pala.lab.compare.execute import Task, locked, task_of, tasks_of, why_unfinished
+from pala.lab.compare.made import Published
 from pala.lab.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -60,7 +62,7 @@ class Submission:
         self._folder = runs[0].folder.parent
 
     def commands(self) -> list[list[str]]:
-        """What would be submitted, were no job waiting or running. Raises PalaError."""
+        """Return what would be submitted, were no job waiting or running. Raises PalaError."""
         return [self._command(task) for task in self._tasks({})]
 
     def submit(self) -> list[Planned]:
@@ -89,12 +91,12 @@ class Submission:
         return refused
 
     def _tasks(self, queue: dict[str, str]) -> list[Task]:
-        """What runs without a job still need."""
+        """Return what runs without a job still need."""
         tasks, self.unfit = tasks_of([run for run in self._runs if _name(run) not in queue], self._results)
         return tasks
 
     def _submit_report(self, earlier: str | None) -> None:
-        """The last job, which judges the runs that were chosen; one of `earlier` that waits makes place for it."""
+        """Submit the last job, which judges the chosen runs; one of `earlier` that waits makes place for it."""
         chosen = ["--only", *self._only] if self._only else []
         command = shlex.join([sys.executable, "-m", "pala.compare", *self._report, *chosen])
         log, after = self._folder / "report.log", f"--dependency=afterany:{':'.join(self.jobs)}"
@@ -112,11 +114,11 @@ class Submission:
 
     @property
     def _clusters(self) -> list[str]:
-        """Where the jobs are, if not on the cluster of this machine."""
+        """The options that say where the jobs are, if not on the cluster of this machine."""
         return [option for option in self._plan.preset.slurm.options if option.startswith(("--clusters=", "-M"))]
 
     def _queue(self) -> dict[str, str]:
-        """Name -> number of this user's jobs from this folder that wait, run or end."""
+        """Return name -> number of this user's jobs from this folder that wait, run or end."""
         words = ["squeue", *self._clusters, f"--user={os.getuid()}", "--noheader", "--format=%i|%Z|%j"]
         lines = _ask(words).splitlines()
         jobs = [line.split("|", 2) for line in lines if line.count("|") >= 2]
@@ -124,7 +126,7 @@ class Submission:
         return {name: number for number, folder, name in jobs if Path(folder).resolve() == here}
 
     def _command(self, task: Task) -> list[str]:
-        """sbatch with all its words."""
+        """Return sbatch with all its words."""
         run, options = task.run, self._plan.preset.slurm.options
         begin = [*_sbatch(_name(run)), *_output(run.log)]
         if task.what == "evaluate":
@@ -143,7 +145,7 @@ def _name(run: Planned) -> str:
 
 
 def _sbatch(name: str) -> list[str]:
-    """With the partition, account and quality of service of the job in which this runs, if it runs in one."""
+    """Return sbatch's words, with partition, account and quality of service of the job in which this runs, if any."""
     where = [f"--{option}={os.environ[variable]}" for option, variable in _WHERE.items() if os.environ.get(variable)]
     return ["sbatch", "--parsable", f"--job-name={name}", *where]
 
@@ -153,7 +155,7 @@ def _output(log: Path) -> list[str]:
 
 
 def _ask(command: list[str]) -> str:
-    """What a command of Slurm answers. Raises PalaError with what it says if it fails."""
+    """Return what a command of Slurm answers. Raises PalaError with what it says if it fails."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in _KEPT}
     try:
         done = subprocess.run(
@@ -168,11 +170,12 @@ def _ask(command: list[str]) -> str:
 
 
 def unfinished(runs: Sequence[Planned], results: Path) -> list[tuple[Planned, str]]:
-    """Those of the runs that are missing or not complete, each with why, and where its output is."""
+    """Return those of the runs that are missing or not complete, each with why, and where its output is."""
     found: list[tuple[Planned, str]] = []
+    published = Published(copies_in(results))
     for run in runs:
         try:
-            task = task_of(run, results)
+            task = task_of(run, published)
             why = why_unfinished(task) if task is not None else ""
         except PalaError as error:
             why = str(error)

@@ -37,7 +37,7 @@ _BESIDE_THE_TESTS = ("check", "explore")
 
 @exit_on_mistake(OSError)
 def main() -> None:
-    """What `python -m pala.simulate` runs."""
+    """Run `python -m pala.simulate`."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if name in ("", "-h", "--help"):
         print(__doc__)

@@ -19,12 +19,12 @@ from pala.lab.simulate.costs import Costs
 
 
 def ring_s(hosts: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """All-reduce by a ring."""
+    """Return the time of an all-reduce by a ring."""
     return 2 * (hosts - 1) * (latency_s + num_bytes / hosts / bytes_per_s)
 
 
 def halving_doubling_s(hosts: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """All-reduce by recursive halving and doubling."""
+    """Return the time of an all-reduce by recursive halving and doubling."""
     rounds = hosts.bit_length() - 1
     power = 1 << rounds
     beyond = 0.0 if hosts == power else 2 * (latency_s + num_bytes / bytes_per_s)
@@ -32,7 +32,7 @@ def halving_doubling_s(hosts: int, num_bytes: float, latency_s: float, bytes_per
 
 
 def predict_allreduce(cluster: Cluster, costs: Costs, seed: int) -> Prediction:
-    """Every update of every rank is drawn; the longest counts."""
+    """Predict synchronous A2C: every update of every rank is drawn, and the longest counts."""
     n, hosts = cluster.ranks, cluster.num_hosts
     link = (hosts, costs.model_bytes, cluster.latency_s, cluster.bandwidth_bytes_per_s)
     network_s = min(ring_s(*link), halving_doubling_s(*link))

@@ -24,15 +24,15 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
-        """The last may have fewer ranks."""
+        """The number of hosts; the last may have fewer ranks."""
         return -(-self.ranks // self.ranks_per_host)
 
     def host_of(self, rank: int) -> int:
-        """The host's number."""
+        """Return the number of a rank's host."""
         return rank // self.ranks_per_host
 
     def slowness(self, threads: int) -> list[float]:
-        """A factor of the times of each rank. Ranks of a host that need more cores than it has share them evenly."""
+        """Return a factor of the times of each rank. Ranks of a host with too few cores share them evenly."""
         last = self.ranks - (self.num_hosts - 1) * self.ranks_per_host
         on_host = [self.ranks_per_host] * (self.num_hosts - 1) + [last]
         shared = [max(1.0, count * threads / self.cores_per_host) for count in on_host]
@@ -41,12 +41,12 @@ class Cluster:
 
     @property
     def updates_a_rank(self) -> int:
-        """How many are simulated, of a rank that never waits: fewer, the more ranks there are."""
+        """The number that is simulated of a rank that never waits: fewer, the more ranks there are."""
         return max(_LEAST_UPDATES_A_RANK, min(_MOST_UPDATES_A_RANK, _MOST_UPDATES // self.ranks))
 
     @property
     def warm_up_updates(self) -> int:
-        """How many of those updates are not counted."""
+        """The number of those updates that are not counted."""
         return round(_TIME_UNTIL_STEADY * self.updates_a_rank)
 
 
@@ -59,7 +59,7 @@ class Prediction:
     wait_share: float
     """Share of a rank's time in which it neither plays, learns nor handles messages; mean over ranks."""
     bytes_per_s: float
-    """Sent, by all ranks (and servers) together, whether or not they leave the host."""
+    """Sent, by all ranks together, whether or not they leave the host."""
     busiest_link_bytes_per_s: float
     """The most that a host's link carries in one direction."""
     models_an_update: float | None = None
@@ -80,14 +80,14 @@ class Link:
         self._bytes = 0.0  # of all messages so far
 
     def carry(self, now_s: float, num_bytes: float) -> tuple[float, float]:
-        """When the first byte of a message goes through and when the last, if it is there from `now_s` on. To be asked
-        in the order of time."""
+        """Return when the first byte of a message goes through and when the last, if it is there from `now_s` on.
+        Calls come in the order of time."""
         begin_s = max(now_s, self._free_s)
         self._free_s = begin_s + num_bytes / self._bytes_per_s
         self._bytes += num_bytes
         return begin_s, self._free_s
 
     def carried_bytes(self, now_s: float) -> float:
-        """What has gone through, without what still waits."""
+        """Return the bytes that have gone through, without those that still wait."""
         waiting_s = self._free_s - now_s
         return self._bytes - waiting_s * self._bytes_per_s if waiting_s > 0 else self._bytes

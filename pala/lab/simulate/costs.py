@@ -43,8 +43,6 @@ class Costs:
     """A model copied, checked and added to the inbox."""
     mix_s: float
     """The inbox averaged into the parameters."""
-    apply_s: float
-    """One step of the optimiser: what a parameter server does with a gradient."""
     protocol_s: tuple[float, float]
     """The protocol's own time for one model, on both sides together: at no ranks, and what each rank adds."""
     model_bytes: int
@@ -69,7 +67,7 @@ class Costs:
         return self.steps_per_update / self.update_s
 
     def draw(self, uniform: np.ndarray | float) -> np.ndarray:
-        """Update times, seconds, for numbers that are uniform in [0, 1]. Updates are taken to be independent."""
+        """Return update times, seconds, for numbers that are uniform in [0, 1]. Updates are taken to be independent."""
         return np.asarray(np.interp(uniform, self._grid, self.update_quantiles_s))
 
     @cached_property
@@ -78,7 +76,7 @@ class Costs:
 
 
 def read_benchmark(path: Path) -> dict[str, Any]:
-    """A benchmark.json, or benchmark.json.gz. Raises PalaError."""
+    """Read a benchmark.json, or benchmark.json.gz. Raises PalaError."""
     try:
         data = path.read_bytes()
         benchmark: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
@@ -93,11 +91,11 @@ def read_benchmark(path: Path) -> dict[str, Any]:
 
 
 def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
-    """From the job with the most ranks that have cores of their own: hosts of a cluster are full, too, and ranks of one
-    host share its memory. `path` is for the message. Raises PalaError."""
+    """Return the costs of the job with the most ranks that have cores of their own: hosts of a cluster are full, too,
+    and ranks of one host share its memory. `path` is for the message. Raises PalaError."""
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         raise PalaError(f"'{path}' was measured with top_k, whose messages differ in length; that is not simulated.")
-    check_alike(benchmark, path)
+    _check_alike(benchmark, path)
     precision, cores = precision_of(benchmark), benchmark["machine"]["cores"]
     fitting = [job for job in benchmark["jobs"] if _threads_of_a_host(job, benchmark) <= cores]
     if not fitting:
@@ -113,13 +111,13 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
 
 
 def _threads_of_a_host(job: dict[str, Any], benchmark: dict[str, Any]) -> int:
-    """On the fullest one. Virtual hosts (`launch/virtual_hosts.py`) are one machine."""
+    """Return the threads of a job's ranks on its fullest host. Virtual hosts are one machine."""
     is_one = "virtual_hosts" in benchmark["options"].get("launcher", "")
     ranks = Counter("" if is_one else rank.get("host") for rank in job["of_ranks"])
     return int(max(ranks.values()) * job["of_ranks"][0]["threads"])
 
 
-def check_alike(benchmark: dict[str, Any], path: Path) -> None:
+def _check_alike(benchmark: dict[str, Any], path: Path) -> None:
     """Raise PalaError if one of the ranks that were measured was made slow, or they exchanged as is not simulated."""
     exchanges = benchmark["config"]["exchange"].get("exchanges_per_update", 1)
     if exchanges > 1:
@@ -130,8 +128,8 @@ def check_alike(benchmark: dict[str, Any], path: Path) -> None:
     slowdown = benchmark["options"].get("slowdown", 1)
     if slowdown > 1:
         raise PalaError(
-            f"'{path}' was measured with '--slowdown {slowdown:g}', one rank slower than the others, but costs and "
-            "comparisons need ranks that are alike. Measure without it; `--straggler` simulates a slow rank."
+            f"'{path}' was measured with '--slowdown {slowdown:g}', one rank slower than the others, but costs "
+            "need ranks that are alike. Measure without it; `--straggler` simulates a slow rank."
         )
 
 
@@ -140,7 +138,6 @@ def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Co
     ranks = [rank for round_ in rounds for rank in ranks_of(round_, precision, "none")]
     acting = [rank["time"]["environment"] + rank["time"]["inference"] for rank in ranks]
     models = [rank for round_ in rounds for rank in round_["model_us"]]
-    optimiser = [rank["optimiser"] for round_ in rounds for rank in round_["network"][precision]]
     steps = config["a2c"]["rollout_steps"] * config["env"]["num_envs"]
     counts = sorted(int(count) for count in benchmark["protocol_us"])
     if not counts:
@@ -151,9 +148,8 @@ def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Co
         update_quantiles_s=_quantiles(ranks, steps), steps_per_update=steps,
         rollout_steps=config["a2c"]["rollout_steps"], acting_share=statistics.median(acting),
         send_s=1e-6 * send_us, receive_s=1e-6 * receive_us, mix_s=1e-6 * mix_us,
-        apply_s=1e-6 * steps * statistics.median(optimiser),
         protocol_s=(1e-6 * float(constant), 1e-6 * max(0.0, float(slope))),
-        model_bytes=model_bytes_of(job),
+        model_bytes=job["message_bytes"]["gossip"] - control_bytes(job["ranks"]),
         max_staleness=config["exchange"]["max_staleness"], mixing=config["exchange"]["mixing"],
         threads=job["of_ranks"][0]["threads"], compression=config["exchange"]["compression"],
         patience_s=config["exchange"].get("patience_s", Rules.patience_s),
@@ -161,22 +157,17 @@ def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Co
 
 
 def _quantiles(ranks: Sequence[dict[str, Any]], steps: int) -> tuple[float, ...]:
-    """Means over rounds and ranks of each quantile, scaled to the speed of whole measurements (the median)."""
+    """Return the mean over rounds and ranks of each quantile, scaled to the median speed of whole measurements."""
     quantiles = np.mean([rank["update_quantiles_s"] for rank in ranks], axis=0)
     update_s = steps / statistics.median(rank["steps_per_s"] for rank in ranks)
     return tuple(float(q) for q in quantiles * update_s / _mean(quantiles))
 
 
 def _mean(quantiles: Sequence[float] | np.ndarray) -> float:
-    """The area under evenly spaced quantiles that are joined by lines."""
+    """Return the mean of the distribution with these evenly spaced quantiles, joined by lines."""
     return float(np.mean((np.asarray(quantiles)[1:] + np.asarray(quantiles)[:-1]) / 2))
 
 
-def model_bytes_of(job: dict[str, Any]) -> int:
-    """What a job's gossip sends of a model."""
-    return job["message_bytes"]["gossip"] - control_bytes(job["ranks"])
-
-
 def control_bytes(ranks: int) -> int:
-    """A credit, or a model's header and counters."""
+    """Return the size of a credit, or of a model's header and counters."""
     return Wire(ranks, 0, 0, gossip_sizes(NOTHING)).control_bytes

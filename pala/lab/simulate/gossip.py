@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -132,14 +131,14 @@ class GossipCluster(VirtualCluster):
             self._leave(ticket)
 
     def _announce(self, ticket: int) -> None:
-        """The receiver has seen that a model wants to come."""
+        """Note that the receiver has seen that a model wants to come."""
         queue = self._announced[self.on_their_way[ticket].receiver]
         queue.append(ticket)
         if len(queue) == 1:
             self._call(ticket)
 
     def _call(self, ticket: int) -> None:
-        """The receiver copies the model, or tells the sender of another host to let it go."""
+        """Let the receiver copy the model, or tell the sender of another host to let it go."""
         if self._within_host(ticket):
             self._take_in(ticket)
         else:
@@ -152,13 +151,13 @@ class GossipCluster(VirtualCluster):
         self._at(begin_s + self._cluster.latency_s, self._arrive, ticket)
 
     def _arrive(self, ticket: int) -> None:
-        """The first byte is at the receiver's host."""
+        """Receive a message whose first byte is at the receiver's host."""
         message = self.on_their_way[ticket]
         _, end_s = self._links_in[self._cluster.host_of(message.receiver)].carry(self.now, self._bytes(ticket))
         self._at_poll(message.receiver, end_s, self._deliver if not message.bulk else self._take_in, ticket)
 
     def _take_in(self, ticket: int) -> None:
-        """A model has come as a whole; the receiver can turn to the next."""
+        """Deliver a model that has come as a whole; the receiver can turn to the next."""
         number = self.on_their_way[ticket].receiver
         self._owed_s[number] += self.costs.receive_s + self._protocol_s
         self._deliver(ticket)
@@ -176,31 +175,13 @@ class GossipCluster(VirtualCluster):
         return self._control_bytes + self.costs.model_bytes * is_model
 
 
-class SharedMemoryCluster(GossipCluster):
-    """GALA on one host: a rank writes its model to a buffer that its peer reads when it mixes. No messages, so nothing
-    is looked for, nothing is on its way, and a model is copied once."""
-
-    def _carry(self, ticket: int) -> None:
-        message = self.on_their_way[ticket]
-        if message.bulk:
-            self._owed_s[message.sender] += self.costs.send_s
-            self.bytes_sent += self.costs.model_bytes
-        self._at(self.now, self._deliver, ticket)
-
-
 def predict_gossip(cluster: Cluster, costs: Costs, topology: str, seed: int) -> Prediction:
-    """Gossip with this topology over MPI."""
+    """Predict gossip with this topology over MPI."""
     return measured(GossipCluster(cluster, costs, topology, seed), cluster.warm_up_updates, cluster.updates_a_rank)
 
 
-def predict_shared_memory(cluster: Cluster, costs: Costs, seed: int) -> Prediction:
-    """GALA: a ring in the memory of one host, and its own mixing."""
-    costs = replace(costs, mixing="uniform")
-    return measured(SharedMemoryCluster(cluster, costs, "ring", seed), cluster.warm_up_updates, cluster.updates_a_rank)
-
-
 def measured(cluster: GossipCluster, warm_up_updates: int, updates: int) -> Prediction:
-    """Play so many updates of a rank that never waits, and look at those after the warm-up."""
+    """Play until a rank that never waits has made `updates`, and return what those after the warm-up show."""
     num_ranks = len(cluster.ranks)
     update_s = cluster.costs.update_s * sorted(cluster.slowness)[num_ranks // 2]
     begin_s, duration_s = warm_up_updates * update_s, (updates - warm_up_updates) * update_s
@@ -224,6 +205,6 @@ def measured(cluster: GossipCluster, warm_up_updates: int, updates: int) -> Pred
 
 
 def _counts(cluster: GossipCluster) -> np.ndarray:
-    """Updates, models, bytes, seconds of waiting, and the bytes of each link."""
+    """Return updates, models, bytes, seconds of waiting, and the bytes of each link."""
     counts = (cluster.updates, cluster.models_sent, cluster.bytes_sent, cluster.waited_s)
     return np.array([*counts, *cluster.link_bytes], np.float64)

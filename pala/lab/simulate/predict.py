@@ -2,7 +2,6 @@
 
     what a cluster would do   python -m pala.simulate predict --benchmark results/simulation/benchmark/benchmark.json.gz
     another network           … --ranks-per-host 8 --latency-us 5 --bandwidth-gbit 100
-    beside what was measured  … --compare results/benchmark/*/benchmark.json.gz
 
 Results go to a new folder: simulation.md, simulation.json, simulation.png. docs/simulate.md tells how to read them.
 """
@@ -15,24 +14,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pala.config.catalogue import KINDS, RULES, TOPOLOGIES
+from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.lab.benchmark.analysis import precision_of
 from pala.lab.simulate.cluster import Cluster
-from pala.lab.simulate.compare import compare
-from pala.lab.simulate.costs import Costs, check_alike, costs_of, read_benchmark
+from pala.lab.simulate.costs import Costs, costs_of, read_benchmark
 from pala.lab.simulate.methods import METHODS
 from pala.lab.simulate.report import draw, markdown
 from pala.run.provenance import now_utc, provenance
 from pala.system.command_line import check_choices, check_least, check_named, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
-from pala.system.output import say, tell
-from pala.system.text import counted
+from pala.system.output import tell
 
 _PROGRAM = "pala.simulate predict"
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
 _MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
-_ALIKE = (("env", "id"), ("env", "num_envs"), ("a2c", "rollout_steps"))
 
 
 @dataclass(frozen=True)
@@ -44,28 +40,23 @@ class Command:
     ranks: tuple[int, ...] = (2, 4, 8, 16, 64, 256, 1024, 4096, 10_000)
     """Numbers of ranks."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Gossip by topology (random, exponential, ring, complete), shared_memory (GALA), allreduce (synchronous A2C),
-    server (one parameter server), servers (several)."""
+    """Gossip by topology (random, exponential, ring, complete), allreduce (synchronous A2C)."""
     ranks_per_host: int = 16
     """Ranks on one host, each with cores of its own."""
     latency_us: float = 50.0
     """Latency between two hosts."""
     bandwidth_gbit: float = 10.0
     """Bandwidth of a host's link, in each direction."""
-    shards: int = 16
-    """Parameter servers, each on a host of its own, of the method `servers`."""
     straggler: float = 4.0
     """How many times slower the slow rank is."""
     seed: int = 1
     """Seed of everything that is drawn."""
-    compare: tuple[Path, ...] = ()
-    """benchmark.json files whose jobs are predicted, too, and shown beside what was measured."""
     output: Path | None = None
     """Folder to make for the results. Default: runs/simulation-TIME."""
 
 
 def parse(arguments: list[str]) -> Command:
-    """The checked command line. Raises PalaError."""
+    """Return the checked command line. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
     check_named(command, "methods", "ranks")
     check_choices("methods", command.methods, tuple(METHODS))
@@ -73,7 +64,6 @@ def parse(arguments: list[str]) -> Command:
         if not 2 <= ranks <= _MOST_RANKS:
             raise PalaError(f"'--ranks' has {ranks} but every number must lie between 2 and {_MOST_RANKS}.")
     check_least("ranks-per-host", command.ranks_per_host, 1)
-    check_least("shards", command.shards, 1)
     check_least("straggler", command.straggler, 1)
     check_least("latency-us", command.latency_us, 0)
     check_least("seed", command.seed, 0)
@@ -85,13 +75,10 @@ def parse(arguments: list[str]) -> Command:
     return command
 
 
-def predict(
-    command: Command, benchmark: dict[str, Any], costs: Costs, compared: list[tuple[Path, dict[str, Any]]], output: Path
-) -> dict[str, Any]:
-    """Simulate and write everything; returns what is in simulation.json. `costs` are of `benchmark`, `compared` are the
-    benchmarks of `command.compare`. Raises PalaError."""
-    options = asdict(command) | {"benchmark": str(command.benchmark), "compare": [str(p) for p in command.compare]}
-    options["output"] = str(output)
+def predict(command: Command, benchmark: dict[str, Any], costs: Costs, output: Path) -> dict[str, Any]:
+    """Simulate and write everything; returns what is in simulation.json. `costs` are of `benchmark`. Raises
+    PalaError."""
+    options = asdict(command) | {"benchmark": str(command.benchmark), "output": str(output)}
     facts = provenance() | {"format": 1, "date": now_utc()}
     result = facts | {
         "options": options, "costs": asdict(costs), "one_rank_steps_per_s": costs.steps_per_s,
@@ -99,9 +86,6 @@ def predict(
             "environment": benchmark["config"]["env"]["id"], "precision": precision_of(benchmark),
             "cpu": benchmark["machine"]["cpu"], "git_commit": benchmark["git_commit"], "date": benchmark["date"],
         },
-        "comparison": [
-            row for path, other in compared for row in _compare(path, other, benchmark, costs, command.seed)
-        ],
         "predictions": predictions(command, costs),
     }  # fmt: skip
     tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
@@ -111,34 +95,8 @@ def predict(
     return result
 
 
-def _compare(
-    path: Path, benchmark: dict[str, Any], measured: dict[str, Any], costs: Costs, seed: int
-) -> list[dict[str, Any]]:
-    """Beside what this benchmark measured, as far as the costs, of the benchmark `measured`, are its own, too."""
-    here = _setting_of(measured)
-    for key, there in _setting_of(benchmark).items():
-        if there != here[key]:
-            say(f"'{path}' is left out of the comparison: its '{key}' is {there}, that of the costs {here[key]}.")
-            return []
-    rows = compare(str(path), benchmark, costs, seed)
-    if left_out := len(benchmark["jobs"]) - len(rows):
-        say(
-            f"'{path}': {counted(left_out, 'job')} of {len(benchmark['jobs'])} left out of the comparison, which needs "
-            "training both with gossip and without exchange in one precision, as many threads a rank as the costs "
-            f"({costs.threads}), and no top_k."
-        )
-    return rows
-
-
-def _setting_of(benchmark: dict[str, Any]) -> dict[str, Any]:
-    """What two benchmarks must have alike to be compared."""
-    config = benchmark["config"]
-    found = {f"{section}.{key}": config.get(section, {}).get(key) for section, key in _ALIKE}
-    return found | {"network.precision": precision_of(benchmark)}
-
-
 def predictions(command: Command, costs: Costs) -> list[dict[str, Any]]:
-    """A row for each method, straggler or not, and number of ranks: figures, or the reason why there are none."""
+    """Return a row for each method, straggler and number of ranks: figures, or the reason why there are none."""
     rows = []
     for straggler in dict.fromkeys((1.0, command.straggler)):
         for method in dict.fromkeys(command.methods):
@@ -156,7 +114,7 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
         command.bandwidth_gbit * 1e9 / 8, straggler,
     )  # fmt: skip
     begin = time.perf_counter()
-    prediction = METHODS[method].simulate(cluster, costs, command.seed, command.shards)
+    prediction = METHODS[method].simulate(cluster, costs, command.seed)
     seconds = time.perf_counter() - begin
     row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
     tell(
@@ -178,8 +136,6 @@ def _reason_against(command: Command, method: str, ranks: int, costs: Costs | No
     sends_to_all = method in TOPOLOGIES and TOPOLOGIES[method].to_all
     if sends_to_all and ranks > _MOST_COMPLETE:
         return f"not simulated above {_MOST_COMPLETE} ranks: n(n-1) models a round"
-    if method in KINDS and KINDS[method].one_host and ranks > command.ranks_per_host:
-        return f"not possible above {command.ranks_per_host} ranks, which is what a host has"
     if costs is None:
         return ""
     if sends_to_all and RULES[costs.mixing].by_pairs:
@@ -190,16 +146,13 @@ def _reason_against(command: Command, method: str, ranks: int, costs: Costs | No
 
 
 def run(arguments: list[str]) -> None:
-    """What `python -m pala.simulate predict` does. Raises PalaError."""
+    """Do what `python -m pala.simulate predict` does. Raises PalaError."""
     command = parse(arguments)
     assert command.benchmark is not None
     # A mistake should be told before anything is made.
     benchmark = read_benchmark(command.benchmark)
     costs = costs_of(benchmark, command.benchmark)
     _check_that_something_is_left(command, costs)
-    compared = [(path, read_benchmark(path)) for path in command.compare]
-    for path, other in compared:
-        check_alike(other, path)
     output = make_output_folder(command.output, "simulation")
-    predict(command, benchmark, costs, compared, output)
+    predict(command, benchmark, costs, output)
     tell(f"{output}/simulation.md, simulation.json, simulation.png")

@@ -16,9 +16,9 @@ import numpy as np
 from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
+from pala.report.page import Column, table
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
-from pala.system.text import table
 
 _PROGRAM = "pala.simulate progress"
 
@@ -47,17 +47,29 @@ class Command:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is left after all updates."""
+    """The state after all updates."""
 
     kept: float
     apart_updates: float
     models_an_update: float
 
 
+_Row = tuple[int, float, float, str, Progress]
+_COLUMNS: list[Column[_Row]] = [
+    Column("ranks", lambda row: row[0]),
+    Column("delay, updates", lambda row: row[1], "g"),
+    Column("slowest rank", lambda row: row[2], "g"),
+    Column("mixing", lambda row: row[3]),
+    Column("kept", lambda row: row[4].kept, ".2f"),
+    Column("apart, updates", lambda row: row[4].apart_updates, ".2f"),
+    Column("models an update", lambda row: row[4].models_an_update, ".2f"),
+]
+
+
 def measure(
     mixing: str, topology: str, ranks: int, delay: float, slowness: float, updates: int, seed: int, exchanges: int = 1
 ) -> Progress:
-    """Play it."""
+    """Play the updates of all ranks, and return what the mixing left of them."""
     scenario = Scenario(
         ranks, topology, mixing, budget_steps=ranks * updates, seed=seed, exchanges_per_update=exchanges,
         slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)),
@@ -76,7 +88,7 @@ def measure(
 
 
 def run(arguments: list[str]) -> None:
-    """What `python -m pala.simulate progress` does. Raises PalaError."""
+    """Do what `python -m pala.simulate progress` does. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
     check_choices("mixings", command.mixings, RULES)
     check_choices("topology", [command.topology], TOPOLOGIES)
@@ -96,7 +108,5 @@ def run(arguments: list[str]) -> None:
         for mixing in command.mixings:
             exchanges = command.exchanges_per_update if RULES[mixing].by_pairs else 1
             found = measure(mixing, command.topology, ranks, delay, slowness, command.updates, command.seed, exchanges)
-            figures = (f"{found.kept:.2f}", f"{found.apart_updates:.2f}", f"{found.models_an_update:.2f}")
-            rows.append((str(ranks), f"{delay:g}", f"{slowness:g}", mixing, *figures))
-    header = ("ranks", "delay, updates", "slowest rank", "mixing", "kept", "apart, updates", "models an update")
-    print(table(header, rows))
+            rows.append((ranks, delay, slowness, mixing, found))
+    print(table(_COLUMNS, rows))

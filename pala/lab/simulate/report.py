@@ -6,31 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.lab.simulate.methods import METHODS
-from pala.report.pictures import new_figure, tidy, write_picture
-from pala.system.text import Spread, counted, table
+from pala.report.page import Column, Form, Page, origin, table
+from pala.report.panels import tidy_ranks
+from pala.report.pictures import new_figure, write_picture
+from pala.system.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def markdown(simulation: dict[str, Any]) -> str:
-    """All tables, as readable in a terminal or a log as on a page."""
+    """Return all tables, as readable in a terminal or a log as on a page."""
     options, measured, rows = simulation["options"], simulation["measured"], simulation["predictions"]
-    sections = [
-        f"# Prediction: {measured['environment']} in {measured['precision']}, up to {max(options['ranks']):,} ranks",
-        _inputs(simulation),
-    ]
+    most = max(options["ranks"])
+    page = Page(f"Prediction: {measured['environment']} in {measured['precision']}, up to {most:,} ranks")
+    page.add(_inputs(simulation))
     for straggler in sorted({row["straggler"] for row in rows}):
         title = "All ranks alike" if straggler == 1 else f"One rank {straggler:g} times slower"
-        sections.append(f"## {title}\n\n" + _table([row for row in rows if row["straggler"] == straggler], options))
-    if simulation["comparison"]:
-        sections.append(
-            "## Beside what was measured\n\nSteps of all ranks a second, median (range over rounds); ratios are "
-            "predicted over measured.\n\n" + _comparison_table(simulation["comparison"])
-        )
-    sections += [_notes(rows), f"{simulation['date']}, commit {simulation['git_commit']}"
-                 f"{' (changed)' if simulation['git_dirty'] else ''}: `{simulation['command']}`"]  # fmt: skip
-    return "\n\n".join(sections) + "\n"
+        alike = [row for row in rows if row["straggler"] == straggler]
+        reasons = dict.fromkeys(f"{row['method']}: {row['reason']}." for row in alike if "reason" in row)
+        page.section(title, "", "\n\n".join([table(_columns(options), alike), *reasons]))
+    return page.add(_notes(rows), origin(simulation)).text()
 
 
 def _inputs(simulation: dict[str, Any]) -> str:
@@ -48,48 +44,36 @@ def _inputs(simulation: dict[str, Any]) -> str:
     )
 
 
-def _table(rows: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    header = (
-        "method", "ranks", "global steps/s", "efficiency", "waiting", "models an update", "distance", "MB/s a rank",
-        "MB/s in all", "busiest link, MB/s", "its load",
-    )  # fmt: skip
+def _columns(options: dict[str, Any]) -> list[Column[dict[str, Any]]]:
     link_bytes_per_s = options["bandwidth_gbit"] * 1e9 / 8
-    reasons = dict.fromkeys(f"{row['method']}: {row['reason']}." for row in rows if "reason" in row)
-    return "\n\n".join([table(header, [_cells(row, link_bytes_per_s) for row in rows]), *reasons])
+
+    def simulated(title: str, key: str, form: Form, unit: float = 1) -> Column[dict[str, Any]]:
+        """Return a column that is empty in rows that were not simulated."""
+        return Column(title, lambda row: None if row.get(key) is None else row[key] / unit, form)
+
+    return [
+        Column("method", lambda row: row["method"]),
+        Column("ranks", lambda row: row["ranks"]),
+        simulated("global steps/s", "steps_per_s", ",.0f"),
+        simulated("efficiency", "efficiency", ".3f"),
+        simulated("waiting", "wait_share", ".1%"),
+        simulated("models an update", "models_an_update", ".2f"),
+        Column("distance", _distance),
+        Column("MB/s a rank", _megabytes_a_rank, ".1f"),
+        simulated("MB/s in all", "bytes_per_s", ",.0f", unit=1e6),
+        simulated("busiest link, MB/s", "busiest_link_bytes_per_s", ",.0f", unit=1e6),
+        simulated("its load", "busiest_link_bytes_per_s", ".0%", unit=link_bytes_per_s),
+    ]
 
 
-def _cells(row: dict[str, Any], link_bytes_per_s: float) -> tuple[str, ...]:
-    names = (row["method"], str(row["ranks"]))
-    if "reason" in row:
-        return (*names, *[""] * 9)
-    models, distance, link = row["models_an_update"], row["distance"], row["busiest_link_bytes_per_s"]
-    return (
-        *names, f"{row['steps_per_s']:,.0f}", f"{row['efficiency']:.3f}", f"{row['wait_share']:.1%}",
-        "" if models is None else f"{models:.2f}",
-        "" if distance is None else f"{distance:.2f}{' +' if row['distance_grows'] else ''}",
-        f"{row['bytes_per_s'] / row['ranks'] / 1e6:.1f}", f"{row['bytes_per_s'] / 1e6:,.0f}", f"{link / 1e6:,.0f}",
-        f"{link / link_bytes_per_s:.0%}",
-    )  # fmt: skip
+def _distance(row: dict[str, Any]) -> str:
+    if row.get("distance") is None:
+        return ""
+    return f"{row['distance']:.2f}{' +' if row['distance_grows'] else ''}"
 
 
-def _comparison_table(rows: list[dict[str, Any]]) -> str:
-    header = (
-        "measured in", "ranks", "hosts", "cores a host", "link, Gbit/s", "exchange", "predicted", "measured", "ratio",
-        "predicted of none", "measured of none", "models an update: predicted", "measured models",
-    )  # fmt: skip
-    lines = []
-    for row in rows:
-        link = f"{row['link_gbit']:g}" if row["link_gbit"] else ""
-        job = (row["file"], str(row["ranks"]), str(row["hosts"]), f"{row['cores_per_host']:g}", link)
-        none, gossip, of_none, models = row["none"], row["gossip"], row["of_none"], row["models_an_update"]
-        lines += [
-            (*job, "none", f"{none['predicted']:,.0f}", Spread(**none["measured"]).text(",.0f"),
-             f"{none['predicted'] / none['measured']['median']:.3f}", "", "", "", ""),
-            (*job, "gossip", Spread(**gossip["predicted"]).text(",.0f"), Spread(**gossip["measured"]).text(",.0f"),
-             f"{gossip['predicted']['median'] / gossip['measured']['median']:.3f}", f"{of_none['predicted']:.3f}",
-             Spread(**of_none["measured"]).text(".3f"), f"{models['predicted']:.2f}", f"{models['measured']:.2f}"),
-        ]  # fmt: skip
-    return table(header, lines)
+def _megabytes_a_rank(row: dict[str, Any]) -> float | None:
+    return row["bytes_per_s"] / row["ranks"] / 1e6 if "bytes_per_s" in row else None
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
@@ -111,13 +95,13 @@ def _notes(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(simulation: dict[str, Any], output: Path) -> None:
-    """Efficiency over the number of ranks, without and with a slow rank. Raises PalaError."""
+    """Draw efficiency over the number of ranks, without and with a slow rank. Raises PalaError."""
     rows = [row for row in simulation["predictions"] if "reason" not in row]
     stragglers = sorted({row["straggler"] for row in rows})
     figure = new_figure(6.6 * len(stragglers), 5.2)
     panels = figure.subplots(1, len(stragglers), sharey=True, squeeze=False)[0]
     for axes, straggler in zip(panels, stragglers, strict=True):
-        _draw_efficiency(axes, [row for row in rows if row["straggler"] == straggler], simulation["options"])
+        _draw_efficiency(axes, [row for row in rows if row["straggler"] == straggler])
     panels[0].set_ylabel("efficiency: steps/s over those of\nas many single ranks, none of them slow")
     handles, labels = panels[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
@@ -129,8 +113,8 @@ def draw(simulation: dict[str, Any], output: Path) -> None:
     write_picture(figure, output)
 
 
-def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]], options: dict[str, Any]) -> None:
-    """One line a method, and above them what is possible: as fast as if nobody exchanged anything."""
+def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Draw a line a method, and above them what is possible: the speed of ranks that exchange nothing."""
     ranks, straggler = sorted({row["ranks"] for row in rows}), rows[0]["straggler"]
     possible = [(count - 1 + 1 / straggler) / count for count in ranks]
     axes.plot(ranks, possible, color="black", linewidth=0.8, linestyle=(0, (4, 4)), label="no exchange")
@@ -141,12 +125,8 @@ def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]], options: dict[str, 
             [row["ranks"] for row in mine], [row["efficiency"] for row in mine], color=style.colour,
             marker=style.marker, markersize=style.marker_size,
             markerfacecolor="none" if style.is_hollow else style.colour, linewidth=1.4,
-            label=f"{options['shards']} parameter servers" if method == "servers" else style.label,
+            label=style.label,
         )  # fmt: skip
     axes.set_title("all ranks alike" if straggler == 1 else f"one rank {straggler:g} times slower", fontsize=11)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45, ha="right", rotation_mode="anchor")
-    axes.minorticks_off()
+    tidy_ranks(axes, ranks, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_ylim(0, 1.05)
-    tidy(axes)
-    axes.set_xlabel("ranks")
