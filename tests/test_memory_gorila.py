@@ -13,7 +13,7 @@ import pytest
 
 from pala.config import Config, EnvConfig, GorilaConfig
 from pala.envs.vector import Envs
-from pala.gorila import parts
+from pala.gorila import agent
 from pala.gorila.agent import GorilaAgent
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
@@ -137,10 +137,10 @@ def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatc
     """Not as they were drawn before, nor as another rank draws them."""
     streams, before_training = [], GorilaAgent.before_training
 
-    def note(parts: GorilaAgent, previous: Path | None) -> None:
-        before_training(parts, previous)
-        assert parts.store is not None
-        streams.append(str(parts.store.rng.bit_generator.state))
+    def note(agent: GorilaAgent, previous: Path | None) -> None:
+        before_training(agent, previous)
+        assert agent.store is not None
+        streams.append(str(agent.store.rng.bit_generator.state))
 
     monkeypatch.setattr(GorilaAgent, "before_training", note)
     trained = train(2, gorila(tmp_path, steps=100))
@@ -203,7 +203,7 @@ def test_a_staleness_that_discards_few_gradients_is_not_told(
     ranks: int, config: GorilaConfig, is_said: bool, capsys: pytest.CaptureFixture
 ) -> None:
     config = replace(config, update_period_steps=4, max_staleness_updates=100)
-    parts._warn_of_staleness(Config(env=EnvConfig(num_envs=16), gorila=config), assign(config, ranks))
+    agent._warn_of_staleness(Config(env=EnvConfig(num_envs=16), gorila=config), assign(config, ranks))
     assert ("many will be discarded" in capsys.readouterr().err) == is_said
 
 

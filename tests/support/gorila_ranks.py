@@ -16,9 +16,10 @@ from gymnasium.spaces import Box, Discrete
 from pala.comm.base import Bytes, Received
 from pala.config import Config, EnvConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.envs.vector import make_envs
-from pala.exchange.budget import ExchangeState, StepBudget
+from pala.exchange.budget import StepBudget
 from pala.exchange.wire import Message
 from pala.gorila import worker as worker_module
+from pala.gorila.agent import GorilaAgent
 from pala.gorila.dqn import DQN
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.messages import Kind
@@ -27,10 +28,8 @@ from pala.gorila.node import Formats, Rules
 from pala.gorila.roles import assign
 from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.store import ReplayStore
-from pala.gorila.worker import Worker
 from pala.networks.network import FlatParameters
 from pala.networks.tape import AutogradTape, Tape
-from pala.run.loop import Counters, Progress
 from pala.system.interrupt import Interrupt
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
@@ -119,8 +118,9 @@ class Rank:
             pass
         self.tape, self.target_tape = self.make_tape(network), self.make_tape(target_network)
         self.dqn = DQN(network.distribution, self.tape, self.flat, self.target_tape, self.target, gorila)
-        progress = Progress(Counters(), torch.Generator().manual_seed(SEED), ExchangeState([0] * num_ranks))
-        self.worker = Worker(config, rank, self.envs, self.dqn, self.exchange, progress, Interrupt())
+        agent = GorilaAgent(rank, config, self.envs, CPU, network, self.flat, rules, 1, self.dqn, self.store)
+        agent.generator = torch.Generator().manual_seed(SEED)
+        self.worker = agent.make_loop(self.exchange, Interrupt())
 
     def make_network(self) -> QNetwork:
         return make_network()
