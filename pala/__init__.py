@@ -11,6 +11,8 @@ From Python ([docs/python.md](../docs/python.md)); each rank runs the same scrip
     policy.act(observations)
     pala.evaluate_policy(result.run, episodes=100)
 
+Gossip for a training loop of your own, whatever it trains: `pala.Gossip` (`pala/gossip.py`).
+
 `import pala` loads neither torch nor MPI: what needs them is imported in the functions that call it.
 """
 
@@ -36,13 +38,32 @@ if TYPE_CHECKING:
 
     from pala.evaluation.policy import Policy
     from pala.evaluation.record import Evaluation
+    from pala.gossip import Gossip
     from pala.job.request import Request, Result
     from pala.networks.own import MakeNetwork
 
 __version__ = "0.1.0"
 __all__ = [
-    "Config", "Moment", "PalaError", "evaluate_policy", "fit", "load_config", "load_policy", "load_preset", "make_envs",
-]  # fmt: skip
+    "Config",
+    "Gossip",
+    "Moment",
+    "PalaError",
+    "evaluate_policy",
+    "fit",
+    "load_config",
+    "load_policy",
+    "load_preset",
+    "make_envs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `pala.Gossip` when it is asked for: it loads torch."""
+    if name == "Gossip":
+        from pala.gossip import Gossip
+
+        return Gossip
+    raise AttributeError(f"module 'pala' has no attribute {name!r}")
 
 
 def fit(

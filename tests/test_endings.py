@@ -25,7 +25,7 @@ from pala.comm.base import Received
 from pala.config import Config, EvaluationConfig
 from pala.envs.vector import MakeEnv
 from pala.exchange.gossip.driver import GossipDriver
-from pala.exchange.gossip.exchange import Gossip
+from pala.exchange.gossip.exchange import GossipExchange
 from pala.job import conclusion
 from pala.job.entry import evaluate_and_draw
 from pala.job.job import Job
@@ -128,15 +128,15 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_stopped_while_it_saves(
     save_policy, seen = checkpoint.save_policy, []
     # Rank 0's own is long: if it waits in vain before, for a rank that is slow, another saves in its place. The others'
     # is short only when all have come to the end.
-    final, together, all_there = Gossip.final_parameters, threading.Barrier(3), threading.Event()
+    final, together, all_there = GossipExchange.final_parameters, threading.Barrier(3), threading.Event()
 
-    def final_together(gossip: Gossip, timeout_s: float) -> Any:
+    def final_together(gossip: GossipExchange, timeout_s: float) -> Any:
         parameters = final(gossip, timeout_s)
         together.wait(60)
         all_there.set()
         return parameters
 
-    monkeypatch.setattr(Gossip, "final_parameters", final_together)
+    monkeypatch.setattr(GossipExchange, "final_parameters", final_together)
     short = property(lambda job: 0.5 if how == "in time" and job.comm.rank and all_there.is_set() else 300.0)
     monkeypatch.setattr(Job, "patience_s", short)
     monkeypatch.setattr(waiting, "_PATIENCE_AFTER_SIGNAL_S", 0.2)
@@ -174,16 +174,16 @@ def test_ranks_that_all_leave_do_not_wait_long_for_one_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of them has got a signal that ends the job."""
-    close = Gossip.close
+    close = GossipExchange.close
     ranks = Ranks(3, configure(tmp_path, steps=ENDLESS))
     monkeypatch.setattr(Job, "stop_patience_s", property(lambda job: 60.0 if job.comm.rank == 2 else 0.2))
 
-    def hangs(gossip: Gossip, timeout_s: float) -> Any:
+    def hangs(gossip: GossipExchange, timeout_s: float) -> Any:
         if gossip._comm.rank == 2:  # type: ignore[attr-defined]
             wait_for(lambda: ranks.comms[0].world.gone == {0, 1}, 30, "the others' end")
         return close(gossip, timeout_s)
 
-    monkeypatch.setattr(Gossip, "close", hangs)
+    monkeypatch.setattr(GossipExchange, "close", hangs)
     train_until_all_leave(ranks, monkeypatch)
     assert [type(result) for result in ranks.results[:2]] == [EndError, EndError], ranks.results
     assert "did not answer within 0 s" in str(ranks.results[0]) and ranks.segment["saved"]
@@ -223,7 +223,7 @@ def test_a_signal_while_a_run_ends_leaves_the_evaluation_out(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The policy is there all the same: what is left is done in no time."""
-    owner: Any = checkpoint if moment == "save_policy" else Gossip
+    owner: Any = checkpoint if moment == "save_policy" else GossipExchange
     action, here = getattr(owner, moment), itertools.count(1)
 
     def signalled(*arguments: Any) -> Any:
@@ -423,15 +423,15 @@ def test_of_ranks_that_leave_in_the_same_moment_one_leads(
 
 def test_a_spare_that_waits_in_vain_for_the_only_rank_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(2, with_spares(tmp_path, spares=1, steps=200))
-    close, seen = Gossip.close, []
+    close, seen = GossipExchange.close, []
     monkeypatch.setattr(Job, "patience_s", 0.5)
 
-    def stopped(gossip: Gossip, timeout_s: float) -> Any:
+    def stopped(gossip: GossipExchange, timeout_s: float) -> Any:
         wait_for(lambda: ranks.comms[0].world.gone == {1}, 30, "the spare's end")
         seen.append(ranks.segment)
         return close(gossip, timeout_s)
 
-    monkeypatch.setattr(Gossip, "close", stopped)
+    monkeypatch.setattr(GossipExchange, "close", stopped)
     ranks.train()
     assert isinstance(ranks.results[1], EndError) and seen[0]["status"] == "failed"
     assert seen[0]["error"] == str(ranks.results[1])

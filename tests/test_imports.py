@@ -31,7 +31,19 @@ RINGS = (
     ("doctor",),
     ("lab",),
 )
-PROGRAMS = ("__main__", "train", "evaluate", "play", "plot", "compare", "benchmark", "simulate", "scores", "presets")
+PROGRAMS = (
+    "__main__",
+    "gossip",
+    "train",
+    "evaluate",
+    "play",
+    "plot",
+    "compare",
+    "benchmark",
+    "simulate",
+    "scores",
+    "presets",
+)
 
 
 def module_of(path: str) -> str:

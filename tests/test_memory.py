@@ -38,7 +38,7 @@ from pala.exchange import make as make_module
 from pala.exchange.base import Exchange, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import GossipDriver
-from pala.exchange.gossip.exchange import Gossip
+from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.make import make_exchange
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory
@@ -311,7 +311,7 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(
         parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, kind, steps=2 * made + 10)
         start = ExchangeState([made, made])
         exchange: Exchange = (
-            Gossip(comm, parameters, 1, config.exchange, start, comm.interrupt, total_steps=config.total_steps)
+            GossipExchange(comm, parameters, 1, config.exchange, start, comm.interrupt, total_steps=config.total_steps)
             if kind == "gossip"
             else SharedMemory(comm, parameters, config.exchange, config.total_steps, start, comm.interrupt)
         )
@@ -443,13 +443,13 @@ def test_where_ranks_cannot_go_and_all_leave_in_the_same_moment_the_run_stops(
 
     together = threading.Barrier(3)
 
-    def leave(gossip: Gossip) -> bool:
+    def leave(gossip: GossipExchange) -> bool:
         together.wait(60)
         gossip.driver.leave()
         return True
 
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
-    monkeypatch.setattr(Gossip, "leave", leave)
+    monkeypatch.setattr(GossipExchange, "leave", leave)
     job = train(3, configure(tmp_path, steps=ENDLESS), on_count=leave_at(0, 1, 2, update=5))
     assert [result.status for result in job.results] == ["stopped"] * 3
     assert [result.leads for result in job.results] == [True, False, False]
@@ -519,9 +519,9 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
     leavers: list[int], hears_of_the_end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each finds so itself, or rank 0 hears it of the other."""
-    leave, about_to_go = Gossip.leave, threading.Barrier(len(leavers))
+    leave, about_to_go = GossipExchange.leave, threading.Barrier(len(leavers))
 
-    def outlive(gossip: Gossip) -> bool:
+    def outlive(gossip: GossipExchange) -> bool:
         leaves, world = leave(gossip), gossip._comm.world  # type: ignore[attr-defined]
         about_to_go.wait(60)
         world.say_that(2, world.dead)
@@ -530,7 +530,7 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
             wait_for(lambda: gossip.stop is not Stop.NONE, 60, "the end")
         return leaves
 
-    monkeypatch.setattr(Gossip, "leave", outlive)
+    monkeypatch.setattr(GossipExchange, "leave", outlive)
     faults = [fail_at(rank, update=5) for rank in (1,) if rank not in leavers]
     job = train(3, configure(tmp_path, steps=ENDLESS), faults, on_count=leave_at(*leavers, update=9))
     assert isinstance(job.results[2], Killed) and {job.results[rank].status for rank in leavers} == {"stopped"}

@@ -18,7 +18,7 @@ from pala.comm.base import Communicator
 from pala.config import Config
 from pala.envs.vector import Envs
 from pala.exchange.base import ModelExchange
-from pala.exchange.gossip.exchange import Gossip
+from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import blank_observations, make_tape
@@ -70,7 +70,7 @@ class A2CAgent(Agent[ModelExchange]):
 
     def take_place(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
         flat = self.flat
-        exchange = Gossip(
+        exchange = GossipExchange(
             comm,
             flat.data,
             flat.signature,

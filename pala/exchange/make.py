@@ -11,7 +11,7 @@ from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.codecs import make_codec
-from pala.exchange.gossip.exchange import Gossip
+from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.none import NoExchange
 from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.system.errors import PalaError
@@ -34,7 +34,7 @@ def make_exchange(
     if kind == "shared_memory":
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt, num_exact)
     if kind == "gossip":
-        return Gossip(
+        return GossipExchange(
             comm,
             parameters,
             signature,

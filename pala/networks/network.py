@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import abc
-import hashlib
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 import gymnasium
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs.spaces import LEAST_SIDE, image_scale
+from pala.exchange.flat import shaped, signature_of
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
 from pala.system.errors import PalaError
@@ -230,7 +230,7 @@ class FlatParameters:
         self.gradient = torch.zeros_like(self.data)
         own = getattr(network, "own", None)  # `own.py`: its buffers are sent to nobody, so all have to make the same
         fixed = [] if own is None else [(f"{name}={_checksum(buffer)}", buffer) for name, buffer in own.named_buffers()]
-        self.signature = _signature([*parameters, *buffers, *fixed])
+        self.signature = signature_of([*parameters, *buffers, *fixed])
         self._offset = 0
         for _, parameter in parameters:
             parameter.data, parameter.grad = self._take(parameter.data)
@@ -247,16 +247,10 @@ class FlatParameters:
     def _take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next views of `data`, filled with this tensor, and of `gradient`."""
         begin, self._offset = self._offset, self._offset + tensor.numel()
-        data, gradient = (_shaped(flat[begin : self._offset], tensor.shape) for flat in (self.data, self.gradient))
+        is_image, end = tensor.dim() == 4, self._offset
+        data, gradient = (shaped(flat[begin:end], tensor.shape, is_image) for flat in (self.data, self.gradient))
         data.copy_(tensor)
         return data, gradient
-
-
-def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
-    if len(shape) == 4:
-        out, channels, height, width = shape
-        return flat.view(out, height, width, channels).permute(0, 3, 1, 2)
-    return flat.view(shape)
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -264,9 +258,3 @@ def _checksum(tensor: Tensor) -> int:
     if tensor.is_floating_point():
         tensor = tensor.to(torch.bfloat16)  # what is computed may differ between processors in its last bits
     return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _signature(named: Sequence[tuple[str, Tensor]]) -> int:
-    """64 bits that are equal for networks of the same names, shapes and, if it is a user's, buffers."""
-    layout = ";".join(f"{name}:{tuple(parameter.shape)}" for name, parameter in named)
-    return int.from_bytes(hashlib.sha256(layout.encode()).digest()[:8], "little")

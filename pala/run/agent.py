@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from pala.config import Config, to_table
 from pala.envs.vector import Envs, MakeEnv, make_envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState
+from pala.exchange.flat import share_tensors
 from pala.networks.network import FlatParameters, Network
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
@@ -180,16 +180,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
 
     def share(self, comm: Communicator, root: int = 0) -> None:
         """Give all ranks the root's `shared_tensors`, the parameters checked by checksum. Collective."""
-        for tensor in self.shared_tensors:
-            host = tensor.cpu().numpy()
-            comm.bcast_array(host, root)
-            tensor.copy_(torch.from_numpy(host))
-        checksums = comm.allgather(zlib.crc32(self.flat.data.detach().cpu().numpy().tobytes()))
-        wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
-        if wrong:
-            raise CollectiveError(
-                f"Rank {wrong[0]} began with other weights than rank {root}: its memory or link is faulty."
-            )
+        share_tensors(comm, self.shared_tensors, self.flat.data, root)
 
     def env_seeds(self, run: Run) -> np.ndarray:
         """Return a seed for each of the environments, int32; new ones in each segment."""

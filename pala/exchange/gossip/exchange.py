@@ -30,7 +30,7 @@ _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
 
 
-class Gossip(ModelExchange):
+class GossipExchange(ModelExchange):
     """Sends this rank's model to a peer after each update and averages in what peers sent."""
 
     def __init__(

@@ -1,0 +1,247 @@
+"""`pala.Gossip` in training loops of one's own: ranks as threads, and real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pala
+from pala.exchange.flat import FlatTensors, named_tensors
+from pala.gossip import Gossip
+from pala.system.errors import PalaError
+from pala.testing.faults import fail_at_message
+from pala.testing.memory import MemoryCommunicator, run_ranks
+from support.mpi import Launcher
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 4, 2))
+
+
+def count_up(model: nn.Module) -> None:
+    """Let an update add 1 to every parameter, and nothing else happen."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+
+def zeros() -> nn.Module:
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def train(
+    comm: MemoryCommunicator | None, total_steps: int, model: nn.Module | None = None, **settings: Any
+) -> tuple[nn.Module, Gossip, int]:
+    """Count up until the ranks have made their steps; return the model, its gossip and this rank's updates."""
+    model, updates = model if model is not None else zeros(), 0
+    with Gossip(model, total_steps=total_steps, comm=comm, **settings) as gossip:
+        while gossip.goes_on:
+            count_up(model)
+            updates += 1
+            gossip.after_update(steps=1)
+    return model, gossip, updates
+
+
+def on_ranks(size: int, main: Callable[[MemoryCommunicator], Any], *faults: Any) -> list[Any]:
+    results = run_ranks(size, main, faults)
+    for result in results:
+        if isinstance(result, BaseException) and not faults:
+            raise result
+    return results
+
+
+def test_alone_it_only_counts() -> None:
+    model, gossip, updates = train(None, total_steps=7)
+    assert updates == gossip.global_steps == 7 and not gossip.goes_on
+    assert (gossip.rank, gossip.size, list(gossip.living), gossip.signal) == (0, 1, [0], None)
+    assert all(bool((parameter == 7).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("compression", ["none", "bfloat16"])
+def test_pairs_keep_the_progress_of_all_ranks(compression: str) -> None:
+    """Their average at the end is the mean number of updates, wherever messages were under way."""
+    results = on_ranks(3, lambda comm: train(comm, total_steps=300, compression=compression))
+    mean = sum(updates for _, _, updates in results) / 3
+    assert 300 <= 3 * mean <= 300 + 3 * 20
+    for model, gossip, _ in results:
+        assert gossip.global_steps == 3 * mean and list(gossip.living) == [0, 1, 2]
+        for parameter in model.parameters():
+            assert parameter.detach().numpy() == pytest.approx(mean, rel=1e-5 if compression == "none" else 1e-2)
+
+
+def test_all_begin_with_the_first_ranks_values_and_end_with_one_model() -> None:
+    def main(comm: MemoryCommunicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        torch.manual_seed(comm.rank)
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # made before: stays valid
+        images, labels = torch.randn(8, 3, 4, 4), torch.randint(2, (8,))
+        with Gossip(model, total_steps=40 * 3, comm=comm) as gossip:
+            first = [tensor.detach().clone() for tensor in model.parameters()]
+            while gossip.goes_on:
+                nn.functional.cross_entropy(model(images[..., :4, :4]), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                gossip.after_update(steps=1)
+        floats = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+        return first, [tensor.detach().clone() for tensor in floats]
+
+    results = on_ranks(3, main)
+    for first, last in results[1:]:
+        assert all(map(torch.equal, first, results[0][0]))
+        assert all(map(torch.equal, last, results[0][1]))
+    assert not any(
+        torch.equal(before, after) for before, after in zip(results[0][0][:2], results[0][1][:2], strict=True)
+    )
+
+
+def test_a_model_that_is_not_finite_is_replaced_by_a_peers() -> None:
+    def main(comm: MemoryCommunicator) -> nn.Module:
+        model, updates = zeros(), 0
+        with Gossip(model, total_steps=200, comm=comm) as gossip:
+            while gossip.goes_on:
+                count_up(model)
+                updates += 1
+                if comm.rank == 1 and updates == 5:
+                    model.get_parameter("weight").data.fill_(float("nan"))
+                gossip.after_update(steps=1)
+        return model
+
+    for model in on_ranks(3, main):
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_a_rank_that_dies_leaves_the_others_training() -> None:
+    results = on_ranks(3, lambda comm: train(comm, total_steps=400), fail_at_message(1, 5))
+    assert isinstance(results[1], BaseException)
+    for rank in (0, 2):
+        model, gossip, _ = results[rank]
+        assert list(gossip.living) == [0, 2] and gossip.global_steps >= 400
+        assert torch.equal(model.get_parameter("weight"), results[0][0].get_parameter("weight"))
+
+
+def test_a_loop_that_ends_early_ends_all() -> None:
+    def main(comm: MemoryCommunicator) -> int:
+        model = zeros()
+        with Gossip(model, total_steps=10**9, comm=comm) as gossip:
+            while gossip.goes_on:
+                count_up(model)
+                gossip.after_update(steps=1)
+                if comm.rank == 2 and gossip.global_steps > 100:
+                    break
+        return gossip.global_steps
+
+    assert len(set(on_ranks(3, main))) == 1
+
+
+def test_another_model_on_one_rank_is_one_error_on_all() -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        with Gossip(nn.Linear(3, 2 + comm.rank // 2), total_steps=10, comm=comm):
+            raise AssertionError("the block must not begin")
+
+    for error in run_ranks(3, main):
+        assert isinstance(error, PalaError) and "rank 2" in str(error)
+
+
+def test_an_exception_inside_the_block_is_raised_and_the_others_go_on() -> None:
+    def main(comm: MemoryCommunicator) -> int:
+        model = zeros()
+        with Gossip(model, total_steps=200, comm=comm) as gossip:
+            while gossip.goes_on:
+                count_up(model)
+                if comm.rank == 0 and gossip.global_steps > 20:
+                    raise ValueError("of the user's")
+                gossip.after_update(steps=1)
+        return gossip.global_steps
+
+    first, *others = run_ranks(3, main)
+    assert isinstance(first, ValueError)
+    assert others[0] == others[1] >= 200
+
+
+def test_a_tensor_that_is_replaced_is_an_error() -> None:
+    model = zeros()
+    with (
+        pytest.raises(PalaError, match="'weight' of the model has another tensor"),
+        Gossip(model, total_steps=5) as gossip,
+    ):
+        model.get_parameter("weight").data = torch.zeros(2, 3)
+        gossip.after_update(steps=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        (nn.Linear(2, 2).double(), {}, "only float32"),
+        ([], {}, "no parameters"),
+        (nn.Linear(2, 2), {"total_steps": 0}, "total_steps"),
+        (nn.Linear(2, 2), {"mixing": "median"}, "mixing"),
+        (nn.Linear(2, 2), {"topology": "complete"}, "topology"),
+        (nn.Linear(2, 2), {"max_staleness": -1}, "max_staleness"),
+    ],
+)
+def test_a_mistake_is_one_sentence(model: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(PalaError, match=words):
+        Gossip(model, **{"total_steps": 10, **settings})
+
+
+def test_it_is_used_once_and_inside_its_block() -> None:
+    gossip = Gossip(zeros(), total_steps=1)
+    with pytest.raises(PalaError, match="inside the block"):
+        gossip.after_update(steps=1)
+    with gossip, pytest.raises(PalaError, match="'steps' is 0"):
+        gossip.after_update(steps=0)
+    with pytest.raises(PalaError, match="used before"), gossip:
+        pass
+
+
+def test_a_models_tensors_become_views_in_their_own_layout() -> None:
+    model = network()
+    images = torch.randn(2, 3, 4, 4)
+    model.get_parameter("0.weight").data = model.get_parameter("0.weight").data.to(memory_format=torch.channels_last)
+    before = model.eval()(images)
+    flat = FlatTensors(*named_tensors(model))
+    assert model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
+    assert torch.allclose(model(images), before)
+    assert flat.num_exact == 8 and flat.data[-8:].tolist() == [0.0] * 4 + [1.0] * 4  # BatchNorm's mean and variance
+    flat.data.zero_()
+    assert not model.get_parameter("3.weight").any()
+    assert pala.Gossip is Gossip
+
+
+SCRIPT = """
+import sys, torch, pala
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+with pala.Gossip(model, total_steps=2000) as gossip:
+    while gossip.goes_on:
+        if sys.argv[1:] == ["fail"] and gossip.rank == 1 and gossip.global_steps > 100:
+            raise ValueError("of the user's")
+        with torch.no_grad():
+            model.weight += 0.01 * (gossip.rank + 1)
+        gossip.after_update(steps=10)
+print(f"rank {gossip.rank} of {gossip.size}: {gossip.global_steps} steps, {float(model.weight.sum()):.6f}")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_script_on_real_ranks(mpi: Launcher, tmp_path: Path) -> None:
+    done = mpi.script(3, SCRIPT, tmp_path)
+    lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
+    assert done.status == 0 and len(lines) == 3, done.output
+    assert len({line.partition(":")[2] for line in lines}) == 1 and "rank 2 of 3" in lines[2]
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_an_error_of_one_real_rank_ends_the_job_with_its_traceback(any_mpi: Launcher, tmp_path: Path) -> None:
+    done = any_mpi.script(3, SCRIPT, tmp_path, "fail")
+    assert done.status != 0 and "ValueError: of the user's" in done.output and "pala: rank 1 failed" in done.output
